@@ -1,0 +1,41 @@
+# Everything a developer calls. `make demo` and `make test` work on a fresh machine.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help setup demo test check format protos bench
+
+help: ## show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with everything the demo, tests and benchmarks need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	@echo "Installing Kaveri with its CPU engine into .venv; about a minute, most of it PyTorch."
+	$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[transformers,local,dev]'
+	@touch $(STAMP)
+
+demo: setup ## start a local stack on the bundled model, ask it a few things, stop it
+	$(BIN)/python -m kaveri.cli.demo
+
+test: setup ## run the whole test suite
+	$(BIN)/pytest
+
+check: setup ## ruff, mypy --strict, import-linter, buf lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@if command -v buf >/dev/null; then cd protos && buf lint; else echo "buf is not installed: protos not linted"; fi
+
+format: setup ## format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: setup ## regenerate kaveri/v1 from protos/
+	$(BIN)/python scripts/generate_protos.py
+
+bench: setup ## run all benchmarks and render benchmarks/README.md
+	$(BIN)/python -m benchmarks.all

@@ -1,0 +1,1 @@
+"""Measures Kaveri against plainer ways of doing the same work. Each module runs alone."""

@@ -1,0 +1,70 @@
+"""kaveri chat: a conversation at the terminal, through the model's chat template."""
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+from kaveri.cli import options
+from kaveri.client.async_client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
+from kaveri.client.request import Message
+from kaveri.client.sync_client import Client, Stream
+from kaveri.errors import KaveriError
+from kaveri.sampling import SamplingParams
+
+
+def chat(
+    target: options.Target = DEFAULT_TARGET,
+    model: options.Model = None,
+    system: Annotated[str | None, typer.Option(help="System message that opens the conversation.")] = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    timeout_s: options.TimeoutS = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Talk with a model. Ctrl-C cancels an answer, Ctrl-D leaves."""
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    )
+    turns = [Message("system", system)] if system is not None else []
+    with contextlib.suppress(ImportError):  # Not in every Python; without it lines cannot be edited or recalled.
+        import readline  # noqa: F401
+    with Client(target, timeout_s=timeout_s) as client:
+        while True:
+            try:
+                text = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                print()
+                continue
+            if not text.strip():
+                continue
+            turns.append(Message("user", text))
+            try:
+                with client.stream(messages=turns, params=params, model=model) as stream:
+                    answer = _show(stream)
+            except KaveriError as error:
+                print(f"kaveri: {error}", file=sys.stderr)
+                turns.pop()
+            else:
+                turns.append(Message("assistant", answer))
+
+
+def _show(stream: Stream) -> str:
+    """Prints the answer as it comes and returns it; what there is of it after Ctrl-C."""
+    texts: list[str] = []
+    try:
+        for chunk in stream:
+            texts.append(chunk.text)
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        stream.close()
+        sys.stdout.write(" [cancelled]")
+    print()
+    return "".join(texts)

@@ -1,0 +1,174 @@
+"""python -m kaveri.cli.demo: a local stack on the bundled model, a few prompts at once, and where their time went."""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from kaveri.client.answer import Chunk
+from kaveri.client.async_client import AsyncClient
+from kaveri.errors import KaveriError
+from kaveri.local.config import StackConfig
+from kaveri.local.stack import LocalStack
+from kaveri.models import KAVERI_TINY, resolve_model
+from kaveri.sampling import SamplingParams
+
+_PROMPT_COUNT = 8
+_TIMEOUT_S = 120.0
+_FRAMES_PER_S = 10
+_PLAIN_WIDTH = 120
+
+
+@dataclass
+class _Ask:
+    """One prompt, and what came of it so far."""
+
+    prompt: str
+    expected: str
+    text: str = ""
+    last: Chunk | None = None
+    """The chunk that ended the answer."""
+    error: KaveriError | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the answer has ended, and is the expected one."""
+        return self.last is not None and self.text.strip() == self.expected
+
+    @property
+    def mark(self) -> str:
+        """How it stands, as rich markup."""
+        if self.error is not None:
+            return "[red]✗ failed[/]"
+        if self.last is None:
+            return "[dim]…[/]"
+        return "[green]✓ as expected[/]" if self.is_right else "[yellow]✗ not as expected[/]"
+
+
+@dataclass
+class _Progress:
+    """Prints what happens, with the seconds since the start."""
+
+    console: Console
+    started_s: float = field(default_factory=time.monotonic)
+
+    def __call__(self, line: str) -> None:
+        self.console.print(f"[dim]{time.monotonic() - self.started_s:6.1f} s  {escape(line)}[/]")
+
+
+def main() -> int:
+    """Runs the demo; 0 when every request was answered, 130 after Ctrl-C."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PLAIN_WIDTH)
+    try:
+        return asyncio.run(_demo(console))
+    except KaveriError as error:
+        console.print(f"[red]kaveri demo: {escape(str(error))}[/]")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _demo(console: Console) -> int:
+    asks = _load_asks()
+    progress = _Progress(console)
+    async with LocalStack(StackConfig(model=KAVERI_TINY, prefill_count=2, decode_count=2), progress) as stack:
+        progress(f"the cluster is ready at {stack.target}; asking {len(asks)} things at once")
+        async with AsyncClient(stack.target, timeout_s=_TIMEOUT_S) as client:
+            await _ask_all(client, asks, console)
+        console.print(_where_the_time_went(asks))
+        right = sum(ask.is_right for ask in asks)
+        answered = sum(ask.last is not None for ask in asks)
+        console.print(f"{answered} of {len(asks)} requests answered, {right} as expected.")
+    progress("everything is stopped")
+    return 0 if answered == len(asks) else 1
+
+
+def _load_asks() -> list[_Ask]:
+    entries = json.loads(Path(resolve_model(KAVERI_TINY), "demo_prompts.json").read_text())
+    # Evenly over the file, which goes from one family of prompts to the next.
+    step = max(1, len(entries) // _PROMPT_COUNT)
+    return [_Ask(entry["prompt"], entry["expected"].strip()) for entry in entries[::step][:_PROMPT_COUNT]]
+
+
+async def _ask_all(client: AsyncClient, asks: list[_Ask], console: Console) -> None:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_ask(client, ask)) for ask in asks]
+        if console.is_terminal:
+            with Live(console=console, refresh_per_second=_FRAMES_PER_S, transient=True) as live:
+                while not all(task.done() for task in tasks):
+                    live.update(_frame(asks, console.width))
+                    await asyncio.wait(tasks, timeout=1 / _FRAMES_PER_S)
+        else:
+            await asyncio.wait(tasks)
+    for ask in asks:
+        console.print(f"\n[bold]{escape(ask.prompt)}[/]  {ask.mark}")
+        console.print(Text(ask.text if ask.error is None else str(ask.error)))
+
+
+async def _ask(client: AsyncClient, ask: _Ask) -> None:
+    try:
+        async with client.stream(ask.prompt, params=SamplingParams(temperature=0)) as stream:
+            async for chunk in stream:
+                ask.text += chunk.text
+                if chunk.finish_reason is not None:
+                    ask.last = chunk
+    except KaveriError as error:
+        ask.error = error
+
+
+def _frame(asks: list[_Ask], width: int) -> Group:
+    """Two lines per request: its prompt, and the end of the answer so far."""
+    lines: list[Text] = []
+    for ask in asks:
+        lines.append(Text.from_markup(f"{ask.mark} [bold]{escape(ask.prompt)}[/]", overflow="ellipsis"))
+        lines.append(Text("  " + ask.text[-(width - 3) :].replace("\n", " ")))
+    for line in lines:
+        line.no_wrap = True
+    return Group(*lines)
+
+
+def _where_the_time_went(asks: list[_Ask]) -> Table:
+    table = Table(box=SIMPLE_HEAD, title="where the time went, in ms", title_justify="left", padding=0)
+    for name in ("tokens\nin", "\nout", "prefill\non", "decode\non"):
+        table.add_column(name, justify="left" if name.endswith("on") else "right", no_wrap=True)
+    for name in ("queue", "prefill", "KV\npush", "decode", "TTFT", "TPOT", "KV\nKiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for ask in asks:
+        if ask.last is None or ask.last.usage is None or ask.last.timing is None:
+            continue
+        usage, timing, server = ask.last.usage, ask.last.timing, ask.last.timing.server
+        table.add_row(
+            str(usage.prompt_tokens),
+            str(usage.completion_tokens),
+            server.prefill_instance_id,
+            server.decode_instance_id or "-",
+            _ms(server.prefill_queue_s),
+            _ms(server.prefill_s),
+            _ms(server.kv_transfer_s),
+            _ms(server.decode_s),
+            _ms(timing.ttft_s),
+            _ms(timing.tpot_s),
+            f"{server.kv_bytes / 1024:.0f}",
+        )
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

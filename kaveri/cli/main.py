@@ -1,0 +1,62 @@
+"""The console script `kaveri`: its commands, and how their errors look."""
+
+import importlib.metadata
+import sys
+from typing import Annotated
+
+import typer
+
+from kaveri.cli.bench import bench
+from kaveri.cli.chat import chat
+from kaveri.cli.generate import generate
+from kaveri.cli.health import health
+from kaveri.cli.services import PASS_ON, launcher
+from kaveri.cli.status import status
+from kaveri.cli.up import up
+from kaveri.errors import ConfigError, KaveriError
+
+app = typer.Typer(
+    name="kaveri",
+    help="Serve large language models with prefill and decode on separate instances.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Runs the command line and exits: 0, 1 for a KaveriError, 2 for wrong flags or settings."""
+    try:
+        app()
+    except KaveriError as error:
+        print(f"kaveri: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(importlib.metadata.version("kaveri"))
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Flags that stand before any command."""
+
+
+app.command()(up)
+app.command()(status)
+app.command()(generate)
+app.command()(chat)
+app.command()(bench)
+app.command()(health)
+for _role, _help in (
+    ("router", "Run one router; `kaveri router --help` lists its flags."),
+    ("prefill", "Run one prefill instance; `kaveri prefill --help` lists its flags."),
+    ("decode", "Run one decode instance; `kaveri decode --help` lists its flags."),
+):
+    app.command(_role, context_settings=PASS_ON, add_help_option=False)(launcher(_role, _help))

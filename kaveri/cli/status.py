@@ -1,0 +1,114 @@
+"""kaveri status: the cluster as a router sees it."""
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kaveri.cli import options
+from kaveri.client.async_client import DEFAULT_TARGET
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kaveri.cluster.view import ClusterView
+    from kaveri.v1 import cluster_pb2_grpc
+
+_INTERVAL_S = 0.5
+_TIMEOUT_S = 5.0
+_PIPE_WIDTH = 240
+
+
+def status(
+    target: options.Target = DEFAULT_TARGET,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with --watch one per line.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again twice a second, until Ctrl-C.")] = False,
+) -> None:
+    """Show the instances: role, state, load, KV blocks and last heartbeat."""
+    try:
+        asyncio.run(_show(target, as_json, watch))
+    except KeyboardInterrupt:
+        # How --watch ends.
+        return
+
+
+async def _show(target: str, as_json: bool, watch: bool) -> None:
+    from contextlib import nullcontext
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from kaveri.rpc.server import open_channel
+    from kaveri.v1 import cluster_pb2_grpc
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A pipe has no width of its own, and nothing in the table may be cut off in it.
+        console.width = _PIPE_WIDTH
+    async with open_channel(target) as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        view = await _view(stub, target)
+        with Live(console=console, auto_refresh=False) if watch and not as_json else nullcontext() as live:
+            while True:
+                if as_json:
+                    print(json.dumps(_as_json(view)), flush=True)
+                elif live is not None:
+                    live.update(_as_table(view, target), refresh=True)
+                else:
+                    console.print(_as_table(view, target))
+                if not watch:
+                    return
+                await asyncio.sleep(_INTERVAL_S)
+                view = await _view(stub, target)
+
+
+async def _view(stub: "cluster_pb2_grpc.ClusterServiceAsyncStub", target: str) -> "ClusterView":
+    """Raises KaveriError."""
+    from grpc import aio
+
+    from kaveri.cluster.view import ClusterView
+    from kaveri.rpc.messages import status_from_proto
+    from kaveri.rpc.status import error_of
+    from kaveri.v1 import cluster_pb2
+
+    try:
+        answer = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=_TIMEOUT_S)
+    except aio.AioRpcError as error:
+        raise error_of(error, peer=target) from error
+    shown = map(status_from_proto, answer.instances)
+    return ClusterView({one.record.instance_id: one for one in shown}, answer.store_connected)
+
+
+def _as_json(view: "ClusterView") -> dict[str, object]:
+    import dataclasses
+
+    instances = [dataclasses.asdict(view.instances[instance_id]) for instance_id in sorted(view.instances)]
+    return {"store_connected": view.store_connected, "instances": instances}
+
+
+def _as_table(view: "ClusterView", target: str) -> "Table":
+    from rich.table import Table
+
+    away = "" if view.store_connected else "; Redis is away: this is the last view known"
+    table = Table(title=f"{target}{away}", title_justify="left")
+    for name in ("instance", "role", "state", "model", "address"):
+        table.add_column(name)
+    for name in ("waiting", "running", "queued tokens", "KV blocks free/total", "heartbeat"):
+        table.add_column(name, justify="right")
+    for instance_id in sorted(view.instances):
+        shown = view.instances[instance_id]
+        record, load = shown.record, shown.load
+        table.add_row(
+            instance_id,
+            record.role,
+            load.state,
+            record.model,
+            record.address,
+            str(load.waiting_requests),
+            str(load.running_requests),
+            str(load.queued_prefill_tokens),
+            f"{load.free_blocks}/{load.total_blocks}" if load.total_blocks else "",
+            f"{shown.heartbeat_age_s * 1000:.0f} ms ago",
+        )
+    return table

@@ -1,0 +1,21 @@
+"""The Python SDK: AsyncClient is the implementation, Client a facade."""
+
+from kaveri.client.answer import Chunk, Completion, ModelInfo, ServerTiming, Timing, Usage
+from kaveri.client.async_client import AsyncClient
+from kaveri.client.async_stream import AsyncStream
+from kaveri.client.request import Message
+from kaveri.client.sync_client import Client, Stream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Chunk",
+    "Client",
+    "Completion",
+    "Message",
+    "ModelInfo",
+    "ServerTiming",
+    "Stream",
+    "Timing",
+    "Usage",
+]

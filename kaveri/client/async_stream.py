@@ -1,0 +1,161 @@
+"""One answer as it arrives: reads a Generate RPC, keeps the caller's clock, and cancels the RPC when it is left."""
+
+import asyncio
+import contextlib
+import time
+from types import TracebackType
+from typing import Self
+
+from grpc import aio
+
+from kaveri.client.answer import Chunk, Completion, ServerTiming, Timing, Usage
+from kaveri.errors import Unavailable
+from kaveri.rpc.messages import finish_from_proto, logprobs_from_proto
+from kaveri.rpc.status import error_of
+from kaveri.v1 import inference_pb2
+
+GenerateCall = aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+class AsyncStream:
+    """The chunks of one answer, in order; made by AsyncClient.stream.
+
+        async with client.stream("Count from 1 to 9.") as stream:
+            async for chunk in stream:
+                print(chunk.text, end="")
+
+    Leaving the `async with` block, close(), or the cancellation of the task that reads cancels the request everywhere.
+    Without `async with` the request is cancelled as soon as nothing refers to the stream any more; that is at once
+    after `break` in `async for chunk in client.stream(...)`, which keeps no other reference to it.
+
+    For one reader at a time. Raises KaveriErrors only.
+    """
+
+    def __init__(self, call: GenerateCall, request_id: str, target: str, started_s: float) -> None:
+        """Takes `call` over. started_s: time.monotonic() of the caller's call."""
+        self.request_id = request_id
+        """The id given by the caller, or the one made for them."""
+        self._call = call
+        self._target = target
+        self._loop = asyncio.get_running_loop()
+        self._started_s = started_s
+        self._first_s: float | None = None
+        self._last_s = started_s
+        self._token_count = 0
+        self._finished = False
+        self._closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk; StopAsyncIteration after the last one, or once the stream is closed."""
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            response = await self._call.read()
+        except aio.AioRpcError as error:
+            self._closed = True
+            raise error_of(error, peer=self._target, request_id=self.request_id) from error
+        except asyncio.CancelledError:
+            # gRPC raises this for a call that close() has cancelled, too, and then the reader's task is to go on.
+            closed = self._closed
+            self.close()
+            task = asyncio.current_task()
+            if closed and (task is None or not task.cancelling()):
+                raise StopAsyncIteration from None
+            raise
+        if isinstance(response, inference_pb2.GenerateResponse):
+            return self._chunk(response)
+        self._closed = True
+        if not self._finished:
+            raise Unavailable(f"{self._target} ended the answer of request {self.request_id!r} without a finish reason")
+        raise StopAsyncIteration
+
+    async def collect(self) -> Completion:
+        """Reads what is left, and returns it as one answer. Raises Unavailable when there is no end left to read."""
+        chunks = [chunk async for chunk in self]
+        last = chunks[-1] if chunks else None
+        if last is None or last.finish_reason is None or last.usage is None or last.timing is None:
+            raise Unavailable(f"the stream of request {self.request_id!r} was closed before the end of the answer")
+        return Completion(
+            request_id=self.request_id,
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            timing=last.timing,
+        )
+
+    def close(self) -> None:
+        """Cancels the request everywhere unless it has ended. Does not wait. Twice is once."""
+        self._closed = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The garbage collector may run in any thread, gRPC's calls belong to one loop.
+        if not self._closed:
+            with contextlib.suppress(RuntimeError):  # The loop is closed, and so are its calls.
+                self._loop.call_soon_threadsafe(self._call.cancel)
+
+    def _chunk(self, response: inference_pb2.GenerateResponse) -> Chunk:
+        now_s = time.monotonic()
+        if response.token_ids:
+            if response.index != self._token_count:
+                self.close()
+                expected = self._token_count
+                raise Unavailable(f"{self._target} sent token {response.index} where {expected} was expected")
+            if self._first_s is None:
+                self._first_s = now_s
+            self._last_s = now_s
+            self._token_count += len(response.token_ids)
+        finish_reason = finish_from_proto(response.finish_reason)
+        self._finished = finish_reason is not None
+        return Chunk(
+            index=response.index,
+            token_ids=tuple(response.token_ids),
+            text=response.text,
+            logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
+            finish_reason=finish_reason,
+            usage=_usage(response.usage) if self._finished else None,
+            timing=self._timing(response.timing, now_s) if self._finished else None,
+        )
+
+    def _timing(self, server: inference_pb2.Timing, now_s: float) -> Timing:
+        ttft_s = None if self._first_s is None else self._first_s - self._started_s
+        tpot_s = None
+        if self._first_s is not None and self._token_count > 1:
+            tpot_s = (self._last_s - self._first_s) / (self._token_count - 1)
+        return Timing(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=now_s - self._started_s, server=_server_timing(server))
+
+
+def _usage(message: inference_pb2.Usage) -> Usage:
+    return Usage(prompt_tokens=message.prompt_tokens, completion_tokens=message.completion_tokens)
+
+
+def _server_timing(message: inference_pb2.Timing) -> ServerTiming:
+    return ServerTiming(
+        router_s=message.router_s,
+        prefill_queue_s=message.prefill_queue_s,
+        prefill_s=message.prefill_s,
+        kv_transfer_s=message.kv_transfer_s,
+        kv_tail_s=message.kv_tail_s,
+        decode_queue_s=message.decode_queue_s,
+        decode_s=message.decode_s,
+        kv_bytes=message.kv_bytes,
+        kv_transport=message.kv_transport,
+        prefill_instance_id=message.prefill_instance_id,
+        decode_instance_id=message.decode_instance_id,
+        attempts=message.attempts,
+        ttft_s=message.ttft_s,
+        e2e_s=message.e2e_s,
+    )

@@ -1,0 +1,69 @@
+"""An event loop in a thread of its own, that other threads run coroutines on. Knows nothing about gRPC."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+_END_TIMEOUT_S = 5.0
+
+
+class LoopThread:
+    """Runs from construction until end(). Holds the interpreter's exit up no longer than end() takes."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._submitting = threading.Lock()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Runs `work` on the loop and waits for it; when the wait is interrupted, by Ctrl-C say, cancels it.
+
+        Raises RuntimeError when end() was called before `work` was done.
+        """
+        with self._submitting:
+            if self._ended:
+                work.close()
+                raise RuntimeError("closed already")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise RuntimeError("closed while waiting") from error
+        finally:
+            future.cancel()
+
+    def end(self, last: Coroutine[Any, Any, None]) -> None:
+        """Runs `last`, cancels whatever else runs, and ends the thread. Once only."""
+        # Work that was submitted before is on the loop before `finish` is, and so none of it is left waiting for ever.
+        with self._submitting:
+            assert not self._ended
+            self._ended = True
+            asyncio.run_coroutine_threadsafe(self._finish(last), self._loop)
+        # The garbage collector may run this in the loop's own thread, which cannot wait for itself.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_END_TIMEOUT_S)
+
+    async def _finish(self, last: Coroutine[Any, Any, None]) -> None:
+        try:
+            await last
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._loop.stop()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            # stop() leaves callbacks behind, and among them may be the one that hands a result to its waiting thread.
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()

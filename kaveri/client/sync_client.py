@@ -1,0 +1,172 @@
+"""The SDK without async: a facade over AsyncClient on an event loop in a thread of its own."""
+
+import os
+import weakref
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kaveri.client.answer import Chunk, Completion, ModelInfo
+from kaveri.client.async_client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, AsyncClient
+from kaveri.client.async_stream import AsyncStream
+from kaveri.client.loop_thread import LoopThread
+from kaveri.client.request import MessageLike
+from kaveri.sampling import SamplingParams
+
+ResultT = TypeVar("ResultT")
+
+
+class Client:
+    """AsyncClient for code that does not use asyncio: the same methods, arguments and errors.
+
+    Safe to use from several threads. Neither its thread nor gRPC lives on in a forked child: make a new Client there.
+    """
+
+    def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """As AsyncClient. Starts the background thread, which ends with close()."""
+        self._async_client = AsyncClient(target, timeout_s=timeout_s)
+        self._process_id = os.getpid()
+        self._loop_thread = LoopThread("kaveri-client")
+        # Also at garbage collection and at the interpreter's exit.
+        self._end = weakref.finalize(self, _end, self._async_client, self._loop_thread, self._process_id)
+
+    @property
+    def target(self) -> str:
+        """The router's "host:port"."""
+        return self._async_client.target
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[MessageLike] | None = None,
+        params: SamplingParams | None = None,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """The whole answer. As AsyncClient.generate."""
+        return self._wait(
+            self._async_client.generate(
+                prompt,
+                prompt_token_ids=prompt_token_ids,
+                messages=messages,
+                params=params,
+                model=model,
+                request_id=request_id,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[MessageLike] | None = None,
+        params: SamplingParams | None = None,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> "Stream":
+        """The answer as it is generated. As AsyncClient.stream."""
+
+        async def start() -> AsyncStream:
+            return self._async_client.stream(
+                prompt,
+                prompt_token_ids=prompt_token_ids,
+                messages=messages,
+                params=params,
+                model=model,
+                request_id=request_id,
+                timeout_s=timeout_s,
+            )
+
+        return Stream(self, self._wait(start()))
+
+    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """Ends a request by its id. As AsyncClient.cancel."""
+        return self._wait(self._async_client.cancel(request_id, timeout_s=timeout_s))
+
+    def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
+        """All models that can be asked for."""
+        return self._wait(self._async_client.list_models(timeout_s=timeout_s))
+
+    def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
+        """One model. Raises ModelNotFound."""
+        return self._wait(self._async_client.get_model(name, timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """Cancels what is in flight, disconnects and ends the thread. Twice is once."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        if self._process_id != os.getpid():
+            work.close()
+            raise RuntimeError("this Client was made before this process was forked; make a new one")
+        return self._loop_thread.run(work)
+
+
+class Stream:
+    """The chunks of one answer, in order; made by Client.stream.
+
+        with client.stream("Count from 1 to 9.") as stream:
+            for chunk in stream:
+                print(chunk.text, end="")
+
+    Ends as AsyncStream does: leaving the `with` block, close(), or dropping the last reference to it (as `break` does
+    in `for chunk in client.stream(...)`) cancels the request everywhere.
+    """
+
+    def __init__(self, client: Client, stream: AsyncStream) -> None:
+        """Takes `stream` over."""
+        self._client = client
+        self._stream = stream
+        self.request_id = stream.request_id
+        """The id given by the caller, or the one made for them."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        chunk = self._client._wait(self._next())
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def collect(self) -> Completion:
+        """Reads what is left, and returns it as one answer."""
+        return self._client._wait(self._stream.collect())
+
+    def close(self) -> None:
+        """Cancels the request everywhere unless it has ended. Twice is once; nothing once the Client is closed."""
+        if self._client._end.alive:
+            self._client._wait(self._close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _next(self) -> Chunk | None:
+        return await anext(self._stream, None)
+
+    async def _close(self) -> None:
+        self._stream.close()
+
+
+def _end(client: AsyncClient, loop_thread: LoopThread, process_id: int) -> None:
+    if process_id == os.getpid():
+        loop_thread.end(client.close())

@@ -1,0 +1,56 @@
+"""Keeps an instance registered: heartbeats with its load at a steady pace, and at once when something changed."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.cluster.view import InstanceLoad, InstanceRecord
+
+_MIN_PAUSE_S = 0.01
+"""Between two heartbeats, however often beat_now() is called: at most a hundred a second."""
+
+
+class Heartbeat:
+    """The heartbeats of one instance's life. For one event loop."""
+
+    def __init__(
+        self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
+    ) -> None:
+        """load: says how busy the instance is now; its sequence_number is filled in here."""
+        self._store = store
+        self._record = record
+        self._load = load
+        self._interval_s = interval_s
+        self._sequence_number = 0
+        self._due = asyncio.Event()
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Registers the instance and keeps it registered until stop(); then deregisters it and returns.
+
+        Cancelled, it leaves the lease to run out.
+        """
+        while not self._stopping:
+            self._due.clear()
+            await self._beat()
+            await asyncio.sleep(min(_MIN_PAUSE_S, self._interval_s))
+            try:
+                async with asyncio.timeout(max(0.0, self._interval_s - _MIN_PAUSE_S)):
+                    await self._due.wait()
+            except TimeoutError:
+                pass
+        await self._store.deregister(self._record)
+
+    def beat_now(self) -> None:
+        """Asks for a heartbeat at once: the load changed in a way that others should know. Cheap; call it freely."""
+        self._due.set()
+
+    def stop(self) -> None:
+        """Asks run() to deregister the instance and return."""
+        self._stopping = True
+        self._due.set()
+
+    async def _beat(self) -> None:
+        self._sequence_number += 1
+        await self._store.heartbeat(self._record, replace(self._load(), sequence_number=self._sequence_number))

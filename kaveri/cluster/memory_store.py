@@ -1,0 +1,174 @@
+"""The cluster's state in the memory of one process, for tests. Held to the same conformance suite as redis_store."""
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kaveri.cluster.membership import Membership
+from kaveri.cluster.store import RequestRecord
+from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord
+
+_TICK_S = 0.02
+
+
+@dataclass(slots=True)
+class _Held:
+    record: InstanceRecord
+    load: InstanceLoad
+    registration: int
+    expires_at_s: float
+
+
+class MemoryCluster:
+    """The state that several MemoryStore objects share. For one event loop."""
+
+    def __init__(self) -> None:
+        self._registration_numbers = itertools.count()
+        self._registrations: dict[tuple[str, int], int] = {}
+        self._held: dict[str, _Held] = {}
+        self._requests: dict[str, tuple[RequestRecord, float]] = {}
+        self._members: list[Membership] = []
+        self._away = False
+
+    def take_away(self) -> None:
+        """Lets every store find the state unreachable, as when Redis dies."""
+        self._away = True
+        for membership in self._members:
+            membership.store_lost()
+
+    def bring_back(self, *, empty: bool = False) -> None:
+        """Ends take_away(). empty: what was held is gone, as when Redis was restarted."""
+        self._away = False
+        if empty:
+            self._held.clear()
+            self._requests.clear()
+        for membership in self._members:
+            membership.store_returned()
+
+    def join(self, membership: Membership) -> None:
+        """Loads the state into a new member and pushes every change to it from now on."""
+        now_s = time.monotonic()
+        for held in self._held.values():
+            if held.expires_at_s > now_s:
+                membership.learn(held.record, held.load, held.expires_at_s - now_s)
+        self._members.append(membership)
+
+    def leave(self, membership: Membership) -> None:
+        """Ends join()."""
+        self._members.remove(membership)
+
+    @property
+    def away(self) -> bool:
+        """Whether the state cannot be reached."""
+        return self._away
+
+    def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> None:
+        """See ClusterStore.heartbeat."""
+        life = (record.instance_id, record.incarnation)
+        if life not in self._registrations:
+            self._registrations[life] = next(self._registration_numbers)
+        registration = self._registrations[life]
+        now_s = time.monotonic()
+        held = self._held.get(record.instance_id)
+        if held is not None and held.expires_at_s > now_s and held.registration > registration:
+            return
+        self._held[record.instance_id] = _Held(record, load, registration, now_s + record.lease_ttl_s)
+        for membership in self._members:
+            membership.learn(record, load)
+
+    def deregister(self, record: InstanceRecord) -> None:
+        """See ClusterStore.deregister."""
+        held = self._held.get(record.instance_id)
+        if held is not None and held.record.incarnation == record.incarnation:
+            del self._held[record.instance_id]
+            for membership in self._members:
+                membership.forget(record.instance_id, record.incarnation)
+
+    def request(self, request_id: str) -> RequestRecord | None:
+        """The record of a request in flight."""
+        record, expires_at_s = self._requests.get(request_id, (None, 0.0))
+        return record if expires_at_s > time.monotonic() else None
+
+    def put_request(self, record: RequestRecord, ttl_s: float | None = None) -> None:
+        """Enters or replaces a record. ttl_s None: keeps its time to live."""
+        expires_at_s = self._requests[record.request_id][1] if ttl_s is None else time.monotonic() + ttl_s
+        self._requests[record.request_id] = (record, expires_at_s)
+
+    def remove_request(self, request_id: str) -> None:
+        """Takes a record out."""
+        del self._requests[request_id]
+
+    def request_ids(self) -> tuple[str, ...]:
+        """All ids in the table, expired ones too."""
+        return tuple(self._requests)
+
+
+class MemoryStore:
+    """A ClusterStore on a MemoryCluster."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        self._cluster = cluster
+        self._membership = Membership()
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._cluster.join(self._membership)
+        self._ticking = asyncio.create_task(self._tick(), name="memory store: leases")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._ticking is not None, "left without being entered"
+        self._cluster.leave(self._membership)
+        self._ticking.cancel()
+        await asyncio.wait([self._ticking])
+
+    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> None:
+        if not self._cluster.away:
+            self._cluster.heartbeat(record, load)
+
+    async def deregister(self, record: InstanceRecord) -> None:
+        if not self._cluster.away:
+            self._cluster.deregister(record)
+
+    def view(self) -> ClusterView:
+        return self._membership.view()
+
+    async def wait_for_change(self, timeout_s: float) -> ClusterView:
+        return await self._membership.wait_for_change(timeout_s)
+
+    async def claim_request(self, record: RequestRecord, ttl_s: float) -> bool:
+        if self._cluster.away:
+            return True
+        if self._cluster.request(record.request_id) is not None:
+            return False
+        self._cluster.put_request(record, ttl_s)
+        return True
+
+    async def update_request(self, record: RequestRecord) -> None:
+        if not self._cluster.away and self._is_claimed_by(record.request_id, record.router_id):
+            self._cluster.put_request(record)
+
+    async def close_request(self, request_id: str, router_id: str) -> None:
+        if not self._cluster.away and self._is_claimed_by(request_id, router_id):
+            self._cluster.remove_request(request_id)
+
+    async def requests(self) -> tuple[RequestRecord, ...]:
+        if self._cluster.away:
+            return ()
+        found = (self._cluster.request(request_id) for request_id in self._cluster.request_ids())
+        return tuple(record for record in found if record is not None)
+
+    def _is_claimed_by(self, request_id: str, router_id: str) -> bool:
+        claimed = self._cluster.request(request_id)
+        return claimed is not None and claimed.router_id == router_id
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if not self._cluster.away:
+                self._membership.tick()

@@ -1,0 +1,72 @@
+"""The ClusterStore contract: leases, heartbeats, the view, and the table of requests in flight.
+
+State in a store is soft. When the store dies, requests in flight go on, the last view stays in use, and everything
+registers anew when it returns. Implementations: redis_store (real), memory_store (one process, for tests).
+"""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A request in flight, as its router reports it."""
+
+    request_id: str
+    router_id: str
+    phase: str
+    """"prefill" or "decode"."""
+    attempt: int
+    prefill_instance_id: str = ""
+    decode_instance_id: str = ""
+
+
+class ClusterStore(Protocol):
+    """One process's access to the cluster's state. Used as an async context manager; not shared between event loops.
+
+    No call raises because the store is away: registration and heartbeats are retried by the next heartbeat, the view
+    says `store_connected=False`, and claims are granted. Calls that wait do so for at most a second.
+    """
+
+    async def __aenter__(self) -> Self:
+        """Connects. Raises ConfigError when the store cannot be reached within a few seconds."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends what runs in the background. Leases are left to expire unless deregistered."""
+
+    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> None:
+        """Registers the instance or renews its lease for `record.lease_ttl_s`, and publishes its load.
+
+        The newest incarnation wins an instance id: of two lives, the one that registered last is in the view.
+        """
+
+    async def deregister(self, record: InstanceRecord) -> None:
+        """Ends this incarnation's lease at once; every watcher sees it go. Unknown ones are ignored."""
+
+    def view(self) -> ClusterView:
+        """The view now, without I/O. Leases that have run out are not in it.
+
+        While the store is away nothing new expires; after its return every instance has one lease time to show up.
+        """
+
+    async def wait_for_change(self, timeout_s: float) -> ClusterView:
+        """Waits until the set of instances, or any load, may have changed since the last call of this method or
+        `timeout_s` seconds have passed; then view(). One waiter at a time."""
+
+    async def claim_request(self, record: RequestRecord, ttl_s: float) -> bool:
+        """Enters a request into the table for at most `ttl_s` seconds. False when another router, or this one, has
+        the same request id in flight."""
+
+    async def update_request(self, record: RequestRecord) -> None:
+        """Replaces the record of a claimed request, keeping its time to live. Ignored when it is not claimed."""
+
+    async def close_request(self, request_id: str, router_id: str) -> None:
+        """Takes a request that this router claimed out of the table."""
+
+    async def requests(self) -> tuple[RequestRecord, ...]:
+        """All requests in the table, in no particular order."""

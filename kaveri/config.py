@@ -1,0 +1,156 @@
+"""Turns a frozen dataclass into command-line flags and KAVERI_* variables, parsed loudly.
+
+A service declares its settings once, as dataclass fields made by `setting`. Each field `chunk_tokens` becomes the flag
+`--chunk-tokens` and the variable `KAVERI_CHUNK_TOKENS`; the flag wins. Environment and flags are read nowhere else.
+"""
+
+import argparse
+import enum
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, field, fields
+from functools import partial
+from typing import Any, TypeVar
+
+from kaveri.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT")
+
+_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def setting(
+    help: str,
+    default: Any = MISSING,
+    parse: Callable[[str], Any] | None = None,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A dataclass field with one line of help: unit, why this default, what None or 0 means.
+
+    parse: text to value where the type alone does not say how; raises ValueError. No default: the setting is required.
+    least, above, most: what a number must reach, exceed, and not exceed. choices: the only texts taken; none: any.
+    """
+    limits = {"least": least, "above": above, "most": most, "choices": tuple(choices)}
+    return field(default=default, metadata={"help": help, "parse": parse, **limits})
+
+
+def size_bytes(text: str) -> int:
+    """Reads "512MiB", "2GB", "64k" or a plain number of bytes. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write 512MiB, 2GB or a number of bytes")
+    return int(float(match[1]) * _SIZE_UNITS[match[2] or ""])
+
+
+def parse_config(
+    config_type: type[ConfigT], program: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> ConfigT:
+    """Builds a `config_type` from flags, then environment, then defaults.
+
+    Prints help and exits 0 on --help. Raises ConfigError, naming the flag or the variable, on anything it cannot read.
+    """
+    hints = typing.get_type_hints(config_type)
+    parser = _LoudParser(prog=program, description=config_type.__doc__, allow_abbrev=False)
+    declared = fields(config_type)  # type: ignore[arg-type]
+    for entry in declared:
+        flag, variable = _flag(entry.name), _variable(entry.name)
+        shown = "required" if entry.default is MISSING else f"default: {entry.default}"
+        help_text = f"{entry.metadata['help']} [{variable}; {shown}]".replace("%", "%%")
+        parser.add_argument(
+            flag, dest=entry.name, default=None, help=help_text, metavar=entry.name.split("_")[-1].upper()
+        )
+    given = vars(parser.parse_args(list(arguments)))
+    values: dict[str, Any] = {}
+    for entry in declared:
+        source = _flag(entry.name)
+        text: str | None = given[entry.name]
+        if text is None:
+            source, text = _variable(entry.name), environment.get(_variable(entry.name))
+        if text is not None:
+            values[entry.name] = _parse_value(source, text, entry.metadata, hints[entry.name])
+        elif entry.default is MISSING:
+            raise ConfigError(_flag(entry.name), f"is required ({entry.metadata['help']})")
+    return config_type(**values)
+
+
+class _LoudParser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError("flags", message)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variable(name: str) -> str:
+    return "KAVERI_" + name.upper()
+
+
+def _parse_value(source: str, text: str, metadata: Mapping[str, Any], hint: Any) -> Any:
+    try:
+        value = (metadata["parse"] or _parser_of(hint))(text)
+        _check(value, metadata)
+    except ValueError as error:
+        raise ConfigError(source, str(error)) from error
+    return value
+
+
+def _check(value: Any, limits: Mapping[str, Any]) -> None:
+    least, above, most, choices = (limits[name] for name in ("least", "above", "most", "choices"))
+    if choices and value not in choices:
+        raise ValueError(f"is {value!r}; choose {', '.join(choices)}")
+    if least is not None and value < least:
+        raise ValueError(f"is {value}; it must be at least {least}")
+    if above is not None and value <= above:
+        raise ValueError(f"is {value}; it must be more than {above}")
+    if most is not None and value > most:
+        raise ValueError(f"is {value}; it must be at most {most}")
+
+
+def _parser_of(hint: Any) -> Callable[[str], Any]:
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
+        return partial(_parse_choice, hint)
+    parsers: dict[Any, Callable[[str], Any]] = {bool: _parse_bool, int: _parse_int, float: _parse_float}
+    assert callable(hint), hint
+    return parsers.get(hint) or typing.cast(Callable[[str], Any], hint)
+
+
+def _parse_choice(choices: type[enum.StrEnum], text: str) -> enum.StrEnum:
+    try:
+        return choices(text)
+    except ValueError as error:
+        raise ValueError(f"is {text!r}; choose {', '.join(choices)}") from error
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{text!r} is neither true nor false")
+
+
+def _parse_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no whole number") from error
+
+
+def _parse_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no number") from error
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is no finite number")
+    return value

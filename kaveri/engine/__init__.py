@@ -1,0 +1,1 @@
+"""Runs a model: one contract (contract.py) and its implementations."""

@@ -1,0 +1,278 @@
+"""The engine seam: the service decides where and when, the engine moves the tensors.
+
+An engine runs one model on a thread or process of its own. Services call it from the event loop and hear of it
+through a listener. No call here waits for a step of the model, and no step waits for a call: calls put a command in
+a queue or take a short lock. No tensor crosses this seam.
+
+Life of a request on the prefill side::
+
+    prefill(request) ── PrefillStarted ── PrefillProgress* ── FirstToken ── [done if it finished]
+    push_to(key, ticket), any time after prefill(): KvPushed (blocks free, done) | KvPushFailed (KV kept, push again)
+
+Life of a request on the decode side::
+
+    reserve(request) -> Ticket ── Landed | LandingFailed (done) ── admit(key) ── StepTokens* with finish (done)
+
+`adopt(key)` takes a request from the one side to the other where an engine plays both, and nothing is pushed.
+`abort(key)` ends either in any phase; `RequestFailed` is the engine's own way to end one. After a request is done its
+blocks are free, or become free as soon as no transfer can touch them any more. One engine may play both sides.
+
+The contract fits an engine that is driven step by step and one that schedules inside another process. So the engine
+packs chunks and forms batches by itself, in the order in which the service submits; ordering and admission stay in
+the service, which submits late.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.sampling import FinishReason, Logprobs, SamplingParams
+
+
+class AttemptKey(NamedTuple):
+    """One placement of one request. Engines compare keys for equality only; services order attempts."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What an engine must know of a request, on either side."""
+
+    key: AttemptKey
+    token_ids: tuple[int, ...]
+    """Prompt, followed by the tokens that earlier attempts have generated. At least one."""
+    generated_count: int
+    """How many of token_ids were generated: the index, within the answer, of the next token."""
+    params: SamplingParams
+    """With max_tokens and seed set. max_tokens counts from the beginning of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What does not change while an engine lives."""
+
+    engine: str
+    """"transformers", "vllm", "fake" or "timed"."""
+    layout: KvLayout
+    total_blocks: int
+    max_model_len: int
+    """Most tokens of prompt and answer together; one such request always fits into the empty pool."""
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    epoch: int
+    """One life of the engine; carried by its tickets."""
+    kv_endpoints: tuple[KvEndpoint, ...]
+    """Where its pool takes pushes. Empty when it only prefills."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot, cheap enough for every heartbeat."""
+
+    free_blocks: int
+    running_requests: int
+    """Prefill: submitted and not fully computed. Decode: admitted, preempted ones included."""
+    waiting_requests: int
+    """Decode: reserved or landed, not admitted."""
+    pending_prefill_tokens: int
+    """Tokens submitted by prefill() and not computed yet."""
+    context_tokens: int
+    """Tokens whose KV is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    """The request's first chunk begins."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """A chunk of the request is computed; not sent for the last chunk, which FirstToken ends."""
+
+    key: AttemptKey
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The prompt is computed and the next token drawn. With `finish` the request is done and its blocks are free."""
+
+    key: AttemptKey
+    token_id: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class KvPushed:
+    """The receiver has accepted the KV, the hand-over with it. The request is done here and its blocks are free."""
+
+    key: AttemptKey
+    kv_bytes: int
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvPushFailed:
+    """The push ended without acceptance. The KV is kept: push_to may be called again with another ticket."""
+
+    key: AttemptKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """All KV of a reserved request has arrived and is verified. It waits for admit()."""
+
+    key: AttemptKey
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LandingFailed:
+    """The KV will not come (sender gone, digest wrong, ticket expired). The request is done here."""
+
+    key: AttemptKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStep:
+    """One token of one request."""
+
+    key: AttemptKey
+    index: int
+    """Position within the answer. The first one after a landing is generated_count + 1: prefill drew the one before."""
+    token_id: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+    """Set on the last token; the request is done and its blocks are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What one step of the running batch drew; at most one token per request."""
+
+    steps: tuple[TokenStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """Blocks ran out and this request gave its own up. The engine recomputes it by itself; no token is lost.
+
+    Also for a landed request that is not admitted yet: it still waits for admit().
+    """
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The engine cannot go on with this request. It is done and its blocks are free."""
+
+    key: AttemptKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStopped:
+    """The engine is broken and takes no more calls; the process should end. Sent at most once, as the last event."""
+
+    reason: str
+
+
+EngineEvent = (
+    PrefillStarted
+    | PrefillProgress
+    | FirstToken
+    | KvPushed
+    | KvPushFailed
+    | Landed
+    | LandingFailed
+    | StepTokens
+    | Preempted
+    | RequestFailed
+    | EngineStopped
+)
+
+EngineListener = Callable[[Sequence[EngineEvent]], None]
+"""Called on one of the engine's own threads, with events in the order in which they happened; must not block."""
+
+
+class Engine(Protocol):
+    """What both sides share. Every method may be called from any thread."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Known once the engine is constructed."""
+
+    def start(self, listener: EngineListener) -> None:
+        """Starts the engine's threads. Events go to `listener` from now on."""
+
+    def close(self) -> None:
+        """Ends threads, transfers and listeners' calls, and frees the pool. Idempotent; waits a few seconds at most."""
+
+    def stats(self) -> EngineStats:
+        """A snapshot. Never blocks on a step."""
+
+    def abort(self, key: AttemptKey) -> None:
+        """Ends a request in any phase. Idempotent; unknown keys are ignored. Events on their way may still follow."""
+
+    def check_integrity(self) -> None:
+        """Asserts that every block is free, held by a live request, or quarantined by a live transfer."""
+
+
+class PrefillEngine(Engine, Protocol):
+    """Computes prompts in chunks and pushes their KV."""
+
+    def prefill(self, request: EngineRequest) -> None:
+        """Submits a request; requests are computed in the order of submission, packed into chunks.
+
+        Takes all blocks of the prompt at once, so that a chunk never waits for memory. Raises NoCapacity when they are
+        not free now, InvalidArgument when the prompt can never fit, RequestAlreadyExists while the key is live on this
+        side, and EngineError once the engine has stopped.
+        """
+
+    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+        """Pushes what is computed, and what will be, layer by layer, to the ticket's blocks; then hands over.
+
+        Raises LayoutMismatch, InvalidArgument while an earlier push of the request is open, and EngineError once the
+        engine has stopped. Everything else that goes wrong is told by KvPushFailed. Unknown keys are ignored, those of
+        requests that have ended too: whoever reserved for a request that ends with FirstToken aborts it there.
+        """
+
+
+class DecodeEngine(Engine, Protocol):
+    """Takes requests whose KV is pushed to it and generates their tokens."""
+
+    def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
+        """Takes the blocks that the prompt and one more token need, and grants a ticket for the prompt's KV.
+
+        The future fails with NoCapacity when they are not free now, and with InvalidArgument when the request can
+        never fit; with RequestAlreadyExists while the key is live on this side, RequestCancelled when abort() comes
+        first, and EngineError once the engine has stopped. The reservation ends by landing, abort() or after
+        `expires_in_s` seconds (LandingFailed).
+        """
+
+    def adopt(self, key: AttemptKey) -> None:
+        """Decodes here a request that was prefilled here: after its FirstToken it counts as landed, without a transfer.
+
+        For an engine that plays both sides. Unknown keys, and requests whose push is open, are ignored.
+
+        It never fails for want of blocks, and what it adopts can be preempted. So it is the way out when no place has
+        room: prompts that are computed and wait for a ticket keep their blocks, and preempted requests that need those
+        blocks keep every reservation here refused until then.
+        """
+
+    def admit(self, key: AttemptKey) -> None:
+        """Lets a landed request join the running batch with the next step. Unknown keys are ignored.
+
+        Raises EngineError once the engine has stopped.
+        """

@@ -1,0 +1,160 @@
+"""Builds the engine that a service's settings describe. Imports torch only for the engine that needs it."""
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kaveri.engine.fake import FakeModel, FakeRunner
+from kaveri.engine.latency import load_latency_model
+from kaveri.engine.runner import ModelRunner
+from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.timed import TimedRunner
+from kaveri.errors import ConfigError
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transports import socket_transports
+from kaveri.telemetry.logs import get_logger
+
+_SOCKET_PREFIX = "kaveri-kv-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Which engine, on which model, with which memory. build_engine checks the values."""
+
+    receives: bool
+    """True for decode: listen for pushes of KV. False: the engine only prefills and listens nowhere."""
+    engine: str = "transformers"
+    """"transformers", "fake" or "timed"."""
+    model: str = "kaveri-tiny"
+    """A folder, a hub id or a bundled name. The fake and the timed engine ignore it."""
+    dtype: str = "auto"
+    """"auto" (the checkpoint's), "float32", "bfloat16" or "float16"."""
+    device: str = "auto"
+    """"auto", "cpu" or "cuda"."""
+    max_model_len: int = 0
+    """Most tokens of prompt and answer together. 0: the model's own length, or less when the pool holds less."""
+    kv_cache_memory_bytes: int = 128 * 2**20
+    """Size of the KV pool, over all layers; rounded down to whole blocks."""
+    block_tokens: int = 16
+    """Tokens per KV block; instances that exchange KV must agree."""
+    chunk_tokens: int = 512
+    """Most prompt tokens computed in one step."""
+    max_batch: int = 64
+    """Most decode requests computed in one step."""
+    kv_host: str = "127.0.0.1"
+    """Where the TCP listener for KV binds. "0.0.0.0": all interfaces; set kv_advertise_host then."""
+    kv_port: int = 0
+    """0: any free port."""
+    kv_advertise_host: str | None = None
+    """The host in tickets. None: kv_host."""
+    kv_unix: bool = True
+    """Also listen on a Unix socket, which senders on the same machine prefer."""
+    fake_model: FakeModel = field(default_factory=FakeModel)
+    """Shape, vocabulary and timing of the fake engine; its block_tokens and max_model_len give way to those here.
+    The timed engine takes all but the timing, and does not verify KV."""
+    latency_model: str = ""
+    """A bundled latency model or a file, for the timed engine."""
+
+
+def build_engine(settings: EngineSettings) -> StepwiseEngine:
+    """Loads the model, allocates and touches the pool, opens the KV listener; takes seconds. start() is the caller's.
+
+    Raises ConfigError, naming the setting.
+    """
+    runner = _load_runner(settings)
+    total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory_bytes)
+    _fit_model_len(runner, settings, total_blocks)
+    return StepwiseEngine(
+        runner,
+        total_blocks,
+        chunk_tokens=settings.chunk_tokens,
+        max_batch=settings.max_batch,
+        listen=_listen_endpoints(settings),
+        transports=socket_transports(settings.kv_advertise_host),
+    )
+
+
+def _load_runner(settings: EngineSettings) -> ModelRunner:
+    if settings.max_model_len < 0:
+        raise ConfigError(
+            "max_model_len", f"is {settings.max_model_len}; it must be at least 1, or 0 for the model's own"
+        )
+    if settings.block_tokens < 1:
+        raise ConfigError("block_tokens", f"is {settings.block_tokens}; it must be at least 1")
+    if settings.engine in ("fake", "timed"):
+        max_model_len = settings.max_model_len or settings.fake_model.max_model_len
+        model = replace(settings.fake_model, block_tokens=settings.block_tokens, max_model_len=max_model_len)
+        if settings.engine == "fake":
+            return FakeRunner(model)
+        latency = load_latency_model(settings.latency_model)
+        return TimedRunner(FakeRunner(replace(model, step_s=0.0, prefill_token_s=0.0, verify=False)), latency)
+    if settings.engine == "transformers":
+        # Not at the top: importing torch takes seconds, and the fake engine runs without it.
+        from kaveri.engine.transformers.loading import load_runner
+
+        return load_runner(
+            settings.model, settings.dtype, settings.device, settings.max_model_len or None, settings.block_tokens
+        )
+    raise ConfigError("engine", f"is {settings.engine!r}; choose transformers, fake or timed")
+
+
+def _total_blocks(layout: KvLayout, kv_cache_memory_bytes: int) -> int:
+    block_bytes = layout.layer_count * layout.block_bytes
+    if kv_cache_memory_bytes < block_bytes:
+        reason = f"is {kv_cache_memory_bytes} bytes; one block of this model takes {block_bytes}"
+        raise ConfigError("kv_cache_memory_bytes", reason)
+    return kv_cache_memory_bytes // block_bytes
+
+
+def _fit_model_len(runner: ModelRunner, settings: EngineSettings, total_blocks: int) -> None:
+    """Every request that is let in must fit into the empty pool, or it could never finish."""
+    pool_tokens = total_blocks * runner.layout.block_tokens
+    if runner.max_model_len <= pool_tokens:
+        return
+    needed_bytes = (
+        runner.layout.block_count(runner.max_model_len) * runner.layout.layer_count * runner.layout.block_bytes
+    )
+    if settings.max_model_len != 0:
+        reason = (
+            f"is {settings.max_model_len}, which takes {needed_bytes} bytes of KV cache; "
+            f"kv_cache_memory_bytes is {settings.kv_cache_memory_bytes}, enough for {pool_tokens} tokens"
+        )
+        raise ConfigError("max_model_len", reason)
+    get_logger().warning(
+        "max_model_len is reduced to what the KV cache holds",
+        model_tokens=runner.max_model_len,
+        served_tokens=pool_tokens,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        wanted_bytes=needed_bytes,
+    )
+    runner.max_model_len = pool_tokens
+
+
+def _listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
+    if not settings.receives:
+        return ()
+    tcp = KvEndpoint("tcp", f"{settings.kv_host}:{settings.kv_port}")
+    if not settings.kv_unix:
+        return (tcp,)
+    _remove_abandoned_sockets()
+    path = os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
+    return (KvEndpoint("unix", path), tcp)
+
+
+def _remove_abandoned_sockets() -> None:
+    """A killed process leaves the file of its socket, where nobody listens any more."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET_PREFIX}*.sock"):
+        pid = path.name.removeprefix(_SOCKET_PREFIX).partition("-")[0]
+        # A living process may be about to listen; a process that lives in another container answers.
+        if Path("/proc", pid).exists():
+            continue
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            if probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED:
+                path.unlink()

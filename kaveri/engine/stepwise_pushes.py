@@ -1,0 +1,91 @@
+"""The prefill side's pushes: which blocks may be read, which are written, when a hand-over is complete.
+
+Per layer, blocks go out in index order and each exactly once, although two threads write: the engine's own, layer by
+layer while a step computes, and whoever calls push_to, for what was computed before. So every call to the sender
+happens under one lock, which is never held while waiting for anything. Hearing what became of a push takes no lock
+of this file.
+"""
+
+import threading
+from collections.abc import Iterable
+
+from kaveri.engine.stepwise_batch import PlannedSlice
+from kaveri.engine.stepwise_sequence import Source
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.sender import KvSender
+from kaveri.kv.ticket import Ticket
+from kaveri.v1 import kv_pb2
+
+
+class Pushes:
+    """Feeds the sender from the sources of one engine. Safe to use from any thread."""
+
+    def __init__(self, sender: KvSender, layout: KvLayout) -> None:
+        self._sender = sender
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._in_step: list[Source] = []
+        self._layers_done = 0
+
+    def open(self, source: Source, ticket: Ticket) -> None:
+        """Begins a push: queues what is computed, and hands over if that is all.
+
+        The sender no longer reads for an earlier push of this source. Raises LayoutMismatch and TransferFailed.
+        """
+        with self._lock:
+            self._sender.open(ticket)
+            source.transfer_id = ticket.transfer_id
+            source.written = [0] * self._layout.layer_count
+            for layer in range(self._layout.layer_count):
+                self._write(source, layer, source.ready_in_step if layer < self._layers_done else source.ready)
+            if source.note is not None:
+                self._sender.finish(ticket.transfer_id, source.note)
+
+    def abort(self, transfer_id: bytes) -> None:
+        """Gives a push up; the sender tells when the blocks are no longer read. Behind open(), never before it."""
+        with self._lock:
+            self._sender.abort(transfer_id)
+
+    def begin_step(self, planned: Iterable[PlannedSlice]) -> None:
+        """The engine is about to compute these slices; those with a source are followed layer by layer."""
+        with self._lock:
+            for sequence, token_count in planned:
+                source = sequence.source
+                if source is not None:
+                    computed = sequence.computed + token_count
+                    ended = computed == source.token_count
+                    source.ready_in_step = len(source.block_ids) if ended else computed // self._layout.block_tokens
+                    self._in_step.append(source)
+
+    def layer_done(self, layer: int) -> None:
+        """The step's KV of this layer is in the pool: it goes out while the next layer computes."""
+        with self._lock:
+            self._layers_done = layer + 1
+            for source in self._in_step:
+                if source.transfer_id is not None:
+                    self._write(source, layer, source.ready_in_step)
+
+    def end_step(self) -> None:
+        """All layers are computed. Catches up with what no layer_done has told."""
+        with self._lock:
+            for source in self._in_step:
+                source.ready = source.ready_in_step
+                if source.transfer_id is not None:
+                    for layer in range(self._layout.layer_count):
+                        self._write(source, layer, source.ready)
+            self._in_step.clear()
+            self._layers_done = 0
+
+    def hand_over(self, source: Source, first_token_id: int) -> None:
+        """The prompt is computed and the first token drawn: the open push, if any, and every later one carry it."""
+        with self._lock:
+            source.note = kv_pb2.HandOver(first_token_id=first_token_id).SerializeToString()
+            if source.transfer_id is not None:
+                self._sender.finish(source.transfer_id, source.note)
+
+    def _write(self, source: Source, layer: int, block_count: int) -> None:
+        assert source.transfer_id is not None
+        first = source.written[layer]
+        if block_count > first:
+            source.written[layer] = block_count
+            self._sender.write(source.transfer_id, layer, first, source.block_ids[first:block_count])

@@ -1,0 +1,86 @@
+"""The KV pool as the model's attention sees it: tensors of one layer, written by token and gathered by block.
+
+On the CPU the tensors are views of the pool itself. On a GPU they are a device copy of the same shape, and the pool is
+the host's end of every transfer: `mirror` brings blocks down before they are pushed, `landed` takes blocks up after
+they have arrived. Tests run that path with a copy on the CPU; it has not been run on a GPU yet.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kaveri.kv.pool import KvPool
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PagedMemory:
+    """Owns the device copy, if there is one, and the scratch memory into which blocks are gathered.
+
+    separate: work on a copy of the pool; None for a copy on a GPU only. The scratch is as large as the largest gather:
+    one layer's KV of a running batch. It comes on top of the pool.
+
+    A block is [2, block_tokens, kv_head_count, head_dim], K before V, so the pool is also a table of half blocks: half
+    2 * block is K, half 2 * block + 1 is V; and a table of token rows, 2 * block_tokens of them to a block.
+    """
+
+    def __init__(self, pool: KvPool, device: torch.device, separate: bool | None = None) -> None:
+        layout = pool.layout
+        self._block_tokens = layout.block_tokens
+        self._head_count, self._head_dim = layout.kv_head_count, layout.head_dim
+        self._dtype = TORCH_DTYPES[layout.dtype]
+        # In elements and not in bytes: torch copies rows of bytes several times slower.
+        host = torch.from_numpy(pool.memory).view(self._dtype)
+        if separate is None:
+            separate = device.type != "cpu"
+        self._host = host if separate else None
+        self._device = host.to(device, copy=True) if separate else host
+        halves = self._device.view(layout.layer_count, 2 * pool.block_count, -1).unbind(0)
+        self._halves = halves
+        self._rows = [half.view(-1, layout.kv_head_count * layout.head_dim) for half in halves]
+        self._scratch = torch.empty(0, dtype=self._dtype, device=device)
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores the K and V of T tokens.
+
+        rows: [2 * T], int64: the token rows of the keys, then of the values. keys, values: [kv_heads, T, head_dim].
+        """
+        both = torch.stack((keys.transpose(0, 1), values.transpose(0, 1)))
+        self._rows[layer].index_copy_(0, rows, both.view(rows.shape[0], -1))
+
+    def clear(self, layer: int, halves: Tensor) -> None:
+        """Fills half blocks with zeros."""
+        self._halves[layer].index_fill_(0, halves, 0)
+
+    def gather(self, layer: int, halves: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies half blocks into one contiguous K and one contiguous V; both are valid until the next gather.
+
+        halves: [2, sequences, blocks], int64. Returns K and V: [sequences, kv_heads, blocks * block_tokens, head_dim].
+        """
+        _, sequence_count, block_count = halves.shape
+        source = self._halves[layer]
+        size = halves.numel() * source.shape[1]
+        if self._scratch.numel() < size:
+            # Grown by half at least: a running batch gets longer with every step.
+            self._scratch = torch.empty(
+                max(size, self._scratch.numel() * 3 // 2), dtype=self._dtype, device=source.device
+            )
+        gathered = self._scratch[:size].view(halves.numel(), source.shape[1])
+        torch.index_select(source, 0, halves.view(-1), out=gathered)
+        shape = (2, sequence_count, block_count * self._block_tokens, self._head_count, self._head_dim)
+        keys, values = gathered.view(shape).transpose(2, 3).unbind(0)
+        return keys, values
+
+    def mirror(self, layer: int, block_ids: Tensor) -> None:
+        """Brings blocks of one layer down to the pool and waits. Nothing to do where the pool itself is used."""
+        if self._host is not None:
+            self._host[layer].index_copy_(0, block_ids.cpu(), self._device[layer].index_select(0, block_ids).cpu())
+
+    def landed(self, block_ids: Sequence[int]) -> None:
+        """Takes blocks of all layers up from the pool. Nothing to do where the pool itself is used."""
+        if self._host is not None and block_ids:
+            ids = torch.tensor(block_ids)
+            self._device.index_copy_(
+                1, ids.to(self._device.device), self._host.index_select(1, ids).to(self._device.device)
+            )

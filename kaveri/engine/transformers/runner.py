@@ -1,0 +1,63 @@
+"""The runner on a transformers model: packs a step, runs the model's own forward with our attention, draws."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kaveri.engine.runner import DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.transformers.memory import PagedMemory
+from kaveri.engine.transformers.sampler import draw_tokens
+from kaveri.engine.transformers.step import pack
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+
+
+class TransformersRunner:
+    """A ModelRunner. Made by loading.load_runner, which has checked that this model's attention can be carried."""
+
+    name = "transformers"
+
+    def __init__(
+        self, model: Any, layout: KvLayout, max_model_len: int, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._model = model
+        self._memory: PagedMemory | None = None
+        self._device: torch.device = model.device
+        self.layout = layout
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    def attach(self, pool: KvPool) -> None:
+        """Gives the runner its blocks, once, before the first step."""
+        assert self._memory is None, "a runner has one pool"
+        self.layout.require_same(pool.layout)
+        self._memory = PagedMemory(pool, self._device)
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+        """Computes one step; see ModelRunner. Raises whatever the listener raises, with the step half done."""
+        memory = self._memory
+        assert memory is not None, "attach() comes first"
+        step = pack(batch, self.layout.block_tokens, self._device, on_layer)
+        logits: Tensor = self._model(
+            input_ids=step.token_ids,
+            position_ids=step.position_ids,
+            use_cache=False,
+            logits_to_keep=step.drawn_rows,
+            kaveri_step=step,
+            kaveri_memory=memory,
+        ).logits
+        results: list[DrawnToken | None] = [None] * len(batch)
+        if step.drawn_slices:
+            drawn = draw_tokens(logits[0], [batch[index] for index in step.drawn_slices])
+            for index, token in zip(step.drawn_slices, drawn, strict=True):
+                results[index] = token
+        return results
+
+    def landed(self, block_ids: Sequence[int]) -> None:
+        """These blocks of the pool were written by a transfer; see ModelRunner."""
+        assert self._memory is not None, "attach() comes first"
+        self._memory.landed(block_ids)

@@ -1,0 +1,137 @@
+"""Draws tokens from logits: greedy, or by random numbers keyed by (seed, index of the draw, token id). Keeps no state.
+
+A draw is a race (the Gumbel-max trick: Maddison, Tarlow and Minka, "A* Sampling", NeurIPS 2014, section 2, in its
+exponential form): every token of weight w waits Exponential(1) / w, and the first one is drawn, with probability
+w / sum(w). A token's number depends on no other token's weight. So where another batch shape rounds the logits a little
+differently, the draw changes only when two tokens come in within that rounding of one another; with one number on the
+running sum of the weights, every boundary between two tokens shifts with the weights of all tokens before it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kaveri.engine.runner import DrawnToken, SequenceSlice
+from kaveri.sampling import Logprobs, SamplingParams
+
+_MASK_64 = 2**64 - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+"""Each: value ^= value >> shift; value *= factor."""
+
+
+def stream_state(seed: int, index: int) -> int:
+    """64 bits from which one draw reads a number per token id: the same on every instance and in every batch.
+
+    SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, figure 13): the
+    seed's own hash is a state, and the index says how many gammas ahead of it we read the state of the draw.
+    """
+    state = _mix((seed + _GOLDEN_GAMMA) & _MASK_64)
+    return _mix((state + (index + 1) * _GOLDEN_GAMMA) & _MASK_64)
+
+
+def waiting_times(states: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """[len(states), vocab_size], float64, above 0: Exponential(1) numbers, one per token id, read from each state.
+
+    SplitMix64 again: token id i is the i-th number behind the state. 52 random bits each.
+    """
+    gammas = torch.arange(1, vocab_size + 1, device=device).mul_(_signed(_GOLDEN_GAMMA))
+    bits = gammas + torch.tensor([_signed(state) for state in states], device=device).unsqueeze(1)
+    # int64 wraps as uint64 does; only its right shift must be told not to copy the sign.
+    shifted = torch.empty_like(bits)
+    for shift, factor in _MIX_ROUNDS:
+        bits ^= torch.bitwise_right_shift(bits, shift, out=shifted).bitwise_and_(_MASK_64 >> shift)
+        if factor != 1:
+            bits *= _signed(factor)
+    uniform = bits.bitwise_right_shift_(12).bitwise_and_(_MASK_64 >> 12).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_()
+
+
+def _mix(value: int) -> int:
+    for shift, factor in _MIX_ROUNDS:
+        value = ((value ^ (value >> shift)) * factor) & _MASK_64
+    return value
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return value - ((value >> 63) << 64)
+
+
+def draw_tokens(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[DrawnToken]:
+    """Draws one token per row.
+
+    logits: [rows, vocabulary], any float dtype. slices: one per row; params, draw_index are read. A row's token depends
+    on its own logits, params and draw_index alone.
+    """
+    token_ids: list[int] = logits.argmax(-1).tolist()
+    # Sorting is for those who filter: it costs a lot, and nobody's draw may depend on what a neighbour asked for.
+    plain = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and not _filters(piece.params)]
+    filtered = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and _filters(piece.params)]
+    for rows, sample in ((plain, _sample_plain), (filtered, _sample_filtered)):
+        if rows:
+            chosen = logits if len(rows) == len(slices) else logits[torch.tensor(rows, device=logits.device)]
+            for row, token_id in zip(rows, sample(chosen, [slices[row] for row in rows]), strict=True):
+                token_ids[row] = token_id
+    logprobs = _logprobs(logits, slices, token_ids)
+    return [DrawnToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1
+
+
+def _sample_plain(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[int]:
+    """Draws from the whole vocabulary."""
+    return (_weights(logits, slices) / _race(logits, slices)).argmax(-1).tolist()
+
+
+def _sample_filtered(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[int]:
+    """Draws from the top_k likeliest tokens, and of those from the smallest set that reaches top_p of their weight."""
+    weights, order = _weights(logits, slices).sort(stable=True, dim=-1, descending=True)
+    vocab_size = logits.shape[-1]
+    rank = torch.arange(vocab_size, device=logits.device)
+    top_k = _column([piece.params.top_k or vocab_size for piece in slices], logits.device)
+    weights.masked_fill_(rank >= top_k, 0)
+    before = weights.cumsum(-1) - weights
+    # A token stays while those before it have not reached top_p (Holtzman et al. 2020, section 3.1). The first stays.
+    enough = before >= _column([piece.params.top_p for piece in slices], logits.device) * weights.sum(-1, keepdim=True)
+    weights.masked_fill_(enough & (rank > 0), 0)
+    first = (weights / _race(logits, slices).gather(-1, order)).argmax(-1, keepdim=True)
+    return order.gather(-1, first).squeeze(1).tolist()
+
+
+def _weights(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
+    """[rows, vocabulary], float64: the probabilities after temperature, up to a factor; the likeliest token's is 1."""
+    exact = logits.double()
+    # The maximum goes first, so that a tiny temperature makes -inf of the others and not inf - inf.
+    exact -= exact.max(-1, keepdim=True).values
+    return exact.div_(_column([piece.params.temperature for piece in slices], logits.device)).exp_()
+
+
+def _race(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
+    """[rows, vocabulary]: the waiting times of each row's draw, in the vocabulary's order."""
+    states = [stream_state(piece.params.seed or 0, piece.draw_index) for piece in slices]
+    return waiting_times(states, logits.shape[-1], logits.device)
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+
+
+def _logprobs(logits: Tensor, slices: Sequence[SequenceSlice], token_ids: Sequence[int]) -> dict[int, Logprobs]:
+    """By row, for the rows that asked: from the raw logits in float32, before temperature, top_k and top_p."""
+    asked = [(row, piece.params.logprobs) for row, piece in enumerate(slices) if piece.params.logprobs is not None]
+    if not asked:
+        return {}
+    rows = torch.tensor([row for row, _ in asked], device=logits.device)
+    chosen = torch.tensor([[token_ids[row]] for row, _ in asked], device=logits.device)
+    every = torch.log_softmax(logits[rows].float(), -1)
+    values = every.gather(-1, chosen).squeeze(1).tolist()
+    likeliest = every.topk(min(max(count for _, count in asked), logits.shape[-1]), -1)
+    top_values, top_ids = likeliest.values.tolist(), likeliest.indices.tolist()
+    return {
+        row: Logprobs(values[place], tuple(zip(top_ids[place][:count], top_values[place][:count], strict=True)))
+        for place, (row, count) in enumerate(asked)
+    }

@@ -1,0 +1,215 @@
+"""What all layers of one step share: how its slices are packed into one row, and where their KV is. Built once a step.
+
+The row is ordered for attention, not for the caller: slices of many tokens (prefill chunks) first, one after the
+other, then slices of one token (decode), the longest context first, cut into groups of similar length.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kaveri.engine.runner import SequenceSlice
+
+# A group costs one more round of kernels (tens of microseconds per layer), a padded token one more gathered row; they
+# break even at a few hundred tokens.
+_PADDING_TOKENS = 256
+
+
+@dataclass(slots=True)
+class ChunkSegment:
+    """One prefill chunk: rows [first, last) of the step are positions [start, start + last - first)."""
+
+    first: int
+    last: int
+    start: int
+    halves: Tensor | None
+    """[2, 1, blocks], int64: where K and V of [0, end) are. None when start is 0: the chunk is all there is."""
+    context_tokens: int
+    device: torch.device
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Added to the scores: [tokens, context], 0 where a token may look and -inf elsewhere. None: plain causal."""
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window, dtype)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        end = self.start + self.last - self.first
+        if self.start == 0 and (window is None or window >= end):
+            return None
+        query = torch.arange(self.start, end, device=self.device).unsqueeze(1)
+        return _additive(_visible(query, torch.arange(self.context_tokens, device=self.device), window), dtype)
+
+
+@dataclass(slots=True)
+class DecodeSegment:
+    """Decoding sequences of similar length: row first + i of the step is the last token of sequence i."""
+
+    first: int
+    last: int
+    halves: Tensor
+    """[2, sequences, blocks], int64; shorter sequences repeat their last block."""
+    positions: Tensor
+    """[sequences], int64: the position of each sequence's token, the last one it may look at."""
+    context_tokens: int
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Added to the scores: [sequences, 1, 1, context], 0 where a token may look and -inf elsewhere."""
+        mask = self._masks.get(window)
+        if mask is None:
+            context = torch.arange(self.context_tokens, device=self.positions.device)
+            mask = _additive(_visible(self.positions.view(-1, 1, 1, 1), context, window), dtype)
+            self._masks[window] = mask
+        return mask
+
+
+@dataclass(slots=True)
+class Step:
+    """One packed batch. T tokens in all."""
+
+    token_ids: Tensor
+    """[1, T], int64."""
+    position_ids: Tensor
+    """[1, T], int64."""
+    kv_rows: Tensor
+    """[2 * T], int64: where the tokens' keys, then their values, are written."""
+    fresh_halves: Tensor | None
+    """Half blocks that a slice enters without filling them. They are cleared first: what an earlier owner left there
+    is masked, yet a NaN among it would survive the mask's zero weight."""
+    chunks: list[ChunkSegment]
+    decodes: list[DecodeSegment]
+    drawn_rows: Tensor
+    """[draws], int64: rows of the step after which a token is drawn."""
+    drawn_slices: list[int]
+    """For each draw the index of its slice in the caller's batch."""
+    written_blocks: Tensor
+    """[blocks], int64: every block that the step writes to, for the mirror; empty without a listener."""
+    on_layer: Callable[[int], None] | None
+
+
+def pack(
+    batch: Sequence[SequenceSlice],
+    block_tokens: int,
+    device: torch.device,
+    on_layer: Callable[[int], None] | None,
+) -> Step:
+    """Lays out one step. `batch` is not empty and no slice of it is."""
+    chunk_order = [index for index, piece in enumerate(batch) if len(piece.token_ids) > 1]
+    decode_order = [index for index, piece in enumerate(batch) if len(piece.token_ids) == 1]
+    decode_order.sort(key=lambda index: -batch[index].start)
+    order = chunk_order + decode_order
+    bounds = [0, *accumulate(len(batch[index].token_ids) for index in order)]
+
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    fresh: list[int] = []
+    written: list[int] = []
+    for index in order:
+        piece = batch[index]
+        start, end = piece.start, piece.start + len(piece.token_ids)
+        tokens.extend(piece.token_ids)
+        positions.extend(range(start, end))
+        slots.extend(
+            piece.block_ids[position // block_tokens] * 2 * block_tokens + position % block_tokens
+            for position in range(start, end)
+        )
+        last_block = (end - 1) // block_tokens
+        if end % block_tokens and start <= last_block * block_tokens:
+            fresh.append(piece.block_ids[last_block])
+        if on_layer is not None:
+            written.extend(piece.block_ids[start // block_tokens : last_block + 1])
+
+    first_decode = bounds[len(chunk_order)]
+    drawn = [(bounds[row + 1] - 1, index) for row, index in enumerate(order) if batch[index].draw]
+    slot_array = np.asarray(slots, np.int64)
+    return Step(
+        token_ids=_on(device, tokens).unsqueeze(0),
+        position_ids=_on(device, positions).unsqueeze(0),
+        kv_rows=_on(device, np.concatenate((slot_array, slot_array + block_tokens))),
+        fresh_halves=_on(device, _halves(np.asarray(fresh, np.int64)).ravel()) if fresh else None,
+        chunks=[
+            _chunk_segment(batch[index], bounds[row], block_tokens, device) for row, index in enumerate(chunk_order)
+        ],
+        decodes=_decode_segments([batch[index] for index in decode_order], first_decode, block_tokens, device),
+        drawn_rows=_on(device, [row for row, _ in drawn]),
+        drawn_slices=[index for _, index in drawn],
+        written_blocks=_on(device, written),
+        on_layer=on_layer,
+    )
+
+
+def _chunk_segment(piece: SequenceSlice, first: int, block_tokens: int, device: torch.device) -> ChunkSegment:
+    last = first + len(piece.token_ids)
+    end = piece.start + len(piece.token_ids)
+    if piece.start == 0:
+        return ChunkSegment(first, last, 0, None, end, device)
+    blocks = np.asarray(piece.block_ids[: -(-end // block_tokens)], np.int64)
+    halves = _on(device, _halves(blocks[None]))
+    return ChunkSegment(first, last, piece.start, halves, len(blocks) * block_tokens, device)
+
+
+def _decode_segments(
+    pieces: Sequence[SequenceSlice], first: int, block_tokens: int, device: torch.device
+) -> list[DecodeSegment]:
+    """pieces: longest context first."""
+    block_counts = [piece.start // block_tokens + 1 for piece in pieces]
+    segments = []
+    for group in _groups(block_counts, block_tokens):
+        members, counts = pieces[group], block_counts[group]
+        table = np.empty((len(members), counts[0]), np.int64)
+        for row, piece, count in zip(table, members, counts, strict=True):
+            row[:count] = piece.block_ids[:count]
+            row[count:] = piece.block_ids[count - 1]
+        segments.append(
+            DecodeSegment(
+                first + group.start,
+                first + group.stop,
+                _on(device, _halves(table)),
+                _on(device, [piece.start for piece in members]),
+                counts[0] * block_tokens,
+            )
+        )
+    return segments
+
+
+def _groups(block_counts: Sequence[int], block_tokens: int) -> list[slice]:
+    """Cuts descending lengths into runs whose padding stays below a quarter of them, or is too small to matter."""
+    groups = []
+    first, held = 0, 0
+    for index, count in enumerate(block_counts):
+        padding = block_counts[first] * (index - first + 1) - held - count
+        if padding * block_tokens > _PADDING_TOKENS and padding * 4 > held + count:
+            groups.append(slice(first, index))
+            first, held = index, 0
+        held += count
+    if block_counts:
+        groups.append(slice(first, len(block_counts)))
+    return groups
+
+
+def _halves(blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Block ids [...] to half blocks [2, ...], K before V."""
+    return np.stack((2 * blocks, 2 * blocks + 1))
+
+
+def _on(device: torch.device, values: npt.ArrayLike) -> Tensor:
+    return torch.from_numpy(np.asarray(values, np.int64)).to(device)
+
+
+def _visible(query: Tensor, context: Tensor, window: int | None) -> Tensor:
+    visible = context <= query
+    if window is not None:
+        visible &= context > query - window
+    return visible
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)

@@ -1,0 +1,130 @@
+"""Every error that Kaveri raises on purpose.
+
+KaveriError
+├── InvalidArgument       the caller's input breaks a limit: field, value, limit
+├── ModelNotFound         no such model: model, served
+├── RequestAlreadyExists  the request id is in flight: request_id
+├── NoCapacity            a queue or a pool is full now: role, retry_after_s
+├── Unavailable           nothing is left, or reachable, to do it: retry_after_s
+├── StaleAttempt          a newer attempt of the request is known: request_id, attempt, newest_attempt
+├── DeadlineExceeded      the request's time is over
+├── RequestCancelled      the request was cancelled by somebody else than its caller: request_id
+├── LayoutMismatch        two KV pools cannot exchange blocks: field, ours, theirs
+├── TransferFailed        a KV push ended without acceptance: reason
+├── EngineError           the engine broke: reason
+└── ConfigError           a process cannot start like this: field, reason
+
+How each travels as a gRPC status is said in one place, kaveri/rpc/status.py.
+"""
+
+
+class KaveriError(Exception):
+    """Root of all errors that Kaveri raises on purpose."""
+
+
+class InvalidArgument(KaveriError):
+    """The caller's input breaks a limit."""
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field} is {value!r:.120}; it must be {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class ModelNotFound(KaveriError):
+    """No such model is served here."""
+
+    def __init__(self, model: str, served: tuple[str, ...] = ()) -> None:
+        known = f"; served here: {', '.join(served)}" if served else ""
+        super().__init__(f"model {model!r:.120} is not served here{known}")
+        self.model = model
+        self.served = served
+
+
+class RequestAlreadyExists(KaveriError):
+    """A request with this id is in flight."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request {request_id!r} is in flight already")
+        self.request_id = request_id
+
+
+class NoCapacity(KaveriError):
+    """A queue or a pool is full now; the same call can succeed later."""
+
+    def __init__(self, role: str, retry_after_s: float, reason: str = "no room") -> None:
+        super().__init__(f"{role}: {reason}; try again in {retry_after_s:g} s")
+        self.role = role
+        self.retry_after_s = retry_after_s
+        self.reason = reason
+
+
+class Unavailable(KaveriError):
+    """Nothing is left, or reachable, to do it."""
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class StaleAttempt(KaveriError):
+    """A newer attempt of the same request is known."""
+
+    def __init__(self, request_id: str, attempt: int, newest_attempt: int) -> None:
+        super().__init__(f"attempt {attempt} of request {request_id!r} is older than attempt {newest_attempt}")
+        self.request_id = request_id
+        self.attempt = attempt
+        self.newest_attempt = newest_attempt
+
+
+class DeadlineExceeded(KaveriError):
+    """The request's time is over."""
+
+    def __init__(self, what: str = "the request") -> None:
+        super().__init__(f"{what} passed its deadline")
+        self.what = what
+
+
+class RequestCancelled(KaveriError):
+    """The request was cancelled by somebody else than the caller who sees this."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request {request_id!r} was cancelled")
+        self.request_id = request_id
+
+
+class LayoutMismatch(KaveriError):
+    """Two KV pools cannot exchange blocks."""
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"KV layouts differ in {field}: {ours!r} here, {theirs!r} there")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+class TransferFailed(KaveriError):
+    """A KV push ended without acceptance."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"KV transfer failed: {reason}")
+        self.reason = reason
+
+
+class EngineError(KaveriError):
+    """The engine broke; the process that hosts it should end."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"engine failed: {reason}")
+        self.reason = reason
+
+
+class ConfigError(KaveriError):
+    """A process cannot start like this; shown as one line, without a traceback."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason

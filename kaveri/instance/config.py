@@ -1,0 +1,124 @@
+"""The settings that every engine instance has, and the engine that they describe."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from kaveri.config import setting, size_bytes
+from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.engine.fake import FakeModel
+from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.errors import ConfigError
+from kaveri.models import KAVERI_TINY
+from kaveri.policy.placement import HeavyThresholds
+from kaveri.rpc.process import ServiceConfig
+
+_FLAG_OF_SETTING = {"kv_cache_memory_bytes": "kv_cache_memory", "kv_advertise_host": "advertise_host"}
+
+_PATH_STARTS = ("/", "./", "../", "~")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig(ServiceConfig):
+    """Settings of an engine instance, whatever its role."""
+
+    model: str = setting("model to serve: a path, a hub id or a bundled name", KAVERI_TINY)
+    served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
+    engine: str = setting("transformers, fake (made-up tokens) or timed (--latency-model)", "transformers")
+    dtype: str = setting(
+        "element type: auto (the checkpoint's), float32, bfloat16 or float16",
+        "auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = setting("auto, cpu, cuda or cuda:N", "auto")
+    max_model_len: int = setting(
+        "most tokens of prompt and answer together; 0: what model and KV pool allow", 0, least=0
+    )
+    kv_cache_memory: int = setting(
+        "size of the KV pool, all of it resident from the start: 512MiB, 2GB or a number of bytes",
+        128 * 2**20,
+        size_bytes,
+    )
+    block_tokens: int = setting("tokens per KV block; all instances must agree", 16, least=1)
+    chunk_tokens: int = setting("most prompt tokens computed in one step", 512, least=1)
+    max_batch: int = setting("most requests in one decode step", 64, least=1)
+    heavy_output_tokens: int = setting("a request with a longer predicted answer is heavy in decode", 128, least=0)
+    heavy_prompt_tokens: int = setting("with nothing predicted, one with a longer prompt is heavy", 512, least=0)
+    latency_model: str = setting("timed engine: whose time it takes, a bundled name or a JSON file", "")
+    fake_step_s: float = setting("fake engine: seconds that a step takes", 0.0, least=0)
+    fake_prefill_token_s: float = setting("fake engine: seconds that a prompt token adds to its step", 0.0, least=0)
+    fake_eos_probability: float = setting("fake engine: chance of each token to end its answer", 0.0, least=0, most=1)
+    fake_verify_kv: bool = setting("fake engine: check all earlier KV in every step", True)
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the cluster knows the model."""
+        return self.served_model_name or self.model
+
+    @property
+    def heavy_thresholds(self) -> HeavyThresholds:
+        """What counts as heavy, here and in the loads of decode instances; all instances should agree."""
+        return HeavyThresholds(self.heavy_output_tokens, self.heavy_prompt_tokens)
+
+    def engine_settings(self, receives: bool) -> EngineSettings:
+        """receives: whether KV is pushed to this instance."""
+        return EngineSettings(
+            receives=receives,
+            engine=self.engine,
+            model=self.model,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            kv_cache_memory_bytes=self.kv_cache_memory,
+            block_tokens=self.block_tokens,
+            chunk_tokens=self.chunk_tokens,
+            max_batch=self.max_batch,
+            kv_advertise_host=self.reached_host,
+            latency_model=self.latency_model,
+            fake_model=FakeModel(
+                eos_probability=self.fake_eos_probability,
+                step_s=self.fake_step_s,
+                prefill_token_s=self.fake_prefill_token_s,
+                verify=self.fake_verify_kv,
+            ),
+        )
+
+
+async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> StepwiseEngine | None:
+    """Builds the engine on a thread; takes seconds or minutes. Raises ConfigError, naming the flag.
+
+    None: `stopping` was set first. The thread is left to itself then, and ends with the process.
+    """
+    built: Future[StepwiseEngine] = Future()
+    building = asyncio.wrap_future(built)
+    threading.Thread(target=_build_on_thread, args=(settings, built), name="load", daemon=True).start()
+    stopped = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return building.result() if building.done() else None
+    except ConfigError as error:
+        name = _FLAG_OF_SETTING.get(error.field, error.field)
+        flag = name if name.startswith("-") else "--" + name.replace("_", "-")
+        raise ConfigError(flag, error.reason) from error
+    finally:
+        stopped.cancel()
+        building.cancel()
+
+
+def _build_on_thread(settings: EngineSettings, built: "Future[StepwiseEngine]") -> None:
+    # From here on it cannot be cancelled, so that setting its outcome is allowed although nobody may wait for it.
+    built.set_running_or_notify_cancel()
+    try:
+        built.set_result(_build_engine(settings))
+    except Exception as error:  # Raised where it is awaited.
+        built.set_exception(error)
+
+
+def _build_engine(settings: EngineSettings) -> StepwiseEngine:
+    model = settings.model
+    if settings.engine == "transformers" and model.startswith(_PATH_STARTS) and not Path(model).expanduser().exists():
+        # Found out before torch is imported, which takes seconds.
+        raise ConfigError("model", f"{model} is no folder")
+    return build_engine(settings)

@@ -1,0 +1,70 @@
+"""Hands out the blocks of a pool and keeps the account of who holds them. No memory, no I/O."""
+
+import threading
+from collections.abc import Hashable, Iterable
+
+from kaveri.errors import NoCapacity
+
+
+class BlockAllocator:
+    """Blocks [0, total), each either free or held by exactly one owner. Safe to use from any thread."""
+
+    def __init__(self, total: int) -> None:
+        self._lock = threading.Lock()
+        # Popped from the end; reversed so that a fresh pool hands out low ids first.
+        self._free = list(range(total - 1, -1, -1))
+        self._held: dict[Hashable, list[int]] = {}
+        self.total = total
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def allocate(self, owner: Hashable, count: int) -> list[int]:
+        """Gives `owner` `count` more blocks and returns just those. Raises NoCapacity, having given none."""
+        with self._lock:
+            if count > len(self._free):
+                reason = f"{count} blocks wanted, {len(self._free)} of {self.total} free"
+                raise NoCapacity("kv pool", retry_after_s=0.1, reason=reason)
+            split = len(self._free) - count
+            blocks = self._free[split:][::-1]
+            del self._free[split:]
+            self._held.setdefault(owner, []).extend(blocks)
+            return blocks
+
+    def release(self, owner: Hashable) -> int:
+        """Frees all that `owner` holds and returns how many blocks that was; 0 for an unknown owner."""
+        with self._lock:
+            blocks = self._held.pop(owner, [])
+            self._free.extend(reversed(blocks))
+            return len(blocks)
+
+    def move(self, owner: Hashable, new_owner: Hashable) -> None:
+        """Hands all blocks of `owner` to `new_owner` (quarantine, for one). Both keep their order."""
+        with self._lock:
+            blocks = self._held.pop(owner, [])
+            if blocks:
+                self._held.setdefault(new_owner, []).extend(blocks)
+
+    def blocks_of(self, owner: Hashable) -> tuple[int, ...]:
+        """The blocks that `owner` holds, in the order in which it got them."""
+        with self._lock:
+            return tuple(self._held.get(owner, ()))
+
+    def owners(self) -> tuple[Hashable, ...]:
+        """All who hold blocks."""
+        with self._lock:
+            return tuple(self._held)
+
+    def check_integrity(self, expected_owners: Iterable[Hashable] | None = None) -> None:
+        """Asserts that every block is free or held exactly once, and that nobody but `expected_owners` holds any.
+
+        Does not look into the blocks' contents.
+        """
+        with self._lock:
+            seen = self._free + [block for blocks in self._held.values() for block in blocks]
+            assert sorted(seen) == list(range(self.total)), "a block is leaked or held twice"
+            if expected_owners is not None:
+                strangers = set(self._held) - set(expected_owners)
+                assert not strangers, f"blocks are held by {strangers}"

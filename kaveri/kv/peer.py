@@ -1,0 +1,243 @@
+"""A sender's side of one receiver: its queue of operations, the thread that carries them out, and its connection."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kaveri.kv.digest import DigestFactory
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transport import Link, LinkLost, Transport
+from kaveri.telemetry.logs import get_logger
+
+if TYPE_CHECKING:
+    from kaveri.kv.sender import KvSender
+
+
+class Push:
+    """One transfer under way. Guarded by the sender's lock, but for the digests, which are the peer thread's."""
+
+    def __init__(self, ticket: Ticket, peer: "Peer", digest: DigestFactory) -> None:
+        self.ticket = ticket
+        self.peer = peer
+        self.digests = [digest() for _ in range(ticket.layout.layer_count)]
+        self.queued = [0] * ticket.layout.layer_count
+        self.kv_bytes = 0
+        self.connection: Connection | None = None
+        """Set once the transfer is open there."""
+        self.reading = False
+        """The peer's thread may read source blocks."""
+        self.finished = False
+        """The end mark is on its way."""
+        self.stopped: str | None = None
+
+    @property
+    def transfer_id(self) -> bytes:
+        return self.ticket.transfer_id
+
+    def is_stopped(self) -> bool:
+        return self.stopped is not None
+
+
+class Connection:
+    """A link with the pushes that it carries told apart from those of its successor; the link's listener."""
+
+    def __init__(self, peer: "Peer", transport: Transport, endpoint: KvEndpoint) -> None:
+        self.transport = transport
+        self.endpoint = endpoint
+        self.is_lost = False
+        self._peer = peer
+        sender = peer.sender
+        self.link: Link = transport.connect(endpoint, peer.epoch, sender.pool, self)
+        self.blocks_per_write = max(1, transport.capabilities.write_bytes // sender.pool.layout.block_bytes)
+
+    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
+        sender = self._peer.sender
+        with sender.lock:
+            push = sender.find(transfer_id)
+            if push is None or push.connection is not self or push.stopped is not None:
+                return
+            if rejection is not None:
+                sender.stop(push, f"rejected: {rejection}")
+            elif not push.finished:
+                sender.stop(push, "accepted before its end")
+            else:
+                sender.accept(push, self.transport.name)
+
+    def lost(self, reason: str) -> None:
+        self._peer.lose(self, reason)
+
+
+class Peer:
+    """One receiver: a queue of operations, and the thread that carries them out over one connection at a time.
+
+    Its methods open, write, finish and abort run on that thread, the others under the sender's lock where they say so.
+    """
+
+    def __init__(
+        self,
+        sender: "KvSender",
+        key: tuple[object, ...],
+        routes: Sequence[tuple[Transport, KvEndpoint]],
+        epoch: int,
+    ) -> None:
+        self.sender = sender
+        self.key = key
+        self.epoch = epoch
+        self.pushes: set[Push] = set()
+        self._routes = routes
+        self._connection: Connection | None = None
+        self._operations: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition(sender.lock)
+        self._closing = False
+        self.thread = threading.Thread(target=self._run, name="kv-send", daemon=True)
+
+    def submit(self, operation: Callable[[], None]) -> None:
+        """Under the lock."""
+        self._operations.append(operation)
+        self._changed.notify()
+
+    def submit_first(self, operation: Callable[[], None]) -> None:
+        """Under the lock; for an operation that is not to wait for the others."""
+        self._operations.appendleft(operation)
+        self._changed.notify()
+
+    def close(self) -> None:
+        """Under the lock: makes the thread end soon."""
+        self._closing = True
+        self._changed.notify()
+        if self._connection is not None:
+            self._connection.link.break_off()
+
+    def lose(self, connection: Connection, reason: str) -> None:
+        """The connection is gone, and with it what it carries. Any thread, without the lock."""
+        with self.sender.lock:
+            if connection.is_lost:
+                return
+            connection.is_lost = True
+            for push in tuple(self.pushes):
+                if push.connection is connection:
+                    self.sender.stop(push, f"connection lost: {reason}")
+            self.submit_first(self._drop_lost)
+
+    def open(self, push: Push) -> None:
+        if push.is_stopped():
+            return
+        self._drop_lost()
+        connection = self._connection or self._connect()
+        if connection is None:
+            return
+        with self.sender.lock:
+            push.connection = connection
+            if connection.is_lost:
+                # Lost since it was made: its listener did not find this push on it.
+                self.sender.stop(push, "connection lost")
+                return
+        connection.link.open(push.ticket)
+
+    def write(self, push: Push, layer: int, first_index: int, source_blocks: tuple[int, ...]) -> None:
+        start = 0
+        while start < len(source_blocks):
+            with self.sender.lock:
+                connection = push.connection
+                if push.stopped is not None or connection is None:
+                    return
+                push.reading = True
+            part = source_blocks[start : start + connection.blocks_per_write]
+            index = first_index + start
+            start += len(part)
+            try:
+                connection.link.write(push.ticket, layer, index, part, push.digests[layer], push.is_stopped)
+            finally:
+                with self.sender.lock:
+                    push.reading = False
+                    if push.stopped is not None:
+                        self.sender.fail(push, push.stopped)
+            if push.is_stopped():
+                self.abort(push)
+                return
+            push.kv_bytes += len(part) * self.sender.pool.layout.block_bytes
+            if index + len(part) == len(push.ticket.block_ids):
+                connection.link.end_layer(push.ticket, layer, push.digests[layer].intdigest())
+
+    def finish(self, push: Push, note: bytes) -> None:
+        with self.sender.lock:
+            if push.stopped is not None or push.connection is None:
+                return
+            push.finished = True
+            link = push.connection.link
+        link.finish(push.ticket, note)
+
+    def abort(self, push: Push) -> None:
+        connection = push.connection
+        if connection is None:
+            # Opened only to be given up: nobody else tells the receiver before the ticket expires.
+            self._drop_lost()
+            connection = self._connection or self._connect()
+            if connection is not None:
+                connection.link.open(push.ticket)
+        if connection is not None and connection is self._connection and not connection.is_lost:
+            connection.link.abort(push.ticket)
+
+    def _run(self) -> None:
+        reason = "the sender broke"
+        try:
+            while (operation := self._next_operation()) is not None:
+                try:
+                    operation()
+                except LinkLost as error:
+                    assert self._connection is not None
+                    self.lose(self._connection, error.reason)
+            reason = "the sender was closed"
+        finally:
+            with self.sender.lock:
+                self.sender.forget(self)
+                for push in tuple(self.pushes):
+                    self.sender.stop(push, reason)
+            self._drop()
+            with self.sender.lock:
+                self.sender.ended(self)
+
+    def _next_operation(self) -> Callable[[], None] | None:
+        with self.sender.lock:
+            while not self._closing:
+                if self._operations:
+                    return self._operations.popleft()
+                if not self._changed.wait(self.sender.idle_s) and not self._operations and not self.pushes:
+                    # In the same breath as the check: nobody may find this peer and queue behind its end.
+                    self.sender.forget(self)
+                    break
+            return None
+
+    def _connect(self) -> Connection | None:
+        """Tries the routes in turn. When none works, fails all pushes that wait for one: each alone would wait anew."""
+        problems: list[str] = []
+        for transport, endpoint in self._routes:
+            try:
+                connection = Connection(self, transport, endpoint)
+            except LinkLost as error:
+                problems.append(error.reason)
+                continue
+            with self.sender.lock:
+                self._connection = connection
+                if self._closing:
+                    connection.link.break_off()
+            where = {"transport": transport.name, "address": endpoint.address}
+            get_logger().info("kv peer connected", **where, passed_over=problems)
+            return connection
+        get_logger().warning("kv peer unreachable", reasons=problems)
+        with self.sender.lock:
+            for push in tuple(self.pushes):
+                self.sender.stop(push, f"cannot connect: {'; '.join(problems)}")
+        return None
+
+    def _drop_lost(self) -> None:
+        if self._connection is not None and self._connection.is_lost:
+            self._drop()
+
+    def _drop(self) -> None:
+        with self.sender.lock:
+            # Before its descriptor is given back, so that close() cannot break somebody else's off.
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.link.close()

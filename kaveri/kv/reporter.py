@@ -1,0 +1,71 @@
+"""One thread that tells a listener what happened, in order, and runs what is due. Owns no transfer."""
+
+import heapq
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kaveri.telemetry.logs import get_logger
+
+EventT = TypeVar("EventT")
+
+
+class Reporter(Generic[EventT]):
+    """Calls `listener` with every reported event on a thread of its own, so that nobody's lock is held meanwhile.
+
+    The queue is bounded by its callers: a transfer reports once.
+    """
+
+    def __init__(self, name: str, listener: Callable[[EventT], None]) -> None:
+        self._listener = listener
+        self._changed = threading.Condition()
+        self._events: deque[EventT] = deque()
+        # (due, tie-breaker, action); actions that are no longer of use find that out themselves.
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def report(self, event: EventT) -> None:
+        """Queues an event. Any thread."""
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify()
+
+    def call_after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Runs `action` on the reporter's thread in `delay_s` seconds, unless it is closed before."""
+        with self._changed:
+            heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), action))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Delivers what was reported, drops the timers, ends the thread. Not from the listener. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (work := self._take()) is None:
+                    if self._closing:
+                        return
+                    self._changed.wait(self._timers[0][0] - time.monotonic() if self._timers else None)
+            try:
+                work()
+            except Exception:
+                # A listener's error must not end the reports of all other transfers.
+                get_logger().exception("kv listener failed")
+
+    def _take(self) -> Callable[[], None] | None:
+        if self._events:
+            event = self._events.popleft()
+            return lambda: self._listener(event)
+        if self._timers and not self._closing and self._timers[0][0] <= time.monotonic():
+            return heapq.heappop(self._timers)[2]
+        return None

@@ -1,0 +1,185 @@
+"""The pushing side of a transfer: reads blocks of its own pool, writes them where a ticket says."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kaveri.errors import TransferFailed
+from kaveri.kv.digest import DigestFactory, xxh3
+from kaveri.kv.peer import Peer, Push
+from kaveri.kv.pool import KvPool
+from kaveri.kv.reporter import Reporter
+from kaveri.kv.ticket import Ticket
+from kaveri.kv.transport import NOTE_BYTES_MAX, Transport
+from kaveri.kv.transports import socket_transports
+
+_ANSWER_GRACE_S = 1.0
+"""A landing just before the ticket's expiry is answered just after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushAccepted:
+    """The receiver has every byte, verified. The source blocks are no longer read."""
+
+    transfer_id: bytes
+    kv_bytes: int
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushFailed:
+    """The push ended without acceptance. The source blocks are no longer read."""
+
+    transfer_id: bytes
+    reason: str
+
+
+PushListener = Callable[[PushAccepted | PushFailed], None]
+"""Called on a thread of the sender, once per opened transfer, in the order in which things happened."""
+
+
+class KvSender:
+    """Pushes blocks of `pool`. Every method may be called from any thread, close() not from the listener.
+
+    An opened transfer ends in exactly one event. A PushFailed does not say that the receiver has not landed it: the
+    acceptance may have been lost on its way, so whoever pushes again must give the hand-over a new attempt number.
+
+    One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer.
+    transports: in the order of preference; None for the socket transports.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        listener: PushListener,
+        *,
+        transports: Sequence[Transport] | None = None,
+        digest: DigestFactory = xxh3,
+        idle_s: float = 60.0,
+    ) -> None:
+        self.pool = pool
+        self.transports = tuple(transports or socket_transports())
+        self.digest = digest
+        self.idle_s = idle_s
+        self.lock = threading.Lock()
+        self._pushes: dict[bytes, Push] = {}
+        self._peers: dict[tuple[object, ...], Peer] = {}
+        # Of peers, those that are on their way out included.
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._reporter = Reporter[PushAccepted | PushFailed]("kv-sender", listener)
+
+    def open(self, ticket: Ticket) -> None:
+        """Begins a transfer; connects in the background. Raises LayoutMismatch, or TransferFailed when the two ends
+        have no transport in common or the sender is closed."""
+        self.pool.layout.require_same(ticket.layout)
+        routes = tuple(
+            (transport, endpoint)
+            for transport in self.transports
+            for endpoint in ticket.endpoints
+            if endpoint.transport == transport.name
+        )
+        if not routes:
+            offered = ", ".join(endpoint.transport for endpoint in ticket.endpoints) or "none"
+            spoken = ", ".join(transport.name for transport in self.transports)
+            raise TransferFailed(f"no transport in common: {offered} there, {spoken} here")
+        with self.lock:
+            if self._closed:
+                raise TransferFailed("the sender is closed")
+            assert ticket.transfer_id not in self._pushes, "a ticket is used once"
+            # A receiver that was restarted at the same address is another peer.
+            key = (ticket.endpoints, ticket.epoch)
+            peer = self._peers.get(key)
+            if peer is None:
+                peer = self._peers[key] = Peer(self, key, routes, ticket.epoch)
+                self._threads.add(peer.thread)
+                peer.thread.start()
+            push = Push(ticket, peer, self.digest)
+            self._pushes[ticket.transfer_id] = push
+            peer.pushes.add(push)
+            peer.submit(partial(peer.open, push))
+        deadline_s = ticket.expires_in_s + _ANSWER_GRACE_S
+        self._reporter.call_after(deadline_s, partial(self._give_up, ticket.transfer_id, "the ticket expired"))
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        """Queues blocks of one layer: source_blocks[i] goes to ticket.block_ids[first_index + i].
+
+        Per layer, blocks are written in index order, each exactly once. The source blocks must not change until
+        PushAccepted or PushFailed. Never blocks on the network. Unknown (already failed) transfers are ignored.
+
+        The queue holds block numbers, never bytes: what it can grow to is bounded by the tickets' blocks.
+        """
+        with self.lock:
+            push = self._pushes.get(transfer_id)
+            if push is not None and push.stopped is None:
+                assert first_index == push.queued[layer], "a block was left out or written twice"
+                push.queued[layer] += len(source_blocks)
+                assert push.queued[layer] <= len(push.ticket.block_ids), "more blocks than the ticket has"
+                push.peer.submit(partial(push.peer.write, push, layer, first_index, tuple(source_blocks)))
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """All blocks of all layers are queued. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
+        if len(note) > NOTE_BYTES_MAX:
+            raise ValueError(f"a note of {len(note)} bytes; at most {NOTE_BYTES_MAX} travel")
+        with self.lock:
+            push = self._pushes.get(transfer_id)
+            if push is not None and push.stopped is None:
+                push.peer.submit(partial(push.peer.finish, push, note))
+
+    def abort(self, transfer_id: bytes) -> None:
+        """Gives up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored."""
+        self._give_up(transfer_id, "aborted")
+
+    def close(self) -> None:
+        """Breaks all connections, fails what is under way, ends threads. Idempotent. Waits for a connection attempt
+        under way."""
+        with self.lock:
+            self._closed = True
+            for peer in self._peers.values():
+                peer.close()
+            threads = tuple(self._threads)
+        for thread in threads:
+            thread.join()
+        self._reporter.close()
+
+    def stop(self, push: Push, reason: str) -> None:
+        """For peers, under the lock: no more of this push is sent; it fails as soon as its blocks are not read."""
+        if push.stopped is None and push.transfer_id in self._pushes:
+            push.stopped = reason
+            if not push.reading:
+                self.fail(push, reason)
+
+    def accept(self, push: Push, transport: str) -> None:
+        """For peers, under the lock: the receiver has all of it."""
+        self._conclude(push, PushAccepted(push.transfer_id, push.kv_bytes, transport))
+
+    def fail(self, push: Push, reason: str) -> None:
+        """For peers, under the lock: the push has ended, and its blocks are not read any more."""
+        self._conclude(push, PushFailed(push.transfer_id, reason))
+
+    def find(self, transfer_id: bytes) -> Push | None:
+        """For peers, under the lock."""
+        return self._pushes.get(transfer_id)
+
+    def forget(self, peer: Peer) -> None:
+        """For peers, under the lock: the peer takes no more work."""
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+
+    def ended(self, peer: Peer) -> None:
+        """For peers, under the lock: the last thing that the peer's thread does."""
+        self._threads.remove(peer.thread)
+
+    def _conclude(self, push: Push, event: PushAccepted | PushFailed) -> None:
+        del self._pushes[push.transfer_id]
+        push.peer.pushes.remove(push)
+        self._reporter.report(event)
+
+    def _give_up(self, transfer_id: bytes, reason: str) -> None:
+        with self.lock:
+            push = self._pushes.get(transfer_id)
+            if push is not None and push.stopped is None:
+                self.stop(push, reason)
+                # Before what other transfers have queued: the receiver's blocks wait for it.
+                push.peer.submit_first(partial(push.peer.abort, push))

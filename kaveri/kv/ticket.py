@@ -1,0 +1,37 @@
+"""The permission to push one request's KV cache into another instance's pool. Pure values."""
+
+from dataclasses import dataclass
+
+from kaveri.kv.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class KvEndpoint:
+    """Where a receiver listens."""
+
+    transport: str
+    """"tcp" or "unix"."""
+    address: str
+    """"host:port" for tcp, a path for unix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Granted once by a receiver, used once by a sender, void after `expires_in_s` unless the KV has landed."""
+
+    transfer_id: bytes
+    """16 random bytes; names the transfer over all receivers and incarnations."""
+    secret: bytes
+    """16 random bytes that the sender shows on the data plane."""
+    epoch: int
+    """The receiver's incarnation; a restarted receiver refuses tickets of its former life."""
+    endpoints: tuple[KvEndpoint, ...]
+    """In the receiver's order of preference."""
+    block_ids: tuple[int, ...]
+    """Destination blocks: block i takes tokens [i * block_tokens, (i + 1) * block_tokens)."""
+    token_count: int
+    """Tokens whose KV is pushed; the last block may be part full."""
+    expires_in_s: float
+    """Seconds from the grant."""
+    layout: KvLayout
+    """The receiver's layout; a sender whose own differs refuses."""

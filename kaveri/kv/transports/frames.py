@@ -1,0 +1,112 @@
+"""The wire protocol of the socket transport. Pure: bytes in, values out.
+
+One connection carries the transfers of one sender to one receiver, interleaved frame by frame. All integers are
+little-endian. Each side begins with a hello; the receiver's carries its epoch, the sender's carries 0.
+
+    hello    magic "KAVERIKV" (8) | version (2) | reserved (6) | epoch (8)
+
+    header   kind (1) | reserved (3) | layer (4) | transfer id (16) | first index (4) | block count (4)
+             | payload bytes (8) | layer digest (8)                                                        48 bytes
+
+    sender -> receiver                                        receiver -> sender
+    OPEN       payload: secret (16) | epoch (8)               ACCEPTED   verified, all of it
+    DATA       payload: `block count` blocks of `layer`,      REJECTED   payload: the reason, UTF-8
+               from `first index`
+    LAYER_END  `layer digest` of all blocks of `layer`
+    END        payload: the note
+    ABORT      the transfer is given up
+
+A transfer is OPEN, DATA* and one LAYER_END for each layer, then END or ABORT. Every OPEN and every END is answered in
+the end, by one ACCEPTED or by one or more REJECTED. What a rejected transfer still brings is thrown away, so that a
+frame under way never disturbs the other transfers on the connection.
+"""
+
+import enum
+import struct
+from typing import NamedTuple
+
+from kaveri.kv.transport import LinkLost
+
+VERSION = 1
+_MAGIC = b"KAVERIKV"
+_HELLO = struct.Struct("<8sH6xQ")
+_HEADER = struct.Struct("<B3xI16sIIQQ")
+_OPENING = struct.Struct("<16sQ")
+
+HELLO_BYTES = _HELLO.size
+HEADER_BYTES = _HEADER.size
+SMALL_PAYLOAD_BYTES = 4096
+"""Most that any frame but DATA may carry."""
+DATA_PAYLOAD_BYTES = 1 << 30
+"""Most that a DATA frame may claim; one that says more is garbage."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    OPEN = 1
+    DATA = 2
+    LAYER_END = 3
+    END = 4
+    ABORT = 5
+    ACCEPTED = 6
+    REJECTED = 7
+
+
+class Header(NamedTuple):
+    """A frame's fixed part."""
+
+    kind: Kind
+    transfer_id: bytes
+    payload_bytes: int = 0
+    layer: int = 0
+    first_index: int = 0
+    block_count: int = 0
+    layer_digest: int = 0
+
+    def pack(self) -> bytes:
+        """The header on the wire."""
+        place = (self.layer, self.transfer_id, self.first_index, self.block_count)
+        return _HEADER.pack(self.kind, *place, self.payload_bytes, self.layer_digest)
+
+
+def unpack_header(data: bytes | bytearray) -> Header:
+    """Raises LinkLost on what cannot be a frame: where the next one begins is unknown then."""
+    kind, layer, transfer_id, first_index, block_count, payload_bytes, digest = _HEADER.unpack(data)
+    try:
+        kind = Kind(kind)
+    except ValueError as error:
+        raise LinkLost(f"protocol error: frame of unknown kind {kind}") from error
+    limit = DATA_PAYLOAD_BYTES if kind == Kind.DATA else SMALL_PAYLOAD_BYTES
+    if payload_bytes > limit:
+        raise LinkLost(f"protocol error: {kind.name} of {payload_bytes} bytes")
+    return Header(kind, transfer_id, payload_bytes, layer, first_index, block_count, digest)
+
+
+def pack_hello(epoch: int) -> bytes:
+    """A hello on the wire."""
+    return _HELLO.pack(_MAGIC, VERSION, epoch)
+
+
+def unpack_hello(data: bytes | bytearray) -> int:
+    """The epoch in a hello. Raises LinkLost when the peer does not speak this protocol in this version."""
+    magic, version, epoch = _HELLO.unpack(data)
+    if magic != _MAGIC:
+        raise LinkLost("the peer does not speak Kaveri's KV protocol")
+    if version != VERSION:
+        raise LinkLost(f"the peer speaks version {version} of the KV protocol, this side {VERSION}")
+    assert isinstance(epoch, int)
+    return epoch
+
+
+def pack_opening(secret: bytes, epoch: int) -> bytes:
+    """The payload of OPEN."""
+    return _OPENING.pack(secret, epoch)
+
+
+def unpack_opening(data: bytes | bytearray) -> tuple[bytes, int]:
+    """Secret and epoch. Raises LinkLost."""
+    if len(data) != _OPENING.size:
+        raise LinkLost(f"protocol error: OPEN of {len(data)} bytes")
+    secret, epoch = _OPENING.unpack(data)
+    return secret, epoch

@@ -1,0 +1,267 @@
+"""The socket transport, over "tcp" and "unix": blocking sendmsg and recvmsg_into between pools, on threads of its own.
+
+Payload goes from the source blocks into the kernel and out of it into the destination blocks, with no copy between.
+Per connection the sender's thread writes and one thread here reads the answers; per connection the receiver has one
+thread, which reads, and answers without waiting. The frames are drawn in frames.py.
+"""
+
+import ipaddress
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Sequence
+
+from kaveri.errors import ConfigError
+from kaveri.kv.digest import Digest
+from kaveri.kv.pool import KvPool
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transport import Capabilities, Intake, LinkListener, LinkLost
+from kaveri.kv.transports.frames import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    Header,
+    Kind,
+    pack_hello,
+    pack_opening,
+    unpack_header,
+    unpack_hello,
+)
+from kaveri.kv.transports.socket_listener import SocketListener
+from kaveri.kv.transports.stream import Stream, batches
+
+_BACKLOG = 128
+_BUFFER_BYTES = 1 << 18
+"""On one host: small enough for what is under way to stay in the second-level cache. Four times as much costs a bare
+copy over loopback tcp up to a third of its speed, once it is made in calls of a batch."""
+
+
+class SocketTransport:
+    """Makes links and listeners of one address family: name "tcp" or "unix".
+
+    advertise_host: the host in the endpoints of a tcp listener on a wildcard address; None says the listening host.
+    progress_timeout_s: a frame under way that moves no byte for so long breaks its connection.
+    connection_limit: connections of one listener; one more is closed at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        advertise_host: str | None = None,
+        connect_timeout_s: float = 2.0,
+        progress_timeout_s: float = 10.0,
+        connection_limit: int = 256,
+    ) -> None:
+        assert name in ("tcp", "unix"), name
+        self.name = name
+        self.advertise_host = advertise_host
+        self.connect_timeout_s = connect_timeout_s
+        self.progress_timeout_s = progress_timeout_s
+        self.connection_limit = connection_limit
+        self.capabilities = Capabilities(
+            one_sided=False,
+            needs_posted_receives=False,
+            memory_kinds=frozenset({"host"}),
+            same_host_only=name == "unix",
+            can_revoke=True,
+            write_bytes=4 << 20,
+        )
+
+    def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "SocketLink":
+        """See Transport.connect."""
+        try:
+            connection = self._connect(endpoint.address)
+        except (OSError, ValueError) as error:
+            raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
+        try:
+            # A frozen process still has its connections taken by the kernel: the hello shows that somebody is there.
+            stream = self.stream(connection, self.connect_timeout_s)
+            stream.send_bytes(pack_hello(0))
+            answering_epoch = unpack_hello(stream.receive_bytes(HELLO_BYTES))
+            if answering_epoch != epoch:
+                raise LinkLost(f"epoch {answering_epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
+            return SocketLink(self.stream(connection, self.progress_timeout_s), pool, listener, endpoint)
+        except BaseException:
+            connection.close()
+            raise
+
+    def listen(self, address: str, pool: KvPool, intake: Intake) -> "SocketListener":
+        """See Transport.listen."""
+        try:
+            listening = self._listen(address)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise ConfigError(f"kv {self.name} address", f"cannot listen on {address}: {reason}") from error
+        return SocketListener(
+            listening,
+            pool,
+            intake,
+            transport=self.name,
+            advertise_host=self.advertise_host,
+            connection_limit=self.connection_limit,
+            make_stream=lambda accepted: self.stream(accepted, self.progress_timeout_s),
+        )
+
+    def stream(self, connected: socket.socket, progress_timeout_s: float) -> Stream:
+        """Sets a connected socket up."""
+        if self.name == "tcp":
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(progress_timeout_s * 1e3))
+            # An idle peer whose host is gone is found after a minute.
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        set_buffers(connected)
+        return Stream(connected, progress_timeout_s)
+
+    def _connect(self, address: str) -> socket.socket:
+        if self.name == "tcp":
+            return socket.create_connection(_host_and_port(address), self.connect_timeout_s)
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(self.connect_timeout_s)
+            connection.connect(address)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _listen(self, address: str) -> socket.socket:
+        host, port = _host_and_port(address) if self.name == "tcp" else ("", 0)
+        family = socket.AF_UNIX if self.name == "unix" else socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.socket(family)
+        try:
+            if self.name == "tcp":
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.bind((host, port))
+            else:
+                _remove_dead_socket(address)
+                listening.bind(address)
+                os.chmod(address, 0o600)
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+        return listening
+
+
+class SocketLink:
+    """A sender's connection; see Link. Its own thread reads the answers."""
+
+    def __init__(self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> None:
+        self._stream = stream
+        self._pool = pool
+        self._listener = listener
+        # Payload that the last DATA frame has announced and not brought.
+        self._owed_bytes = 0
+        self._thread = threading.Thread(target=self._read_answers, name=f"kv-answers-{endpoint.transport}", daemon=True)
+        self._thread.start()
+
+    def open(self, ticket: Ticket) -> None:
+        """See Link.open."""
+        opening = pack_opening(ticket.secret, ticket.epoch)
+        self._send(Header(Kind.OPEN, ticket.transfer_id, len(opening)), opening)
+
+    def write(
+        self,
+        ticket: Ticket,
+        layer: int,
+        first_index: int,
+        source_blocks: Sequence[int],
+        digest: Digest,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        """See Link.write."""
+        block_bytes = self._pool.layout.block_bytes
+        self._send(
+            Header(
+                Kind.DATA, ticket.transfer_id, len(source_blocks) * block_bytes, layer, first_index, len(source_blocks)
+            )
+        )
+        for start, batch in batches(source_blocks, block_bytes):
+            regions = self._pool.regions(layer, batch)
+            unsent_bytes = self._stream.send(regions, is_stopped)
+            if unsent_bytes:
+                self._owed_bytes = unsent_bytes + (len(source_blocks) - start - len(batch)) * block_bytes
+                return
+            for region in regions:
+                digest.update(region)
+
+    def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
+        """See Link.end_layer."""
+        self._send(Header(Kind.LAYER_END, ticket.transfer_id, layer=layer, layer_digest=layer_digest))
+
+    def finish(self, ticket: Ticket, note: bytes) -> None:
+        """See Link.finish."""
+        self._send(Header(Kind.END, ticket.transfer_id, len(note)), note)
+
+    def abort(self, ticket: Ticket) -> None:
+        """See Link.abort."""
+        self._send(Header(Kind.ABORT, ticket.transfer_id))
+
+    def break_off(self) -> None:
+        """See Link.break_off."""
+        self._stream.break_off()
+
+    def close(self) -> None:
+        """See Link.close."""
+        self._stream.break_off()
+        self._thread.join()
+        self._stream.close()
+
+    def _send(self, header: Header, payload: bytes = b"") -> None:
+        if self._owed_bytes:
+            # The frame before was stopped half way. Not done there: it would block while its source is waited for.
+            self._stream.fill(self._owed_bytes)
+            self._owed_bytes = 0
+        self._stream.send_bytes(header.pack() + payload)
+
+    def _read_answers(self) -> None:
+        reason = "the connection was closed"
+        try:
+            while True:
+                self._stream.wait_readable()
+                header = unpack_header(self._stream.receive_bytes(HEADER_BYTES))
+                payload = self._stream.receive_bytes(header.payload_bytes)
+                if header.kind == Kind.ACCEPTED:
+                    self._listener.answered(header.transfer_id, None)
+                elif header.kind == Kind.REJECTED:
+                    self._listener.answered(header.transfer_id, payload.decode(errors="replace"))
+                else:
+                    raise LinkLost(f"protocol error: {header.kind.name} from a receiver")
+        except LinkLost as error:
+            reason = error.reason
+        finally:
+            self._stream.break_off()
+            self._listener.lost(reason)
+
+
+def set_buffers(connected: socket.socket) -> None:
+    """Sizes the kernel's buffers for a peer on this host. To other hosts the kernel fits them to the round trip."""
+    if connected.family == socket.AF_UNIX or ipaddress.ip_address(connected.getsockname()[0]).is_loopback:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connected.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, separator, port = address.rpartition(":")
+    if not separator:
+        raise ValueError("write HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _remove_dead_socket(path: str) -> None:
+    """Removes the socket file of a process that is gone; leaves one that somebody listens on."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.settimeout(1.0)
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)

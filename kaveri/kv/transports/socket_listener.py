@@ -1,0 +1,234 @@
+"""The receiving end of the socket transport: accepts connections and reads each into pool blocks, on its own thread."""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from kaveri.errors import TransferFailed
+from kaveri.kv.pool import KvPool
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transport import Intake, Landing, LinkLost
+from kaveri.kv.transports.frames import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    SMALL_PAYLOAD_BYTES,
+    Header,
+    Kind,
+    pack_hello,
+    unpack_header,
+    unpack_hello,
+    unpack_opening,
+)
+from kaveri.kv.transports.stream import Stream, batches
+from kaveri.telemetry.logs import get_logger
+
+
+class SocketListener:
+    """Accepts connections, each read by a thread of its own; see Listener."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        pool: KvPool,
+        intake: Intake,
+        *,
+        transport: str,
+        advertise_host: str | None,
+        connection_limit: int,
+        make_stream: Callable[[socket.socket], Stream],
+    ) -> None:
+        self._connection_limit = connection_limit
+        self._make_stream = make_stream
+        self._listening = listening
+        self._pool = pool
+        self._intake = intake
+        self._lock = threading.Lock()
+        self._connections: dict[threading.Thread, _Connection] = {}
+        self._closing = threading.Event()
+        self.endpoint = KvEndpoint(transport, _address_of(listening, advertise_host))
+        self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{transport}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """See Listener.close."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self.endpoint.transport == "unix":
+            # Before the listener ends, so that the path is never taken from a successor that has bound it already.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.endpoint.address)
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listening.close()
+        with self._lock:
+            threads = tuple(self._connections)
+            for connection in self._connections.values():
+                connection.break_off()
+        for thread in threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        log = get_logger()
+        while not self._closing.is_set():
+            try:
+                accepted, _ = self._listening.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    # Out of descriptors, most likely: connections wait in the backlog meanwhile.
+                    log.warning("kv connection not accepted", reason=error.strerror)
+                    self._closing.wait(0.2)
+                continue
+            with self._lock:
+                if len(self._connections) >= self._connection_limit:
+                    log.warning("kv connection refused", reason="too many", limit=self._connection_limit)
+                    accepted.close()
+                    continue
+                stream = self._make_stream(accepted)
+                connection = _Connection(stream, self._pool, self._intake)
+                name = f"kv-receive-{self.endpoint.transport}"
+                thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
+                self._connections[thread] = connection
+                thread.start()
+
+    def _serve(self, connection: "_Connection") -> None:
+        try:
+            connection.run()
+        finally:
+            # Under the lock, so that close() never breaks off a descriptor that has been given to somebody else.
+            with self._lock:
+                del self._connections[threading.current_thread()]
+                connection.close()
+
+
+class _Connection:
+    """One sender's connection, on the receiving side."""
+
+    def __init__(self, stream: Stream, pool: KvPool, intake: Intake) -> None:
+        self._stream = stream
+        self._pool = pool
+        self._intake = intake
+        self._answering = threading.Lock()
+        self._landings: dict[bytes, Landing] = {}
+
+    def run(self) -> None:
+        """Reads until the connection ends, then aborts what it has not brought to an end."""
+        reason = "the receiver broke"
+        try:
+            # A stranger that says nothing is sent away after the progress limit.
+            unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
+            self._stream.send_bytes(pack_hello(self._intake.epoch))
+            while True:
+                self._stream.wait_readable()
+                self._take_frame()
+        except LinkLost as error:
+            reason = error.reason
+            # A sender that leaves with nothing open is no news.
+            level = "warning" if self._landings or "protocol" in reason.lower() else "debug"
+            getattr(get_logger(), level)("kv connection ended", reason=reason, open_transfers=len(self._landings))
+        finally:
+            self._stream.break_off()
+            # This thread was the only one to write into their blocks: leaving its loop is the fence.
+            for landing in self._landings.values():
+                landing.abort(f"connection lost: {reason}")
+
+    def break_off(self) -> None:
+        """Makes run() return soon. Any thread."""
+        self._stream.break_off()
+
+    def close(self) -> None:
+        """Gives the descriptor back, after run()."""
+        with self._answering:
+            self._stream.close()
+
+    def _take_frame(self) -> None:
+        header = unpack_header(self._stream.receive_bytes(HEADER_BYTES))
+        landing = self._landings.get(header.transfer_id)
+        try:
+            if header.kind == Kind.OPEN:
+                self._open(header)
+            elif header.kind == Kind.DATA:
+                self._take_blocks(header, landing)
+            elif header.kind == Kind.LAYER_END:
+                self._stream.discard(header.payload_bytes)
+                if landing is not None:
+                    landing.end_layer(header.layer, header.layer_digest)
+            elif header.kind == Kind.END:
+                self._finish(header, landing)
+            elif header.kind == Kind.ABORT:
+                self._stream.discard(header.payload_bytes)
+                if landing is not None:
+                    del self._landings[header.transfer_id]
+                    landing.abort("the sender gave up")
+            else:
+                raise LinkLost(f"protocol error: {header.kind.name} from a sender")
+        except LinkLost:
+            raise
+        except TransferFailed:
+            # Answered already; the other transfers of the connection go on.
+            self._landings.pop(header.transfer_id, None)
+
+    def _open(self, header: Header) -> None:
+        secret, epoch = unpack_opening(self._stream.receive_bytes(header.payload_bytes))
+        # A second opening of the same transfer is refused like a stranger's, and leaves the first one as it is.
+        with contextlib.suppress(TransferFailed):
+            self._landings[header.transfer_id] = self._intake.open(header.transfer_id, secret, epoch, self._answer)
+
+    def _take_blocks(self, header: Header, landing: Landing | None) -> None:
+        if landing is None:
+            self._stream.discard(header.payload_bytes)
+            return
+        try:
+            blocks, digest = landing.begin_write(header.layer, header.first_index, header.block_count)
+        except TransferFailed:
+            self._stream.discard(header.payload_bytes)
+            raise
+        left_bytes, block_bytes = header.payload_bytes, self._pool.layout.block_bytes
+        if left_bytes != len(blocks) * block_bytes:
+            landing.abort(f"{left_bytes} bytes came for {len(blocks)} blocks")
+        try:
+            for _, batch in batches(blocks, block_bytes):
+                regions = self._pool.regions(header.layer, batch)
+                missing_bytes = self._stream.receive(regions, landing.is_stopped)
+                left_bytes -= len(batch) * block_bytes - missing_bytes
+                if missing_bytes:
+                    break
+                for region in regions:
+                    digest.update(region)
+            landing.end_write()
+        except LinkLost as error:
+            landing.abort(f"connection lost: {error.reason}")
+            with contextlib.suppress(TransferFailed):
+                landing.end_write()
+            raise
+        except TransferFailed:
+            # Stopped, and given back by now: nobody waits for its blocks while the rest of the frame is read away.
+            self._stream.discard(left_bytes)
+            raise
+
+    def _finish(self, header: Header, landing: Landing | None) -> None:
+        note = bytes(self._stream.receive_bytes(header.payload_bytes))
+        if landing is None:
+            self._answer(header.transfer_id, "no such transfer on this connection")
+            return
+        landing.finish(note)
+        del self._landings[header.transfer_id]
+
+    def _answer(self, transfer_id: bytes, rejection: str | None) -> None:
+        reason = b"" if rejection is None else rejection.encode()[:SMALL_PAYLOAD_BYTES]
+        kind = Kind.ACCEPTED if rejection is None else Kind.REJECTED
+        try:
+            with self._answering:
+                self._stream.send_now(Header(kind, transfer_id, len(reason)).pack() + reason)
+        except LinkLost:
+            self._stream.break_off()
+
+
+def _address_of(listening: socket.socket, advertise_host: str | None) -> str:
+    if listening.family == socket.AF_UNIX:
+        return str(listening.getsockname())
+    host, port = listening.getsockname()[:2]
+    host = advertise_host or host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,160 @@
+"""A blocking socket whose every wait has a limit: gathers from and scatters into memory. Knows nothing of frames."""
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kaveri.kv.transport import LinkLost
+
+_BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
+_CHECK_S = 0.05
+"""Longest that a blocked call goes without asking whether it is still wanted; the price of revoke and abort."""
+
+_BATCH_BYTES = 1 << 19
+"""Bytes of one system call, whose digest is taken right after it: they are still in the second-level cache then.
+Shorter calls cost more than they save, on tcp above all."""
+
+# What arrives for nobody goes here: written by all threads, read by none.
+_SCRATCH = memoryview(bytearray(1 << 16))
+# What ends a frame whose payload was stopped half way.
+_FILLER = memoryview(bytes(1 << 16))
+
+
+def never() -> bool:
+    """For what nobody stops."""
+    return False
+
+
+class Stream:
+    """Used by one reading and one writing thread; the socket is closed by its owner, and broken by anyone."""
+
+    def __init__(self, connected: socket.socket, progress_timeout_s: float) -> None:
+        self._socket = connected
+        self._progress_timeout_s = progress_timeout_s
+        connected.settimeout(None)
+        interval = struct.pack("ll", 0, int(_CHECK_S * 1e6))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+        self._readable = select.poll()
+        self._readable.register(connected, select.POLLIN)
+
+    def wait_readable(self) -> None:
+        """Waits for the first byte, the peer's end or break_off(); the one wait without a limit."""
+        self._readable.poll()
+
+    def receive(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
+        """Fills the regions in order. Returns early once `is_stopped`; returns how many bytes have not arrived.
+
+        Raises LinkLost on the end of the stream, and when nothing has arrived for the progress limit.
+        """
+        pending, left_bytes, progress_s = list(regions), sum(map(len, regions)), time.monotonic()
+        while left_bytes and not is_stopped():
+            try:
+                received = self._socket.recvmsg_into(pending[:_BUFFERS_PER_CALL], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                self._require_progress(progress_s, "arrived")
+                continue
+            except OSError as error:
+                raise LinkLost(f"receiving: {error.strerror}") from error
+            if received == 0:
+                raise LinkLost("the peer closed the connection")
+            progress_s = time.monotonic()
+            left_bytes -= received
+            if left_bytes:
+                _drop(pending, received)
+        return left_bytes
+
+    def receive_bytes(self, byte_count: int) -> bytearray:
+        """Like receive(), for small things."""
+        data = bytearray(byte_count)
+        self.receive([memoryview(data)])
+        return data
+
+    def fill(self, byte_count: int) -> None:
+        """Sends zeros."""
+        while byte_count:
+            step = min(byte_count, len(_FILLER) * _BUFFERS_PER_CALL)
+            self.send(_repeat(_FILLER, step))
+            byte_count -= step
+
+    def discard(self, byte_count: int) -> None:
+        """Receives into nowhere."""
+        while byte_count:
+            step = min(byte_count, len(_SCRATCH) * _BUFFERS_PER_CALL)
+            self.receive(_repeat(_SCRATCH, step))
+            byte_count -= step
+
+    def send(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
+        """Sends the regions in order. Returns early once `is_stopped`; returns how many bytes were not sent.
+
+        Raises LinkLost when the connection is broken, and when the peer has taken nothing for the progress limit.
+        """
+        pending, left_bytes, progress_s = list(regions), sum(map(len, regions)), time.monotonic()
+        while left_bytes and not is_stopped():
+            try:
+                sent = self._socket.sendmsg(pending[:_BUFFERS_PER_CALL])
+            except BlockingIOError:
+                self._require_progress(progress_s, "was taken")
+                continue
+            except OSError as error:
+                raise LinkLost(f"sending: {error.strerror}") from error
+            progress_s = time.monotonic()
+            left_bytes -= sent
+            if left_bytes:
+                _drop(pending, sent)
+        return left_bytes
+
+    def send_bytes(self, data: bytes) -> None:
+        """Like send(), for small things."""
+        self.send([memoryview(data)])
+
+    def send_now(self, data: bytes) -> None:
+        """Sends a few bytes without waiting. Raises LinkLost when they do not fit: the peer does not read."""
+        try:
+            sent = self._socket.send(data, socket.MSG_DONTWAIT)
+        except OSError as error:
+            raise LinkLost(f"answering: {error.strerror}") from error
+        if sent < len(data):
+            raise LinkLost("answering: the peer does not read")
+
+    def break_off(self) -> None:
+        """Ends the connection under whoever is blocked in it. Any thread; idempotent."""
+        # An error says that it has ended already.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Gives the descriptor back, once no thread is in a call."""
+        self._socket.close()
+
+    def _require_progress(self, since_s: float, what: str) -> None:
+        if time.monotonic() - since_s > self._progress_timeout_s:
+            raise LinkLost(f"nothing {what} for {self._progress_timeout_s:g} s")
+
+
+def batches(blocks: Sequence[int], block_bytes: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """The blocks of one system call after the other, each with the position of its first."""
+    count = max(1, _BATCH_BYTES // block_bytes)
+    for start in range(0, len(blocks), count):
+        yield start, blocks[start : start + count]
+
+
+def _repeat(buffer: memoryview, byte_count: int) -> list[memoryview]:
+    whole, rest = divmod(byte_count, len(buffer))
+    return [buffer] * whole + ([buffer[:rest]] if rest else [])
+
+
+def _drop(pending: list[memoryview], byte_count: int) -> None:
+    """Takes the first bytes off a list of regions, in place."""
+    done = 0
+    for region in pending:
+        if byte_count < len(region):
+            break
+        byte_count -= len(region)
+        done += 1
+    del pending[:done]
+    if byte_count:
+        pending[0] = pending[0][byte_count:]

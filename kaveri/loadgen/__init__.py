@@ -1,0 +1,1 @@
+"""Load for a cluster: which requests come when, sending them, and what became of them."""

@@ -1,0 +1,185 @@
+"""Sends planned requests through the SDK, on time, and notes when their tokens come. For one event loop."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kaveri.client.answer import ServerTiming
+from kaveri.client.async_client import AsyncClient
+from kaveri.errors import KaveriError
+from kaveri.loadgen.workload import PlannedRequest
+from kaveri.sampling import SamplingParams
+
+_PROBE_S = 0.02
+_PROMPT_TOKEN_IDS = 1000
+"""Prompts are drawn from so many token ids: enough to share nothing, and within the fake engine's vocabulary too."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What became of one request. Times are seconds after the start of the run, on the client's clock."""
+
+    planned: PlannedRequest
+    due_s: float
+    """When it should have been sent: its arrival, or in a closed loop the end of the one before it."""
+    sent_s: float = 0.0
+    first_s: float | None = None
+    last_s: float | None = None
+    """When its last tokens came."""
+    received_tokens: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    """Between the arrivals of consecutive pieces; a piece holds several tokens when the client is slower."""
+    error: str | None = None
+    """Name of the error that ended it. None: it was answered."""
+    reason: str = ""
+    """What the error says."""
+    server: ServerTiming | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """All requests of a run, in the order in which they were planned."""
+
+    records: tuple[RequestRecord, ...]
+    duration_s: float
+    """From the first request's time to the end of the last."""
+    loop_delays_s: tuple[float, ...]
+    """How much later than asked for the client's event loop came round, 50 times a second. Tokens that come meanwhile
+    are noted late by as much."""
+
+
+async def run_open(
+    client: AsyncClient,
+    requests: Sequence[PlannedRequest],
+    send: "RequestSettings",
+    max_in_flight: int,
+    on_end: Callable[[RequestRecord], None],
+) -> LoadRun:
+    """Sends each request at its time, whatever became of those before it.
+
+    max_in_flight: with so many on their way the next one is sent late, which its record shows. Cancelled, it cancels
+    every request.
+    """
+    clock = _Clock()
+    records = [RequestRecord(planned, planned.arrival_s) for planned in requests]
+    seats = asyncio.Semaphore(max_in_flight)
+
+    async def one(record: RequestRecord, token_ids: list[int]) -> None:
+        try:
+            await _send(client, record, token_ids, send, clock)
+        finally:
+            seats.release()
+        on_end(record)
+
+    async with _Probe() as probe, asyncio.TaskGroup() as group:
+        for record in records:
+            token_ids = send.prompt(record.planned)
+            if (wait_s := record.due_s - clock.now_s()) > 0:
+                await asyncio.sleep(wait_s)
+            await seats.acquire()
+            group.create_task(one(record, token_ids))
+    return LoadRun(tuple(records), clock.now_s(), tuple(probe.delays_s))
+
+
+async def run_closed(
+    client: AsyncClient,
+    requests: Sequence[PlannedRequest],
+    send: "RequestSettings",
+    concurrency: int,
+    on_end: Callable[[RequestRecord], None],
+) -> LoadRun:
+    """Keeps `concurrency` requests on their way until all are answered. Cancelled, it cancels every request."""
+    clock = _Clock()
+    records = [RequestRecord(planned, 0.0) for planned in requests]
+
+    async def worker(waiting: Iterator[RequestRecord]) -> None:
+        for record in waiting:
+            token_ids = send.prompt(record.planned)
+            record.due_s = clock.now_s()
+            await _send(client, record, token_ids, send, clock)
+            on_end(record)
+
+    waiting = iter(records)
+    async with _Probe() as probe, asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(worker(waiting))
+    return LoadRun(tuple(records), clock.now_s(), tuple(probe.delays_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSettings:
+    """What all requests of a run share."""
+
+    model: str | None
+    vocab_size: int
+    seed: int
+    timeout_s: float
+    """Deadline of each request."""
+
+    def prompt(self, planned: PlannedRequest) -> list[int]:
+        """Random token ids, the same for the same seed and number."""
+        rng = np.random.default_rng((self.seed, planned.number))
+        token_ids: list[int] = rng.integers(
+            0, min(self.vocab_size, _PROMPT_TOKEN_IDS), planned.lengths.prompt_tokens
+        ).tolist()
+        return token_ids
+
+
+async def _send(
+    client: AsyncClient, record: RequestRecord, token_ids: list[int], send: RequestSettings, clock: "_Clock"
+) -> None:
+    # Past the model's own end: a made-up prompt's answer would end anywhere.
+    params = SamplingParams(
+        temperature=0, max_tokens=record.planned.lengths.output_tokens, ignore_eos=True, seed=send.seed
+    )
+    record.sent_s = clock.now_s()
+    try:
+        stream = client.stream(prompt_token_ids=token_ids, params=params, model=send.model, timeout_s=send.timeout_s)
+        async with stream:
+            async for chunk in stream:
+                if chunk.token_ids:
+                    now_s = clock.now_s()
+                    if record.last_s is None:
+                        record.first_s = now_s
+                    else:
+                        record.gaps_s.append(now_s - record.last_s)
+                    record.last_s = now_s
+                    record.received_tokens += len(chunk.token_ids)
+                if chunk.timing is not None:
+                    record.server = chunk.timing.server
+    except KaveriError as error:
+        record.error, record.reason = type(error).__name__, str(error)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+
+    def now_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+
+class _Probe:
+    """Measures the event loop's delay while it is entered."""
+
+    def __init__(self) -> None:
+        self.delays_s: list[float] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "_Probe":
+        self._task = asyncio.create_task(self._measure())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    async def _measure(self) -> None:
+        while True:
+            asked_s = time.monotonic()
+            await asyncio.sleep(_PROBE_S)
+            self.delays_s.append(time.monotonic() - asked_s - _PROBE_S)

@@ -1,0 +1,123 @@
+"""What a run says about the cluster, and about the client that measured it. Pure: no clock, no I/O."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kaveri.loadgen.driver import LoadRun, RequestRecord
+
+LATE_S = 0.02
+"""The client did not keep the schedule when 1 % of requests were sent later than this, or its loop was as late."""
+_SERVER_PHASES = (
+    "router_s",
+    "prefill_queue_s",
+    "prefill_s",
+    "kv_transfer_s",
+    "kv_tail_s",
+    "decode_queue_s",
+    "decode_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must meet to count. None: no limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """False for a request that failed. One that has no second token has no TPOT to miss."""
+        if record.error is not None:
+            return False
+        ttft, tpot = ttft_s(record), tpot_s(record)
+        ttft_met = self.ttft_s is None or (ttft is not None and ttft <= self.ttft_s)
+        return ttft_met and (self.tpot_s is None or tpot is None or tpot <= self.tpot_s)
+
+
+def ttft_s(record: RequestRecord) -> float | None:
+    """Time to first token, from when the request was due: a client that sends late hides nothing."""
+    return None if record.first_s is None else record.first_s - record.due_s
+
+
+def tpot_s(record: RequestRecord) -> float | None:
+    """Time per output token after the first."""
+    if record.first_s is None or record.last_s is None or record.received_tokens < 2:
+        return None
+    return (record.last_s - record.first_s) / (record.received_tokens - 1)
+
+
+def jct_s(record: RequestRecord) -> float | None:
+    """Job completion time, from when the request was due to its last token."""
+    return None if record.last_s is None else record.last_s - record.due_s
+
+
+def summarize(run: LoadRun, slo: Slo) -> dict[str, Any]:
+    """The report, as JSON has it. Latencies are of answered requests; SLO attainment is of all of them."""
+    answered = [record for record in run.records if record.error is None]
+    met = sum(slo.met_by(record) for record in run.records)
+    has_slo = slo.ttft_s is not None or slo.tpot_s is not None
+    received = sum(record.received_tokens for record in run.records)
+    late = spread([record.sent_s - record.due_s for record in run.records])
+    delay = spread(run.loop_delays_s)
+    return {
+        "requests": len(run.records),
+        "answered": len(answered),
+        "errors": dict(Counter(record.error for record in run.records if record.error is not None)),
+        "duration_s": run.duration_s,
+        "requests_per_s": len(answered) / run.duration_s,
+        "output_tokens_per_s": received / run.duration_s,
+        "ttft_s": _spread_of(ttft_s, answered),
+        "tpot_s": _spread_of(tpot_s, answered),
+        "itl_s": spread([gap_s for record in answered for gap_s in record.gaps_s]),
+        "jct_s": _spread_of(jct_s, answered),
+        "slo": asdict(slo) if has_slo else None,
+        "slo_attainment": met / len(run.records) if has_slo else None,
+        "goodput_requests_per_s": met / run.duration_s if has_slo else None,
+        "server_s": {
+            phase: spread([getattr(record.server, phase) for record in answered if record.server is not None])
+            for phase in _SERVER_PHASES
+        },
+        "classes": dict(Counter(record.planned.lengths.workload_class.value for record in run.records)),
+        "client": {
+            "sent_late_s": late,
+            "loop_delay_s": delay,
+            "kept_schedule": all(entry is None or entry["p99"] <= LATE_S for entry in (late, delay)),
+        },
+    }
+
+
+def row(record: RequestRecord) -> dict[str, Any]:
+    """One request, as JSON has it."""
+    server = record.server
+    return {
+        "number": record.planned.number,
+        "prompt_tokens": record.planned.lengths.prompt_tokens,
+        "output_tokens": record.planned.lengths.output_tokens,
+        "received_tokens": record.received_tokens,
+        "due_s": record.due_s,
+        "sent_s": record.sent_s,
+        "ttft_s": ttft_s(record),
+        "tpot_s": tpot_s(record),
+        "jct_s": jct_s(record),
+        "error": record.error,
+        "reason": record.reason,
+        "server": asdict(server) if server is not None else None,
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, percentiles (nearest rank) and maximum; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    ranks = {f"p{percent}": ordered[math.ceil(percent / 100 * len(ordered)) - 1] for percent in (50, 90, 99)}
+    return {"mean": math.fsum(ordered) / len(ordered), **ranks, "max": ordered[-1]}
+
+
+def _spread_of(
+    measure: Callable[[RequestRecord], float | None], records: Sequence[RequestRecord]
+) -> dict[str, float] | None:
+    return spread([value for record in records if (value := measure(record)) is not None])

@@ -1,0 +1,110 @@
+"""Which requests come when, and how long they are: synthetic classes and arrival processes. Pure: no clock, no I/O."""
+
+import enum
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kaveri.errors import ConfigError
+
+HEAVY_PROMPT_TOKENS = 512
+"""A prompt of more tokens is heavy (TetriInfer, arXiv 2401.11181, section 5.1)."""
+HEAVY_OUTPUT_TOKENS = 128
+"""An answer of more tokens is heavy."""
+_LEAST_PROMPT_TOKENS = 16
+_LEAST_OUTPUT_TOKENS = 8
+
+
+class WorkloadClass(enum.StrEnum):
+    """Light or heavy in prefill (P) and in decode (D)."""
+
+    LPLD = "LPLD"
+    LPHD = "LPHD"
+    HPLD = "HPLD"
+    HPHD = "HPHD"
+    MIXED = "Mixed"
+    """Each of the four as likely as the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLengths:
+    """One request before anybody has said when it comes."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def workload_class(self) -> WorkloadClass:
+        """One of the four; never MIXED."""
+        prefill = "HP" if self.prompt_tokens > HEAVY_PROMPT_TOKENS else "LP"
+        decode = "HD" if self.output_tokens > HEAVY_OUTPUT_TOKENS else "LD"
+        return WorkloadClass(prefill + decode)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request of a run."""
+
+    number: int
+    """From 0, in the order of arrival."""
+    arrival_s: float
+    """Seconds after the start of the run. Closed loop: 0, it is sent when an earlier one ends."""
+    lengths: RequestLengths
+
+
+def draw_lengths(
+    workload: WorkloadClass, count: int, rng: random.Random, most_prompt_tokens: int, most_output_tokens: int
+) -> list[RequestLengths]:
+    """`count` requests of a class, lengths uniform over the class's ranges.
+
+    # prompts: light [16, 512]   heavy [513, most_prompt_tokens]
+    # answers: light [8, 128]    heavy [129, most_output_tokens]
+
+    Limits below a heavy range's beginning are refused for a class that needs it, and cut a light range. Raises
+    ConfigError, naming the flag.
+    """
+    drawn = []
+    for _ in range(count):
+        chosen = workload
+        if workload is WorkloadClass.MIXED:
+            chosen = rng.choice((WorkloadClass.LPLD, WorkloadClass.LPHD, WorkloadClass.HPLD, WorkloadClass.HPHD))
+        heavy_prompt, heavy_output = chosen.value[0] == "H", chosen.value[2] == "H"
+        prompt_tokens = _draw(
+            "--max-prompt", heavy_prompt, _LEAST_PROMPT_TOKENS, HEAVY_PROMPT_TOKENS, most_prompt_tokens, rng
+        )
+        output_tokens = _draw(
+            "--max-output", heavy_output, _LEAST_OUTPUT_TOKENS, HEAVY_OUTPUT_TOKENS, most_output_tokens, rng
+        )
+        drawn.append(RequestLengths(prompt_tokens, output_tokens))
+    return drawn
+
+
+def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: random.Random) -> list[float]:
+    """Times of `count` arrivals in seconds, from 0 on, `rate_per_s` of them per second on average.
+
+    The gaps are drawn from a gamma distribution whose squared coefficient of variation is `burstiness`: 1 is a Poisson
+    process, more comes in bursts, less is more even.
+    """
+    shape = 1.0 / burstiness
+    times_s: list[float] = []
+    now_s = 0.0
+    for _ in range(count):
+        times_s.append(now_s)
+        now_s += rng.gammavariate(shape, 1.0 / (rate_per_s * shape))
+    return times_s
+
+
+def plan_requests(lengths: Sequence[RequestLengths], arrivals_s: Sequence[float]) -> list[PlannedRequest]:
+    """Pairs lengths with arrivals; as many of the one as of the other, arrivals in order."""
+    pairs = zip(lengths, arrivals_s, strict=True)
+    return [PlannedRequest(number, arrival_s, entry) for number, (entry, arrival_s) in enumerate(pairs)]
+
+
+def _draw(flag: str, heavy: bool, least_light: int, most_light: int, most: int, rng: random.Random) -> int:
+    if heavy:
+        if most <= most_light:
+            raise ConfigError(flag, f"is {most}; this workload has heavy requests, of more than {most_light} tokens")
+        return rng.randint(most_light + 1, most)
+    if most < least_light:
+        raise ConfigError(flag, f"is {most}; it must be at least {least_light}")
+    return rng.randint(least_light, min(most_light, most))

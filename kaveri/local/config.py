@@ -1,0 +1,97 @@
+"""What a local stack consists of, and the command line of each of its services."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kaveri.cluster.view import Role
+from kaveri.models import KAVERI_TINY
+from kaveri.rpc.process import ALL_ADDRESSES
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """Settings of a LocalStack. Empty and 0 leave a setting to the service's own default."""
+
+    model: str = KAVERI_TINY
+    """A path, a hub id or a bundled name."""
+    router_count: int = 1
+    prefill_count: int = 2
+    decode_count: int = 2
+    port: int = 0
+    """The first router's; 0: a free one."""
+    host: str = LOOPBACK
+    """Where the routers listen; everything else stays on loopback."""
+    metrics_port: int = 0
+    """Of the first instance's Prometheus metrics, on loopback; the others follow in the order of their ids, routers
+    first, then prefill, then decode. 0: no metrics."""
+    redis_url: str = ""
+    """Empty: a private Redis."""
+    name: str = ""
+    """Stands before the instance ids, so that stacks can share one Redis: "blue-decode-0"."""
+    engine: str = ""
+    latency_model: str = ""
+    """Of the timed engine: a bundled name or a file."""
+    dtype: str = ""
+    device: str = ""
+    max_model_len: int = 0
+    kv_cache_memory: str = ""
+    """Per engine process, as the services read it: "256MiB"."""
+    router_flags: tuple[str, ...] = ()
+    """More flags for the routers: ("--max-requests", "64")."""
+    prefill_flags: tuple[str, ...] = ()
+    decode_flags: tuple[str, ...] = ()
+    log_level: str = "info"
+    log_dir: Path | None = None
+    """Holds <instance id>.log files; None: a temporary folder that goes with the stack."""
+    drain_timeout_s: float = 30.0
+    """Seconds that requests in flight get when the stack stops."""
+    start_timeout_s: float = 300.0
+    """Seconds until every instance must be ready; loading a model takes most of them."""
+    restart: bool = True
+    """Whether a child that dies is started again. Fault tests decide themselves."""
+
+    def instance_ids(self, role: Role) -> tuple[str, ...]:
+        """The ids of all instances of a role."""
+        count = {Role.ROUTER: self.router_count, Role.PREFILL: self.prefill_count, Role.DECODE: self.decode_count}[role]
+        prefix = f"{self.name}-" if self.name else ""
+        return tuple(f"{prefix}{role}-{number}" for number in range(count))
+
+    def metrics_port_of(self, instance_id: str) -> int:
+        """Where an instance serves its metrics; 0: nowhere."""
+        everybody = [name for role in (Role.ROUTER, Role.PREFILL, Role.DECODE) for name in self.instance_ids(role)]
+        return self.metrics_port and self.metrics_port + everybody.index(instance_id)
+
+    @property
+    def router_advertise_host(self) -> str:
+        """Where this machine reaches the routers."""
+        return LOOPBACK if self.host in ALL_ADDRESSES else self.host
+
+
+def service_command(config: StackConfig, role: Role, instance_id: str, redis_url: str, port: int) -> list[str]:
+    """The command line that runs one service of the stack. port 0: a free one."""
+    is_router = role is Role.ROUTER
+    settings = {
+        "--instance-id": instance_id,
+        "--host": config.host if is_router else LOOPBACK,
+        "--advertise-host": config.router_advertise_host if is_router else LOOPBACK,
+        "--port": str(port),
+        "--metrics-port": str(config.metrics_port_of(instance_id)),
+        "--redis-url": redis_url,
+        "--model": config.model,
+        "--log-level": config.log_level,
+        "--drain-timeout-s": str(config.drain_timeout_s),
+    }
+    if not is_router:
+        settings["--engine"] = config.engine
+        settings["--latency-model"] = config.latency_model
+        settings["--dtype"] = config.dtype
+        settings["--device"] = config.device
+        settings["--max-model-len"] = str(config.max_model_len or "")
+        settings["--kv-cache-memory"] = config.kv_cache_memory
+    flags = [text for flag, value in settings.items() if value for text in (flag, value)]
+    more = {Role.ROUTER: config.router_flags, Role.PREFILL: config.prefill_flags, Role.DECODE: config.decode_flags}
+    # -P: a folder named "services" in the working directory is none of ours.
+    return [sys.executable, "-P", "-m", f"services.{role}", *flags, *more[role]]

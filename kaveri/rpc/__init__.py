@@ -1,0 +1,1 @@
+"""gRPC plumbing that every service shares: servers, channels, status mapping, message conversion."""

@@ -1,0 +1,116 @@
+"""Starts and stops a gRPC server with health and reflection; opens channels. The same for every service."""
+
+import errno
+import socket
+from collections.abc import Callable, Sequence
+
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from kaveri.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 4 * 2**20
+"""Largest message taken or sent: a prompt of a million token ids or four million characters."""
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A frozen peer is found within about 15 s even on a stream that carries nothing.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Peers are called by the address they registered; a proxy of the environment is not meant for them.
+    ("grpc.enable_http_proxy", 0),
+)
+_CHANNEL_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # How long one attempt to connect may take, in spite of the option's name; a busy peer needs more than a moment.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    # Instances that share one address over time must not share a channel's back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class RpcServer:
+    """A gRPC server with grpc.health.v1 and reflection. NOT_SERVING until ready() and again from drain() on."""
+
+    def __init__(self, host: str, port: int, service_names: Sequence[str]) -> None:
+        """service_names: full names, "kaveri.v1.DecodeService". port 0 takes a free one."""
+        self._host = host
+        self._port = port
+        self._names = (*service_names, "")
+        self._server = aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", 0)))
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflected = (
+            *service_names,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(reflected, self._server)
+        self.port = 0
+        """The port it listens on, known after start()."""
+
+    def add(self, register: Callable[[aio.Server], None]) -> None:
+        """Adds a servicer before start(): `server.add(partial(add_FooServicer_to_server, servicer))`."""
+        register(self._server)
+
+    async def start(self) -> None:
+        """Listens. Raises ConfigError when the address cannot be had."""
+        for name in self._names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        # Asked of a plain socket first: gRPC says less in its error, and prints a line of its own.
+        check_address(self._host, self._port)
+        try:
+            self.port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError as error:
+            raise ConfigError("--port", f"cannot listen on {self._host}:{self._port}: {error}") from error
+        await self._server.start()
+
+    async def ready(self) -> None:
+        """Health says SERVING from now on."""
+        for name in self._names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def drain(self) -> None:
+        """Health says NOT_SERVING for good; RPCs go on."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new RPCs, gives those in flight `grace_s` seconds, then cancels them."""
+        await self._server.stop(grace_s)
+
+
+def open_channel(address: str) -> aio.Channel:
+    """A channel to "host:port" with Kaveri's limits and keep-alive. Connects when first used."""
+    return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+async def check_health(address: str, timeout_s: float) -> bool:
+    """Whether the server at `address` says SERVING within `timeout_s` seconds."""
+    async with open_channel(address) as channel:
+        try:
+            request = health_pb2.HealthCheckRequest()
+            response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s, wait_for_ready=True)
+        except aio.AioRpcError:
+            return False
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ConfigError, naming --host or --port, when the address cannot be listened on now. port 0: any free one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As gRPC does: connections that a former process left in TIME_WAIT are no obstacle.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise ConfigError(flag, f"cannot listen on {host}:{port}: {error.strerror}") from error

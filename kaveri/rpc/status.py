@@ -1,0 +1,196 @@
+"""Kaveri's errors <-> gRPC statuses, in both directions, in this one place.
+
+A status carries google.rpc details, so that clients in any language can read them: BadRequest for a field,
+RetryInfo for a delay, and an ErrorInfo of domain "kaveri" whose metadata rebuilds the very same error in Python.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from kaveri.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    InvalidArgument,
+    KaveriError,
+    LayoutMismatch,
+    ModelNotFound,
+    NoCapacity,
+    RequestAlreadyExists,
+    RequestCancelled,
+    StaleAttempt,
+    TransferFailed,
+    Unavailable,
+)
+
+DETAILS_KEY = "grpc-status-details-bin"
+_DOMAIN = "kaveri"
+_MAX_MESSAGE_BYTES = 768
+_MAX_FACT_BYTES = 512
+"""gRPC allows 8 KiB of metadata, and this is all of it: the message three times, up to three long facts, base64."""
+_RETRY_AFTER_S = 1.0
+"""For servers that are full and do not say for how long."""
+
+_CODES: dict[type[KaveriError], grpc.StatusCode] = {
+    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    RequestAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    NoCapacity: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    StaleAttempt: grpc.StatusCode.ABORTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RequestCancelled: grpc.StatusCode.CANCELLED,
+    LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    TransferFailed: grpc.StatusCode.UNAVAILABLE,
+    EngineError: grpc.StatusCode.INTERNAL,
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+def status_of(error: KaveriError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """The code, the message and the trailing metadata that carry `error`."""
+    code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
+    message = _cut(str(error), _MAX_MESSAGE_BYTES)
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN, metadata=_facts(error))
+    details = [_pack(info)]
+    if isinstance(error, InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
+        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(retry_after_s * 1e9))
+        details.append(_pack(retry))
+    status = status_pb2.Status(code=code.value[0], message=message, details=details)
+    return code, message, ((DETAILS_KEY, status.SerializeToString()),)
+
+
+async def abort(context: aio.ServicerContext[Any, Any], error: KaveriError) -> NoReturn:
+    """Ends an RPC with the status of `error`."""
+    code, message, metadata = status_of(error)
+    await context.abort(code, message, trailing_metadata=metadata)
+
+
+def error_of(error: aio.AioRpcError, *, peer: str = "", request_id: str = "") -> KaveriError:
+    """The Kaveri error that `error` carries, or the nearest one for statuses that gRPC or a stranger made.
+
+    peer: address that was called; named when it could not be reached. request_id: named when the stranger cancelled.
+    """
+    details = _details(error)
+    info = _error_info(details)
+    if info is not None:
+        # A newer or a foreign server may leave out, or spell in its own way, what we would read.
+        with contextlib.suppress(ValueError):
+            return _rebuild(info)
+    message = error.details() or error.code().name
+    match error.code():
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded()
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if "larger than max" in message:
+                return InvalidArgument("message", message, "within the message size limit")
+            return NoCapacity(peer or "server", _retry_after_s(details) or _RETRY_AFTER_S, message)
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidArgument("request", message, "valid")
+        case grpc.StatusCode.NOT_FOUND:
+            return ModelNotFound(message)
+        case grpc.StatusCode.CANCELLED:
+            return RequestCancelled(request_id)
+        case grpc.StatusCode.UNAVAILABLE:
+            reason = f"cannot reach {peer}: {message}" if peer else message
+            return Unavailable(reason, _retry_after_s(details))
+        case _:
+            return KaveriError(f"{error.code().name}: {message}")
+
+
+def _pack(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _facts(error: KaveriError) -> dict[str, str]:
+    facts = {name: str(value) for name, value in vars(error).items() if value is not None}
+    match error:
+        case InvalidArgument():
+            facts["value"] = repr(error.value)
+        case LayoutMismatch():
+            facts |= {"ours": repr(error.ours), "theirs": repr(error.theirs)}
+        case ModelNotFound():
+            facts["served"] = "\n".join(error.served)
+    return {name: _cut(fact, _MAX_FACT_BYTES) for name, fact in facts.items()}
+
+
+def _cut(text: str, limit_bytes: int) -> str:
+    return text.encode(errors="replace")[:limit_bytes].decode(errors="ignore")
+
+
+class _Shown(str):
+    """A value of the other end, as it was shown there: quotes and all."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _details(error: aio.AioRpcError) -> Sequence[any_pb2.Any]:
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                details: Sequence[any_pb2.Any] = status_pb2.Status.FromString(value).details
+                return details
+            except DecodeError:
+                return ()
+    return ()
+
+
+def _retry_after_s(details: Sequence[any_pb2.Any]) -> float | None:
+    retry = error_details_pb2.RetryInfo()
+    if any(detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry) for detail in details):
+        return float(retry.retry_delay.ToNanoseconds() / 1e9)
+    return None
+
+
+def _error_info(details: Sequence[any_pb2.Any]) -> error_details_pb2.ErrorInfo | None:
+    info = error_details_pb2.ErrorInfo()
+    if any(detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == _DOMAIN for detail in details):
+        return info
+    return None
+
+
+def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
+    facts = info.metadata
+    match info.reason:
+        case "InvalidArgument":
+            return InvalidArgument(facts["field"], _Shown(facts["value"]), facts["limit"])
+        case "ModelNotFound":
+            return ModelNotFound(facts["model"], tuple(facts["served"].splitlines()))
+        case "RequestAlreadyExists":
+            return RequestAlreadyExists(facts["request_id"])
+        case "NoCapacity":
+            return NoCapacity(facts["role"], float(facts["retry_after_s"]), facts["reason"])
+        case "Unavailable":
+            retry = facts.get("retry_after_s")
+            return Unavailable(facts["reason"], float(retry) if retry else None)
+        case "StaleAttempt":
+            return StaleAttempt(facts["request_id"], int(facts["attempt"]), int(facts["newest_attempt"]))
+        case "DeadlineExceeded":
+            return DeadlineExceeded(facts["what"])
+        case "RequestCancelled":
+            return RequestCancelled(facts["request_id"])
+        case "LayoutMismatch":
+            return LayoutMismatch(facts["field"], _Shown(facts["ours"]), _Shown(facts["theirs"]))
+        case "TransferFailed":
+            return TransferFailed(facts["reason"])
+        case "EngineError":
+            return EngineError(facts["reason"])
+        case "ConfigError":
+            return ConfigError(facts["field"], facts["reason"])
+        case _:
+            raise ValueError(f"no error is called {info.reason}")

@@ -1,0 +1,556 @@
+"""What every engine must do. Subclass EngineConformance in a test module and provide the `harness` fixture.
+
+It holds an engine to kaveri/engine/contract.py: tokens, order of events, blocks, limits. It does not verify speed,
+how much of a push overlaps with computing, nor what a peer that dies or lies does (kv has a suite for that).
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+import pytest
+
+from kaveri.engine.contract import (
+    AttemptKey,
+    DecodeEngine,
+    Engine,
+    EngineEvent,
+    EngineRequest,
+    FirstToken,
+    KvPushed,
+    KvPushFailed,
+    Landed,
+    LandingFailed,
+    Preempted,
+    PrefillEngine,
+    PrefillProgress,
+    PrefillStarted,
+)
+from kaveri.errors import EngineError, InvalidArgument, LayoutMismatch, NoCapacity, RequestAlreadyExists
+from kaveri.kv.ticket import Ticket
+from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+
+ResultT = TypeVar("ResultT")
+
+MAX_MODEL_LEN = 128
+CHUNK_TOKENS = 16
+_ABUNDANT_BLOCKS = 400
+
+
+class EngineHarness(Protocol):
+    """Makes the engines under test. They must exchange KV, and one block must hold at most 16 tokens."""
+
+    def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> PrefillEngine:
+        """Not started."""
+
+    def decode_engine(
+        self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
+    ) -> "TwoSidedEngine":
+        """Not started. Plays both sides in the test of adopt() only."""
+
+    def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
+        """The tokens that follow this prompt, drawn greedily and past any end-of-sequence id, by other means than the
+        engine's own. At most MAX_MODEL_LEN tokens in all."""
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode engine that run, and what they tell."""
+
+    prefill: PrefillEngine
+    decode: DecodeEngine
+    prefilled: EngineRecorder
+    decoded: EngineRecorder
+
+    def reserve(self, request: EngineRequest, expires_in_s: float = 60.0) -> Ticket:
+        """A ticket, waiting for room if need be."""
+        return when_there_is_room(lambda: self.decode.reserve(request, expires_in_s).result(SOON_S))
+
+    def hand_over(self, request: EngineRequest) -> None:
+        """Submits the request, placed already: one that ends with its first token must find its room to give back."""
+        ticket = self.reserve(request)
+        when_there_is_room(lambda: self.prefill.prefill(request))
+        self.prefill.push_to(request.key, ticket)
+
+    def answer(self, request: EngineRequest) -> list[int]:
+        """All tokens drawn for the request on both sides, once it has ended."""
+        first = self.prefilled.wait_for(FirstToken, request.key)
+        if first.finish is not None:
+            return [first.token_id]
+        self.decoded.wait_for_finish(request.key)
+        return [first.token_id, *self.decoded.token_ids[request.key]]
+
+
+def when_there_is_room(call: Callable[[], ResultT]) -> ResultT:
+    """What `call` returns as soon as it does not raise NoCapacity any more."""
+    give_up_at_s = time.monotonic() + SOON_S
+    while True:
+        try:
+            return call()
+        except NoCapacity:
+            assert time.monotonic() < give_up_at_s, f"no room after {SOON_S} s"
+            threading.Event().wait(0.002)
+
+
+@contextmanager
+def running_pair(
+    harness: EngineHarness,
+    *,
+    prefill_blocks: int = _ABUNDANT_BLOCKS,
+    decode_blocks: int = _ABUNDANT_BLOCKS,
+    max_model_len: int = MAX_MODEL_LEN,
+    max_batch: int = 8,
+    admit: bool = True,
+) -> Iterator[Pair]:
+    """Engines that start now and are closed at the end."""
+    with ExitStack() as stack:
+        prefill = harness.prefill_engine(
+            max_model_len=max_model_len, total_blocks=prefill_blocks, chunk_tokens=CHUNK_TOKENS
+        )
+        stack.callback(prefill.close)
+        decode = harness.decode_engine(
+            max_model_len=max_model_len, total_blocks=decode_blocks, chunk_tokens=CHUNK_TOKENS, max_batch=max_batch
+        )
+        stack.callback(decode.close)
+        # Whoever has placed a request that ends with its first token gives the room back.
+        give_back = partial(_abort_when_finished, decode)
+        pair = Pair(
+            prefill, decode, EngineRecorder(on_event=give_back), EngineRecorder(admit_to=decode if admit else None)
+        )
+        prefill.start(pair.prefilled)
+        decode.start(pair.decoded)
+        yield pair
+
+
+def _abort_when_finished(decode: DecodeEngine, event: EngineEvent) -> None:
+    if isinstance(event, FirstToken) and event.finish is not None:
+        decode.abort(event.key)
+
+
+def make_request(
+    engine: Engine, name: str, prompt_tokens: int, max_tokens: int, seed: int = 0, **params: object
+) -> EngineRequest:
+    """A greedy request with a random prompt that depends on name and seed only."""
+    rng = random.Random(f"{name}-{seed}")
+    token_ids = tuple(rng.randrange(engine.info.vocab_size) for _ in range(prompt_tokens))
+    wanted = SamplingParams(
+        **{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, "ignore_eos": True} | params  # type: ignore[arg-type]
+    )
+    return EngineRequest(AttemptKey(name, 1), token_ids, 0, wanted)
+
+
+class TwoSidedEngine(PrefillEngine, DecodeEngine, Protocol):
+    """An engine that plays both sides."""
+
+
+class _Adopting:
+    """Keeps what an engine has prefilled on that engine."""
+
+    def __init__(self, engine: TwoSidedEngine) -> None:
+        self._engine = engine
+
+    def __call__(self, event: EngineEvent) -> None:
+        if isinstance(event, FirstToken) and event.finish is None:
+            self._engine.adopt(event.key)
+            self._engine.admit(event.key)
+
+
+class EngineConformance:
+    """The suite. Every test makes engines of its own from the `harness` fixture."""
+
+    # Tokens.
+
+    def test_answers_are_exact_for_prompts_off_the_block_and_chunk_size(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            lengths = (1, 2, 15, 16, 17, 31, 32, 33, 47, 63, 90)
+            requests = [make_request(pair.prefill, f"r{length}", length, 12) for length in lengths]
+            for request in requests:
+                pair.hand_over(request)
+            for request in requests:
+                assert pair.answer(request) == harness.answer(request.token_ids, 12), len(request.token_ids)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_request_of_an_earlier_attempt_goes_on_with_its_next_token(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 21, 20)
+            whole = harness.answer(request.token_ids, 20)
+            resumed = replace(request, token_ids=request.token_ids + tuple(whole[:7]), generated_count=7)
+            pair.hand_over(resumed)
+            assert pair.answer(resumed) == whole[7:]
+
+    def test_sampled_tokens_depend_on_the_seed_and_not_on_the_company(self, harness: EngineHarness) -> None:
+        answers = []
+        for company in (0, 5):
+            with running_pair(harness) as pair:
+                others = [make_request(pair.prefill, f"other{i}", 9 * i + 5, 30) for i in range(company)]
+                request = make_request(pair.prefill, "r", 27, 15, temperature=1.0, top_p=0.95, seed=11)
+                for each in (*others, request):
+                    pair.hand_over(each)
+                answers.append(pair.answer(request))
+        assert answers[0] == answers[1]
+
+    def test_max_tokens_one_ends_with_the_first_token_and_the_push_is_dropped(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 60, 1)
+            ticket = pair.reserve(request)
+
+            def push_at_first_chunk(event: EngineEvent) -> None:
+                if isinstance(event, PrefillProgress):
+                    pair.prefill.push_to(request.key, ticket)
+                    pair.prefilled.on_event = None
+
+            pair.prefilled.on_event = push_at_first_chunk
+            pair.prefill.prefill(request)
+            first = pair.prefilled.wait_for(FirstToken, request.key)
+            assert (first.token_id, first.finish) == (harness.answer(request.token_ids, 1)[0], FinishReason.LENGTH)
+            pair.decoded.wait_for(LandingFailed, request.key)
+            wait_until_free(pair.prefill, pair.decode)
+            assert not pair.prefilled.of(KvPushed) + pair.prefilled.of(KvPushFailed)
+
+    @pytest.mark.parametrize("index", [0, 5])
+    def test_stop_token_ends_the_answer(self, harness: EngineHarness, index: int) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 19, 40)
+            whole = harness.answer(request.token_ids, 40)
+            stop = whole[index]
+            params = replace(request.params, stop_token_ids=(stop,))
+            request = replace(request, params=params)
+            pair.hand_over(request)
+            assert pair.answer(request) == whole[: whole.index(stop) + 1]
+            finished = pair.prefilled.finished if whole.index(stop) == 0 else pair.decoded.finished
+            assert finished[request.key] is FinishReason.STOP
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_answer_ends_where_the_models_length_does(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", MAX_MODEL_LEN - 6, 100)
+            pair.hand_over(request)
+            assert pair.answer(request) == harness.answer(request.token_ids, 6)
+            assert pair.decoded.finished[request.key] is FinishReason.LENGTH
+            longest = make_request(pair.prefill, "longest", MAX_MODEL_LEN - 1, 100)
+            pair.prefill.prefill(longest)
+            assert pair.prefilled.wait_for_finish(longest.key) is FinishReason.LENGTH
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_more_requests_than_the_batch_holds_wait_and_finish(self, harness: EngineHarness) -> None:
+        with running_pair(harness, max_batch=2) as pair:
+            requests = [make_request(pair.prefill, f"r{i}", 5 + 3 * i, 10) for i in range(6)]
+            for request in requests:
+                pair.hand_over(request)
+            for request in requests:
+                assert pair.answer(request) == harness.answer(request.token_ids, 10)
+
+    # Chunks and pushes.
+
+    def test_prompts_are_computed_in_order_and_in_chunks(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            requests = [make_request(pair.prefill, f"r{i}", length, 1) for i, length in enumerate((70, 3, 5, 40, 1))]
+            for request in requests:
+                pair.prefill.prefill(request)
+            for request in requests:
+                pair.prefilled.wait_for_finish(request.key)
+            keys = [request.key for request in requests]
+            assert [event.key for event in pair.prefilled.of(PrefillStarted)] == keys
+            assert [event.key for event in pair.prefilled.of(FirstToken)] == keys
+            computed = [event.computed_tokens for event in pair.prefilled.of(PrefillProgress, keys[0])]
+            steps = [after - before for before, after in zip([0, *computed], [*computed, 70], strict=True)]
+            assert len(steps) >= 70 / CHUNK_TOKENS
+            assert all(0 < step <= CHUNK_TOKENS for step in steps), steps
+
+    @pytest.mark.parametrize("moment", ["submitted", "first chunk", "first token"])
+    def test_ticket_may_come_at_any_moment_of_prefill(self, harness: EngineHarness, moment: str) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 75, 9)
+            pair.prefill.prefill(request)
+            if moment == "first chunk":
+                pair.prefilled.wait_for(PrefillProgress, request.key)
+            if moment == "first token":
+                pair.prefilled.wait_for(FirstToken, request.key)
+            pair.prefill.push_to(request.key, pair.reserve(request))
+            assert pair.answer(request) == harness.answer(request.token_ids, 9)
+            pushed, landed = pair.prefilled.wait_for(KvPushed, request.key), pair.decoded.of(Landed)[0]
+            assert pushed.kv_bytes == landed.kv_bytes > 0
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_kv_waits_for_its_ticket_and_the_first_token_does_not(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 40, 5)
+            pair.prefill.prefill(request)
+            pair.prefilled.wait_for(FirstToken, request.key)
+            held = pair.prefill.info.total_blocks - pair.prefill.stats().free_blocks
+            assert held >= pair.prefill.info.layout.block_count(40)
+            pair.prefill.check_integrity()
+            pair.prefill.push_to(request.key, pair.reserve(request))
+            pair.prefilled.wait_for(KvPushed, request.key)
+            wait_until_free(pair.prefill)
+
+    @pytest.mark.parametrize("prompt_tokens", [1, 100])
+    def test_failed_push_keeps_the_kv_for_another_ticket(self, harness: EngineHarness, prompt_tokens: int) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", prompt_tokens, 8)
+            refused = replace(request, key=AttemptKey("refused", 1))
+            ticket = pair.reserve(refused)
+            pair.decode.abort(refused.key)
+            pair.prefill.prefill(request)
+            pair.prefill.push_to(request.key, ticket)
+            pair.prefilled.wait_for(KvPushFailed, request.key)
+            pair.prefill.push_to(request.key, pair.reserve(request))
+            assert pair.answer(request) == harness.answer(request.token_ids, 8)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_adopted_request_is_decoded_where_it_was_prefilled(self, harness: EngineHarness) -> None:
+        engine = harness.decode_engine(
+            max_model_len=MAX_MODEL_LEN, total_blocks=_ABUNDANT_BLOCKS, chunk_tokens=CHUNK_TOKENS, max_batch=4
+        )
+        with ExitStack() as stack:
+            stack.callback(engine.close)
+            adopting = _Adopting(engine)
+            recorder = EngineRecorder(on_event=adopting)
+            engine.start(recorder)
+            requests = [make_request(engine, f"r{length}", length, 20) for length in (1, 16, 17, 40, 63)]
+            for request in requests:
+                engine.prefill(request)
+            for request in requests:
+                recorder.wait_for_finish(request.key)
+                assert recorder.token_ids[request.key] == harness.answer(request.token_ids, 20), len(request.token_ids)
+            wait_until_free(engine)
+
+    def test_adoption_is_the_way_out_where_prompts_hold_the_blocks_that_answers_need(
+        self, harness: EngineHarness
+    ) -> None:
+        with running_pair(harness) as probe:
+            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        engine = harness.decode_engine(
+            max_model_len=MAX_MODEL_LEN, total_blocks=blocks, chunk_tokens=CHUNK_TOKENS, max_batch=4
+        )
+        with ExitStack() as stack:
+            stack.callback(engine.close)
+            recorder = EngineRecorder(on_event=_Adopting(engine))
+            engine.start(recorder)
+            requests = [make_request(engine, f"r{i}", MAX_MODEL_LEN // 3, MAX_MODEL_LEN // 2) for i in range(5)]
+            for request in requests:
+                when_there_is_room(partial(engine.prefill, request))
+            for request in requests:
+                recorder.wait_for_finish(request.key)
+                assert recorder.token_ids[request.key] == harness.answer(request.token_ids, MAX_MODEL_LEN // 2)
+            assert recorder.of(Preempted), "there was room for all: the test has shown nothing"
+            wait_until_free(engine)
+
+    def test_ticket_of_another_layout_is_refused(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 10, 5)
+            ticket = pair.reserve(request)
+            pair.prefill.prefill(request)
+            foreign = replace(ticket, layout=replace(ticket.layout, model_fingerprint="another"))
+            with pytest.raises(LayoutMismatch) as raised:
+                pair.prefill.push_to(request.key, foreign)
+            assert raised.value.field == "model_fingerprint"
+            pair.prefill.push_to(request.key, ticket)
+            assert pair.answer(request) == harness.answer(request.token_ids, 5)
+
+    # Aborts.
+
+    @pytest.mark.parametrize("moment", ["submitted", "first chunk", "first token", "pushing", "twice"])
+    def test_abort_on_the_prefill_side_frees_all_blocks(self, harness: EngineHarness, moment: str) -> None:
+        with running_pair(harness) as pair:
+            requests = [make_request(pair.prefill, f"r{i}", 100, 8) for i in range(3)]
+            for request in requests:
+                pair.prefill.prefill(request)
+            for request in requests:
+                if moment == "first chunk":
+                    pair.prefilled.wait_for(PrefillProgress, request.key)
+                if moment == "first token":
+                    pair.prefilled.wait_for(FirstToken, request.key)
+                if moment == "pushing":
+                    pair.prefill.push_to(request.key, pair.reserve(request))
+                pair.prefill.abort(request.key)
+                pair.prefill.check_integrity()
+                if moment == "twice":
+                    pair.prefill.abort(request.key)
+                # A push that was accepted before the abort has landed there, and is aborted by whoever placed it.
+                pair.decode.abort(request.key)
+            wait_until_free(pair.prefill, pair.decode)
+
+    @pytest.mark.parametrize("moment", ["reserved", "pushing", "landed", "decoding"])
+    def test_abort_on_the_decode_side_frees_all_blocks(self, harness: EngineHarness, moment: str) -> None:
+        with running_pair(harness, admit=False) as pair:
+            requests = [make_request(pair.prefill, f"r{i}", 60, 60) for i in range(3)]
+            for request in requests:
+                ticket = pair.reserve(request)
+                if moment != "reserved":
+                    pair.prefill.prefill(request)
+                    pair.prefill.push_to(request.key, ticket)
+                if moment in ("landed", "decoding"):
+                    pair.decoded.wait_for(Landed, request.key)
+                if moment == "decoding":
+                    pair.decode.admit(request.key)
+                    pair.decoded.wait_for_tokens(request.key, 1)
+                pair.decode.abort(request.key)
+                pair.decode.check_integrity()
+                pair.prefill.abort(request.key)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_abort_leaves_the_neighbours_tokens_alone(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            requests = [make_request(pair.prefill, f"r{i}", 20 + i, 60) for i in range(4)]
+            for request in requests:
+                pair.hand_over(request)
+            pair.decoded.wait_for_tokens(requests[1].key, 3)
+            pair.decode.abort(requests[1].key)
+            for request in (requests[0], *requests[2:]):
+                assert pair.answer(request) == harness.answer(request.token_ids, 60)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_unknown_requests_are_ignored(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            unknown = AttemptKey("unknown", 1)
+            ticket = pair.reserve(make_request(pair.prefill, "r", 10, 5))
+            pair.prefill.abort(unknown)
+            pair.decode.abort(unknown)
+            pair.decode.admit(unknown)
+            pair.prefill.push_to(unknown, ticket)
+            assert pair.prefilled.events == pair.decoded.events == []
+
+    # Memory.
+
+    def test_preempted_requests_lose_no_token(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as probe:
+            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        with running_pair(harness, decode_blocks=blocks) as pair:
+            layout = pair.decode.info.layout
+            # Each prompt takes a quarter of the pool, each answer another one.
+            length = MAX_MODEL_LEN // 4 - layout.block_tokens
+            requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(5)]
+            for request in requests:
+                pair.hand_over(request)
+            for request in requests:
+                assert pair.answer(request) == harness.answer(request.token_ids, MAX_MODEL_LEN // 2)
+            assert pair.decoded.of(Preempted), "the pool was meant to be too small"
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_expired_reservation_releases_its_blocks(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 30, 5)
+            ticket = pair.reserve(request, expires_in_s=0.05)
+            pair.decoded.wait_for(LandingFailed, request.key)
+            wait_until_free(pair.decode)
+            pair.prefill.prefill(request)
+            pair.prefill.push_to(request.key, ticket)
+            pair.prefilled.wait_for(KvPushFailed, request.key)
+
+    def test_full_pools_refuse_and_say_so(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as probe:
+            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        with running_pair(harness, prefill_blocks=blocks, decode_blocks=blocks) as pair:
+            big = make_request(pair.prefill, "big", MAX_MODEL_LEN - 10, 5)
+            small = make_request(pair.prefill, "small", MAX_MODEL_LEN // 2, 5)
+            pair.prefill.prefill(big)
+            with pytest.raises(NoCapacity) as raised:
+                pair.prefill.prefill(small)
+            assert raised.value.role == "prefill"
+            pair.decode.reserve(big, 60.0).result(SOON_S)
+            with pytest.raises(NoCapacity) as raised:
+                pair.decode.reserve(small, 60.0).result(SOON_S)
+            assert raised.value.role == "decode"
+            pair.prefill.abort(big.key)
+            pair.decode.abort(big.key)
+            wait_until_free(pair.prefill, pair.decode)
+            pair.hand_over(small)
+            assert pair.answer(small) == harness.answer(small.token_ids, 5)
+
+    def test_requests_that_can_never_fit_are_refused(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            fine = make_request(pair.prefill, "r", 10, 5)
+            vocab_size = pair.prefill.info.vocab_size
+            for token_ids in ((), (1,) * MAX_MODEL_LEN, (vocab_size,)):
+                request = replace(fine, token_ids=token_ids)
+                with pytest.raises(InvalidArgument) as raised:
+                    pair.prefill.prefill(request)
+                assert raised.value.field == "token_ids"
+                with pytest.raises(InvalidArgument):
+                    pair.decode.reserve(request, 60.0).result(SOON_S)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_request_that_is_live_already_is_refused(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 60, 5)
+            pair.prefill.prefill(request)
+            with pytest.raises(RequestAlreadyExists):
+                pair.prefill.prefill(request)
+            ticket = pair.reserve(request)
+            with pytest.raises(RequestAlreadyExists):
+                pair.decode.reserve(request, 60.0).result(SOON_S)
+            pair.prefill.push_to(request.key, ticket)
+            assert pair.answer(request) == harness.answer(request.token_ids, 5)
+
+    def test_stats_follow_a_request_through_its_phases(self, harness: EngineHarness) -> None:
+        with running_pair(harness, admit=False) as pair:
+            request = make_request(pair.prefill, "r", 50, 60)
+            ticket = pair.reserve(request)
+            reserved = pair.decode.stats()
+            assert (reserved.waiting_requests, reserved.running_requests, reserved.context_tokens) == (1, 0, 0)
+            assert reserved.free_blocks <= pair.decode.info.total_blocks - pair.decode.info.layout.block_count(51)
+            pair.prefill.prefill(request)
+            pair.prefilled.wait_for(FirstToken, request.key)
+            computed = pair.prefill.stats()
+            assert (computed.running_requests, computed.pending_prefill_tokens, computed.context_tokens) == (0, 0, 50)
+            pair.prefill.push_to(request.key, ticket)
+            pair.decoded.wait_for(Landed, request.key)
+            landed = pair.decode.stats()
+            assert (landed.waiting_requests, landed.running_requests, landed.context_tokens) == (1, 0, 50)
+            pair.decode.admit(request.key)
+            running = pair.decode.stats()
+            assert running.waiting_requests == 0
+            pair.decoded.wait_for_finish(request.key)
+            wait_until_free(pair.prefill, pair.decode)
+
+    # The end, and everything at once.
+
+    def test_closed_engine_ends_its_requests_and_takes_no_more(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 60, 60)
+            pair.hand_over(request)
+            pair.prefill.close()
+            pair.decode.close()
+            pair.prefill.close()
+            told = len(pair.prefilled.events), len(pair.decoded.events)
+            with pytest.raises(EngineError):
+                pair.prefill.prefill(request)
+            with pytest.raises(EngineError):
+                pair.decode.reserve(request, 60.0).result(SOON_S)
+            pair.prefill.abort(request.key)
+            pair.decode.abort(request.key)
+            wait_until_free(pair.prefill, pair.decode)
+            assert (len(pair.prefilled.events), len(pair.decoded.events)) == told
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_random_mix_on_small_pools_gives_exact_tokens_and_leaks_no_block(
+        self, harness: EngineHarness, seed: int
+    ) -> None:
+        print(f"seed {seed}")
+        rng = random.Random(seed)
+        with running_pair(harness) as probe:
+            layout = probe.decode.info.layout
+        blocks = layout.block_count(MAX_MODEL_LEN) + rng.randrange(6)
+        with running_pair(harness, prefill_blocks=2 * blocks, decode_blocks=blocks, max_batch=4) as pair:
+            kept: list[EngineRequest] = []
+            for i in range(24):
+                request = make_request(pair.prefill, f"r{i}", rng.randrange(1, 70), rng.randrange(1, 50), seed)
+                pair.hand_over(request)
+                fate = rng.random()
+                if fate < 0.3:
+                    for engine in rng.sample((pair.prefill, pair.decode), 2):
+                        engine.abort(request.key)
+                else:
+                    kept.append(request)
+                pair.prefill.check_integrity()
+                pair.decode.check_integrity()
+            for request in kept:
+                assert pair.answer(request) == harness.answer(request.token_ids, request.params.max_tokens or 0)
+            wait_until_free(pair.prefill, pair.decode)

@@ -1,0 +1,143 @@
+"""Listens to engines in tests: keeps their events, waits for them, and checks the order that the contract promises."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kaveri.engine.contract import (
+    AttemptKey,
+    DecodeEngine,
+    Engine,
+    EngineEvent,
+    EngineStopped,
+    FirstToken,
+    KvPushed,
+    KvPushFailed,
+    Landed,
+    StepTokens,
+)
+from kaveri.sampling import FinishReason
+
+SOON_S = 20.0
+"""Long enough for a busy machine; what is waited for takes a small part of it."""
+
+EventT = TypeVar("EventT")
+
+
+class EngineRecorder:
+    """The listener of one engine. Any thread may ask it; what it finds wrong is raised to whoever waits.
+
+    admit_to: a decode engine whose landed requests are admitted at once.
+    on_event: called with every event, on the engine's thread, after it is recorded.
+    """
+
+    def __init__(
+        self, admit_to: DecodeEngine | None = None, on_event: Callable[[EngineEvent], None] | None = None
+    ) -> None:
+        self.events: list[EngineEvent] = []
+        self.calls: list[tuple[EngineEvent, ...]] = []
+        """The events of each call of the listener."""
+        self.token_ids: dict[AttemptKey, list[int]] = {}
+        """What was drawn for each request, on this side."""
+        self.finished: dict[AttemptKey, FinishReason] = {}
+        self.problems: list[str] = []
+        self._first_index: dict[AttemptKey, int] = {}
+        self._ended_by_first_token: set[AttemptKey] = set()
+        self._changed = threading.Condition()
+        self._admit_to = admit_to
+        self.on_event = on_event
+
+    def __call__(self, events: Sequence[EngineEvent]) -> None:
+        """The EngineListener."""
+        with self._changed:
+            self.calls.append(tuple(events))
+            for event in events:
+                self._record(event)
+            self._changed.notify_all()
+        for event in events:
+            if self._admit_to is not None and isinstance(event, Landed):
+                self._admit_to.admit(event.key)
+            if self.on_event is not None:
+                self.on_event(event)
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits until the condition holds; it is asked after every call of the listener.
+
+        Raises AssertionError after SOON_S, or when the engine broke its promises.
+        """
+        give_up_at_s = time.monotonic() + SOON_S
+        with self._changed:
+            while not condition():
+                assert not self.problems, self.problems
+                remaining_s = give_up_at_s - time.monotonic()
+                assert remaining_s > 0, f"no {what} after {SOON_S} s; the last events: {self.events[-5:]}"
+                self._changed.wait(remaining_s)
+            assert not self.problems, self.problems
+
+    def wait_for(self, kind: type[EventT], key: AttemptKey) -> EventT:
+        """The first event of this kind about this request."""
+        self.wait_until(lambda: bool(self.of(kind, key)), f"{kind.__name__} of {key}")
+        return self.of(kind, key)[0]
+
+    def wait_for_tokens(self, key: AttemptKey, token_count: int) -> list[int]:
+        """The tokens of this request, once there are at least `token_count`."""
+        drawn = f"{token_count} tokens of {key}"
+        self.wait_until(lambda: len(self.token_ids.get(key, ())) >= token_count, drawn)
+        return self.token_ids[key]
+
+    def wait_for_finish(self, key: AttemptKey) -> FinishReason:
+        """Why this request ended."""
+        self.wait_until(lambda: key in self.finished, f"end of {key}")
+        return self.finished[key]
+
+    def of(self, kind: type[EventT], key: AttemptKey | None = None) -> list[EventT]:
+        """The events of this kind, about this request if one is given."""
+        return [
+            event
+            for event in self.events
+            if isinstance(event, kind) and (key is None or getattr(event, "key", None) == key)
+        ]
+
+    def _record(self, event: EngineEvent) -> None:
+        self.events.append(event)
+        if isinstance(event, EngineStopped):
+            self.problems.append(event.reason)
+        if isinstance(event, FirstToken):
+            self._draw(event.key, None, event.token_id, event.finish)
+            if event.finish is not None:
+                self._ended_by_first_token.add(event.key)
+        elif isinstance(event, StepTokens):
+            keys = [step.key for step in event.steps]
+            if len(set(keys)) < len(keys):
+                self.problems.append(f"two tokens of one request in one step: {event}")
+            for step in event.steps:
+                self._draw(step.key, step.index, step.token_id, step.finish)
+        # An engine of both sides may hear that a push was accepted after decode has ended the request.
+        elif (isinstance(event, Landed) and event.key in self.finished) or (
+            isinstance(event, KvPushed | KvPushFailed) and event.key in self._ended_by_first_token
+        ):
+            self.problems.append(f"{event} after the end of the request")
+
+    def _draw(self, key: AttemptKey, index: int | None, token_id: int, finish: FinishReason | None) -> None:
+        drawn = self.token_ids.setdefault(key, [])
+        if index is not None and index != self._first_index.setdefault(key, index - len(drawn)) + len(drawn):
+            self.problems.append(f"{key}: token {index} came after {len(drawn)} tokens")
+        if key in self.finished:
+            self.problems.append(f"{key}: a token after the end")
+        drawn.append(token_id)
+        if finish is not None:
+            self.finished[key] = finish
+
+
+def wait_until_free(*engines: Engine, within_s: float = SOON_S) -> None:
+    """Waits until every block of these engines is free, then checks their integrity."""
+    give_up_at_s = time.monotonic() + within_s
+    for engine in engines:
+        while engine.stats().free_blocks < engine.info.total_blocks:
+            engine.check_integrity()
+            assert time.monotonic() < give_up_at_s, f"blocks are held after {within_s} s: {engine.stats()}"
+            threading.Event().wait(0.002)
+        engine.check_integrity()
+        stats = engine.stats()
+        assert (stats.running_requests, stats.waiting_requests, stats.context_tokens) == (0, 0, 0), stats

@@ -1,0 +1,1 @@
+"""Generated from protos/kaveri/v1 by scripts/generate_protos.py."""

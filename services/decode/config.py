@@ -1,0 +1,29 @@
+"""The decode service's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
+
+from dataclasses import dataclass, replace
+
+from kaveri.config import setting
+from kaveri.engine.factory import EngineSettings
+from kaveri.instance.config import InstanceConfig
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.length import RangeEnd
+from kaveri.rpc.process import ALL_ADDRESSES, MAX_PORT
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(InstanceConfig):
+    """Takes requests with their KV cache and generates their tokens."""
+
+    kv_host: str = setting("address on which pushed KV is taken; empty: the value of --host", "")
+    kv_port: int = setting("port on which pushed KV is taken; 0: a free one", 0, least=0, most=MAX_PORT)
+    kv_unix: bool = setting("also take KV on a Unix socket, which pushers on the same machine prefer", True)
+    decode_policy: AdmissionPolicy = setting("greedy, reserve-static or reserve-dynamic", AdmissionPolicy.GREEDY)  # noqa: RUF009
+    decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
+    reservation_ttl_s: float = setting("seconds that a reservation waits for its KV", 30.0, above=0)
+
+    def engine_settings(self, receives: bool = True) -> EngineSettings:
+        settings = super().engine_settings(receives)
+        if self.kv_host not in ("", *ALL_ADDRESSES):
+            # A network of its own for KV: tickets name it as it is.
+            settings = replace(settings, kv_advertise_host=None)
+        return replace(settings, kv_host=self.kv_host or self.host, kv_port=self.kv_port, kv_unix=self.kv_unix)

@@ -1,0 +1,350 @@
+"""One decode instance at work: reserves, admits what has landed, passes tokens on, ends every request exactly once."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+
+from kaveri.cluster.view import InstanceLoad
+from kaveri.engine.contract import (
+    AttemptKey,
+    DecodeEngine,
+    EngineEvent,
+    EngineRequest,
+    EngineStopped,
+    Landed,
+    LandingFailed,
+    Preempted,
+    RequestFailed,
+    StepTokens,
+    TokenStep,
+)
+from kaveri.errors import EngineError, KaveriError, NoCapacity, RequestCancelled, StaleAttempt, Unavailable
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.ticket import Ticket
+from kaveri.policy.admission import (
+    AdmissionPolicy,
+    DecodeSnapshot,
+    LandedRequest,
+    RunningRequest,
+    choose_admitted,
+    kept_blocks,
+)
+from kaveri.policy.length import RangeEnd, TokenRange
+from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
+from kaveri.sampling import SamplingParams
+from kaveri.telemetry.logs import get_logger
+from services.decode.metrics import DecodeMetrics
+from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts, Phase
+from services.decode.token_streams import RequestTimes, TokenStreams
+
+ROUTER_GRACE_S = 2.0
+"""How long requests are kept for a router that has not opened its stream yet."""
+_ATTEMPTS_REMEMBERED_S = 5.0
+"""Longer than a Reserve can be on its way; not much longer, since a client may use a request id again."""
+_ATTEMPTS_REMEMBERED_COUNT = 65_536
+_LONGEST_REQUEST_S = 86_400.0
+_RETRY_AFTER_S = 0.1
+
+
+class DecodeInstance:
+    """The HostedRole of a decode instance. For one event loop."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        policy: AdmissionPolicy,
+        max_batch: int,
+        reservation_ttl_s: float,
+        metrics: DecodeMetrics,
+        range_end: RangeEnd = RangeEnd.LOW,
+        thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
+    ) -> None:
+        """reservation_ttl_s: seconds that a reservation waits for its KV, at most.
+
+        range_end: which end of a predicted length the policy counts on. thresholds: which requests its load calls
+        heavy.
+        """
+        self._engine = engine
+        self._info = engine.info
+        self._policy = policy
+        self._range_end = range_end
+        self._thresholds = thresholds
+        self._max_batch = max_batch
+        self._reservation_ttl_s = reservation_ttl_s
+        self._metrics = metrics
+        self._requests = DecodeRequests()
+        self._attempts = KnownAttempts(_ATTEMPTS_REMEMBERED_S, _ATTEMPTS_REMEMBERED_COUNT)
+        self.streams = TokenStreams(ROUTER_GRACE_S, self._router_gone)
+        self._numbers = itertools.count(1)
+        self._landing_numbers = itertools.count(1)
+        self._landed: dict[int, DecodeRequest] = {}
+        self._running_count = 0
+        self._last_step_s: float | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def run(self) -> None:
+        """Nothing to do beside the events."""
+
+    async def reserve(
+        self,
+        request_id: str,
+        attempt: int,
+        router_id: str,
+        token_ids: tuple[int, ...],
+        generated_count: int,
+        params: SamplingParams,
+        timeout_s: float,
+        layout: KvLayout,
+        predicted_length: TokenRange | None = None,
+    ) -> Ticket:
+        """Reserves room. An older reservation of the same request, or of the same attempt, is ended first.
+
+        timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
+        (draining), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit), and RequestCancelled when
+        it was aborted meanwhile. Cancelled, it leaves nothing reserved.
+        """
+        if self._draining:
+            raise Unavailable("the decode instance is draining", retry_after_s=1.0)
+        self._info.layout.require_same(layout)
+        loop = asyncio.get_running_loop()
+        former = self._requests.by_request_id(request_id)
+        if former is not None and attempt < former.attempt:
+            raise StaleAttempt(request_id, attempt, former.attempt)
+        self._attempts.note(request_id, attempt, time.monotonic())
+        if former is not None:
+            self._end(former, "replaced")
+        timeout_s = min(timeout_s, _LONGEST_REQUEST_S)
+        key = AttemptKey(request_id, next(self._numbers))
+        prompt_tokens = len(token_ids) - generated_count
+        request = DecodeRequest(
+            key=key,
+            attempt=attempt,
+            router_id=router_id,
+            token_count=len(token_ids),
+            generated_count=generated_count,
+            predicted_length=self._cut(predicted_length, prompt_tokens, params),
+            heavy=self._thresholds.is_heavy(predicted_length, prompt_tokens),
+            reserved_s=time.monotonic(),
+        )
+        request.deadline = loop.call_later(timeout_s, self._expire, request)
+        kept = self._kept_blocks()
+        self._requests.add(request)
+        self._idle.clear()
+        self.streams.expect(router_id)
+        try:
+            self._require_room(self._info.layout.block_count(len(token_ids) + 1), kept)
+            granting = self._engine.reserve(
+                EngineRequest(key, token_ids, generated_count, params), min(timeout_s, self._reservation_ttl_s)
+            )
+            # Shielded: the engine's future is not ours to cancel; _end() tells the engine.
+            ticket = await asyncio.shield(asyncio.wrap_future(granting))
+        except NoCapacity:
+            self._end(request, "no_room")
+            raise
+        except EngineError as error:
+            self._end(request, "failed")
+            raise Unavailable(str(error)) from error
+        except KaveriError:
+            self._end(request, "refused")
+            raise
+        except asyncio.CancelledError:
+            self._end(request, "aborted")
+            raise
+        if self._requests.by_key(key) is None:
+            # Ended while the engine was granting: what it granted since is taken back.
+            self._engine.abort(key)
+            raise RequestCancelled(request_id)
+        return ticket
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Ends the request if the attempt that is here is `attempt` or older. Unknown ones are ignored."""
+        request = self._requests.by_request_id(request_id)
+        if request is not None and request.attempt <= attempt:
+            self._end(request, "aborted")
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        now_s = time.monotonic()
+        for event in events:
+            if isinstance(event, StepTokens):
+                self._step(event.steps, now_s)
+            elif not isinstance(event, EngineStopped) and (request := self._requests.by_key(event.key)) is not None:
+                self._handle_one(request, event, now_s)
+        self._admit()
+        self.streams.flush()
+
+    def load(self) -> InstanceLoad:
+        stats = self._engine.stats()
+        heavy_count = sum(request.heavy for request in self._requests)
+        return InstanceLoad(
+            waiting_requests=len(self._requests) - self._running_count,
+            running_requests=self._running_count,
+            free_blocks=max(0, stats.free_blocks - self._kept_blocks()),
+            total_blocks=self._info.total_blocks,
+            context_tokens=stats.context_tokens,
+            heavy_requests=heavy_count,
+            light_requests=len(self._requests) - heavy_count,
+        )
+
+    def drain(self) -> None:
+        self._draining = True
+
+    async def wait_idle(self) -> None:
+        # What the streams have not sent yet they send when they are closed.
+        await self._idle.wait()
+
+    def fail_all(self, reason: str) -> None:
+        for request in list(self._requests):
+            self._fail(request, reason)
+        self.streams.close_all()
+
+    def _step(self, steps: Sequence[TokenStep], now_s: float) -> None:
+        if self._last_step_s is not None:
+            self._metrics.step_seconds.observe(now_s - self._last_step_s)
+        self._metrics.step_requests.observe(len(steps))
+        self._metrics.tokens.inc(len(steps))
+        for step in steps:
+            # Aborted requests may still be spoken of.
+            request = self._requests.by_key(step.key)
+            if request is None:
+                continue
+            if request.first_step_s is None:
+                request.first_step_s = now_s
+            request.drawn_here += 1
+            request.without_blocks = False
+            if step.finish is None:
+                self.streams.gain(request, step, None)
+            else:
+                times = self._times(request, now_s)
+                self._metrics.queue_seconds.observe(times.queue_s)
+                self._metrics.decode_seconds.observe(times.decode_s)
+                self.streams.gain(request, step, times)
+                self._end(request, "finished")
+        self._last_step_s = now_s if self._running_count else None
+
+    def _handle_one(self, request: DecodeRequest, event: EngineEvent, now_s: float) -> None:
+        match event:
+            case Landed():
+                request.phase = Phase.LANDED
+                request.landed_s = now_s
+                request.landing_number = next(self._landing_numbers)
+                self._landed[request.landing_number] = request
+                self._metrics.received_bytes.inc(event.kv_bytes)
+                self._metrics.landing_seconds.observe(now_s - request.reserved_s)
+            case LandingFailed():
+                # The prefill side hears of it by its push.
+                self._end(request, "not_landed", event.reason)
+            case Preempted():
+                request.preemptions += 1
+                request.without_blocks = True
+                self._metrics.preemptions.inc()
+            case RequestFailed():
+                self._fail(request, event.reason)
+
+    def _times(self, request: DecodeRequest, now_s: float) -> RequestTimes:
+        first_step_s = now_s if request.first_step_s is None else request.first_step_s
+        return RequestTimes(first_step_s - request.landed_s, now_s - first_step_s, request.preemptions)
+
+    def _admit(self) -> None:
+        if not self._landed:
+            return
+        for chosen in choose_admitted(self._policy, self._snapshot(), self._range_end):
+            request = self._landed[chosen.landing_number]
+            try:
+                self._engine.admit(request.key)
+            except EngineError:
+                return  # it stopped; EngineStopped follows and ends every request
+            del self._landed[chosen.landing_number]
+            request.phase = Phase.RUNNING
+            self._running_count += 1
+
+    def _kept_blocks(self) -> int:
+        if self._policy is AdmissionPolicy.GREEDY:
+            return 0
+        batch = self._running() or tuple(map(self._running_request, itertools.islice(self._requests, 1)))
+        return kept_blocks(self._policy, batch, self._info.layout.block_tokens, self._range_end)
+
+    def _require_room(self, needed_blocks: int, kept: int) -> None:
+        """Raises NoCapacity when a reservation would take blocks that are kept for others."""
+        if kept and needed_blocks > self._engine.stats().free_blocks - kept:
+            raise NoCapacity("decode", _RETRY_AFTER_S, f"{kept} free KV blocks are kept for other requests")
+
+    def _running(self) -> tuple[RunningRequest, ...]:
+        return tuple(self._running_request(request) for request in self._requests if request.phase is Phase.RUNNING)
+
+    def _running_request(self, request: DecodeRequest) -> RunningRequest:
+        return RunningRequest(request.context_tokens, self._held_blocks(request), request.remaining)
+
+    def _snapshot(self) -> DecodeSnapshot:
+        stats = self._engine.stats()
+        return DecodeSnapshot(
+            landed=tuple(
+                LandedRequest(number, request.context_tokens, self._held_blocks(request), request.remaining)
+                for number, request in self._landed.items()
+            ),
+            running_requests=self._running_count,
+            max_batch=self._max_batch,
+            free_blocks=stats.free_blocks,
+            total_blocks=self._info.total_blocks,
+            block_tokens=self._info.layout.block_tokens,
+            running=self._running(),
+        )
+
+    def _held_blocks(self, request: DecodeRequest) -> int:
+        # A landed or running request has room for its next token.
+        return 0 if request.without_blocks else self._info.layout.block_count(request.context_tokens + 1)
+
+    def _cut(
+        self, predicted_length: TokenRange | None, prompt_tokens: int, params: SamplingParams
+    ) -> TokenRange | None:
+        """A prediction, cut to what the request and the model allow."""
+        if predicted_length is None:
+            return None
+        most_tokens = self._info.max_model_len - prompt_tokens
+        if params.max_tokens is not None:
+            most_tokens = min(most_tokens, params.max_tokens)
+        return predicted_length.up_to(max(1, most_tokens))
+
+    def _router_gone(self, router_id: str) -> None:
+        for request in self._requests.of_router(router_id):
+            self.streams.fail(request, "the router's token stream ended")
+            self._end(request, "router_gone")
+
+    def _expire(self, request: DecodeRequest) -> None:
+        self._end(request, "deadline")
+
+    def _fail(self, request: DecodeRequest, reason: str) -> None:
+        self.streams.fail(request, reason)
+        self._end(request, "failed", reason)
+
+    def _end(self, request: DecodeRequest, outcome: str, reason: str | None = None) -> None:
+        """Ends a request in any phase, once; later calls do nothing."""
+        if not self._requests.remove(request):
+            return
+        if request.deadline is not None:
+            request.deadline.cancel()
+        self._landed.pop(request.landing_number, None)
+        if request.phase is Phase.RUNNING:
+            self._running_count -= 1
+        loop = asyncio.get_running_loop()
+        if outcome != "finished":
+            self._engine.abort(request.key)
+            if outcome not in ("failed", "router_gone"):
+                self.streams.drop(request)
+            # Its seat in the batch may be what a landed request waits for.
+            loop.call_soon(self._admit)
+        if not len(self._requests):
+            self._idle.set()
+        self._metrics.requests.labels(outcome).inc()
+        get_logger().info(
+            "request ended",
+            request_id=request.request_id,
+            attempt=request.attempt,
+            outcome=outcome,
+            reason=reason,
+            prompt_tokens=request.token_count,
+            preemptions=request.preemptions,
+            seconds=round(time.monotonic() - request.reserved_s, 6),
+        )

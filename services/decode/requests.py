@@ -1,0 +1,139 @@
+"""The requests that a decode instance holds, and which attempts of them it has known. No I/O."""
+
+import asyncio
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kaveri.engine.contract import AttemptKey
+from kaveri.errors import StaleAttempt
+from kaveri.policy.length import TokenRange
+
+
+class Phase(enum.Enum):
+    """Where a request is."""
+
+    RESERVED = "reserved"
+    """Room is asked for or taken; its KV is expected."""
+    LANDED = "landed"
+    """Its KV is here."""
+    RUNNING = "running"
+    """It has joined the batch."""
+
+
+@dataclass(eq=False, slots=True)
+class DecodeRequest:
+    """One reservation of one attempt, until its end. Times are time.monotonic()'s: uvloop's own clock
+    counts in milliseconds."""
+
+    key: AttemptKey
+    """The request's id, and a number that is unique in this process: what the engine knows it by. Not the attempt, so
+    that events of a former reservation of the same attempt are never taken for this one's."""
+    attempt: int
+    router_id: str
+    token_count: int
+    """Tokens whose KV is pushed."""
+    reserved_s: float
+    heavy: bool = False
+    """Long in decode, by the thresholds here."""
+    generated_count: int = 0
+    """How many of the pushed tokens are tokens of the answer."""
+    predicted_length: TokenRange | None = None
+    """Tokens of the whole answer, cut to what may be generated. None: unknown."""
+    phase: Phase = Phase.RESERVED
+    deadline: asyncio.TimerHandle | None = None
+    """Ends the request when its time is over."""
+    landing_number: int = 0
+    landed_s: float = 0.0
+    first_step_s: float | None = None
+    preemptions: int = 0
+    drawn_here: int = 0
+    """Tokens drawn on this instance."""
+    without_blocks: bool = False
+    """It was preempted and has drawn no token since."""
+
+    @property
+    def request_id(self) -> str:
+        return self.key.request_id
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens whose KV it holds between two steps."""
+        return self.token_count + self.drawn_here
+
+    @property
+    def remaining(self) -> TokenRange | None:
+        """Tokens that it will still draw, as predicted."""
+        if self.predicted_length is None:
+            return None
+        # Prefill drew the first one of this attempt.
+        return self.predicted_length.after(self.generated_count + 1 + self.drawn_here)
+
+
+class DecodeRequests:
+    """All requests here, found by engine key, by request id and by router; counted by phase."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[AttemptKey, DecodeRequest] = {}
+        self._by_request_id: dict[str, DecodeRequest] = {}
+        self._by_router: dict[str, set[DecodeRequest]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        return iter(self._by_key.values())
+
+    def add(self, request: DecodeRequest) -> None:
+        """Its request id must not be in use here."""
+        assert request.request_id not in self._by_request_id
+        self._by_key[request.key] = request
+        self._by_request_id[request.request_id] = request
+        self._by_router.setdefault(request.router_id, set()).add(request)
+
+    def remove(self, request: DecodeRequest) -> bool:
+        """False when it was not here (any more)."""
+        if self._by_key.pop(request.key, None) is None:
+            return False
+        del self._by_request_id[request.request_id]
+        of_router = self._by_router[request.router_id]
+        of_router.remove(request)
+        if not of_router:
+            del self._by_router[request.router_id]
+        return True
+
+    def by_key(self, key: AttemptKey) -> DecodeRequest | None:
+        """The request that the engine knows as `key`."""
+        return self._by_key.get(key)
+
+    def by_request_id(self, request_id: str) -> DecodeRequest | None:
+        """The one attempt of the request that is here."""
+        return self._by_request_id.get(request_id)
+
+    def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:
+        """The requests whose tokens go to the router."""
+        return tuple(self._by_router.get(router_id, ()))
+
+
+class KnownAttempts:
+    """The newest attempt of each request, remembered for a while after its end, so that a straggler is refused."""
+
+    def __init__(self, remembered_s: float, max_count: int) -> None:
+        """remembered_s: after the last word of a request. max_count: beyond it the oldest are forgotten."""
+        self._remembered_s = remembered_s
+        self._max_count = max_count
+        self._newest: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def note(self, request_id: str, attempt: int, now_s: float) -> None:
+        """Remembers the attempt. Raises StaleAttempt when a newer one is known."""
+        while self._newest:
+            oldest_id, (_, until_s) = next(iter(self._newest.items()))
+            if until_s > now_s and len(self._newest) <= self._max_count:
+                break
+            del self._newest[oldest_id]
+        newest, _ = self._newest.get(request_id, (attempt, 0.0))
+        if attempt < newest:
+            raise StaleAttempt(request_id, attempt, newest)
+        self._newest[request_id] = (attempt, now_s + self._remembered_s)
+        self._newest.move_to_end(request_id)

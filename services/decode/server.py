@@ -1,0 +1,95 @@
+"""DecodeService over gRPC: messages to domain values and back, nothing else."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc import aio
+
+from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.rpc.messages import (
+    finish_to_proto,
+    layout_from_proto,
+    length_from_proto,
+    logprobs_to_proto,
+    params_from_proto,
+    ticket_to_proto,
+)
+from kaveri.rpc.status import abort
+from kaveri.v1 import decode_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
+from services.decode.instance import DecodeInstance
+from services.decode.token_streams import GainedTokens
+
+SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
+
+
+class DecodeServer(DecodeServiceServicer):
+    """Answers for one DecodeInstance."""
+
+    def __init__(self, instance: DecodeInstance, incarnation: int) -> None:
+        self._instance = instance
+        self._incarnation = incarnation
+
+    async def Reserve(  # noqa: N802
+        self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.ReserveResponse:
+        try:
+            for field in ("request_id", "router_id", "attempt", "token_ids"):
+                if not getattr(request, field):
+                    raise InvalidArgument(field, getattr(request, field), "set")
+            if not request.timeout_s > 0:
+                raise InvalidArgument("timeout_s", request.timeout_s, "more than 0")
+            ticket = await self._instance.reserve(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                router_id=request.router_id,
+                token_ids=tuple(request.token_ids),
+                generated_count=request.generated_count,
+                params=params_from_proto(request.params),
+                timeout_s=request.timeout_s,
+                layout=layout_from_proto(request.layout),
+                predicted_length=(
+                    length_from_proto(request.predicted_length) if request.HasField("predicted_length") else None
+                ),
+            )
+        except KaveriError as error:
+            await abort(context, error)
+        return decode_pb2.ReserveResponse(ticket=ticket_to_proto(ticket))
+
+    async def Abort(  # noqa: N802
+        self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.AbortResponse:
+        for attempt in request.attempts:
+            self._instance.abort(attempt.request_id, attempt.attempt)
+        return decode_pb2.AbortResponse()
+
+    async def StreamTokens(  # noqa: N802
+        self, request: decode_pb2.StreamTokensRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+        if not request.router_id:
+            await abort(context, InvalidArgument("router_id", request.router_id, "set"))
+        stream = self._instance.streams.open(request.router_id)
+        # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
+        # here would wait for the garbage collector.
+        context.add_done_callback(lambda _: self._instance.streams.close(stream))  # type: ignore[arg-type]
+        yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation)
+        while batch := await stream.next_batch():
+            yield decode_pb2.StreamTokensResponse(requests=[_to_proto(gained) for gained in batch])
+
+
+def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
+    message = decode_pb2.RequestTokens(
+        request_id=gained.request_id, attempt=gained.attempt, index=gained.index, token_ids=gained.token_ids
+    )
+    # Set only where there is something to set: this runs for every request in every step.
+    if gained.logprobs:
+        message.logprobs.extend(map(logprobs_to_proto, gained.logprobs))
+    if gained.error:
+        message.error = gained.error
+    if gained.finish is not None:
+        message.finish_reason = finish_to_proto(gained.finish)
+        if gained.times is not None:
+            message.timing.queue_s = gained.times.queue_s
+            message.timing.decode_s = gained.times.decode_s
+            message.timing.preemptions = gained.times.preemptions
+    return message

@@ -1,0 +1,48 @@
+"""Puts a decode instance together from its settings, and serves it."""
+
+import asyncio
+from functools import partial
+
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from kaveri.cluster.redis_store import RedisStore
+from kaveri.cluster.store import ClusterStore
+from kaveri.cluster.view import Role
+from kaveri.engine.contract import DecodeEngine
+from kaveri.instance.config import load_engine
+from kaveri.instance.hosting import InstanceHost, new_incarnation
+from kaveri.telemetry.metrics import serve_metrics
+from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
+from services.decode.config import DecodeConfig
+from services.decode.instance import DecodeInstance
+from services.decode.metrics import DecodeMetrics
+from services.decode.server import SERVICE_NAME, DecodeServer
+
+
+async def serve(config: DecodeConfig, stopping: asyncio.Event) -> int:
+    """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
+    serve_metrics(config.host, config.metrics_port)
+    async with RedisStore(config.redis_url) as store:
+        # The engine before the lease: nobody should be sent here while a model loads.
+        engine = await load_engine(config.engine_settings(), stopping)
+        if engine is None:
+            return 0
+        return await decode_host(config, engine, store).serve(stopping)
+
+
+def decode_host(
+    config: DecodeConfig, engine: DecodeEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
+) -> InstanceHost:
+    """A decode instance around `engine`, which it owns from now on."""
+    instance = DecodeInstance(
+        engine,
+        config.decode_policy,
+        config.max_batch,
+        config.reservation_ttl_s,
+        DecodeMetrics(engine, registry),
+        range_end=config.decode_range_end,
+        thresholds=config.heavy_thresholds,
+    )
+    incarnation = new_incarnation()
+    register = partial(add_DecodeServiceServicer_to_server, DecodeServer(instance, incarnation))
+    return InstanceHost(config, Role.DECODE, engine, store, instance, SERVICE_NAME, register, incarnation)

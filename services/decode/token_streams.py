@@ -1,0 +1,158 @@
+"""Carries tokens to routers: one stream per router, one batch per engine step; fewer and larger ones when it is slow.
+
+Nothing here is bounded by a number of its own: a request waits in at most one entry, which holds no more than the
+answer's own tokens, and there are no more requests than the engine's pool has room for.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kaveri.engine.contract import TokenStep
+from kaveri.sampling import FinishReason, Logprobs
+from services.decode.requests import DecodeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Where a request spent its time here."""
+
+    queue_s: float
+    decode_s: float
+    preemptions: int
+
+
+@dataclass(eq=False, slots=True)
+class GainedTokens:
+    """What one request gained and its router has not been sent."""
+
+    request_id: str
+    attempt: int
+    index: int
+    """Of the first of token_ids within the answer; 0 when there are none."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    times: RequestTimes | None = None
+    error: str = ""
+
+
+class TokenStream:
+    """One router's subscription, and what waits for it. For one reader."""
+
+    def __init__(self, router_id: str, unsent: dict[DecodeRequest, GainedTokens]) -> None:
+        self.router_id = router_id
+        self.unsent = unsent
+        self.closed = False
+        self.changed = asyncio.Event()
+
+    async def next_batch(self) -> list[GainedTokens]:
+        """Waits for tokens and takes all that there are; none: the stream is at its end."""
+        while not self.unsent and not self.closed:
+            self.changed.clear()
+            await self.changed.wait()
+        batch = list(self.unsent.values())
+        self.unsent.clear()
+        return batch
+
+
+class TokenStreams:
+    """The streams of all routers. For one event loop."""
+
+    def __init__(self, grace_s: float, router_gone: Callable[[str], None]) -> None:
+        """grace_s: how long tokens are kept for a router that has no stream. router_gone: told when it has none any
+        more, or got none in time; the tokens kept for it are gone."""
+        self._grace_s = grace_s
+        self._router_gone = router_gone
+        self._streams: dict[str, TokenStream] = {}
+        # Routers without a stream that requests are here for: what is kept for them, and the end of their grace.
+        self._kept: dict[str, dict[DecodeRequest, GainedTokens]] = {}
+        self._grace: dict[str, asyncio.TimerHandle] = {}
+        self._closed = False
+
+    def open(self, router_id: str) -> TokenStream:
+        """A stream for the router. An older one of the same router ends, and its unsent tokens go here."""
+        grace = self._grace.pop(router_id, None)
+        if grace is not None:
+            grace.cancel()
+        unsent = self._kept.pop(router_id, {})
+        former = self._streams.get(router_id)
+        if former is not None:
+            # The reader of the former must find nothing: it shares no dict with the new stream.
+            unsent, former.unsent = former.unsent, {}
+            self._end(former)
+        stream = self._streams[router_id] = TokenStream(router_id, unsent)
+        if self._closed:
+            self._end(stream)
+        return stream
+
+    def close(self, stream: TokenStream) -> None:
+        """The stream is broken or cancelled. Unless a newer one has replaced it, its router counts as gone.
+
+        What its requests are failed with is kept for the time of grace: a router that was only cut off must hear of
+        those that it has placed here meanwhile.
+        """
+        if self._streams.get(stream.router_id) is stream:
+            del self._streams[stream.router_id]
+            self.expect(stream.router_id)
+            self._router_gone(stream.router_id)
+
+    def close_all(self) -> None:
+        """Ends every stream once it has sent what it has, and those that come as well."""
+        self._closed = True
+        for stream in self._streams.values():
+            self._end(stream)
+        for grace in self._grace.values():
+            grace.cancel()
+
+    def expect(self, router_id: str) -> None:
+        """Tokens for the router will come; without a stream its time of grace begins, unless it did already."""
+        if router_id not in self._streams and router_id not in self._grace and not self._closed:
+            self._kept[router_id] = {}
+            self._grace[router_id] = asyncio.get_running_loop().call_later(self._grace_s, self._grace_over, router_id)
+
+    def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
+        """Adds one token; `times` with the last one. Consecutive tokens of a request share one entry."""
+        unsent = self._unsent(request.router_id)
+        if unsent is None:
+            return
+        entry = unsent.get(request)
+        if entry is None:
+            entry = unsent[request] = GainedTokens(request.request_id, request.attempt, step.index)
+        entry.token_ids.append(step.token_id)
+        if step.logprobs is not None:
+            entry.logprobs.append(step.logprobs)
+        if step.finish is not None:
+            entry.finish = step.finish
+            entry.times = times
+
+    def fail(self, request: DecodeRequest, reason: str) -> None:
+        """Tells the router that the request cannot go on here, behind the tokens that it gained."""
+        unsent = self._unsent(request.router_id)
+        if unsent is not None:
+            unsent.setdefault(request, GainedTokens(request.request_id, request.attempt, 0)).error = reason
+
+    def drop(self, request: DecodeRequest) -> None:
+        """Forgets what was not sent."""
+        unsent = self._unsent(request.router_id)
+        if unsent is not None:
+            unsent.pop(request, None)
+
+    def flush(self) -> None:
+        """Wakes the streams that have something to send: once per batch of events."""
+        for stream in self._streams.values():
+            if stream.unsent:
+                stream.changed.set()
+
+    def _unsent(self, router_id: str) -> dict[DecodeRequest, GainedTokens] | None:
+        stream = self._streams.get(router_id)
+        return stream.unsent if stream is not None else self._kept.get(router_id)
+
+    def _end(self, stream: TokenStream) -> None:
+        stream.closed = True
+        stream.changed.set()
+
+    def _grace_over(self, router_id: str) -> None:
+        del self._grace[router_id]
+        del self._kept[router_id]
+        self._router_gone(router_id)

@@ -1,0 +1,1 @@
+"""The prefill service: computes prompts and pushes their KV cache."""

@@ -1,0 +1,105 @@
+"""Talks to decode instances: reserves room, takes reservations back. Owns the channels to them."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from grpc import aio
+
+from kaveri.cluster.view import InstanceStatus
+from kaveri.errors import KaveriError
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.ticket import Ticket
+from kaveri.rpc.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
+from kaveri.rpc.server import open_channel
+from kaveri.rpc.status import error_of
+from kaveri.telemetry.logs import get_logger
+from kaveri.v1 import decode_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from services.prefill.requests import PrefillRequest
+
+if TYPE_CHECKING:
+    from kaveri.v1.decode_pb2_grpc import DecodeServiceAsyncStub
+
+_RESERVE_TIMEOUT_S = 2.0
+_ABORT_TIMEOUT_S = 1.0
+
+
+class _Peer:
+    def __init__(self, address: str) -> None:
+        self.channel = open_channel(address)
+        self.stub: DecodeServiceAsyncStub = DecodeServiceStub(self.channel)
+        self.call_count = 0
+
+    def __enter__(self) -> "DecodeServiceAsyncStub":
+        self.call_count += 1
+        return self.stub
+
+    def __exit__(self, *_: object) -> None:
+        self.call_count -= 1
+
+
+class DecodePeers:
+    """One channel per decode instance, opened on first use."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        """layout: of the pool that is pushed from."""
+        self._layout = layout_to_proto(layout)
+        self._peers: dict[str, _Peer] = {}
+
+    async def reserve(self, target: InstanceStatus, request: PrefillRequest, timeout_s: float) -> Ticket:
+        """Asks `target` for room. timeout_s: what is left of the request's time.
+
+        Raises what the instance answers, or Unavailable or DeadlineExceeded when it does not. Cancelled, or without an
+        answer, the room may have been granted all the same: abort() takes it back.
+        """
+        predicted = request.predicted_length
+        message = decode_pb2.ReserveRequest(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            router_id=request.router_id,
+            token_ids=request.engine_request.token_ids,
+            generated_count=request.engine_request.generated_count,
+            params=params_to_proto(request.engine_request.params),
+            timeout_s=timeout_s,
+            layout=self._layout,
+            predicted_length=length_to_proto(predicted) if predicted is not None else None,
+        )
+        with self._peer(target.record.address) as stub:
+            try:
+                response = await stub.Reserve(message, timeout=min(timeout_s, _RESERVE_TIMEOUT_S))
+            except aio.AioRpcError as error:
+                raise error_of(error) from error
+        return ticket_from_proto(response.ticket)
+
+    async def abort(self, target: InstanceStatus, request: PrefillRequest) -> None:
+        """Ends the request at `target`. What cannot be reached is left to the reservation's expiry."""
+        attempt = decode_pb2.AttemptId(request_id=request.request_id, attempt=request.attempt)
+        with self._peer(target.record.address) as stub:
+            try:
+                await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt]), timeout=_ABORT_TIMEOUT_S)
+            except aio.AioRpcError as error:
+                reason: KaveriError = error_of(error)
+                get_logger().warning(
+                    "abort not delivered",
+                    request_id=request.request_id,
+                    attempt=request.attempt,
+                    decode_instance_id=target.record.instance_id,
+                    reason=str(reason),
+                )
+
+    async def retain(self, addresses: Collection[str]) -> None:
+        """Closes the channels to all other addresses, as soon as no call is under way on them."""
+        idle = [address for address, peer in self._peers.items() if address not in addresses and not peer.call_count]
+        for address in idle:
+            await self._peers.pop(address).channel.close()
+
+    async def close(self) -> None:
+        """Closes every channel; calls on them end."""
+        while self._peers:
+            await self._peers.popitem()[1].channel.close()
+
+    def _peer(self, address: str) -> _Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = _Peer(address)
+        return peer

@@ -1,0 +1,275 @@
+"""Places requests on decode instances: reserves room, has the engine push to the ticket, tries elsewhere if that fails.
+
+Room first, bytes after: without room anywhere a request's KV stays in this instance's pool, which is the queue (the
+burst control of DistServe, arXiv 2401.09670, section 4.3, with a push instead of a pull).
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.cluster.view import ClusterView, InstanceStatus, Role
+from kaveri.engine.contract import AttemptKey, KvPushFailed, PrefillEngine
+from kaveri.errors import (
+    EngineError,
+    InvalidArgument,
+    KaveriError,
+    LayoutMismatch,
+    NoCapacity,
+    StaleAttempt,
+    Unavailable,
+)
+from kaveri.kv.ticket import Ticket
+from kaveri.policy.placement import (
+    DEFAULT_THRESHOLDS,
+    DecodePlacementPolicy,
+    HeavyThresholds,
+    UnconfirmedWork,
+    choose_decode,
+)
+from kaveri.telemetry.logs import get_logger
+from services.prefill.decode_peers import DecodePeers
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.requests import Placed, PrefillRequest
+
+_REST_WHEN_FULL_S = 0.02
+"""An instance that refused for want of room is not asked again for this long, unless there is no other to ask."""
+_REST_WHEN_FAILED_S = 0.5
+_LONGEST_WAIT_S = 0.25
+"""Between two looks at a view that does not change."""
+_VIEW_TIMEOUT_S = 1.0
+_NO_INSTANCE_S = 2.0
+"""A request fails when there was no decode instance at all for this long; its router may know of others."""
+
+
+@dataclass(eq=False, slots=True)
+class _Placement:
+    task: asyncio.Task[None]
+    target: InstanceStatus | None = None
+    """Where room was asked for and may have been granted."""
+    push_failure: asyncio.Future[KvPushFailed] | None = None
+
+
+class Dispatcher:
+    """Placements of the requests of one prefill instance. For one event loop."""
+
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        store: ClusterStore,
+        model: str,
+        metrics: PrefillMetrics,
+        rng: random.Random,
+        fail: Callable[[PrefillRequest, KaveriError], None],
+        policy: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO,
+        thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
+    ) -> None:
+        """fail: ends a request that cannot be placed."""
+        self._engine = engine
+        self._layout = engine.info.layout
+        self._store = store
+        self._model = model
+        self._metrics = metrics
+        self._rng = rng
+        self._fail = fail
+        self._policy = policy
+        self._thresholds = thresholds
+        self._turn = 0
+        self._peers = DecodePeers(self._layout)
+        self._placements: dict[PrefillRequest, _Placement] = {}
+        self._unconfirmed_blocks: UnconfirmedWork[AttemptKey] = UnconfirmedWork()
+        self._unconfirmed_heavy: UnconfirmedWork[AttemptKey] = UnconfirmedWork()
+        self._resting_until_s: dict[str, float] = {}
+        self._waiters: list[asyncio.Future[None]] = []
+        self._tasks = asyncio.TaskGroup()
+
+    async def run(self) -> None:
+        """Follows the view until cancelled; placements live no longer than this."""
+        try:
+            async with self._tasks:
+                while True:
+                    view = await self._store.wait_for_change(_VIEW_TIMEOUT_S)
+                    self._wake_all()
+                    await self._peers.retain({status.record.address for status in view.instances.values()})
+        finally:
+            await self._peers.close()
+
+    def begin(self, request: PrefillRequest) -> None:
+        """Looks for a place, unless it did already."""
+        if request not in self._placements:
+            self._placements[request] = _Placement(self._tasks.create_task(self._place_or_fail(request)))
+
+    def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
+        """The engine's push ended without acceptance."""
+        placement = self._placements.get(request)
+        if placement is not None and placement.push_failure is not None and not placement.push_failure.done():
+            placement.push_failure.set_result(event)
+
+    def end(self, request: PrefillRequest, handed_over: bool) -> None:
+        """Stops looking. Unless the request was handed over, the room that it has or may have is given back."""
+        placement = self._placements.pop(request, None)
+        if placement is None:
+            return
+        placement.task.cancel()
+        if placement.target is not None and not handed_over:
+            self._give_back(request, placement)
+
+    async def _place_or_fail(self, request: PrefillRequest) -> None:
+        try:
+            await self._place(request)
+        except EngineError as error:
+            self._fail(request, Unavailable(str(error)))
+        except KaveriError as error:
+            self._fail(request, error)
+        except Exception as error:  # One request's bad luck must not end the others'.
+            get_logger().exception("placement failed", request_id=request.request_id, attempt=request.attempt)
+            self._fail(request, Unavailable(f"placement failed: {error!r}"))
+
+    async def _place(self, request: PrefillRequest) -> NoReturn:
+        """Goes on until end() cancels it: only the engine says that the KV has arrived."""
+        placement = self._placements[request]
+        loop = asyncio.get_running_loop()
+        unfit: dict[str, KaveriError] = {}
+        while True:
+            target = await self._find_room(request, unfit)
+            instance_id = target.record.instance_id
+            try:
+                ticket = await self._reserve(request, placement, target)
+            except StaleAttempt:
+                raise
+            except (InvalidArgument, LayoutMismatch) as error:
+                unfit[instance_id] = error
+                placement.target = None
+                continue
+            except NoCapacity as error:
+                self._metrics.placements.labels("no_room").inc()
+                self._rest(instance_id, min(error.retry_after_s, _REST_WHEN_FULL_S))
+                placement.target = None
+                continue
+            except KaveriError as error:
+                # It may have reserved all the same.
+                self._give_back(request, placement)
+                self._failed_there(request, instance_id, "unavailable", str(error))
+                continue
+            request.outbox.put(Placed(instance_id))
+            request.pushing_since_s = time.monotonic()
+            placement.push_failure = loop.create_future()
+            try:
+                self._engine.push_to(request.key, ticket)
+            except LayoutMismatch as error:
+                unfit[instance_id] = error
+                self._give_back(request, placement)
+                continue
+            failure = await placement.push_failure
+            self._give_back(request, placement)
+            self._failed_there(request, instance_id, "push_failed", failure.reason)
+
+    async def _find_room(self, request: PrefillRequest, unfit: dict[str, KaveriError]) -> InstanceStatus:
+        needed_blocks = self._layout.block_count(request.token_count + 1)
+        heavy = self._thresholds.is_heavy(request.predicted_length, request.prompt_tokens)
+        seen_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            view = self._store.view()
+            self._resting_until_s = {
+                instance_id: until_s for instance_id, until_s in self._resting_until_s.items() if until_s > now_s
+            }
+            avoid = {*unfit, *self._resting_until_s}
+            target = choose_decode(
+                view,
+                self._model,
+                needed_blocks,
+                self._unconfirmed_blocks,
+                self._rng,
+                self._layout,
+                avoid,
+                policy=self._policy,
+                predicted_blocks=self._predicted_blocks(request),
+                unconfirmed_heavy=self._unconfirmed_heavy,
+                heavy=heavy,
+                turn=self._turn,
+            )
+            if target is not None and target.record.instance_id not in avoid:
+                # From here on, without a wait in between, so that no two requests count on the same room.
+                self._unconfirmed_blocks.add(request.key, target, needed_blocks)
+                self._unconfirmed_heavy.add(request.key, target, int(heavy))
+                self._turn += 1
+                return target
+            candidates = self._candidates(view)
+            if candidates and candidates.issubset(unfit):
+                raise unfit[min(candidates)]
+            if candidates:
+                seen_s = now_s
+            elif now_s - seen_s > _NO_INSTANCE_S:
+                raise Unavailable("there is no decode instance", retry_after_s=1.0)
+            wake_s = min(self._resting_until_s.values(), default=now_s + _LONGEST_WAIT_S)
+            await self._wait_for_change(min(wake_s - now_s, _LONGEST_WAIT_S))
+
+    def _predicted_blocks(self, request: PrefillRequest) -> int:
+        """Blocks that the request is predicted to end with, at the least."""
+        if request.predicted_length is None:
+            return 0
+        return self._layout.block_count(request.prompt_tokens + request.predicted_length.low)
+
+    def _settle(self, request: PrefillRequest, instance_id: str) -> None:
+        self._unconfirmed_blocks.settle(request.key, instance_id)
+        self._unconfirmed_heavy.settle(request.key, instance_id)
+
+    def _candidates(self, view: ClusterView) -> set[str]:
+        return {
+            status.record.instance_id
+            for status in view.ready(Role.DECODE, self._model)
+            if status.record.layout == self._layout
+        }
+
+    async def _reserve(self, request: PrefillRequest, placement: _Placement, target: InstanceStatus) -> Ticket:
+        placement.target = target
+        timeout_s = request.deadline_s - time.monotonic()
+        reserved = False
+        try:
+            ticket = await self._peers.reserve(target, request, timeout_s)
+            reserved = True
+            self._metrics.placements.labels("reserved").inc()
+            return ticket
+        finally:
+            if not reserved:
+                self._settle(request, target.record.instance_id)
+
+    def _give_back(self, request: PrefillRequest, placement: _Placement) -> None:
+        assert placement.target is not None
+        self._settle(request, placement.target.record.instance_id)
+        # Not part of the placement's own task: it must be sent although that one is cancelled.
+        self._tasks.create_task(self._peers.abort(placement.target, request))
+        placement.target = None
+
+    def _failed_there(self, request: PrefillRequest, instance_id: str, outcome: str, reason: str) -> None:
+        self._metrics.placements.labels(outcome).inc()
+        self._rest(instance_id, _REST_WHEN_FAILED_S)
+        get_logger().warning(
+            "placement failed, trying again",
+            request_id=request.request_id,
+            attempt=request.attempt,
+            decode_instance_id=instance_id,
+            outcome=outcome,
+            reason=reason,
+        )
+
+    def _rest(self, instance_id: str, rest_s: float) -> None:
+        self._resting_until_s[instance_id] = time.monotonic() + rest_s
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await asyncio.wait((waiter,), timeout=timeout_s)
+        if not waiter.done():
+            self._waiters.remove(waiter)
+
+    def _wake_all(self) -> None:
+        # In the order in which they began to wait: who has waited longest chooses first.
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.set_result(None)

@@ -1,0 +1,96 @@
+"""Holds the prompts that wait, and submits them to the engine late: in the policy's order, as it comes to need them.
+
+The engine computes in the order of submission, so an order is final once submitted. It is kept about two chunks of
+work ahead: one that it computes, one so that it never idles.
+"""
+
+from kaveri.engine.contract import PrefillEngine
+from kaveri.errors import EngineError, InvalidArgument, NoCapacity
+from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy, PromptSchedule, WaitingPrompt
+from services.prefill.requests import PrefillRequest
+
+_CHUNKS_AHEAD = 2
+
+
+class PrefillQueue:
+    """Requests from their arrival to the end of their computation. For one event loop."""
+
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        policy: OrderingPolicy,
+        chunk_tokens: int,
+        max_waiting: int,
+        scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
+    ) -> None:
+        """max_waiting: requests not submitted yet; add() refuses more.
+
+        scheduling_batch: most prompts that the policy orders together.
+        """
+        self._engine = engine
+        self._schedule = PromptSchedule(policy, scheduling_batch)
+        self._limit_tokens = _CHUNKS_AHEAD * chunk_tokens
+        self._max_waiting = max_waiting
+        self._waiting: dict[int, PrefillRequest] = {}
+        self._computing: set[PrefillRequest] = set()
+        self._computing_tokens = 0
+        self._waiting_tokens = 0
+        self.out_of_blocks = False
+        """Whether the last submit() ended because the engine had no blocks for the prompt at the head."""
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens accepted and not computed yet."""
+        return self._waiting_tokens + self._computing_tokens
+
+    def add(self, request: PrefillRequest) -> None:
+        """Lets the request wait. Raises NoCapacity when the queue is full."""
+        if len(self._waiting) >= self._max_waiting:
+            raise NoCapacity("prefill", retry_after_s=0.5, reason=f"{self._max_waiting} requests are queued already")
+        self._waiting[request.key.attempt] = request
+        self._waiting_tokens += request.token_count
+        self._schedule.add(_prompt_of(request))
+
+    def remove(self, request: PrefillRequest) -> None:
+        """Forgets the request, wherever it is; unknown ones are ignored. The engine is not told."""
+        if self._waiting.pop(request.key.attempt, None) is not None:
+            self._waiting_tokens -= request.token_count
+            self._schedule.remove(_prompt_of(request))
+        elif request in self._computing:
+            self._computing.remove(request)
+            self._computing_tokens -= request.token_count - request.computed_tokens
+
+    def advance(self, request: PrefillRequest, computed_tokens: int) -> None:
+        """The engine has computed the first `computed_tokens` of the request."""
+        if request in self._computing:
+            self._computing_tokens -= computed_tokens - request.computed_tokens
+            request.computed_tokens = computed_tokens
+            if computed_tokens == request.token_count:
+                self._computing.remove(request)
+
+    def submit(self) -> list[tuple[PrefillRequest, InvalidArgument]]:
+        """Gives the engine what it needs now. Returns the requests that it says can never fit; they wait no more."""
+        refused: list[tuple[PrefillRequest, InvalidArgument]] = []
+        self.out_of_blocks = False
+        while self._computing_tokens < self._limit_tokens and (prompt := self._schedule.head()) is not None:
+            request = self._waiting[prompt.arrival_number]
+            try:
+                self._engine.prefill(request.engine_request)
+            except NoCapacity:
+                self.out_of_blocks = True
+                break
+            except EngineError:
+                break  # it stopped; EngineStopped follows and ends every request
+            except InvalidArgument as error:
+                refused.append((request, error))
+            else:
+                self._computing.add(request)
+                self._computing_tokens += request.token_count
+            self._schedule.remove(prompt)
+            del self._waiting[prompt.arrival_number]
+            self._waiting_tokens -= request.token_count
+        return refused
+
+
+def _prompt_of(request: PrefillRequest) -> WaitingPrompt:
+    return WaitingPrompt(request.key.attempt, request.token_count)

@@ -1,0 +1,119 @@
+"""One request on its way through a prefill instance, and what its router is told. No I/O."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.errors import KaveriError
+from kaveri.policy.length import TokenRange
+from kaveri.sampling import FinishReason, Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first chunk has begun."""
+
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A decode instance has reserved room."""
+
+    decode_instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenDrawn:
+    """The prompt is computed. With `finish` nothing follows."""
+
+    token_id: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The decode instance owns the request now. Nothing follows."""
+
+    kv_bytes: int
+    kv_transfer_s: float
+    kv_tail_s: float
+    kv_transport: str
+
+
+Progress = Started | Placed | FirstTokenDrawn | HandedOver
+
+
+class ProgressOutbox:
+    """What one router has not been told yet: at most one entry per kind, the latest. For one reader."""
+
+    def __init__(self) -> None:
+        self._unread: dict[type[Progress], Progress] = {}
+        self._closed = False
+        self._error: KaveriError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, progress: Progress) -> None:
+        """Adds an entry; a second placement replaces one that was not read."""
+        self._unread[type(progress)] = progress
+        self._changed.set()
+
+    def close(self, error: KaveriError | None) -> None:
+        """Nothing follows; the reader gets what is unread, then the error."""
+        self._closed = True
+        self._error = error
+        self._changed.set()
+
+    async def take(self) -> list[Progress]:
+        """Waits for entries and returns all that are unread, in the order in which they happened; none: the end.
+
+        Raises the error that close() was given, after the last entry.
+        """
+        while not self._unread and not self._closed:
+            self._changed.clear()
+            await self._changed.wait()
+        unread = list(self._unread.values())
+        self._unread.clear()
+        if not unread and self._error is not None:
+            raise self._error
+        return unread
+
+
+@dataclass(eq=False, slots=True)
+class PrefillRequest:
+    """One attempt of one request, from its arrival to its hand-over. Times are time.monotonic()'s: uvloop's own clock
+    counts in milliseconds."""
+
+    key: AttemptKey
+    """The request's id, and a number that is unique in this process: what the engine knows it by. Not the attempt, so
+    that an id which comes back is never taken for the one whose blocks the engine is still fencing."""
+    attempt: int
+    router_id: str
+    engine_request: EngineRequest
+    arrived_s: float
+    deadline_s: float
+    predicted_length: TokenRange | None = None
+    """Tokens of the whole answer, earlier attempts included. None: unknown."""
+    outbox: ProgressOutbox = field(default_factory=ProgressOutbox)
+    computed_tokens: int = 0
+    started_s: float | None = None
+    first_token_s: float | None = None
+    pushing_since_s: float | None = None
+    deadline: asyncio.TimerHandle | None = None
+    """Ends the request at deadline_s."""
+
+    @property
+    def request_id(self) -> str:
+        return self.key.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt alone."""
+        return self.token_count - self.engine_request.generated_count
+
+    @property
+    def token_count(self) -> int:
+        """Tokens to compute: the prompt and what earlier attempts generated."""
+        return len(self.engine_request.token_ids)

@@ -1,0 +1,52 @@
+"""Puts a prefill instance together from its settings, and serves it."""
+
+import asyncio
+import random
+from functools import partial
+
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from kaveri.cluster.redis_store import RedisStore
+from kaveri.cluster.store import ClusterStore
+from kaveri.cluster.view import Role
+from kaveri.engine.contract import PrefillEngine
+from kaveri.instance.config import load_engine
+from kaveri.instance.hosting import InstanceHost, new_incarnation
+from kaveri.telemetry.metrics import serve_metrics
+from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
+from services.prefill.config import PrefillConfig
+from services.prefill.instance import PrefillInstance
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.server import SERVICE_NAME, PrefillServer
+
+
+async def serve(config: PrefillConfig, stopping: asyncio.Event) -> int:
+    """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
+    serve_metrics(config.host, config.metrics_port)
+    async with RedisStore(config.redis_url) as store:
+        # The engine before the lease: nobody should be sent here while a model loads.
+        engine = await load_engine(config.engine_settings(receives=False), stopping)
+        if engine is None:
+            return 0
+        return await prefill_host(config, engine, store).serve(stopping)
+
+
+def prefill_host(
+    config: PrefillConfig, engine: PrefillEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
+) -> InstanceHost:
+    """A prefill instance around `engine`, which it owns from now on."""
+    instance = PrefillInstance(
+        engine,
+        store,
+        config.model_name,
+        config.prefill_policy,
+        config.chunk_tokens,
+        config.max_queue,
+        PrefillMetrics(engine, registry),
+        random.Random(),
+        scheduling_batch=config.prefill_sched_batch,
+        decode_placement=config.decode_placement,
+        thresholds=config.heavy_thresholds,
+    )
+    register = partial(add_PrefillServiceServicer_to_server, PrefillServer(instance))
+    return InstanceHost(config, Role.PREFILL, engine, store, instance, SERVICE_NAME, register, new_incarnation())

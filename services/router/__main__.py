@@ -1,0 +1,30 @@
+"""Starts a router: `python -m services.router --help`."""
+
+import os
+import sys
+from types import ModuleType
+from typing import cast
+
+from kaveri.rpc.process import run_service
+from services.router.config import RouterConfig
+
+
+def main() -> int:
+    """Runs the router with the process's own arguments; returns the exit status."""
+    _hide_torch()
+    from services.router.server import serve
+
+    return run_service("router", RouterConfig, serve)
+
+
+def _hide_torch() -> None:
+    """Keeps transformers from importing torch where it is installed: a router only tokenizes, and torch would cost it
+    a quarter of a GiB and seconds of its start."""
+    # Python takes a None here for a module that is not there.
+    cast(dict[str, ModuleType | None], sys.modules)["torch"] = None
+    # transformers would say on stderr that it has found no torch.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""The router's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
+
+from dataclasses import dataclass
+
+from kaveri.config import setting
+from kaveri.models import KAVERI_TINY
+from kaveri.policy.placement import PlacementPolicy
+from kaveri.rpc.process import ServiceConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(ServiceConfig):
+    """Takes requests from clients, places them on prefill instances, and relays the tokens of decode instances."""
+
+    model: str = setting(
+        "model to serve: a path, a hub id or a bundled name; its tokenizer is loaded here", KAVERI_TINY
+    )
+    served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
+    max_requests: int = setting("requests in flight at once; more are refused with RESOURCE_EXHAUSTED", 1024, least=1)
+    default_timeout_s: float = setting("seconds for requests whose caller set no deadline", 600.0, above=0)
+    placement_policy: PlacementPolicy = setting(  # noqa: RUF009 - it is a field
+        "how a prefill instance is chosen: power-of-two, least-loaded, round-robin or random",
+        PlacementPolicy.POWER_OF_TWO,
+    )
+    max_attempts: int = setting("placements of one request before it fails with its last error", 8, least=1)
+    unavailable_after_s: float = setting(
+        "seconds that a request waits for an instance when there is none", 10.0, least=0
+    )
+
+    @property
+    def model_name(self) -> str:
+        """The name under which callers and the cluster know the model."""
+        return self.served_model_name or self.model

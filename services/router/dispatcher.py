@@ -1,0 +1,273 @@
+"""Places requests on prefill instances, follows each attempt to its end, and places anew what was lost."""
+
+import asyncio
+import random
+import time
+from collections.abc import Coroutine
+
+from grpc import aio
+
+from kaveri.cluster.store import ClusterStore, RequestRecord
+from kaveri.cluster.view import ClusterView, InstanceStatus, Role
+from kaveri.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KaveriError,
+    LayoutMismatch,
+    ModelNotFound,
+    RequestAlreadyExists,
+    RequestCancelled,
+    StaleAttempt,
+    Unavailable,
+)
+from kaveri.policy.placement import PlacementPolicy, UnconfirmedWork, choose_prefill
+from kaveri.rpc.messages import params_to_proto
+from kaveri.rpc.status import error_of
+from kaveri.telemetry.logs import get_logger
+from kaveri.v1 import prefill_pb2
+from services.router import metrics
+from services.router.channels import Channels
+from services.router.requests import Attempt, RequestEntry
+from services.router.token_streams import TokenStreams
+
+_BACKOFF_MIN_S = 0.02
+_BACKOFF_MAX_S = 1.0
+_HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded)
+"""Errors that would meet the request anywhere else as well."""
+
+
+class Dispatcher:
+    """Runs the attempts of every request of one router."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        router_id: str,
+        policy: PlacementPolicy,
+        max_attempts: int,
+        unavailable_after_s: float,
+        store: ClusterStore,
+        channels: Channels,
+        streams: TokenStreams,
+        rng: random.Random,
+    ) -> None:
+        self._model = model
+        self._router_id = router_id
+        self._policy = policy
+        self._max_attempts = max_attempts
+        self._unavailable_after_s = unavailable_after_s
+        self._store = store
+        self._channels = channels
+        self._streams = streams
+        self._rng = rng
+        self._turn = 0
+        self._unconfirmed: UnconfirmedWork[Attempt] = UnconfirmedWork()
+        self._view_changed = asyncio.Event()
+        self._errands: set[asyncio.Task[None]] = set()
+        self._closing: dict[str, asyncio.Task[None]] = {}
+
+    def update(self, view: ClusterView) -> None:
+        """Tells requests that wait for an instance that the view has changed."""
+        del view
+        self._view_changed.set()
+        self._view_changed = asyncio.Event()
+
+    async def wait_for_instances(self, deadline_s: float) -> ClusterView:
+        """The view, once it has a ready prefill and a ready decode instance. Raises Unavailable after a while.
+
+        deadline_s: time.monotonic() of the request's deadline.
+        """
+        until_s = min(deadline_s, time.monotonic() + self._unavailable_after_s)
+        while True:
+            view = self._store.view()
+            missing = [
+                role for role in (Role.PREFILL, Role.DECODE) if next(view.ready(role, self._model), None) is None
+            ]
+            if not missing:
+                return view
+            try:
+                async with asyncio.timeout(until_s - time.monotonic()):
+                    await self._view_changed.wait()
+            except TimeoutError as error:
+                raise Unavailable(f"no {missing[0]} instance serves {self._model!r}", retry_after_s=1.0) from error
+
+    async def run(self, entry: RequestEntry) -> None:
+        """Follows a request until it has ended; what goes wrong ends the entry with an error.
+
+        When cancelled, the prefill stream and the decode instance are told at once, by errands that outlive the call.
+        """
+        try:
+            await self._serve(entry)
+        except KaveriError as error:
+            entry.fail(error)
+
+    async def claim_request(self, request_id: str, ttl_s: float) -> None:
+        """Enters a request into the store's table. Raises RequestAlreadyExists."""
+        closing = self._closing.get(request_id)
+        if closing is not None:
+            # The caller uses an id again before the store has heard that its former request ended.
+            await asyncio.wait({closing})
+        claim = RequestRecord(request_id=request_id, router_id=self._router_id, phase="prefill", attempt=1)
+        if not await self._store.claim_request(claim, ttl_s):
+            raise RequestAlreadyExists(request_id)
+
+    def close_request(self, request_id: str) -> None:
+        """Takes an ended request out of the store's table, without making anyone wait."""
+        errand = self._start_errand(self._store.close_request(request_id, self._router_id))
+        self._closing[request_id] = errand
+        errand.add_done_callback(lambda _: self._closing.pop(request_id, None))
+
+    async def close(self) -> None:
+        """Waits for errands, each of which has a time limit of its own."""
+        if self._errands:
+            await asyncio.wait(self._errands)
+
+    def check_integrity(self) -> None:
+        """Asserts, while no request is in flight, that nothing of ended ones is left."""
+        assert not self._errands, self._errands
+        assert not len(self._unconfirmed), len(self._unconfirmed)
+
+    async def _serve(self, entry: RequestEntry) -> None:
+        accepted = entry.accepted
+        number = 0
+        avoid: tuple[str, ...] = ()
+        for turn in range(self._max_attempts):
+            if len(entry.token_ids) >= self._most_tokens(entry):
+                entry.finish_with_length()
+                return
+            number += 1
+            target = await self._choose(accepted.deadline_s, avoid)
+            attempt = entry.begin_attempt(number, target.record.instance_id)
+            metrics.ATTEMPTS.inc()
+            await self._follow(entry, attempt, target)
+            if entry.finish is not None or entry.error is not None:
+                return
+            assert attempt.lost is not None
+            metrics.LOST_ATTEMPTS.inc()
+            get_logger().warning(
+                "attempt_lost",
+                request_id=entry.request_id,
+                attempt=number,
+                prefill_instance_id=attempt.prefill_instance_id,
+                decode_instance_id=attempt.decode_instance_id,
+                generated_tokens=len(entry.token_ids),
+                error=str(attempt.lost),
+            )
+            if isinstance(attempt.lost, _HOPELESS) or turn + 1 == self._max_attempts:
+                raise attempt.lost
+            if isinstance(attempt.lost, StaleAttempt):
+                number = max(number, attempt.lost.newest_attempt)
+            if not attempt.handed_over:
+                avoid = (attempt.prefill_instance_id,)
+            backoff_s = min(_BACKOFF_MAX_S, _BACKOFF_MIN_S * 2**turn)
+            await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
+
+    def _most_tokens(self, entry: RequestEntry) -> int:
+        accepted = entry.accepted
+        assert accepted.params.max_tokens is not None
+        return min(accepted.params.max_tokens, accepted.max_model_len - len(accepted.prompt_token_ids))
+
+    async def _choose(self, deadline_s: float, avoid: tuple[str, ...]) -> InstanceStatus:
+        view = await self.wait_for_instances(deadline_s)
+        self._turn += 1
+        target = choose_prefill(
+            view, self._model, self._unconfirmed, self._policy, self._rng, turn=self._turn, avoid=avoid
+        )
+        assert target is not None
+        return target
+
+    async def _follow(self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus) -> None:
+        """Runs one attempt until it is over. It leaves nothing behind, whichever way it ends."""
+        try:
+            await self._prefill(entry, attempt, target)
+            await attempt.over
+        finally:
+            attempt.over.cancel()
+            if attempt.decode_instance_id and not attempt.decode_done:
+                self._start_errand(self._streams.abort(attempt))
+
+    async def _prefill(self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus) -> None:
+        """Sends the request to prefill and takes in what it reports; loses the attempt if that ends too soon."""
+        accepted = entry.accepted
+        request = prefill_pb2.PrefillRequest(
+            request_id=entry.request_id,
+            attempt=attempt.number,
+            router_id=self._router_id,
+            token_ids=(*accepted.prompt_token_ids, *entry.token_ids),
+            generated_count=attempt.first_index,
+            params=params_to_proto(accepted.params),
+        )
+        self._unconfirmed.add(attempt, target, len(request.token_ids))
+        now_s = time.monotonic()
+        if attempt.number == 1:
+            entry.timing.router_s = now_s - accepted.arrived_s
+        call = self._channels.prefill(target.record.address).Prefill(request, timeout=accepted.deadline_s - now_s)
+
+        def stop_reading(_: object) -> None:
+            call.cancel()
+
+        attempt.over.add_done_callback(stop_reading)
+        try:
+            async for event in call:
+                self._take(entry, attempt, event)
+            if not attempt.handed_over:
+                attempt.lose(Unavailable(f"prefill instance {attempt.prefill_instance_id} ended without hand-over"))
+        except aio.AioRpcError as rpc_error:
+            # Once decode has sent a token it owns the request, and prefill's death is no loss.
+            if not attempt.decoding:
+                error = error_of(rpc_error)
+                known = not isinstance(error, RequestCancelled)
+                attempt.lose(error if known else Unavailable(f"prefill instance gave the request up: {error}"))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not this task but the call was cancelled: the attempt is over, or the channel was closed.
+            if not attempt.decoding:
+                attempt.lose(Unavailable(f"prefill instance {attempt.prefill_instance_id} has left the cluster"))
+        finally:
+            call.cancel()
+            self._unconfirmed.settle(attempt, attempt.prefill_instance_id)
+            entry.prefill_closed(attempt)
+
+    def _take(self, entry: RequestEntry, attempt: Attempt, event: prefill_pb2.PrefillResponse) -> None:
+        timing = entry.timing
+        match event.WhichOneof("event"):
+            case "started":
+                self._unconfirmed.settle(attempt, attempt.prefill_instance_id)
+                timing.prefill_queue_s = event.started.queue_s
+            case "placed":
+                timing.decode_instance_id = event.placed.decode_instance_id
+                self._streams.place(attempt, event.placed.decode_instance_id)
+                self._start_errand(self._store.update_request(self._record(attempt, phase="decode")))
+            case "first_token":
+                timing.prefill_s = event.first_token.prefill_s
+                entry.take_first_token(attempt, event.first_token)
+            case "handed_over":
+                attempt.handed_over = True
+                timing.kv_bytes = event.handed_over.kv_bytes
+                timing.kv_transfer_s = event.handed_over.kv_transfer_s
+                timing.kv_tail_s = event.handed_over.kv_tail_s
+                timing.kv_transport = event.handed_over.kv_transport
+
+    def _record(self, attempt: Attempt, phase: str) -> RequestRecord:
+        return RequestRecord(
+            request_id=attempt.request_id,
+            router_id=self._router_id,
+            phase=phase,
+            attempt=attempt.number,
+            prefill_instance_id=attempt.prefill_instance_id,
+            decode_instance_id=attempt.decode_instance_id,
+        )
+
+    def _start_errand(self, errand: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._end_errand)
+        return task
+
+    def _end_errand(self, task: asyncio.Task[None]) -> None:
+        self._errands.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            get_logger().error("errand_failed", exc_info=task.exception())

@@ -1,0 +1,134 @@
+"""Checks a request's input against every limit and tokenizes it, before anything is spent on it."""
+
+import dataclasses
+import secrets
+from dataclasses import dataclass
+
+from kaveri.cluster.view import ClusterView, Role
+from kaveri.errors import InvalidArgument, ModelNotFound
+from kaveri.sampling import SamplingParams
+from services.router.dispatcher import Dispatcher
+from services.router.requests import AcceptedRequest
+from services.router.tokenizer import ChatMessage, ModelTokenizer
+
+MAX_REQUEST_ID_BYTES = 128
+_SERVING_ROLES = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt to be rendered with the chat template."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt = str | tuple[int, ...] | Conversation | None
+"""Text, token ids, a conversation, or nothing at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedRequest:
+    """What a caller asked for, unchecked but for its sampling parameters."""
+
+    model: str
+    """Empty: the only model served."""
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    arrived_s: float
+    """time.monotonic() at its arrival."""
+    timeout_s: float
+
+
+class Intake:
+    """Turns offered requests into accepted ones."""
+
+    def __init__(self, model: str, tokenizer: ModelTokenizer, dispatcher: Dispatcher) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._dispatcher = dispatcher
+
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFound unless `model` is empty or the one served."""
+        if model not in ("", self._model):
+            raise ModelNotFound(model, (self._model,))
+
+    async def accept(self, offered: OfferedRequest) -> AcceptedRequest:
+        """Raises InvalidArgument, naming field, value and limit; Unavailable when no instance tells the limits."""
+        params = offered.params
+        for token_id in params.stop_token_ids:
+            self._check_token_id("params.stop_token_ids", token_id)
+        token_ids = await self._tokenize(offered.prompt)
+        deadline_s = offered.arrived_s + offered.timeout_s
+        view = await self._dispatcher.wait_for_instances(deadline_s)
+        limit = max_model_len(view, self._model)
+        if len(token_ids) >= limit:
+            raise InvalidArgument("prompt", f"{len(token_ids)} tokens", f"at most {limit - 1} tokens for {self._model}")
+        room = limit - len(token_ids)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidArgument(
+                "params.max_tokens",
+                params.max_tokens,
+                f"at most {room}: the prompt has {len(token_ids)} tokens, prompt and answer together at most {limit}",
+            )
+        return AcceptedRequest(
+            request_id=offered.request_id,
+            prompt_token_ids=tuple(token_ids),
+            params=dataclasses.replace(
+                params,
+                max_tokens=room if params.max_tokens is None else params.max_tokens,
+                seed=secrets.randbits(64) if params.seed is None else params.seed,
+            ),
+            max_model_len=limit,
+            arrived_s=offered.arrived_s,
+            deadline_s=deadline_s,
+        )
+
+    async def _tokenize(self, prompt: Prompt) -> list[int]:
+        match prompt:
+            case None:
+                raise InvalidArgument("prompt", None, "given as text, token_ids or messages")
+            case str():
+                field = "prompt.text"
+                token_ids = await self._tokenizer.encode(prompt) if prompt else []
+            case Conversation():
+                field = "prompt.messages"
+                if not prompt.messages:
+                    raise InvalidArgument(field, [], "at least one message")
+                token_ids = await self._tokenizer.encode_chat(prompt.messages)
+            case tuple():
+                field = "prompt.token_ids"
+                token_ids = list(prompt)
+                if token_ids:
+                    self._check_token_id(field, max(token_ids))
+        if not token_ids:
+            raise InvalidArgument(field, "" if isinstance(prompt, str) else [], "at least one token long")
+        return token_ids
+
+    def _check_token_id(self, field: str, token_id: int) -> None:
+        if token_id >= self._tokenizer.vocab_size:
+            raise InvalidArgument(field, token_id, f"below {self._tokenizer.vocab_size}, the size of the vocabulary")
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidArgument when the id is too long."""
+    size = len(request_id.encode())
+    if size > MAX_REQUEST_ID_BYTES:
+        raise InvalidArgument("request_id", request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes long, not {size}")
+
+
+def max_model_len(view: ClusterView, model: str) -> int:
+    """Most tokens of prompt and answer that every prefill and decode instance takes; 0 when there is none."""
+    return min(
+        (
+            status.record.max_model_len
+            for status in view.instances.values()
+            if status.record.role in _SERVING_ROLES and status.record.model == model
+        ),
+        default=0,
+    )
+
+
+def is_ready(view: ClusterView, model: str) -> bool:
+    """Whether a request for `model` would be served now."""
+    return all(next(view.ready(role, model), None) is not None for role in _SERVING_ROLES)

@@ -1,0 +1,18 @@
+"""The router's Prometheus metrics."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
+
+REQUESTS = Counter("kaveri_router_requests", "Requests that ended, by outcome.", ["outcome"])
+IN_FLIGHT = Gauge("kaveri_router_in_flight_requests", "Requests that were taken and have not ended.")
+ATTEMPTS = Counter("kaveri_router_attempts", "Placements of requests on prefill instances.")
+LOST_ATTEMPTS = Counter("kaveri_router_lost_attempts", "Placements that failed; the request was placed anew.")
+RELAYED_TOKENS = Counter("kaveri_router_relayed_tokens", "Tokens received from decode instances.")
+TTFT_S = Histogram("kaveri_router_ttft_seconds", "Arrival to first token.", buckets=LATENCY_BUCKETS_S)
+TPOT_S = Histogram(
+    "kaveri_router_tpot_seconds",
+    "Mean time per token after the first, one sample a request.",
+    buckets=LATENCY_BUCKETS_S,
+)
+E2E_S = Histogram("kaveri_router_e2e_seconds", "Arrival to last token.", buckets=LATENCY_BUCKETS_S)

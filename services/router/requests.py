@@ -1,0 +1,324 @@
+"""The requests in flight on this router: what each has produced so far, where it is placed, and how it ends.
+
+Tokens reach an entry by index: what was seen is dropped, what comes early waits. So every token leaves once and in
+order, whatever instances die. One dispatch feeds an entry and one client's RPC drains it; tokens that the client has
+not taken yet are one response, bounded by the answer's own length.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestAlreadyExists, Unavailable
+from kaveri.rpc.messages import finish_from_proto
+from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.v1 import decode_pb2, inference_pb2, prefill_pb2, sampling_pb2
+from services.router.detokenizer import Detokenizer
+
+HAND_OVER_GRACE_S = 0.25
+"""An answer of two tokens can end before its hand-over is reported; so long its timing waits for the report."""
+RETRY_AFTER_S = 0.5
+"""Told to clients that found the router full: about a short answer's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """A request whose input was checked."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    """With max_tokens and seed set."""
+    max_model_len: int
+    arrived_s: float
+    """time.monotonic() at its arrival."""
+    deadline_s: float
+    """time.monotonic() at which it fails."""
+
+
+class Attempt:
+    """One placement of a request."""
+
+    __slots__ = (
+        "decode_done",
+        "decode_instance_id",
+        "decoding",
+        "first_index",
+        "first_token_seen",
+        "handed_over",
+        "lost",
+        "number",
+        "over",
+        "prefill_instance_id",
+        "prefill_open",
+        "request_id",
+    )
+
+    def __init__(self, request_id: str, number: int, first_index: int, prefill_instance_id: str) -> None:
+        self.request_id = request_id
+        self.number = number
+        self.first_index = first_index
+        """Index of the token that prefill draws."""
+        self.prefill_instance_id = prefill_instance_id
+        self.decode_instance_id = ""
+        self.decode_done = False
+        """Whether decode has ended the request by itself: nothing there is to be aborted."""
+        self.prefill_open = True
+        """Whether more is to come from the prefill stream."""
+        self.first_token_seen = False
+        self.handed_over = False
+        self.decoding = False
+        """Whether decode has sent a token: it owns the request, whatever becomes of prefill."""
+        self.lost: KaveriError | None = None
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the request has ended, or the attempt is lost."""
+
+    def lose(self, error: KaveriError) -> None:
+        """This placement cannot go on; dispatch places the request anew. Ignored when it is over."""
+        if not self.over.done():
+            self.lost = error
+            self.over.set_result(None)
+
+
+class RequestEntry:
+    """One request in flight. Lives on one event loop; every method is called there."""
+
+    def __init__(self, accepted: AcceptedRequest, detokenizer: Detokenizer) -> None:
+        self.accepted = accepted
+        self.request_id = accepted.request_id
+        self.token_ids: list[int] = []
+        """The answer so far, over all attempts."""
+        self.attempt: Attempt | None = None
+        self.finish: FinishReason | None = None
+        self.error: KaveriError | None = None
+        self.ended = False
+        """Whether finish or error is final; nothing is taken in any more."""
+        self.timing = inference_pb2.Timing()
+        self.first_token_s: float | None = None
+        self.last_token_s = 0.0
+        self._detokenizer = detokenizer
+        self._early: list[decode_pb2.RequestTokens] = []
+        self._taken_count = 0
+        self._text: list[str] = []
+        self._logprobs: list[sampling_pb2.Logprobs] = []
+        self._waiter: asyncio.Future[None] | None = None
+        loop = asyncio.get_running_loop()
+        remaining_s = max(0.0, accepted.deadline_s - time.monotonic())
+        self._deadline = loop.call_later(remaining_s, self.fail, DeadlineExceeded())
+        self._grace: asyncio.TimerHandle | None = None
+
+    # ---- what dispatch and the token streams tell ----
+
+    def begin_attempt(self, number: int, prefill_instance_id: str) -> Attempt:
+        """Starts placement `number`; what older placements still send is dropped from now on."""
+        self._early.clear()
+        self.attempt = Attempt(self.request_id, number, len(self.token_ids), prefill_instance_id)
+        self.timing.attempts += 1
+        self.timing.prefill_instance_id = prefill_instance_id
+        self.timing.decode_instance_id = ""
+        return self.attempt
+
+    def take_first_token(self, attempt: Attempt, event: prefill_pb2.PrefillFirstToken) -> None:
+        """The token that prefill drew; then whatever decode sent ahead of it."""
+        if attempt is not self.attempt or attempt.lost is not None or self.ended or attempt.first_token_seen:
+            return
+        attempt.first_token_seen = True
+        logprobs = (event.logprobs,) if event.HasField("logprobs") else ()
+        self._append(attempt.first_index, (event.token_id,), logprobs)
+        if event.finish_reason and not self.ended:
+            self._finish(finish_from_proto(event.finish_reason))
+        early, self._early = self._early, []
+        for update in early:
+            self.take_tokens(update)
+
+    def take_tokens(self, update: decode_pb2.RequestTokens) -> None:
+        """Tokens that decode drew. Those of other attempts, and tokens seen already, are dropped."""
+        attempt = self.attempt
+        if attempt is None or attempt.number != update.attempt or attempt.lost is not None or self.finish is not None:
+            return
+        if self.ended:
+            return
+        attempt.decode_done = bool(update.finish_reason or update.error)
+        if update.error or update.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED:
+            # Nobody but this router cancels its requests: an instance that did has given the request up.
+            reason = update.error or "gave the request up"
+            attempt.lose(Unavailable(f"decode instance {attempt.decode_instance_id}: {reason}"))
+            return
+        attempt.decoding = True
+        if update.index > len(self.token_ids):
+            if attempt.first_token_seen:
+                gap = f"tokens {len(self.token_ids)} to {update.index - 1} are missing"
+                attempt.lose(Unavailable(f"decode instance {attempt.decode_instance_id}: {gap}"))
+            else:
+                # The first token comes by another road. At most max_tokens of these can queue up.
+                self._early.append(update)
+            return
+        self._append(update.index, update.token_ids, update.logprobs)
+        if update.finish_reason and not self.ended:
+            self.timing.decode_queue_s = update.timing.queue_s
+            self.timing.decode_s = update.timing.decode_s
+            self._finish(finish_from_proto(update.finish_reason))
+
+    def prefill_closed(self, attempt: Attempt) -> None:
+        """The prefill stream has ended; an answer that waited for its report is complete now."""
+        attempt.prefill_open = False
+        if attempt is self.attempt and self.finish is not None:
+            self._end()
+
+    # ---- how it ends ----
+
+    def finish_with_length(self) -> None:
+        """Ends a request whose tokens so far are all that it may have."""
+        self._finish(FinishReason.LENGTH)
+
+    def cancel(self) -> None:
+        """Ends the request with FINISH_REASON_CANCELLED; what it has produced is still delivered."""
+        if not self.ended:
+            if self.finish is None:
+                self._text.append(self._detokenizer.flush())
+                self.finish = FinishReason.CANCELLED
+            self._end()
+
+    def fail(self, error: KaveriError) -> None:
+        """Ends the request with an error. Ignored when it has ended."""
+        if not self.ended:
+            if self.finish is None:
+                self.error = error
+            self._end()
+
+    def release(self) -> None:
+        """Ends timers and whoever waits; the client's RPC is over."""
+        self.fail(Unavailable("the request was released"))
+
+    # ---- what the client's RPC takes ----
+
+    async def wait_for_output(self) -> None:
+        """Returns when take() has something, or the request has ended. One waiter at a time."""
+        if self._taken_count == len(self.token_ids) and not self.ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def take(self) -> inference_pb2.GenerateResponse:
+        """Everything since the last call in one response; the last one when the request has finished."""
+        index = self._taken_count
+        self._taken_count = len(self.token_ids)
+        response = inference_pb2.GenerateResponse(
+            index=index, token_ids=self.token_ids[index:], text="".join(self._text), logprobs=self._logprobs
+        )
+        self._text.clear()
+        self._logprobs.clear()
+        return response
+
+    def _append(self, index: int, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs]) -> None:
+        seen = len(self.token_ids) - index
+        if seen >= len(token_ids):
+            return
+        self.last_token_s = time.monotonic()
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s
+        for position in range(seen, len(token_ids)):
+            self.token_ids.append(token_ids[position])
+            if logprobs:
+                self._logprobs.append(logprobs[position])
+            text = self._detokenizer.push(token_ids[position])
+            if text:
+                self._text.append(text)
+            if self._detokenizer.stopped:
+                self.finish = FinishReason.STOP
+                self._end()
+                return
+        self._wake()
+
+    def _finish(self, finish: FinishReason | None) -> None:
+        self.finish = finish
+        rest = self._detokenizer.flush()
+        if rest:
+            self._text.append(rest)
+        if self._detokenizer.stopped:
+            self.finish = FinishReason.STOP
+        attempt = self.attempt
+        if attempt is not None and attempt.prefill_open and attempt.decoding:
+            self._grace = asyncio.get_running_loop().call_later(HAND_OVER_GRACE_S, self._end)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        self.ended = True
+        self._deadline.cancel()
+        if self._grace is not None:
+            self._grace.cancel()
+        if self.attempt is not None and not self.attempt.over.done():
+            self.attempt.over.set_result(None)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Place:
+    """A request's place in the table, from before its input is checked until its client's RPC is over."""
+
+    def __init__(self, request_id: str, task: asyncio.Task[object]) -> None:
+        self.request_id = request_id
+        self.entry: RequestEntry | None = None
+        self.cancelled = False
+        """Whether cancel() came before there was an entry, and has interrupted the task."""
+        self._task = task
+
+    def cancel(self) -> None:
+        """Ends the request with FINISH_REASON_CANCELLED, in whatever phase it is."""
+        if self.entry is not None:
+            self.entry.cancel()
+        elif not self.cancelled:
+            self.cancelled = True
+            self._task.cancel()
+
+
+class RequestTable:
+    """The requests in flight by request id; at most `max_requests` of them."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._places: dict[str, Place] = {}
+        self._entries: dict[str, RequestEntry] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.get: Callable[[str], RequestEntry | None] = self._entries.get
+        """The entry of a request id, or None."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def place_of(self, request_id: str) -> Place | None:
+        """The place of a request in flight."""
+        return self._places.get(request_id)
+
+    def reserve(self, request_id: str, task: asyncio.Task[object]) -> Place:
+        """Takes a place for the RPC that runs in `task`. Raises RequestAlreadyExists and NoCapacity."""
+        if request_id in self._places:
+            raise RequestAlreadyExists(request_id)
+        if len(self._places) >= self._max_requests:
+            raise NoCapacity("router", RETRY_AFTER_S, f"{self._max_requests} requests are in flight")
+        place = self._places[request_id] = Place(request_id, task)
+        self._empty.clear()
+        return place
+
+    def enter(self, place: Place, entry: RequestEntry) -> None:
+        """Fills a place: tokens find the entry from now on."""
+        place.entry = self._entries[place.request_id] = entry
+
+    def release(self, place: Place) -> None:
+        """Frees the place."""
+        del self._places[place.request_id]
+        self._entries.pop(place.request_id, None)
+        if not self._places:
+            self._empty.set()
+
+    async def wait_until_empty(self) -> None:
+        """Returns when no request is in flight."""
+        await self._empty.wait()

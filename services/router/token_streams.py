@@ -1,0 +1,176 @@
+"""One StreamTokens subscription per decode instance: demultiplexes tokens to requests, and tells whose stream broke."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+
+from grpc import aio
+
+from kaveri.cluster.view import ClusterView, InstanceRecord, Role
+from kaveri.errors import KaveriError, Unavailable
+from kaveri.rpc.status import error_of
+from kaveri.telemetry.logs import get_logger
+from kaveri.v1 import decode_pb2
+from services.router.channels import Channels
+from services.router.requests import Attempt, RequestTable
+
+CONNECT_GRACE_S = 2.0
+"""A request may be placed on an instance before its stream stands, for so long; then the attempt counts as lost."""
+ABORT_TIMEOUT_S = 2.0
+_RECONNECT_MIN_S = 0.05
+_RECONNECT_MAX_S = 1.0
+
+
+class TokenStreams:
+    """The subscriptions of one router, one for each decode instance in the view."""
+
+    def __init__(
+        self,
+        router_id: str,
+        channels: Channels,
+        table: RequestTable,
+        relayed: Callable[[int], object],
+    ) -> None:
+        """relayed: told the number of tokens in each message."""
+        self._router_id = router_id
+        self._channels = channels
+        self._table = table
+        self._relayed = relayed
+        self._subscriptions: dict[str, _Subscription] = {}
+
+    def update(self, view: ClusterView) -> None:
+        """Subscribes to new instances; drops those that left or began a new life, losing their attempts."""
+        records = {
+            instance_id: status.record
+            for instance_id, status in view.instances.items()
+            if status.record.role is Role.DECODE
+        }
+        for instance_id, subscription in tuple(self._subscriptions.items()):
+            record = records.get(instance_id)
+            if record is None:
+                if subscription.record is not None:
+                    subscription.stop("has left the cluster")
+                    del self._subscriptions[instance_id]
+            elif subscription.record is None:
+                subscription.record = record
+                subscription.start(self._follow(subscription, record))
+            elif (record.incarnation, record.address) != (subscription.record.incarnation, subscription.record.address):
+                subscription.stop("has restarted")
+                del self._subscriptions[instance_id]
+        for instance_id, record in records.items():
+            if instance_id not in self._subscriptions:
+                subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
+                subscription.record = record
+                subscription.start(self._follow(subscription, record))
+
+    def place(self, attempt: Attempt, instance_id: str) -> None:
+        """Ties an attempt to the decode instance that reserved room: if its stream breaks, the attempt is lost."""
+        attempt.decode_instance_id = instance_id
+        subscription = self._subscriptions.get(instance_id)
+        if subscription is None:
+            # Prefill saw the instance first; the view will name it here as well, or the grace ends.
+            subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
+        subscription.place(attempt)
+
+    async def abort(self, attempt: Attempt) -> None:
+        """Tells the decode instance of an attempt to end it. Best effort: a lost instance has ended it already."""
+        subscription = self._subscriptions.get(attempt.decode_instance_id)
+        if subscription is None or subscription.record is None:
+            return
+        message = decode_pb2.AbortRequest(
+            attempts=[decode_pb2.AttemptId(request_id=attempt.request_id, attempt=attempt.number)]
+        )
+        with contextlib.suppress(aio.AioRpcError):
+            await self._channels.decode(subscription.record.address).Abort(message, timeout=ABORT_TIMEOUT_S)
+
+    def check_integrity(self) -> None:
+        """Asserts, while no request is in flight, that no attempt is tied to any stream."""
+        for subscription in self._subscriptions.values():
+            assert not subscription.attempts, (subscription.instance_id, subscription.attempts)
+
+    async def close(self) -> None:
+        """Ends all subscriptions; their attempts are lost."""
+        tasks = [subscription.stop("is not followed any more") for subscription in self._subscriptions.values()]
+        self._subscriptions.clear()
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+
+    async def _follow(self, subscription: "_Subscription", record: InstanceRecord) -> None:
+        backoff_s = _RECONNECT_MIN_S
+        log = get_logger().bind(decode_instance_id=record.instance_id, incarnation=record.incarnation)
+        while True:
+            try:
+                await self._read(subscription, record)
+                error: KaveriError = Unavailable(f"decode instance {record.instance_id} ended its token stream")
+            except aio.AioRpcError as rpc_error:
+                error = error_of(rpc_error)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                error = Unavailable(f"the channel to decode instance {record.instance_id} was closed")
+            if subscription.connected:
+                backoff_s = _RECONNECT_MIN_S
+                log.warning("token_stream_broken", error=str(error), requests=len(subscription.attempts))
+            subscription.disconnect(f"broke its token stream: {error}")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _RECONNECT_MAX_S)
+
+    async def _read(self, subscription: "_Subscription", record: InstanceRecord) -> None:
+        call = self._channels.decode(record.address).StreamTokens(
+            decode_pb2.StreamTokensRequest(router_id=self._router_id)
+        )
+        entry_of = self._table.get
+        try:
+            async for message in call:
+                if not subscription.connected:
+                    if message.incarnation != record.incarnation:
+                        # Another life answers at this address; the view will bring its record.
+                        return
+                    subscription.connected = True
+                token_count = 0
+                for update in message.requests:
+                    token_count += len(update.token_ids)
+                    entry = entry_of(update.request_id)
+                    if entry is not None:
+                        entry.take_tokens(update)
+                if token_count:
+                    self._relayed(token_count)
+        finally:
+            call.cancel()
+
+
+class _Subscription:
+    """One decode instance: its record once the view names it, its stream, the attempts placed there."""
+
+    def __init__(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        self.record: InstanceRecord | None = None
+        self.connected = False
+        self.attempts: set[Attempt] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, follow: Coroutine[None, None, None]) -> None:
+        self._task = asyncio.create_task(follow, name=f"tokens of {self.instance_id}")
+
+    def stop(self, reason: str) -> asyncio.Task[None] | None:
+        """Ends the stream and loses the attempts; returns the task that ends."""
+        if self._task is not None:
+            self._task.cancel()
+        self.disconnect(reason)
+        return self._task
+
+    def disconnect(self, reason: str) -> None:
+        self.connected = False
+        lost, self.attempts = self.attempts, set()
+        for attempt in lost:
+            attempt.lose(Unavailable(f"decode instance {self.instance_id} {reason}"))
+
+    def place(self, attempt: Attempt) -> None:
+        self.attempts.add(attempt)
+        attempt.over.add_done_callback(lambda _: self.attempts.discard(attempt))
+        if not self.connected:
+            asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check, attempt)
+
+    def _check(self, attempt: Attempt) -> None:
+        if not self.connected:
+            attempt.lose(Unavailable(f"no token stream from decode instance {self.instance_id}"))

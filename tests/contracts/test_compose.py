@@ -1,0 +1,105 @@
+"""The compose file, as docker-compose itself reads it, against the services' own settings. Builds and runs no image."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kaveri.config import parse_config
+from kaveri.rpc.process import ServiceConfig
+from services.decode.config import DecodeConfig
+from services.prefill.config import PrefillConfig
+from services.router.config import RouterConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE_FILE = ROOT / "deploy" / "compose" / "docker-compose.yml"
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+INSTANCES: dict[str, type[ServiceConfig]] = {
+    "router": RouterConfig,
+    "prefill-0": PrefillConfig,
+    "prefill-1": PrefillConfig,
+    "decode-0": DecodeConfig,
+    "decode-1": DecodeConfig,
+}
+
+
+def _compose_command() -> list[str] | None:
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    plugin = ["docker", "compose"]
+    if (
+        shutil.which("docker")
+        and subprocess.run([*plugin, "version"], check=False, capture_output=True).returncode == 0
+    ):
+        return plugin
+    return None
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, dict[str, Any]]:
+    """The services of the compose file, resolved."""
+    command = _compose_command()
+    if command is None:
+        reason = "neither docker-compose nor docker compose is installed"
+        assert os.environ.get("CI", "") not in ("true", "1"), f"{reason}; continuous integration must have one"
+        pytest.skip(reason)
+    # The JSON of `config --format json` is not in v1; YAML of both versions is read by a YAML reader.
+    shown = subprocess.run([*command, "-f", COMPOSE_FILE, "config"], check=False, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    resolved: dict[str, dict[str, Any]] = yaml.safe_load(shown.stdout)["services"]
+    return resolved
+
+
+def _image_environment(target: str) -> dict[str, str]:
+    """The KAVERI_ variables that the Dockerfile sets in an image, those of its base stage included."""
+    stages: dict[str, dict[str, str]] = {}
+    name = ""
+    for line in DOCKERFILE.read_text().splitlines():
+        words = line.split()
+        if line.startswith("FROM "):
+            name = words[3]
+            stages[name] = dict(stages.get(words[1], {}))
+        elif line.startswith("ENV "):
+            assignments = (word.partition("=") for word in words[1:])
+            stages[name] |= {key: value for key, _, value in assignments if key.startswith("KAVERI_")}
+    return stages[target]
+
+
+def test_the_stack_is_redis_a_router_and_two_instances_of_each_role(services: dict[str, dict[str, Any]]) -> None:
+    assert set(services) == {"redis", *INSTANCES}
+    for name in INSTANCES:
+        role = name.partition("-")[0]
+        assert services[name]["build"]["target"] == ("router" if role == "router" else "engine")
+        # The router's image has the role in its entry point.
+        assert services[name].get("command") == (None if role == "router" else [role])
+    ports = json.dumps(services["router"]["ports"])
+    assert "50051" in ports
+    assert "127.0.0.1" in ports, "an unprotected port for the whole network"
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_the_services_take_the_settings_and_are_reached_under_their_names(
+    services: dict[str, dict[str, Any]], name: str
+) -> None:
+    service = services[name]
+    environment = _image_environment(service["build"]["target"]) | service["environment"]
+    config = parse_config(INSTANCES[name], f"kaveri {name}", [], environment)
+    known = {f"KAVERI_{field.upper()}" for field in vars(config)}
+    assert {key for key in service["environment"] if key.startswith("KAVERI_")} <= known, "a variable nobody reads"
+    assert config.instance_id in (name, f"{name}-0")
+    assert config.host == "0.0.0.0"
+    assert config.advertised_address(config.port) == f"{name}:{config.port}"
+    assert config.port > 0
+    assert config.redis_url == "redis://redis:6379/0"
+    if isinstance(config, DecodeConfig):
+        settings = config.engine_settings()
+        assert (settings.kv_host, settings.kv_advertise_host) == ("0.0.0.0", name)
+        assert settings.kv_port > 0
+    # SIGKILL must not come before the drain is over.
+    grace = str(service["stop_grace_period"]).removesuffix("s")
+    assert float(grace) > config.drain_timeout_s

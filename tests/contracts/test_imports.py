@@ -1,0 +1,49 @@
+"""What an import drags in, asked of a fresh interpreter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _loaded_by(statement: str) -> set[str]:
+    """The top-level modules that are loaded after `statement`."""
+    script = f"{statement}\nimport sys\nprint('\\n'.join({{name.split('.')[0] for name in sys.modules}}))"
+    ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return set(ended.stdout.splitlines())
+
+
+def test_the_sdk_is_light() -> None:
+    heavy = {"torch", "transformers", "redis", "numpy", "services", "structlog", "prometheus_client", "typer", "rich"}
+    assert not _loaded_by("import kaveri") & heavy
+
+
+def test_the_command_line_is_light() -> None:
+    heavy = {"torch", "transformers", "redis", "numpy", "services"}
+    assert not _loaded_by("import kaveri.cli.main") & heavy
+
+
+def _import_all(package: str) -> str:
+    folder = ROOT / Path(*package.split("."))
+    return "import " + ", ".join(f"{package}.{path.stem}" for path in sorted(folder.glob("[a-z]*.py")))
+
+
+@pytest.mark.parametrize("package", ["kaveri.rpc", "kaveri.cluster", "kaveri.policy"])
+def test_no_torch_comes_with(package: str) -> None:
+    assert "torch" not in _loaded_by(_import_all(package))
+
+
+def test_the_router_works_where_torch_is_not_installed() -> None:
+    # None is how Python says, to `import` and to find_spec alike, that there is no such module.
+    hide = "import sys\nsys.modules['torch'] = None\n"
+    load = "\nfrom services.router.tokenizer import ModelTokenizer\nModelTokenizer.load('kaveri-tiny').close()"
+    _loaded_by(hide + _import_all("services.router") + load)
+
+
+def test_the_check_would_see_torch() -> None:
+    pytest.importorskip("torch")
+    assert "torch" in _loaded_by("import torch")

@@ -1,0 +1,216 @@
+"""`kaveri up` as its user meets it: the ready line, requests, restarts, and an end that leaves nothing behind."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from kaveri.testing.redis_fixture import free_port
+
+_KAVERI = str(Path(sys.executable).parent / "kaveri")
+_READY = re.compile(r"kaveri is ready at (127\.0\.0\.1:\d+)\n")
+_SMALL = ("--engine", "fake", "--prefill", "1", "--decode", "1", "--drain-timeout-s", "5")
+_WITHIN_S = 60.0
+
+
+class _Up:
+    def __init__(self, process: "subprocess.Popen[str]", stderr_path: Path) -> None:
+        self.process = process
+        self.target = ""
+        self._stderr_path = stderr_path
+        self._seen: dict[int, psutil.Process] = {}
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr_path.read_text()
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        match = _READY.fullmatch(line)
+        assert match is not None, f"{line!r}; {self.stderr}"
+        self.target = match[1]
+
+    def children(self) -> dict[int, psutil.Process]:
+        """Every descendant ever seen; call it before they can be gone."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self._seen.setdefault(child.pid, child)
+        return self._seen
+
+    def child_of(self, service: str) -> psutil.Process:
+        return next(
+            child
+            for child in self.children().values()
+            if child.is_running() and f"services.{service}" in child.cmdline()
+        )
+
+    def assert_nothing_left(self) -> None:
+        until(lambda: not [child for child in self._seen.values() if _runs(child)], "processes are left")
+
+    def end(self, signal_number: signal.Signals = signal.SIGTERM) -> int:
+        self.children()
+        self.process.send_signal(signal_number)
+        return self.process.wait(timeout=_WITHIN_S)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition: Callable[[], bool], complaint: str, within_s: float = 30.0) -> None:
+    give_up_at_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up_at_s, complaint
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _up(directory: Path, *flags: str) -> Iterator[_Up]:
+    stderr_path = directory / "up.stderr"
+    # Its temporary files go where they are removed even when it was killed; a short path, for the sockets among them.
+    with tempfile.TemporaryDirectory(prefix="up-") as temporary, stderr_path.open("w") as stderr:
+        environment = os.environ | {"TMPDIR": temporary}
+        command = [_KAVERI, "up", *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+        up = _Up(process, stderr_path)
+        try:
+            yield up
+        finally:
+            up.children()
+            process.kill()
+            process.communicate(timeout=10)
+            up.assert_nothing_left()
+
+
+def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([_KAVERI, *arguments], capture_output=True, text=True, timeout=_WITHIN_S, check=False)
+
+
+def test_request_and_status_succeed_after_the_ready_line_and_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    with _up(tmp_path, *_SMALL, "--port", "0", "--log-dir", str(tmp_path / "logs")) as up:
+        up.wait_until_ready()
+        generated = _run("generate", "hello", "--target", up.target, "--max-tokens", "3")
+        assert generated.returncode == 0, generated.stderr
+        assert generated.stdout.strip()
+        _status_shows_every_instance(up.target)
+        assert sorted(os.listdir(tmp_path / "logs")) == ["decode-0.log", "prefill-0.log", "router-0.log"]
+        assert up.end() == 0
+        up.assert_nothing_left()
+        assert up.process.stdout is not None
+        assert up.process.stdout.read() == "", "more than the ready line on stdout"
+
+
+def _status_shows_every_instance(target: str) -> None:
+    shown = json.loads(_run("status", "--target", target, "--json").stdout)
+    assert shown["store_connected"] is True
+    assert [one["record"]["instance_id"] for one in shown["instances"]] == ["decode-0", "prefill-0", "router-0"]
+    decode = shown["instances"][0]
+    assert decode["load"]["state"] == "ready"
+    assert decode["load"]["free_blocks"] == decode["load"]["total_blocks"] > 0
+    assert decode["heartbeat_age_s"] < 1.0
+    table = _run("status", "--target", target)
+    assert table.returncode == 0
+    assert [word for word in ("decode-0", "prefill-0", "router-0", "ready") if word not in table.stdout] == []
+
+
+def test_sigkill_of_up_leaves_no_process(tmp_path: Path) -> None:
+    with _up(tmp_path, *_SMALL, "--port", "0") as up:
+        up.wait_until_ready()
+        assert len(up.children()) == 4
+        assert up.end(signal.SIGKILL) == -signal.SIGKILL
+        up.assert_nothing_left()
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    with _up(tmp_path, *_SMALL, "--port", "0") as up:
+        until(lambda: len(up.children()) == 4, "children did not start")
+        assert up.end(signal.SIGINT) == 130
+        up.assert_nothing_left()
+        assert "Traceback" not in up.stderr
+
+
+def test_killed_children_are_restarted_with_a_word_about_it(tmp_path: Path) -> None:
+    with _up(tmp_path, *_SMALL, "--port", "0") as up:
+        up.wait_until_ready()
+        for service in ("decode", "router"):
+            victim = up.child_of(service)
+            victim.kill()
+            until(lambda: f"{service}-0 was ended by SIGKILL; starting it again" in up.stderr, "not a word about it")  # noqa: B023
+            until(lambda: not _runs(victim), "still there")  # noqa: B023
+            until(lambda: _run("health", "--target", up.target).returncode == 0, "the router did not come back")
+            generated = _run("generate", "hello", "--target", up.target, "--max-tokens", "3", "--timeout-s", "50")
+            assert generated.returncode == 0, generated.stderr
+            assert up.child_of(service).pid != victim.pid
+        assert up.end() == 0
+
+
+def _fails_to_start(tmp_path: Path, flags: tuple[str, ...], within_s: float) -> str:
+    """The error line, once the rules for bad input are seen to hold."""
+    started_at_s = time.monotonic()
+    with _up(tmp_path, *flags) as up:
+        while up.process.poll() is None:
+            up.children()
+            assert time.monotonic() - started_at_s < within_s, f"still running: {up.stderr}"
+            time.sleep(0.02)
+        assert up.process.returncode != 0
+        assert up.process.stdout is not None
+        assert up.process.stdout.read() == ""
+        assert "Traceback" not in up.stderr
+        up.assert_nothing_left()
+        errors = [line for line in up.stderr.splitlines() if line.startswith("kaveri: ")]
+        assert len(errors) == 1, up.stderr
+        return errors[0]
+
+
+def test_bad_model_path_is_one_clear_line_within_seconds(tmp_path: Path) -> None:
+    flags = ("--model", "/no/such/model", "--prefill", "1", "--decode", "1", "--port", "0")
+    error = _fails_to_start(tmp_path, flags, within_s=15.0)
+    assert "--model" in error
+    assert "/no/such/model" in error
+
+
+def test_folder_that_holds_no_model_is_one_clear_line(tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    flags = ("--model", str(folder), "--prefill", "1", "--decode", "1", "--port", "0")
+    error = _fails_to_start(tmp_path, flags, within_s=_WITHIN_S)
+    assert "--model" in error
+    assert str(folder) in error
+
+
+def test_port_in_use_is_one_clear_line_within_seconds(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        error = _fails_to_start(tmp_path, (*_SMALL, "--port", str(port)), within_s=15.0)
+    assert "--port" in error
+    assert "in use" in error
+
+
+def test_no_redis_at_the_given_url_is_one_clear_line_within_seconds(tmp_path: Path) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    error = _fails_to_start(tmp_path, (*_SMALL, "--port", "0", "--redis-url", url), within_s=15.0)
+    assert "--redis-url" in error
+    assert url in error
+
+
+def test_status_of_a_router_that_is_not_there_is_one_line() -> None:
+    answer = _run("status", "--target", f"127.0.0.1:{free_port()}")
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("kaveri: ")
+    assert len(answer.stderr.splitlines()) == 1

@@ -1,0 +1,164 @@
+"""A small InferenceService on real gRPC: answers a fixed alphabet, and lets a test see what became of each request."""
+# ruff: noqa: N802 - gRPC names the methods
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
+
+from kaveri.errors import KaveriError, ModelNotFound
+from kaveri.rpc.server import RpcServer
+from kaveri.rpc.status import abort
+from kaveri.v1 import inference_pb2 as pb
+from kaveri.v1 import inference_pb2_grpc, sampling_pb2
+
+WAIT_S = 10.0
+
+
+class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
+    """Token i of an answer is i, its text chr(97 + i).
+
+    The prompt, or the last message, says what happens: "error" raises `error`, "endless" sends one token and waits,
+    "silent" sends nothing and waits, "gap" skips a token, "cut" ends without a finish reason. Anything else:
+    params.max_tokens tokens.
+    """
+
+    def __init__(self) -> None:
+        self.error: KaveriError = KaveriError()
+        self.requests: list[pb.GenerateRequest] = []
+        self.deadlines_s: list[float | None] = []
+        self.running: set[str] = set()
+        self.cancelled: set[str] = set()
+        self.finished: set[str] = set()
+        self._told_to_cancel: dict[str, asyncio.Event] = {}
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        self.deadlines_s.append(context.time_remaining())
+        request_id = request.request_id
+        self.running.add(request_id)
+        cancel = self._told_to_cancel[request_id] = asyncio.Event()
+        try:
+            async for response in self._answer(request, context, cancel):
+                yield response
+            self.finished.add(request_id)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.add(request_id)
+            raise
+        finally:
+            self.running.discard(request_id)
+
+    async def _answer(self, request: pb.GenerateRequest, context: Any, cancel: asyncio.Event) -> Any:
+        prompt = request.messages.messages[-1].content if request.HasField("messages") else request.text
+        if prompt == "error":
+            await abort(context, self.error)
+        if prompt == "silent":
+            await cancel.wait()
+        if prompt in ("endless", "gap", "cut"):
+            yield pb.GenerateResponse(request_id=request.request_id, index=0, token_ids=[0], text="a")
+        if prompt == "gap":
+            yield pb.GenerateResponse(index=2, token_ids=[2], text="c")
+        if prompt == "cut":
+            return
+        if prompt == "endless":
+            await cancel.wait()
+        count = 0 if cancel.is_set() else request.params.max_tokens
+        for index in range(count):
+            logprobs = [sampling_pb2.Logprobs(logprob=-0.5)] if request.params.HasField("logprobs") else []
+            yield pb.GenerateResponse(index=index, token_ids=[index], text=chr(97 + index), logprobs=logprobs)
+        cancelled = sampling_pb2.FINISH_REASON_CANCELLED
+        yield pb.GenerateResponse(
+            index=count,
+            finish_reason=cancelled if cancel.is_set() else sampling_pb2.FINISH_REASON_LENGTH,
+            usage=pb.Usage(prompt_tokens=len(request.text), completion_tokens=count),
+            timing=pb.Timing(
+                router_s=0.001,
+                prefill_queue_s=0.002,
+                prefill_s=0.003,
+                kv_transfer_s=0.004,
+                kv_tail_s=0.005,
+                decode_queue_s=0.006,
+                decode_s=0.007,
+                kv_bytes=4096,
+                kv_transport="tcp",
+                prefill_instance_id="prefill-0",
+                decode_instance_id="decode-1",
+                attempts=2,
+                ttft_s=0.008,
+                e2e_s=0.009,
+            ),
+        )
+
+    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
+        found = request.request_id in self.running
+        if found:
+            self._told_to_cancel[request.request_id].set()
+        return pb.CancelResponse(found=found)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[_model()])
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        if request.model != "alphabet":
+            await abort(context, ModelNotFound(request.model, ("alphabet",)))
+        return pb.GetModelResponse(model=_model())
+
+
+def _model() -> pb.Model:
+    return pb.Model(name="alphabet", max_model_len=26, vocab_size=26, has_chat_template=True, ready=True)
+
+
+@contextlib.asynccontextmanager
+async def serving(service: InferenceDouble) -> AsyncIterator[str]:
+    """Serves `service` on loopback; gives its target."""
+    server = RpcServer("127.0.0.1", 0, ["kaveri.v1.InferenceService"])
+    server.add(partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, service))
+    await server.start()
+    await server.ready()
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        await server.stop(0)
+
+
+@contextlib.contextmanager
+def serving_in_a_thread(service: InferenceDouble) -> Iterator[str]:
+    """As serving(), on a loop of its own, for tests that block theirs."""
+    stop, started = threading.Event(), threading.Event()
+    targets: list[str] = []
+
+    async def run() -> None:
+        async with serving(service) as target:
+            targets.append(target)
+            started.set()
+            await asyncio.get_running_loop().run_in_executor(None, stop.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    try:
+        assert started.wait(WAIT_S)
+        yield targets[0]
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for a condition, at most WAIT_S."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.005)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """As wait_until(), on the event loop."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110 - conditions of all kinds, polled
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"not within {WAIT_S} s: {what}") from None

@@ -1,0 +1,363 @@
+"""AsyncClient against a real gRPC server: answers, cancellation, deadlines, errors."""
+
+import asyncio
+import gc
+import socket
+import time
+
+import pytest
+
+from kaveri import (
+    AsyncClient,
+    AsyncStream,
+    Chunk,
+    DeadlineExceeded,
+    FinishReason,
+    InvalidArgument,
+    KaveriError,
+    Logprobs,
+    Message,
+    ModelNotFound,
+    NoCapacity,
+    RequestAlreadyExists,
+    SamplingParams,
+    Unavailable,
+    Usage,
+)
+from tests.library.client.inference_double import InferenceDouble, until
+
+FIVE = SamplingParams(max_tokens=5)
+
+
+async def test_generate_returns_the_whole_answer(target: str) -> None:
+    async with AsyncClient(target) as client:
+        completion = await client.generate("prompt", params=FIVE, request_id="mine")
+    assert completion.request_id == "mine"
+    assert completion.text == "abcde"
+    assert completion.token_ids == (0, 1, 2, 3, 4)
+    assert completion.finish_reason is FinishReason.LENGTH
+    assert completion.finish_reason == "length"
+    assert completion.usage == Usage(prompt_tokens=6, completion_tokens=5)
+    assert completion.logprobs == ()
+
+
+async def test_timing_holds_the_callers_clock_and_the_servers_split(target: str) -> None:
+    async with AsyncClient(target) as client:
+        timing = (await client.generate("prompt", params=FIVE)).timing
+        one_token = (await client.generate("prompt", params=SamplingParams(max_tokens=1))).timing
+    assert timing.ttft_s is not None
+    assert timing.tpot_s is not None
+    assert 0 < timing.ttft_s <= timing.ttft_s + 4 * timing.tpot_s <= timing.e2e_s
+    assert one_token.tpot_s is None
+    server = timing.server
+    assert (server.router_s, server.prefill_queue_s, server.prefill_s) == (0.001, 0.002, 0.003)
+    assert (server.kv_transfer_s, server.kv_tail_s) == (0.004, 0.005)
+    assert (server.decode_queue_s, server.decode_s) == (0.006, 0.007)
+    assert (server.kv_bytes, server.kv_transport, server.attempts) == (4096, "tcp", 2)
+    assert (server.prefill_instance_id, server.decode_instance_id) == ("prefill-0", "decode-1")
+    assert (server.ttft_s, server.e2e_s) == (0.008, 0.009)
+
+
+async def test_stream_yields_chunks_with_consecutive_indices(target: str) -> None:
+    async with AsyncClient(target) as client:
+        chunks = [chunk async for chunk in client.stream("prompt", params=FIVE)]
+    assert [chunk.index for chunk in chunks if chunk.token_ids] == [0, 1, 2, 3, 4]
+    assert "".join(chunk.text for chunk in chunks) == "abcde"
+    assert all(chunk.finish_reason is None and chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+    assert chunks[-1].usage is not None
+    assert chunks[-1].timing is not None
+
+
+async def test_an_answer_read_to_its_end_is_not_cancelled(service: InferenceDouble, target: str) -> None:
+    async with AsyncClient(target) as client:
+        async for _ in client.stream("prompt", params=FIVE, request_id="whole"):
+            pass
+        await until(lambda: not service.running, "the request ends")
+    assert service.finished == {"whole"}
+    assert not service.cancelled
+
+
+async def test_each_kind_of_prompt_arrives_as_its_own(service: InferenceDouble, target: str) -> None:
+    turns = [Message("system", "be short"), {"role": "user", "content": "hi"}]
+    async with AsyncClient(target) as client:
+        await client.generate("text", params=FIVE, model="alphabet")
+        await client.generate(prompt_token_ids=[3, 1, 2], params=FIVE)
+        await client.generate(messages=turns, params=FIVE)
+    text, token_ids, messages = service.requests
+    assert (text.text, text.model) == ("text", "alphabet")
+    assert list(token_ids.token_ids.ids) == [3, 1, 2]
+    assert [(turn.role, turn.content) for turn in messages.messages.messages] == [
+        ("system", "be short"),
+        ("user", "hi"),
+    ]
+    assert len({request.request_id for request in service.requests}) == 3
+
+
+async def test_params_left_out_stay_unset_for_the_router_to_decide(service: InferenceDouble, target: str) -> None:
+    async with AsyncClient(target) as client, client.stream("silent"):
+        await until(lambda: bool(service.requests), "the request arrives")
+    assert not service.requests[0].HasField("params")
+
+
+async def test_logprobs_come_one_per_token(target: str) -> None:
+    async with AsyncClient(target) as client:
+        completion = await client.generate("prompt", params=SamplingParams(max_tokens=3, logprobs=0))
+    assert completion.logprobs == (Logprobs(-0.5, ()),) * 3
+
+
+async def _leave_by_break(client: AsyncClient) -> None:
+    async for _ in client.stream("endless", request_id="left"):
+        break
+
+
+async def _leave_the_block(client: AsyncClient) -> None:
+    async with client.stream("endless", request_id="left") as stream:
+        async for _ in stream:
+            break
+        kept.append(stream)  # A reference that lives on must not keep the request.
+
+
+async def _close_it(client: AsyncClient) -> None:
+    stream = client.stream("endless", request_id="left")
+    await anext(stream)
+    stream.close()
+    stream.close()
+    kept.append(stream)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def _raise_in_the_loop(client: AsyncClient) -> None:
+    async def divide() -> None:
+        async with client.stream("endless", request_id="left") as stream:
+            async for chunk in stream:
+                _ = chunk.index / 0
+
+    with pytest.raises(ZeroDivisionError):
+        await divide()
+
+
+async def _cancel_the_task(client: AsyncClient) -> None:
+    task = asyncio.create_task(client.generate("endless", request_id="left"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def _drop_it_unread(client: AsyncClient) -> None:
+    client.stream("silent", request_id="left")
+
+
+async def _close_the_client(client: AsyncClient) -> None:
+    kept.append(client.stream("silent", request_id="left"))
+    await client.close()
+
+
+kept: list[AsyncStream] = []
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [_leave_by_break, _leave_the_block, _close_it, _raise_in_the_loop, _drop_it_unread],
+)
+async def test_leaving_a_stream_cancels_its_request_at_once(
+    service: InferenceDouble, target: str, leave: object
+) -> None:
+    assert callable(leave)
+    gc.disable()  # At once means: without waiting for a collection.
+    try:
+        async with AsyncClient(target) as client:
+            # A first answer, so that the connection stands and the request is on its way when it is left.
+            await client.generate("prompt", params=FIVE)
+            await leave(client)
+            await until(lambda: "left" not in service.running, "the request ends on the server")
+            assert len(service.requests) == 1 or service.cancelled == {"left"}
+            assert "left" not in service.finished
+    finally:
+        gc.enable()
+        kept.clear()
+
+
+@pytest.mark.parametrize("leave", [_cancel_the_task, _close_the_client])
+async def test_ending_the_task_or_the_client_cancels_the_request(
+    service: InferenceDouble, target: str, leave: object
+) -> None:
+    assert callable(leave)
+    async with AsyncClient(target) as client:
+        await client.generate("prompt", params=FIVE)
+        await leave(client)
+        await until(lambda: not service.running, "the request ends on the server")
+    assert "left" not in service.finished
+    kept.clear()
+
+
+async def test_cancelling_a_task_that_reads_cancels_the_request(service: InferenceDouble, target: str) -> None:
+    async with AsyncClient(target) as client:
+        task = asyncio.create_task(client.generate("endless", request_id="mid"))
+        await until(lambda: "mid" in service.running, "the request runs")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: service.cancelled == {"mid"}, "the server sees the cancellation")
+
+
+async def test_close_from_another_task_ends_the_reader_quietly(service: InferenceDouble, target: str) -> None:
+    async with AsyncClient(target) as client:
+        stream = client.stream("endless", request_id="shared")
+
+        async def read() -> list[Chunk]:
+            return [chunk async for chunk in stream]
+
+        reader = asyncio.create_task(read())
+        await until(lambda: "shared" in service.running, "the request runs")
+        stream.close()
+        chunks = await asyncio.wait_for(reader, 5)
+        assert len(chunks) <= 1
+        await until(lambda: not service.running, "the request ends on the server")
+
+
+async def test_cancel_by_id_ends_the_stream_with_cancelled(service: InferenceDouble, target: str) -> None:
+    async with AsyncClient(target) as client:
+        task = asyncio.create_task(client.generate("endless", request_id="named"))
+        await until(lambda: "named" in service.running, "the request runs")
+        assert await client.cancel("named")
+        assert (await task).finish_reason is FinishReason.CANCELLED
+        assert not await client.cancel("named")
+
+
+async def test_the_deadline_reaches_the_server_and_raises_deadline_exceeded(
+    service: InferenceDouble, target: str
+) -> None:
+    async with AsyncClient(target, timeout_s=0.3) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.generate("silent")
+        await until(lambda: not service.running, "the request ends on the server")
+        await client.generate("prompt", params=FIVE, timeout_s=50)
+    default_s, given_s = service.deadlines_s
+    assert default_s is not None
+    assert given_s is not None
+    assert default_s < 1
+    assert 40 < given_s < 51
+
+
+async def test_no_default_timeout_means_no_deadline(service: InferenceDouble, target: str) -> None:
+    async with AsyncClient(target, timeout_s=None) as client:
+        await client.generate("prompt", params=FIVE)
+    assert service.deadlines_s[0] is None or service.deadlines_s[0] > 10**6
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("params.max_tokens", 99, "at most 26"),
+        ModelNotFound("other", ("alphabet",)),
+        RequestAlreadyExists("twice"),
+        NoCapacity("router", 0.25, "queue full"),
+        Unavailable("no decode instance is left", 0.5),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_errors_arrive_with_their_data(service: InferenceDouble, target: str, error: KaveriError) -> None:
+    service.error = error
+    async with AsyncClient(target) as client:
+        with pytest.raises(type(error)) as caught:
+            await client.generate("error")
+    assert str(caught.value) == str(error)
+    assert {name: str(value) for name, value in vars(caught.value).items()} == {
+        name: str(value) for name, value in vars(error).items()
+    }
+
+
+async def test_nobody_listening_raises_unavailable_soon_and_names_the_target() -> None:
+    with socket.socket() as taken:  # Bound and not listening: nobody else gets the port meanwhile.
+        taken.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{taken.getsockname()[1]}"
+        started_s = time.monotonic()
+        async with AsyncClient(target) as client:
+            with pytest.raises(Unavailable, match=target):
+                await client.generate("prompt")
+            with pytest.raises(Unavailable, match=target):
+                await client.list_models()
+    assert time.monotonic() - started_s < 5
+
+
+async def test_a_peer_that_never_answers_raises_unavailable_soon() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        target = f"127.0.0.1:{mute.getsockname()[1]}"
+        started_s = time.monotonic()
+        async with AsyncClient(target) as client:
+            with pytest.raises(Unavailable, match=target):
+                await client.generate("prompt")
+    assert time.monotonic() - started_s < 10
+
+
+@pytest.mark.parametrize("prompt", ["gap", "cut"])
+async def test_an_answer_with_a_hole_is_an_error_not_a_shorter_answer(target: str, prompt: str) -> None:
+    async with AsyncClient(target) as client:
+        with pytest.raises(Unavailable):
+            await client.generate(prompt)
+
+
+async def test_bad_arguments_are_refused_before_anything_is_sent(service: InferenceDouble, target: str) -> None:
+    async with AsyncClient(target) as client:
+        for timeout_s in (0, -1, float("nan"), float("inf")):
+            with pytest.raises(InvalidArgument, match="timeout_s"):
+                client.stream("prompt", timeout_s=timeout_s)
+            with pytest.raises(InvalidArgument, match="timeout_s"):
+                await client.list_models(timeout_s=timeout_s)
+        with pytest.raises(InvalidArgument, match="exactly one of"):
+            client.stream()
+        with pytest.raises(InvalidArgument, match="prompt and prompt_token_ids"):
+            client.stream("prompt", prompt_token_ids=[1])
+        with pytest.raises(InvalidArgument, match="prompt_token_ids"):
+            client.stream(prompt_token_ids=[-1])
+        with pytest.raises(InvalidArgument, match="prompt"):
+            client.stream("\ud800")
+        with pytest.raises(InvalidArgument, match="messages"):
+            client.stream(messages=[{"role": "user"}])
+        with pytest.raises(InvalidArgument, match="params"):
+            client.stream("prompt", params=SamplingParams(max_tokens=2**32))
+    with pytest.raises(InvalidArgument, match="timeout_s"):
+        AsyncClient(target, timeout_s=0)
+    assert not service.requests
+
+
+async def test_a_prompt_over_the_message_limit_is_an_invalid_argument(target: str) -> None:
+    async with AsyncClient(target) as client:
+        with pytest.raises(InvalidArgument, match="message size limit"):
+            await client.generate("x" * (5 * 2**20))
+        assert (await client.generate("prompt", params=FIVE)).text == "abcde"
+
+
+async def test_models_are_described(target: str) -> None:
+    async with AsyncClient(target) as client:
+        (model,) = await client.list_models()
+        assert model == await client.get_model("alphabet")
+        assert (model.name, model.max_model_len, model.vocab_size) == ("alphabet", 26, 26)
+        assert model.has_chat_template
+        assert model.ready
+        with pytest.raises(ModelNotFound, match="alphabet") as caught:
+            await client.get_model("other")
+        assert caught.value.model == "other"
+
+
+async def test_a_closed_client_says_so(target: str) -> None:
+    client = AsyncClient(target)
+    await client.close()
+    await client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await client.generate("prompt")
+
+
+def test_a_client_belongs_to_one_event_loop() -> None:
+    client = AsyncClient("127.0.0.1:1")
+
+    async def call() -> None:
+        with pytest.raises(Unavailable):
+            await client.list_models(timeout_s=5)
+
+    asyncio.run(call())
+    with pytest.raises(RuntimeError, match="event loop"):
+        asyncio.run(call())

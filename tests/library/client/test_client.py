@@ -1,0 +1,188 @@
+"""Client, the facade without async: same answers, cancellation, threads, forks, and no thread left behind."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kaveri import Client, Completion, FinishReason, NoCapacity, SamplingParams, Unavailable
+from kaveri.client.loop_thread import LoopThread
+from tests.library.client.inference_double import WAIT_S, InferenceDouble, wait_until
+
+FIVE = SamplingParams(max_tokens=5)
+
+
+def client_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kaveri-client"]
+
+
+def test_generate_and_stream_give_the_same_answer(running_target: str) -> None:
+    with Client(running_target) as client:
+        completion = client.generate("prompt", params=FIVE)
+        with client.stream("prompt", params=FIVE) as stream:
+            chunks = list(stream)
+        collected = client.stream("prompt", params=FIVE, request_id="mine").collect()
+    assert completion.text == "".join(chunk.text for chunk in chunks) == collected.text == "abcde"
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+    assert collected.request_id == "mine"
+
+
+def test_models_errors_and_cancel_come_through(service: InferenceDouble, running_target: str) -> None:
+    service.error = NoCapacity("router", 0.25, "queue full")
+    with Client(running_target) as client:
+        assert client.list_models() == [client.get_model("alphabet")]
+        assert not client.cancel("nobody")
+        with pytest.raises(NoCapacity) as caught:
+            client.generate("error")
+    assert caught.value.retry_after_s == 0.25
+
+
+def test_break_cancels_the_request_at_once(service: InferenceDouble, running_target: str) -> None:
+    gc.disable()  # At once means: without waiting for a collection.
+    try:
+        with Client(running_target) as client:
+            for _ in client.stream("endless", request_id="left"):
+                break
+            wait_until(lambda: service.cancelled == {"left"}, "the server sees the cancellation")
+    finally:
+        gc.enable()
+
+
+def test_leaving_the_block_cancels_the_request(service: InferenceDouble, running_target: str) -> None:
+    with Client(running_target) as client:
+        with client.stream("endless", request_id="left") as stream:
+            next(stream)
+        wait_until(lambda: service.cancelled == {"left"}, "the server sees the cancellation")
+        assert list(stream) == []
+
+
+def test_many_threads_share_one_client(running_target: str) -> None:
+    with Client(running_target) as client, ThreadPoolExecutor(8) as pool:
+
+        def ask(count: int) -> Completion:
+            return client.generate("prompt", params=SamplingParams(max_tokens=count))
+
+        completions = list(pool.map(ask, range(1, 27)))
+    assert [len(completion.token_ids) for completion in completions] == list(range(1, 27))
+
+
+def test_close_frees_whoever_waits_and_ends_the_thread(service: InferenceDouble, running_target: str) -> None:
+    client = Client(running_target)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.generate, "silent", request_id="waits")
+        wait_until(lambda: "waits" in service.running, "the request runs")
+        client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result(WAIT_S)
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.generate("prompt")
+    assert not client_threads()
+    wait_until(lambda: not service.running, "the request ends on the server")
+
+
+def test_a_client_dropped_without_close_ends_its_thread(running_target: str) -> None:
+    Client(running_target).generate("prompt", params=FIVE)
+    gc.collect()
+    wait_until(lambda: not client_threads(), "the thread ends")
+
+
+def test_a_stream_outlives_its_client_without_harm(running_target: str) -> None:
+    with Client(running_target) as client:
+        stream = client.stream("endless")
+    stream.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(stream)
+
+
+def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, check=False, timeout=30, capture_output=True, text=True)
+
+
+def test_a_forked_child_is_told_to_make_its_own_client(running_target: str) -> None:
+    script = (
+        "import os, sys, kaveri\n"
+        "client = kaveri.Client(sys.argv[1])\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try:\n"
+        "        client.list_models()\n"
+        "    except RuntimeError as error:\n"
+        "        os._exit(7 if 'forked' in str(error) else 1)\n"
+        "    os._exit(1)\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "client.list_models()\n"
+        "sys.exit(os.waitstatus_to_exitcode(status))\n"
+    )
+    ended = run_script(script, running_target)
+    assert ended.returncode == 7, ended.stderr
+
+
+def test_the_interpreter_ends_quietly_with_a_client_open(running_target: str) -> None:
+    script = (
+        "import sys, kaveri\n"
+        "client = kaveri.Client(sys.argv[1])\n"
+        "stream = client.stream('endless')\n"
+        "print(next(stream).text)\n"
+    )
+    ended = run_script(script, running_target)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "a\n", "")
+
+
+def test_ctrl_c_while_waiting_cancels_the_request(service: InferenceDouble, running_target: str) -> None:
+    script = (
+        "import sys, kaveri\n"
+        "with kaveri.Client(sys.argv[1]) as client:\n"
+        "    try:\n"
+        "        client.generate('silent', request_id='interrupted')\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('interrupted')\n"
+        "        sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, running_target]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: "interrupted" in service.running, "the request runs")
+        os.kill(process.pid, signal.SIGINT)
+        # The process still lives: it is the wait that was interrupted, not the connection.
+        wait_until(lambda: service.cancelled == {"interrupted"}, "the server sees the cancellation")
+        assert process.communicate(timeout=30)[0] == "interrupted\n"
+
+
+def test_nobody_listening_is_unavailable() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
+        client.generate("prompt")
+
+
+def test_work_submitted_while_a_loop_thread_ends_is_never_left_waiting() -> None:
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    async def nothing() -> None:
+        pass
+
+    for _ in range(50):
+        loop_thread = LoopThread("racing")
+        outcomes: list[object] = []
+
+        def submit(loop_thread: LoopThread = loop_thread, outcomes: list[object] = outcomes) -> None:
+            try:
+                while True:
+                    outcomes.append(loop_thread.run(work()))
+            except RuntimeError as error:
+                outcomes.append(error)
+
+        threads = [threading.Thread(target=submit, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        loop_thread.end(nothing())
+        for thread in threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()

@@ -1,0 +1,167 @@
+"""The `kaveri` command as a process, against a real gRPC server: output, exit status, interrupts."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kaveri import NoCapacity
+from tests.library.client.inference_double import WAIT_S, InferenceDouble, wait_until
+
+COMMAND = [sys.executable, "-c", "from kaveri.cli.main import main; main()"]
+
+
+def kaveri(*arguments: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        check=False,
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def test_generate_prints_the_answer_and_nothing_else(running_target: str) -> None:
+    ended = kaveri("generate", "prompt", "--max-tokens", "5", "--target", running_target)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "abcde\n", "")
+
+
+def test_generate_sends_its_flags(service: InferenceDouble, running_target: str) -> None:
+    flags = "--max-tokens 3 --temperature 0.5 --top-p 0.25 --top-k 7 --seed 11 --stop x --stop y --model alphabet"
+    ended = kaveri("generate", "prompt", *flags.split(), "--timeout-s", "30", KAVERI_TARGET=running_target)
+    assert ended.returncode == 0, ended.stderr
+    (request,) = service.requests
+    params = request.params
+    assert (request.text, request.model) == ("prompt", "alphabet")
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (3, 0.5, 0.25, 7, 11)
+    assert list(params.stop) == ["x", "y"]
+    (deadline_s,) = service.deadlines_s
+    assert deadline_s is not None
+    assert 20 < deadline_s < 31
+
+
+def test_generate_json_is_one_object_with_everything(running_target: str) -> None:
+    ended = kaveri("generate", "prompt", "--max-tokens", "2", "--json", "--target", running_target)
+    assert ended.returncode == 0, ended.stderr
+    answer = json.loads(ended.stdout)
+    assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ab", [0, 1], "length")
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 2}
+    assert answer["timing"]["ttft_s"] > 0
+    assert answer["timing"]["server"]["decode_instance_id"] == "decode-1"
+
+
+def test_an_error_is_one_line_and_exit_status_1(service: InferenceDouble, running_target: str) -> None:
+    service.error = NoCapacity("router", 0.25, "queue full")
+    ended = kaveri("generate", "error", "--target", running_target)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "kaveri: router: queue full; try again in 0.25 s\n"
+
+
+@pytest.mark.parametrize("arguments", [["--temperature", "-1"], ["--max-tokens", "0"], ["--timeout-s", "0"]])
+def test_a_value_over_its_limit_is_one_line(arguments: list[str]) -> None:
+    ended = kaveri("generate", "prompt", *arguments)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert arguments[0].removeprefix("--").replace("-", "_") in line
+
+
+def test_nobody_listening_is_one_line_within_seconds() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{taken.getsockname()[1]}"
+        started_s = time.monotonic()
+        ended = kaveri("generate", "prompt", "--target", target)
+    assert time.monotonic() - started_s < 10
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"kaveri: cannot reach {target}: ")
+
+
+def test_ctrl_c_cancels_the_request(service: InferenceDouble, running_target: str) -> None:
+    arguments = ["generate", "endless", "--target", running_target]
+    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: bool(service.running), "the request runs")
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=WAIT_S)
+    assert process.returncode != 0
+    assert "Traceback" not in told
+    wait_until(lambda: len(service.cancelled) == 1, "the server sees the cancellation")
+
+
+def test_chat_keeps_the_conversation(service: InferenceDouble, running_target: str) -> None:
+    flags = ["--system", "be brief", "--max-tokens", "3", "--target", running_target]
+    ended = kaveri("chat", *flags, typed="first\n\nsecond\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "abc\nabc\n", "")
+    turns = [(turn.role, turn.content) for turn in service.requests[-1].messages.messages]
+    assert turns == [("system", "be brief"), ("user", "first"), ("assistant", "abc"), ("user", "second")]
+
+
+def test_chat_goes_on_after_an_error_without_the_turn_that_failed(
+    service: InferenceDouble, running_target: str
+) -> None:
+    service.error = NoCapacity("router", 0.25, "queue full")
+    ended = kaveri("chat", "--max-tokens", "2", "--target", running_target, typed="error\nagain\n")
+    assert (ended.returncode, ended.stdout) == (0, "ab\n")
+    assert ended.stderr == "kaveri: router: queue full; try again in 0.25 s\n"
+    assert [turn.content for turn in service.requests[-1].messages.messages] == ["again"]
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """A pseudo-terminal: our end, and the command's."""
+    ours, theirs = pty.openpty()
+    yield ours, theirs
+    os.close(ours)
+
+
+def test_in_a_chat_ctrl_c_cancels_the_answer_and_ctrl_d_leaves(
+    service: InferenceDouble, running_target: str, terminal: tuple[int, int]
+) -> None:
+    ours, theirs = terminal
+    command = [*COMMAND, "chat", "--max-tokens", "2", "--target", running_target]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    try:
+        os.write(ours, b"endless\n")
+        wait_until(lambda: bool(service.running), "the request runs")
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: len(service.cancelled) == 1, "the server sees the cancellation")
+        os.write(ours, b"next\n")
+        wait_until(lambda: len(service.finished) == 1, "the next answer ends")
+        os.write(ours, b"\x04")
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+    turns = [(turn.role, turn.content) for turn in service.requests[-1].messages.messages]
+    assert turns[0] == ("user", "endless")
+    assert turns[1][0] == "assistant"
+    assert turns[2] == ("user", "next")
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_a_service_gets_its_flags_and_its_help(role: str) -> None:
+    helped = kaveri(role, "--help")
+    assert helped.returncode == 0, helped.stderr
+    assert f"usage: kaveri {role}" in helped.stdout
+    assert "KAVERI_REDIS_URL" in helped.stdout
+    refused = kaveri(role, "--port", "many")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"kaveri {role}: --port: ")
+
+
+def test_version_and_help_are_quick() -> None:
+    assert kaveri("--version").stdout.strip() == "0.1.0"
+    helped = kaveri("--help")
+    assert helped.returncode == 0
+    for command in ("generate", "chat", "up", "status", "router", "prefill", "decode"):
+        assert command in helped.stdout

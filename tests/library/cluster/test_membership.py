@@ -1,0 +1,86 @@
+"""Leases run on time in which the store was heard, and on no other."""
+
+from kaveri.cluster.membership import MAX_TICK_S, Membership
+from kaveri.cluster.view import InstanceLoad, InstanceRecord, Role
+
+_RECORD = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _membership() -> tuple[_Clock, Membership]:
+    clock = _Clock()
+    membership = Membership(clock)
+    membership.learn(_RECORD, InstanceLoad(5))
+    return clock, membership
+
+
+def _tick(clock: _Clock, membership: Membership, duration_s: float) -> None:
+    for _ in range(round(duration_s / 0.1)):
+        clock.now_s += 0.1
+        membership.tick()
+
+
+def _ids(membership: Membership) -> set[str]:
+    return set(membership.view().instances)
+
+
+def test_lease_ends_after_its_time_and_not_before() -> None:
+    clock, membership = _membership()
+    _tick(clock, membership, 0.9)
+    assert _ids(membership) == {"decode-0"}
+    _tick(clock, membership, 0.2)
+    assert _ids(membership) == set()
+
+
+def test_loaded_instance_has_what_was_left_of_its_lease() -> None:
+    clock, membership = _membership()
+    membership.learn(_RECORD, InstanceLoad(6), remaining_s=0.3)
+    assert round(membership.view().instances["decode-0"].heartbeat_age_s, 6) == 0.7
+    _tick(clock, membership, 0.4)
+    assert _ids(membership) == set()
+
+
+def test_pause_of_this_process_counts_as_one_tick() -> None:
+    clock, membership = _membership()
+    clock.now_s += 3600.0
+    membership.tick()
+    assert _ids(membership) == {"decode-0"}
+    assert membership.view().instances["decode-0"].heartbeat_age_s == 3600.0
+    _tick(clock, membership, 1.1 - MAX_TICK_S)
+    assert _ids(membership) == set()
+
+
+def test_nothing_ends_while_the_store_is_away_and_everybody_has_one_lease_after_its_return() -> None:
+    clock, membership = _membership()
+    _tick(clock, membership, 0.8)
+    membership.store_lost()
+    assert not membership.view().store_connected
+    clock.now_s += 60.0
+    membership.store_returned()
+    assert membership.view().store_connected
+    _tick(clock, membership, 0.9)
+    assert _ids(membership) == {"decode-0"}
+    _tick(clock, membership, 0.2)
+    assert _ids(membership) == set()
+
+
+def test_late_heartbeat_of_the_same_life_is_ignored() -> None:
+    _, membership = _membership()
+    membership.learn(_RECORD, InstanceLoad(4, free_blocks=9))
+    assert membership.view().instances["decode-0"].load == InstanceLoad(5)
+
+
+def test_end_of_another_life_is_ignored() -> None:
+    _, membership = _membership()
+    membership.forget("decode-0", 2)
+    membership.forget("unknown", 1)
+    assert _ids(membership) == {"decode-0"}
+    membership.forget("decode-0", 1)
+    assert _ids(membership) == set()

@@ -1,0 +1,26 @@
+"""The in-memory store does what every store must."""
+
+import pytest
+
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.testing.store_conformance import StoreConformance
+
+
+class _Cluster:
+    def __init__(self) -> None:
+        self._state = MemoryCluster()
+
+    def open_store(self) -> MemoryStore:
+        return MemoryStore(self._state)
+
+    async def take_away(self) -> None:
+        self._state.take_away()
+
+    async def bring_back_empty(self) -> None:
+        self._state.bring_back(empty=True)
+
+
+class TestMemoryStore(StoreConformance):
+    @pytest.fixture
+    def cluster(self) -> _Cluster:
+        return _Cluster()

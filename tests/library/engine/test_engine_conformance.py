@@ -1,0 +1,68 @@
+"""The stepwise engine on the fake runner does what every engine must."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kaveri.engine.fake import FakeModel, FakeRunner
+from kaveri.engine.latency import DecodeLatency, LatencyModel, PrefillLatency
+from kaveri.engine.runner import ModelRunner
+from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.timed import TimedRunner
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.testing.engine_conformance import EngineConformance
+
+
+class _Harness:
+    def __init__(self, folder: Path, block_tokens: int) -> None:
+        self._folder = folder
+        self._block_tokens = block_tokens
+        self._count = 0
+
+    def _runner(self, max_model_len: int) -> ModelRunner:
+        return FakeRunner(FakeModel(max_model_len=max_model_len, block_tokens=self._block_tokens))
+
+    def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> StepwiseEngine:
+        return StepwiseEngine(self._runner(max_model_len), total_blocks, chunk_tokens=chunk_tokens)
+
+    def decode_engine(
+        self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
+    ) -> StepwiseEngine:
+        self._count += 1
+        return StepwiseEngine(
+            self._runner(max_model_len),
+            total_blocks,
+            chunk_tokens=chunk_tokens,
+            max_batch=max_batch,
+            listen=[KvEndpoint("unix", str(self._folder / f"kv{self._count}.sock")), KvEndpoint("tcp", "127.0.0.1:0")],
+        )
+
+    def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
+        return FakeModel().answer(token_ids, 0, token_count)
+
+
+class _TimedHarness(_Harness):
+    """Steps of a millisecond or so."""
+
+    def _runner(self, max_model_len: int) -> ModelRunner:
+        latency = LatencyModel(
+            name="quick",
+            source="this test",
+            prefill=PrefillLatency(step_s=5e-4, token_s=1e-6, token_squared_s=1e-9),
+            decode=(DecodeLatency(min_batch=1, step_s=5e-4, context_token_s=1e-8, request_s=1e-6),),
+        )
+        model = FakeModel(max_model_len=max_model_len, block_tokens=self._block_tokens)
+        return TimedRunner(FakeRunner(model), latency)
+
+
+class TestStepwiseOnTimed(EngineConformance):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> _TimedHarness:
+        return _TimedHarness(tmp_path, 16)
+
+
+class TestStepwiseOnFake(EngineConformance):
+    @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
+    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _Harness:
+        return _Harness(tmp_path, request.param)

@@ -1,0 +1,563 @@
+"""The stepwise engine while a step is running, when things break, and with both sides in one engine."""
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kaveri.engine.contract import (
+    AttemptKey,
+    EngineEvent,
+    EngineRequest,
+    EngineStopped,
+    FirstToken,
+    KvPushed,
+    KvPushFailed,
+    Landed,
+    Preempted,
+    RequestFailed,
+    StepTokens,
+)
+from kaveri.engine.fake import FakeModel, FakeRunner
+from kaveri.engine.runner import DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.stepwise_pushes import Pushes
+from kaveri.engine.stepwise_sequence import Source
+from kaveri.errors import ConfigError, EngineError, InvalidArgument, NoCapacity, RequestCancelled
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver
+from kaveri.kv.sender import KvSender
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+
+_MODEL = FakeModel(max_model_len=128, block_tokens=4)
+
+
+class _HeldRunner(FakeRunner):
+    """Stops behind layer 0 of every step while it is held."""
+
+    def __init__(self, model: FakeModel = _MODEL) -> None:
+        super().__init__(model)
+        self.arrived = threading.Semaphore(0)
+        self.told_landed: list[int] = []
+        self._go_on = threading.Event()
+        self._go_on.set()
+
+    def attach(self, pool: KvPool) -> None:
+        super().attach(pool)
+        self.pool = pool
+
+    def landed(self, block_ids: Sequence[int]) -> None:
+        self.told_landed += block_ids
+
+    def hold(self) -> None:
+        self._go_on.clear()
+
+    def let_go(self) -> None:
+        self._go_on.set()
+
+    def wait_until_held(self) -> None:
+        assert self.arrived.acquire(timeout=SOON_S)
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+        def told(layer: int) -> None:
+            if on_layer is not None:
+                on_layer(layer)
+            if layer == 0 and not self._go_on.is_set():
+                self.arrived.release()
+                assert self._go_on.wait(SOON_S)
+
+        return super().run(batch, told)
+
+
+class _Bench:
+    """Makes engines on Unix sockets and closes them."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._count = 0
+
+    def engine(
+        self,
+        runner: FakeRunner | None = None,
+        total_blocks: int = 200,
+        *,
+        receives: bool = True,
+        chunk_tokens: int = 16,
+        max_batch: int = 8,
+    ) -> StepwiseEngine:
+        self._count += 1
+        engine = StepwiseEngine(
+            runner or FakeRunner(_MODEL),
+            total_blocks,
+            chunk_tokens=chunk_tokens,
+            max_batch=max_batch,
+            listen=[KvEndpoint("unix", str(self._folder / f"{self._count}.sock"))] if receives else [],
+        )
+        self._stack.callback(engine.close)
+        return engine
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[_Bench]:
+    with ExitStack() as stack:
+        yield _Bench(tmp_path, stack)
+
+
+def _request(name: str, prompt_tokens: int, max_tokens: int, **params: object) -> EngineRequest:
+    token_ids = tuple(random.Random(name).randrange(1, 1000) for _ in range(prompt_tokens))
+    wanted = SamplingParams(**{"max_tokens": max_tokens, "seed": 1} | params)
+    return EngineRequest(AttemptKey(name, 1), token_ids, 0, wanted)
+
+
+def _start(engine: StepwiseEngine, *, admit: bool = False) -> EngineRecorder:
+    recorder = EngineRecorder(admit_to=engine if admit else None)
+    engine.start(recorder)
+    return recorder
+
+
+# While a step is running.
+
+
+def test_layer_goes_out_while_later_layers_are_computed(bench: _Bench) -> None:
+    source, target = _HeldRunner(), _HeldRunner()
+    prefill, decode = bench.engine(source, receives=False), bench.engine(target)
+    _start(prefill)
+    decoded = _start(decode, admit=True)
+    request = _request("r", 10, 5)
+    ticket = decode.reserve(request, 60.0).result()
+    source.hold()
+    prefill.prefill(request)
+    prefill.push_to(request.key, ticket)
+    source.wait_until_held()
+    arrived = threading.Event()
+    while not target.pool.memory[0, list(ticket.block_ids)].any(axis=1).all():
+        assert not arrived.wait(0.002)
+    assert not target.pool.memory[1].any()
+    source.let_go()
+    assert decoded.wait_for_finish(request.key) is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("prompt_tokens", [7, 40])
+def test_ticket_that_comes_between_two_layers_of_a_step_gets_every_block_once(
+    bench: _Bench, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = _HeldRunner()
+    written: list[tuple[int, int, int]] = []
+    write = KvSender.write
+
+    def recorded(
+        self: KvSender, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]
+    ) -> None:
+        written.append((layer, first_index, len(source_blocks)))
+        write(self, transfer_id, layer, first_index, source_blocks)
+
+    monkeypatch.setattr(KvSender, "write", recorded)
+    prefill, decode = bench.engine(runner, receives=False), bench.engine()
+    prefilled, decoded = _start(prefill), _start(decode, admit=True)
+    request = _request("r", prompt_tokens, 6)
+    runner.hold()
+    prefill.prefill(request)
+    runner.wait_until_held()
+    prefill.push_to(request.key, decode.reserve(request, 60.0).result())
+    # The step is behind layer 0 and computes 7 or 16 tokens: blocks of 4, the part-full one only with the last chunk.
+    assert written == [(0, 0, 2 if prompt_tokens == 7 else 4)]
+    runner.let_go()
+    decoded.wait_for_finish(request.key)
+    block_count = decode.info.layout.block_count(prompt_tokens)
+    for layer in range(decode.info.layout.layer_count):
+        runs = [(first_index, count) for written_layer, first_index, count in written if written_layer == layer]
+        assert [index for first_index, count in runs for index in range(first_index, first_index + count)] == list(
+            range(block_count)
+        )
+    first = prefilled.wait_for(FirstToken, request.key)
+    assert [first.token_id, *decoded.token_ids[request.key]] == _MODEL.answer(request.token_ids, 0, 6)
+    prefilled.wait_for(KvPushed, request.key)
+    wait_until_free(prefill, decode)
+
+
+def test_blocks_of_a_running_step_outlive_an_abort(bench: _Bench) -> None:
+    runner = _HeldRunner()
+    engine = bench.engine(runner)
+    recorder = _start(engine)
+    request, next_request = _request("r", 10, 5), _request("next", 10, 1)
+    runner.hold()
+    engine.prefill(request)
+    runner.wait_until_held()
+    held = engine.stats().free_blocks
+    engine.abort(request.key)
+    assert engine.stats().free_blocks == held < engine.info.total_blocks
+    engine.check_integrity()
+    engine.prefill(next_request)
+    runner.let_go()
+    recorder.wait_for_finish(next_request.key)
+    wait_until_free(engine)
+    assert not recorder.of(FirstToken, request.key)
+
+
+def test_calls_do_not_wait_for_a_running_step(bench: _Bench) -> None:
+    runner = _HeldRunner()
+    engine, other = bench.engine(runner), bench.engine(receives=False)
+    recorder = _start(engine, admit=True)
+    _start(other)
+    request = _request("r", 10, 5)
+    runner.hold()
+    engine.prefill(_request("long", 100, 5))
+    runner.wait_until_held()
+    ticket = engine.reserve(request, 60.0)
+    assert ticket.done()
+    other.prefill(request)
+    other.push_to(request.key, ticket.result())
+    recorder.wait_for(Landed, request.key)
+    engine.prefill(_request("another", 10, 5))
+    assert engine.stats().running_requests == 3
+    engine.abort(AttemptKey("another", 1))
+    engine.abort(AttemptKey("long", 1))
+    engine.check_integrity()
+    runner.let_go()
+    recorder.wait_for_finish(request.key)
+
+
+def test_abort_that_overtakes_the_opening_of_a_push_still_ends_it(
+    bench: _Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = _HeldRunner()
+    prefill, decode = bench.engine(runner, receives=False), bench.engine()
+    prefilled = _start(prefill)
+    _start(decode)
+    request = _request("r", 10, 5)
+    open_push = Pushes.open
+
+    def overtaken(self: Pushes, source: Source, ticket: Ticket) -> None:
+        prefill.abort(request.key)
+        open_push(self, source, ticket)
+
+    monkeypatch.setattr(Pushes, "open", overtaken)
+    runner.hold()
+    prefill.prefill(request)
+    runner.wait_until_held()
+    prefill.push_to(request.key, decode.reserve(request, 60.0).result())
+    runner.let_go()
+    wait_until_free(prefill)
+    decode.abort(request.key)
+    wait_until_free(decode)
+    assert not prefilled.of(KvPushed) + prefilled.of(KvPushFailed)
+
+
+def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
+    bench: _Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = bench.engine()
+    decoded = _start(decode)
+    request = _request("r", 10, 5)
+    grant = KvReceiver.grant
+
+    def overtaken(self: KvReceiver, block_ids: Sequence[int], token_count: int, expires_in_s: float) -> Ticket:
+        decode.abort(request.key)
+        decode.check_integrity()
+        assert decode.stats().free_blocks < decode.info.total_blocks
+        return grant(self, block_ids, token_count, expires_in_s)
+
+    monkeypatch.setattr(KvReceiver, "grant", overtaken)
+    with pytest.raises(RequestCancelled):
+        decode.reserve(request, 60.0).result(SOON_S)
+    wait_until_free(decode)
+    assert decoded.events == []
+
+
+def test_events_of_a_step_come_in_one_call(bench: _Bench) -> None:
+    runner = _HeldRunner()
+    prefill, decode = bench.engine(receives=False), bench.engine(runner)
+    _start(prefill)
+    decoded = _start(decode)
+    requests = [_request(f"r{i}", 10 + i, 12) for i in range(4)]
+    for request in requests:
+        prefill.prefill(request)
+        prefill.push_to(request.key, decode.reserve(request, 60.0).result())
+        decoded.wait_for(Landed, request.key)
+    runner.hold()
+    decode.admit(requests[0].key)
+    runner.wait_until_held()
+    for request in requests[1:]:
+        decode.admit(request.key)
+    runner.let_go()
+    for request in requests:
+        decoded.wait_for_finish(request.key)
+    steps = [call for call in decoded.calls if any(isinstance(event, StepTokens) for event in call)]
+    # The first one runs a step ahead of the others.
+    assert [len(call) for call in steps] == [1] * 12
+    assert [len(call[0].steps) for call in steps if isinstance(call[0], StepTokens)] == [1, *[4] * 10, 3]
+
+
+def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: _Bench) -> None:
+    runner = _HeldRunner()
+    prefill, decode = bench.engine(receives=False), bench.engine(runner)
+    _start(prefill)
+    decoded = _start(decode, admit=True)
+    request = _request("r", 18, 4)
+    ticket = decode.reserve(request, 60.0).result()
+    prefill.prefill(request)
+    prefill.push_to(request.key, ticket)
+    decoded.wait_for_finish(request.key)
+    assert tuple(runner.told_landed) == ticket.block_ids
+
+
+def test_runner_that_tells_of_no_layer_still_hands_over(bench: _Bench) -> None:
+    class Silent(FakeRunner):
+        def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+            return super().run(batch, None)
+
+    prefill, decode = bench.engine(Silent(_MODEL), receives=False), bench.engine()
+    _start(prefill)
+    decoded = _start(decode, admit=True)
+    request = _request("r", 50, 4)
+    ticket = decode.reserve(request, 60.0).result()
+    prefill.prefill(request)
+    prefill.push_to(request.key, ticket)
+    decoded.wait_for_finish(request.key)
+    assert decoded.token_ids[request.key] == _MODEL.answer(request.token_ids, 0, 4)[1:]
+
+
+def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(bench: _Bench) -> None:
+    prefill, decode = bench.engine(receives=False), bench.engine(total_blocks=32)
+    _start(prefill)
+    refusals: list[str] = []
+
+    def reserve_more(event: EngineEvent) -> None:
+        if isinstance(event, Preempted):
+            assert decode.stats().free_blocks >= 1
+            refused = decode.reserve(_request("small", 1, 5), 60.0).exception(SOON_S)
+            assert isinstance(refused, NoCapacity)
+            refusals.append(refused.reason)
+
+    decoded = EngineRecorder(admit_to=decode, on_event=reserve_more)
+    decode.start(decoded)
+    requests = [_request(f"r{i}", 50, 40) for i in range(2)]
+    for request in requests:
+        ticket = decode.reserve(request, 60.0).result()
+        prefill.prefill(request)
+        prefill.push_to(request.key, ticket)
+    for request in requests:
+        decoded.wait_for_finish(request.key)
+        assert decoded.token_ids[request.key] == _MODEL.answer(request.token_ids, 0, 40)[1:]
+    assert refusals
+    assert set(refusals) == {"a preempted request waits for blocks"}
+
+
+# When things break.
+
+
+class _BrokenRunner(FakeRunner):
+    """Raises on a prompt that begins with token 13."""
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+        if any(part.token_ids[0] == 13 for part in batch):
+            raise RuntimeError("bad luck")
+        return super().run(batch, on_layer)
+
+
+def test_error_of_the_runner_stops_the_engine_loudly(bench: _Bench) -> None:
+    prefill, decode = bench.engine(_BrokenRunner(_MODEL)), bench.engine()
+    prefilled, decoded = _start(prefill), _start(decode)
+    computed, unlucky = _request("computed", 10, 5), EngineRequest(AttemptKey("u", 1), (13, 1), 0, SamplingParams())
+    prefill.prefill(computed)
+    prefilled.wait_for(FirstToken, computed.key)
+    decode.reserve(computed, 60.0).result()
+    prefill.prefill(unlucky)
+    # The recorder takes EngineStopped for a problem and says so.
+    with pytest.raises(AssertionError, match="bad luck"):
+        prefilled.wait_for(FirstToken, unlucky.key)
+    assert isinstance(prefilled.events[-1], EngineStopped)
+    with pytest.raises(EngineError, match="bad luck"):
+        prefill.prefill(_request("later", 5, 5))
+    with pytest.raises(EngineError, match="bad luck"):
+        prefill.reserve(_request("later", 5, 5), 60.0).result(SOON_S)
+    with pytest.raises(EngineError, match="bad luck"):
+        prefill.admit(unlucky.key)
+    prefill.abort(computed.key)
+    prefill.close()
+    wait_until_free(prefill)
+    assert not decoded.of(Landed)
+
+
+def test_error_of_the_listener_stops_the_engine_loudly(bench: _Bench) -> None:
+    engine = bench.engine(receives=False)
+    heard: list[EngineEvent] = []
+    stopped = threading.Event()
+
+    def listener(events: Sequence[EngineEvent]) -> None:
+        heard.extend(events)
+        if isinstance(events[-1], EngineStopped):
+            stopped.set()
+        elif any(isinstance(event, FirstToken) for event in events):
+            raise RuntimeError("deaf")
+
+    engine.start(listener)
+    engine.prefill(_request("r", 5, 5))
+    assert stopped.wait(SOON_S)
+    assert isinstance(heard[-1], EngineStopped)
+    with pytest.raises(EngineError, match="deaf"):
+        engine.prefill(_request("later", 5, 5))
+
+
+@pytest.mark.parametrize("note", [b"\xff\xff", b"\x08\xff\xff\x03"], ids=["garbage", "a token beyond the vocabulary"])
+def test_hand_over_that_makes_no_sense_fails_the_request_aloud(bench: _Bench, note: bytes) -> None:
+    decode = bench.engine()
+    decoded = _start(decode)
+    request = _request("r", 10, 5)
+    ticket = decode.reserve(request, 60.0).result()
+    layout = decode.info.layout
+    pool = KvPool(layout, len(ticket.block_ids))
+    sender = KvSender(pool, lambda event: None)
+    try:
+        sender.open(ticket)
+        for layer in range(layout.layer_count):
+            sender.write(ticket.transfer_id, layer, 0, range(len(ticket.block_ids)))
+        sender.finish(ticket.transfer_id, note)
+        assert "hand-over" in decoded.wait_for(RequestFailed, request.key).reason
+        wait_until_free(decode)
+    finally:
+        sender.close()
+
+
+def test_ticket_for_another_length_fails_the_push_and_keeps_the_kv(bench: _Bench) -> None:
+    prefill, decode = bench.engine(receives=False), bench.engine()
+    prefilled, decoded = _start(prefill), _start(decode, admit=True)
+    request = _request("r", 10, 5)
+    prefill.prefill(request)
+    other = decode.reserve(_request("other", 30, 5), 60.0).result()
+    prefill.push_to(request.key, other)
+    assert "30 tokens" in prefilled.wait_for(KvPushFailed, request.key).reason
+    ticket = decode.reserve(request, 60.0).result()
+    prefill.push_to(request.key, ticket)
+    decoded.wait_for_finish(request.key)
+
+
+def test_second_ticket_while_a_push_is_open_is_refused(bench: _Bench) -> None:
+    runner = _HeldRunner()
+    prefill, decode = bench.engine(runner, receives=False), bench.engine()
+    _start(prefill)
+    decoded = _start(decode, admit=True)
+    request = _request("r", 10, 5)
+    runner.hold()
+    prefill.prefill(request)
+    prefill.push_to(request.key, decode.reserve(request, 60.0).result())
+    second = decode.reserve(EngineRequest(AttemptKey("r", 2), request.token_ids, 0, request.params), 60.0).result()
+    with pytest.raises(InvalidArgument, match="ticket"):
+        prefill.push_to(request.key, second)
+    runner.let_go()
+    decoded.wait_for_finish(request.key)
+
+
+def test_pool_that_cannot_hold_one_longest_request_is_refused(bench: _Bench) -> None:
+    bench.engine(total_blocks=32)
+    with pytest.raises(ConfigError, match=r"128 tokens need 32 KV blocks of 4 tokens; the pool has 31") as raised:
+        bench.engine(total_blocks=31)
+    assert raised.value.field == "max_model_len"
+
+
+def test_engine_that_only_prefills_takes_no_reservation(bench: _Bench) -> None:
+    engine = bench.engine(receives=False)
+    assert engine.info.kv_endpoints == ()
+    with pytest.raises(EngineError, match="takes no pushes"):
+        engine.reserve(_request("r", 5, 5), 60.0).result(SOON_S)
+
+
+def test_closed_engine_leaves_no_thread_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        bench = _Bench(tmp_path, stack)
+        prefill, decode = bench.engine(receives=False), bench.engine()
+        _start(prefill)
+        decoded = _start(decode, admit=True)
+        request = _request("r", 10, 5)
+        ticket = decode.reserve(request, 60.0).result()
+        prefill.prefill(request)
+        prefill.push_to(request.key, ticket)
+        decoded.wait_for_finish(request.key)
+    assert set(threading.enumerate()) <= before
+
+
+# Both sides in one engine, and many threads.
+
+
+def test_one_engine_may_push_to_itself(bench: _Bench) -> None:
+    model = FakeModel(max_model_len=128, block_tokens=4, eos_probability=0.05)
+    engine = bench.engine(FakeRunner(model))
+    recorder = _start(engine, admit=True)
+    requests = [_request(f"r{i}", 3 + 7 * i, 30) for i in range(8)]
+    for request in requests:
+        ticket = engine.reserve(request, 60.0).result()
+        engine.prefill(request)
+        engine.push_to(request.key, ticket)
+    for request in requests:
+        expected = model.answer(request.token_ids, 0, 30)
+        if 0 in expected:
+            expected = expected[: expected.index(0) + 1]
+        recorder.wait_for_finish(request.key)
+        assert recorder.token_ids[request.key] == expected
+        engine.abort(request.key)
+    wait_until_free(engine)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_calls_from_many_threads_leave_blocks_and_tokens_right(bench: _Bench, seed: int) -> None:
+    print(f"seed {seed}")
+    prefill, decode = bench.engine(total_blocks=80, receives=False), bench.engine(total_blocks=48)
+    prefilled, decoded = _start(prefill), _start(decode, admit=True)
+    kept: list[EngineRequest] = []
+    errors: list[BaseException] = []
+
+    def serve(thread: int) -> None:
+        rng = random.Random(1000 * seed + thread)
+        try:
+            for i in range(15):
+                request = _request(f"{seed}-{thread}-{i}", rng.randrange(1, 60), rng.randrange(2, 40))
+                aborts = rng.random() < 0.5
+                moments = [rng.random() < 0.3 for _ in range(3)]
+                ticket = _retry(lambda request=request: decode.reserve(request, 60.0).result())
+                if aborts and moments[0]:
+                    decode.abort(request.key)
+                _retry(lambda request=request: prefill.prefill(request))
+                if aborts and moments[1]:
+                    prefill.abort(request.key)
+                prefill.push_to(request.key, ticket)
+                if aborts and moments[2] and not moments[1]:
+                    prefilled.wait_for(FirstToken, request.key)
+                    prefill.abort(request.key)
+                if aborts:
+                    decode.abort(request.key)
+                    prefill.abort(request.key)
+                else:
+                    kept.append(request)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=serve, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert not any(thread.is_alive() for thread in threads)
+    for request in kept:
+        decoded.wait_for_finish(request.key)
+        answer = [prefilled.token_ids[request.key][0], *decoded.token_ids[request.key]]
+        assert answer == _MODEL.answer(request.token_ids, 0, request.params.max_tokens or 0)
+    wait_until_free(prefill, decode)
+
+
+def _retry(call):  # type: ignore[no-untyped-def]
+    pause = threading.Event()
+    for _ in range(10_000):
+        try:
+            return call()
+        except NoCapacity:
+            pause.wait(0.002)
+    raise AssertionError("no room for 20 s")

@@ -1,0 +1,56 @@
+"""What goes into one step, and in which order."""
+
+from kaveri.engine.contract import AttemptKey
+from kaveri.engine.stepwise_batch import form_step
+from kaveri.engine.stepwise_sequence import Phase, Sequence
+from kaveri.sampling import SamplingParams
+
+
+def _sequence(name: str, token_count: int, computed: int = 0) -> Sequence:
+    return Sequence(
+        AttemptKey(name, 1), SamplingParams(), [1] * token_count, 0, Phase.RUNNING, [*range(100)], computed=computed
+    )
+
+
+def _step(running: list[Sequence], prefilling: list[Sequence], chunk_tokens: int) -> list[tuple[str, int]]:
+    planned = form_step(running, prefilling, chunk_tokens)
+    return [(sequence.key.request_id, token_count) for sequence, token_count in planned]
+
+
+def test_several_prompts_share_a_chunk_in_order() -> None:
+    prefilling = [_sequence("a", 20), _sequence("b", 5), _sequence("c", 50)]
+    assert _step([], prefilling, 32) == [("a", 20), ("b", 5), ("c", 7)]
+
+
+def test_long_prompt_is_spread_over_chunks_from_where_it_came_to() -> None:
+    long = _sequence("a", 70)
+    chunks = []
+    while long.pending:
+        ((_, token_count),) = _step([], [long], 32)
+        part = long.slice(token_count)
+        chunks.append((part.start, len(part.token_ids), part.draw))
+        long.computed += token_count
+    assert chunks == [(0, 32, False), (32, 32, False), (64, 6, True)]
+
+
+def test_later_prompt_waits_until_the_chunk_has_room() -> None:
+    assert _step([], [_sequence("a", 32), _sequence("b", 1)], 32) == [("a", 32)]
+
+
+def test_decode_takes_no_room_from_the_chunk_and_recomputation_comes_before_prompts() -> None:
+    running = [
+        _sequence("decode", 9, computed=8),
+        _sequence("again", 30, computed=10),
+        _sequence("last", 4, computed=3),
+    ]
+    prefilling = [_sequence("a", 40)]
+    assert _step(running, prefilling, 32) == [("decode", 1), ("last", 1), ("again", 20), ("a", 12)]
+
+
+def test_decode_goes_on_beside_a_recomputation_that_fills_the_chunk() -> None:
+    running = [_sequence("again", 100), _sequence("decode", 9, computed=8)]
+    assert _step(running, [_sequence("a", 40)], 32) == [("decode", 1), ("again", 32)]
+
+
+def test_nothing_to_do_is_an_empty_step() -> None:
+    assert _step([], [], 32) == []

@@ -1,0 +1,109 @@
+"""Settings become an engine, or one clear line about the setting that cannot be."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.engine.fake import FakeModel
+from kaveri.errors import ConfigError
+
+_FAKE = EngineSettings(receives=True, engine="fake", kv_cache_memory_bytes=2**20)
+
+
+def test_decode_engine_listens_on_a_unix_socket_and_on_tcp_and_cleans_up() -> None:
+    engine = build_engine(_FAKE)
+    unix, tcp = engine.info.kv_endpoints
+    assert (unix.transport, tcp.transport) == ("unix", "tcp")
+    assert os.path.exists(unix.address)
+    assert tcp.address.startswith("127.0.0.1:")
+    assert not tcp.address.endswith(":0")
+    engine.close()
+    assert not os.path.exists(unix.address)
+
+
+def test_endpoints_follow_the_settings() -> None:
+    engine = build_engine(replace(_FAKE, kv_unix=False, kv_host="0.0.0.0", kv_advertise_host="decode.example"))
+    (tcp,) = engine.info.kv_endpoints
+    assert tcp.address.startswith("decode.example:")
+    engine.close()
+    prefill = build_engine(replace(_FAKE, receives=False))
+    assert prefill.info.kv_endpoints == ()
+    prefill.close()
+
+
+def test_pool_is_as_large_as_the_memory_given_for_it() -> None:
+    engine = build_engine(_FAKE)
+    layout = engine.info.layout
+    assert engine.info.total_blocks == 2**20 // (layout.layer_count * layout.block_bytes)
+    engine.close()
+
+
+def test_model_length_is_the_models_own_unless_the_pool_holds_less() -> None:
+    engine = build_engine(replace(_FAKE, fake_model=FakeModel(max_model_len=500)))
+    assert engine.info.max_model_len == 500
+    engine.close()
+    engine = build_engine(replace(_FAKE, fake_model=FakeModel(max_model_len=10**5)))
+    assert engine.info.max_model_len == engine.info.total_blocks * engine.info.layout.block_tokens < 10**5
+    engine.close()
+
+
+def test_model_length_that_was_asked_for_and_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"100000, which takes \d+ bytes .* is 1048576, enough for 4096") as raised:
+        build_engine(replace(_FAKE, max_model_len=100_000))
+    assert raised.value.field == "max_model_len"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("engine", "abacus"),
+        ("max_model_len", -1),
+        ("kv_cache_memory_bytes", 10),
+        ("block_tokens", 0),
+        ("chunk_tokens", 0),
+        ("max_batch", 0),
+    ],
+)
+def test_setting_that_cannot_be_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_engine(replace(_FAKE, **{field: value}))
+    assert raised.value.field == field
+
+
+def test_socket_of_a_killed_process_goes_at_the_next_start_and_those_in_use_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    abandoned = tmp_path / f"kaveri-kv-{ended.pid}-0001.sock"
+    # As another container's would be: of a process that is unknown here, and answering.
+    elsewhere = tmp_path / f"kaveri-kv-{ended.pid}-0002.sock"
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as living:
+        dead.bind(str(abandoned))
+        living.bind(str(elsewhere))
+        living.listen()
+        first = build_engine(_FAKE)
+        second = build_engine(_FAKE)
+        try:
+            unix = {Path(engine.info.kv_endpoints[0].address) for engine in (first, second)}
+            assert set(tmp_path.iterdir()) == {elsewhere, *unix}
+        finally:
+            first.close()
+            second.close()
+
+
+def test_fake_engine_needs_no_torch() -> None:
+    program = (
+        "import sys; from kaveri.engine.factory import *; "
+        "build_engine(EngineSettings(receives=True, engine='fake', kv_cache_memory_bytes=2**20)).close(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -1,0 +1,180 @@
+"""Who holds blocks, who gives them up, and that everybody gets through, on pools that are too small."""
+
+import random
+from itertools import count
+
+import pytest
+
+from kaveri.engine.contract import AttemptKey
+from kaveri.engine.stepwise_batch import form_step
+from kaveri.engine.stepwise_residency import Residency
+from kaveri.engine.stepwise_sequence import Phase, Sequence
+from kaveri.errors import NoCapacity
+from kaveri.kv.blocks import BlockAllocator
+from kaveri.kv.layout import KvLayout
+from kaveri.sampling import SamplingParams
+
+_LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
+
+
+class _Pool:
+    """A residency driven by hand, with an engine's way of reserving, landing and drawing."""
+
+    def __init__(self, total_blocks: int, max_batch: int = 8, chunk_tokens: int = 8) -> None:
+        self.allocator = BlockAllocator(total_blocks)
+        self.residency = Residency(self.allocator, _LAYOUT, max_batch)
+        self.chunk_tokens = chunk_tokens
+        self.live: list[Sequence] = []
+        self._names = count()
+
+    def reserve(self, prompt_tokens: int, answer_tokens: int) -> Sequence:
+        if self.residency.short_of_blocks:
+            raise NoCapacity("decode", 0.1)
+        params = SamplingParams(max_tokens=answer_tokens)
+        sequence = Sequence(AttemptKey(f"r{next(self._names)}", 1), params, [0] * prompt_tokens, 0, Phase.RESERVED)
+        sequence.block_ids += self.allocator.allocate(sequence, _LAYOUT.block_count(prompt_tokens + 1))
+        self.live.append(sequence)
+        return sequence
+
+    def land(self, sequence: Sequence) -> None:
+        sequence.computed = len(sequence.token_ids)
+        sequence.token_ids.append(0)
+        sequence.draw_index = 1
+        self.residency.land(sequence)
+
+    def admitted(self, prompt_tokens: int, answer_tokens: int) -> Sequence:
+        sequence = self.reserve(prompt_tokens, answer_tokens)
+        self.land(sequence)
+        self.residency.admit(sequence)
+        return sequence
+
+    def step(self) -> list[Sequence]:
+        """One engine step. Returns those that were preempted for it."""
+        preempted = self.residency.prepare_step()
+        for sequence, token_count in form_step(self.residency.running, (), self.chunk_tokens):
+            sequence.computed += token_count
+            assert sequence.computed <= len(sequence.block_ids) * _LAYOUT.block_tokens, "KV written beyond the blocks"
+            if sequence.pending == 0:
+                sequence.token_ids.append(0)
+                sequence.draw_index += 1
+                if sequence.draw_index == sequence.params.max_tokens:
+                    self.drop(sequence)
+        self.check()
+        return preempted
+
+    def drop(self, sequence: Sequence) -> None:
+        sequence.done = True
+        self.residency.remove(sequence)
+        self.allocator.release(sequence)
+        self.live.remove(sequence)
+
+    def check(self) -> None:
+        self.allocator.check_integrity(self.live)
+        self.residency.check_integrity(self.live)
+        for sequence in self.live:
+            assert tuple(sequence.block_ids) == self.allocator.blocks_of(sequence)
+
+
+def test_latest_admitted_gives_way_and_comes_back_when_there_is_room() -> None:
+    pool = _Pool(total_blocks=6)
+    early, late = pool.admitted(8, 9), pool.admitted(8, 9)
+    while not (preempted := pool.step()):
+        assert not early.done
+    assert preempted == [late]
+    assert not late.block_ids
+    assert late.computed == 0
+    while not early.done:
+        pool.step()
+    while not late.done:
+        assert not pool.step()
+
+
+def test_landed_and_unadmitted_gives_way_before_the_batch_does() -> None:
+    pool = _Pool(total_blocks=6)
+    running, landed = pool.admitted(8, 9), pool.reserve(8, 5)
+    pool.land(landed)
+    while not (preempted := pool.step()):
+        assert not running.done
+    assert preempted == [landed]
+    assert landed.phase is Phase.LANDED
+    pool.residency.admit(landed)
+    while not landed.done:
+        pool.step()
+    assert running.done
+
+
+def test_reservations_are_left_alone_and_the_runner_waits_for_them() -> None:
+    pool = _Pool(total_blocks=6)
+    running, reserved = pool.admitted(10, 9), pool.reserve(10, 5)
+    preempted = [sequence for _ in range(20) for sequence in pool.step()]
+    assert preempted == [running]
+    assert len(reserved.block_ids) == 3
+    with pytest.raises(NoCapacity):
+        pool.reserve(1, 1)
+    pool.drop(reserved)
+    while not running.done:
+        pool.step()
+
+
+def test_landing_makes_room_for_one_that_was_preempted_before() -> None:
+    pool = _Pool(total_blocks=6)
+    running, reserved = pool.admitted(10, 9), pool.reserve(10, 5)
+    while not pool.step():
+        assert not running.done
+    pool.land(reserved)
+    assert pool.step() == [reserved]
+    assert running.phase is Phase.RUNNING
+    pool.residency.admit(reserved)
+    while pool.live:
+        pool.step()
+
+
+def test_batch_takes_no_more_than_it_holds_and_fills_in_order() -> None:
+    pool = _Pool(total_blocks=40, max_batch=2)
+    sequences = [pool.admitted(3, 4) for _ in range(5)]
+    pool.step()
+    assert pool.residency.running == sequences[:2]
+    assert pool.residency.waiting == sequences[2:]
+    while not sequences[1].done:
+        pool.step()
+    pool.step()
+    assert pool.residency.running == sequences[2:4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_everybody_gets_through_under_load_without_end(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    max_model_len = 40
+    total_blocks = _LAYOUT.block_count(max_model_len) + rng.randrange(8)
+    pool = _Pool(total_blocks, max_batch=rng.choice((1, 2, 4)), chunk_tokens=rng.choice((1, 5, 64)))
+    reserved: list[tuple[Sequence, int]] = []
+    landed: list[tuple[Sequence, int]] = []
+    waiting_since: dict[Sequence, int] = {}
+    step = 0
+    while step < 600 or pool.live:
+        step += 1
+        if step < 600:
+            prompt_tokens = rng.randrange(1, max_model_len - 2)
+            answer_tokens = rng.randrange(2, max_model_len - prompt_tokens + 1)
+            try:
+                sequence = pool.reserve(prompt_tokens, answer_tokens)
+                reserved.append((sequence, step + rng.randrange(20)))
+            except NoCapacity:
+                pass
+        for due in [each for each in reserved if each[1] <= step]:
+            reserved.remove(due)
+            if rng.random() < 0.2:
+                pool.drop(due[0])
+            else:
+                pool.land(due[0])
+                landed.append((due[0], step + rng.randrange(10)))
+        for due in [each for each in landed if each[1] <= step]:
+            landed.remove(due)
+            pool.residency.admit(due[0])
+            waiting_since[due[0]] = step
+        pool.step()
+        for sequence, since in waiting_since.items():
+            assert sequence.done or step - since < 1000, f"step {step}: {sequence} waits since {since}"
+    assert waiting_since, "nothing was admitted"
+    assert pool.allocator.free_count == total_blocks

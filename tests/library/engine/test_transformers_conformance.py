@@ -1,0 +1,83 @@
+"""The stepwise engine on the transformers runner does what every engine must, KV pushed over real sockets."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.transformers.loading import load_runner
+from kaveri.engine.transformers.runner import TransformersRunner
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.tiny_models import make_tiny_model
+
+BLOCK_TOKENS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class _Harness:
+    def __init__(self, model_folder: Path, socket_folder: Path, reference: Any) -> None:
+        self._model_folder = model_folder
+        self._socket_folder = socket_folder
+        self._reference = reference
+        self._count = 0
+
+    def _runner(self, max_model_len: int) -> TransformersRunner:
+        return load_runner(str(self._model_folder), "float32", "cpu", max_model_len, BLOCK_TOKENS)
+
+    def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> StepwiseEngine:
+        return StepwiseEngine(self._runner(max_model_len), total_blocks, chunk_tokens=chunk_tokens)
+
+    def decode_engine(
+        self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
+    ) -> StepwiseEngine:
+        self._count += 1
+        return StepwiseEngine(
+            self._runner(max_model_len),
+            total_blocks,
+            chunk_tokens=chunk_tokens,
+            max_batch=max_batch,
+            listen=[
+                KvEndpoint("unix", str(self._socket_folder / f"kv{self._count}.sock")),
+                KvEndpoint("tcp", "127.0.0.1:0"),
+            ],
+        )
+
+    def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
+        prompt = torch.tensor([list(token_ids)])
+        output = self._reference.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=token_count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        answer: list[int] = output[0, len(token_ids) :].tolist()
+        return answer
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", max_positions=256)
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_folder)
+
+
+class TestStepwiseOnTransformers(EngineConformance):
+    @pytest.fixture
+    def harness(self, model_folder: Path, reference: Any, tmp_path: Path) -> _Harness:
+        return _Harness(model_folder, tmp_path, reference)

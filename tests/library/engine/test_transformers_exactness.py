@@ -1,0 +1,273 @@
+"""The transformers runner gives the tokens of model.generate, however its steps are cut, packed and scattered."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kaveri.engine.runner import LayerListener, SequenceSlice
+from kaveri.engine.transformers.loading import load_runner
+from kaveri.engine.transformers.memory import PagedMemory
+from kaveri.engine.transformers.runner import TransformersRunner
+from kaveri.errors import LayoutMismatch
+from kaveri.kv.pool import KvPool
+from kaveri.models import resolve_model
+from kaveri.sampling import SamplingParams
+from kaveri.testing.tiny_models import ARCHITECTURES, make_tiny_model
+
+BLOCK_TOKENS = 16
+BLOCK_COUNT = 160
+CHUNK_TOKENS = 32
+VOCAB_SIZE = 320
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: make_tiny_model(root / name, name, vocab_size=VOCAB_SIZE) for name in ARCHITECTURES}
+
+
+@dataclass
+class RunSequence:
+    """One sequence that the driver below runs, with the blocks it holds."""
+
+    prompt: list[int]
+    params: SamplingParams = GREEDY
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.answer
+
+    def take(self, count: int) -> SequenceSlice:
+        """The next `count` positions; draws when they end what is known."""
+        end = min(self.computed + count, len(self.tokens))
+        return SequenceSlice(
+            token_ids=self.tokens[self.computed : end],
+            start=self.computed,
+            block_ids=self.blocks,
+            draw=end == len(self.tokens),
+            draw_index=len(self.answer),
+            params=self.params,
+        )
+
+
+class Driver:
+    """Runs sequences over a pool full of NaN, in blocks scattered by a seed, packing chunks beside decodes."""
+
+    def __init__(self, runner: TransformersRunner, seed: int, separate_memory: bool = False) -> None:
+        self.runner = runner
+        self.pool = KvPool(runner.layout, BLOCK_COUNT)
+        # Every bit set is a NaN in each dtype: what an earlier owner left must not show.
+        self.pool.memory.fill(0xFF)
+        runner.attach(self.pool)
+        if separate_memory:
+            runner._memory = PagedMemory(self.pool, torch.device("cpu"), separate=True)
+        self._free = list(range(BLOCK_COUNT))
+        random.Random(seed).shuffle(self._free)
+
+    def hold(self, sequence: RunSequence, answer_tokens: int) -> None:
+        count = self.runner.layout.block_count(len(sequence.prompt) + answer_tokens)
+        sequence.blocks = [self._free.pop() for _ in range(count)]
+
+    def finish(
+        self, sequences: Sequence[RunSequence], answer_tokens: int, on_layer: LayerListener | None = None
+    ) -> None:
+        """Steps until all have `answer_tokens`: each step decodes whoever can and fills up with chunks of prompts."""
+        while True:
+            running = [one for one in sequences if len(one.answer) < answer_tokens]
+            if not running:
+                return
+            pieces: list[tuple[RunSequence, SequenceSlice]] = []
+            budget = CHUNK_TOKENS
+            for one in running:
+                left = len(one.tokens) - one.computed
+                count = 1 if left == 1 else min(left, budget)
+                if count:
+                    pieces.append((one, one.take(count)))
+                    budget -= count if left > 1 else 0
+            self.step(pieces, on_layer)
+
+    def step(self, pieces: Sequence[tuple[RunSequence, SequenceSlice]], on_layer: LayerListener | None) -> None:
+        drawn = self.runner.run([piece for _, piece in pieces], on_layer)
+        for (one, piece), token in zip(pieces, drawn, strict=True):
+            one.computed += len(piece.token_ids)
+            assert (token is not None) == piece.draw
+            if token is not None:
+                one.answer.append(token.token_id)
+
+
+def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def new_runner(folder: Path, dtype: str = "float32") -> TransformersRunner:
+    return load_runner(str(folder), dtype, "cpu", None, BLOCK_TOKENS)
+
+
+def generate(reference: Any, prompt: list[int], answer_tokens: int) -> list[int]:
+    output = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=answer_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    answer: list[int] = output[0, len(prompt) :].tolist()
+    return answer
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_equal_generate_however_steps_are_cut_and_packed(
+    architecture: str, model_folders: dict[str, Path]
+) -> None:
+    folder = model_folders[architecture]
+    driver = Driver(new_runner(folder), seed=3)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    answer_tokens = 24
+    sequences = [RunSequence(prompt) for prompt in prompts(5, [1, 2, 15, 16, 17, 33, 96, 131, 200])]
+    for one in sequences:
+        driver.hold(one, answer_tokens)
+    driver.finish(sequences, answer_tokens)
+    for one in sequences:
+        expected = generate(reference, one.prompt, answer_tokens)
+        assert one.answer == expected, f"{architecture}, prompt of {len(one.prompt)} tokens"
+    # The comparison would prove little if the models repeated themselves.
+    assert max(len(set(one.answer)) for one in sequences) > 8
+
+
+def test_capped_scores_and_alternating_windows_equal_generate(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "gemma2", vocab_size=VOCAB_SIZE)
+    driver = Driver(new_runner(folder), seed=5)
+    # Only its eager attention caps the scores.
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    sequences = [RunSequence(prompt) for prompt in prompts(14, [1, 20, 33, 100])]
+    for one in sequences:
+        driver.hold(one, 16)
+    driver.finish(sequences, 16)
+    for one in sequences:
+        assert one.answer == generate(reference, one.prompt, 16)
+
+
+def test_bundled_model_gives_the_tokens_of_generate_in_float32() -> None:
+    sequences = [RunSequence(prompt) for prompt in prompts(6, [3, 40, 77])]
+    driver = Driver(load_runner("kaveri-tiny", "float32", "cpu", None, BLOCK_TOKENS), seed=8)
+    reference = AutoModelForCausalLM.from_pretrained(resolve_model("kaveri-tiny"), dtype=torch.float32)
+    for one in sequences:
+        driver.hold(one, 12)
+    driver.finish(sequences, 12)
+    for one in sequences:
+        expected = generate(reference, one.prompt, 12)
+        assert one.answer[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_and_its_logits_stay_near_float32(dtype: str, model_folders: dict[str, Path]) -> None:
+    asking = SamplingParams(temperature=0.0, logprobs=1)
+    exact, rounded = (Driver(new_runner(model_folders["llama"], name), seed=1) for name in ("float32", dtype))
+    for prompt in prompts(9, [5, 70]):
+        values = []
+        for driver in (exact, rounded):
+            one = RunSequence(prompt, asking)
+            driver.hold(one, 1)
+            (token,) = driver.runner.run([one.take(len(prompt))], None)
+            assert token is not None
+            assert token.logprobs is not None
+            values.append(token.logprobs.top[0][1])
+        assert values[0] == pytest.approx(values[1], abs=0.25)
+
+
+def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(model_folders: dict[str, Path]) -> None:
+    driver = Driver(new_runner(model_folders["qwen3"]), seed=4)
+    for params in (GREEDY, SamplingParams(temperature=0.9, top_p=0.95, seed=77)):
+        (prompt,) = prompts(10, [50])
+        whole = RunSequence(prompt, params)
+        driver.hold(whole, 30)
+        driver.finish([whole], 30)
+        resumed = RunSequence(prompt, params, answer=whole.answer[:11])
+        driver.hold(resumed, 30)
+        driver.finish([resumed], 30)
+        assert resumed.answer == whole.answer
+
+
+def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(model_folders: dict[str, Path]) -> None:
+    driver = Driver(new_runner(model_folders["llama"]), seed=4)
+    params = [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=2),
+        SamplingParams(temperature=1.3, top_k=12, seed=3),
+        GREEDY,
+    ]
+    together = [RunSequence(prompt, entry) for prompt, entry in zip(prompts(11, [7, 20, 41, 9]), params, strict=True)]
+    for one in together:
+        driver.hold(one, 16)
+    driver.finish(together, 16)
+    for one in together:
+        alone = RunSequence(one.prompt, one.params)
+        driver.hold(alone, 16)
+        driver.finish([alone], 16)
+        assert alone.answer == one.answer, one.params
+
+
+@pytest.mark.parametrize("separate_memory", [False, True], ids=["in the pool", "in a copy as on a GPU"])
+def test_kv_copied_into_other_blocks_of_another_runner_goes_on_with_the_same_tokens(
+    model_folders: dict[str, Path], separate_memory: bool
+) -> None:
+    source, target = (Driver(new_runner(model_folders["mistral"]), seed, separate_memory) for seed in (20, 21))
+    (prompt,) = prompts(12, [90])
+    here = RunSequence(prompt)
+    source.hold(here, 20)
+    source.finish([here], 20, on_layer=lambda _: None)
+
+    there = RunSequence(prompt, answer=here.answer[:1], computed=len(prompt))
+    target.hold(there, 20)
+    moved = source.runner.layout.block_count(len(prompt))
+    target.pool.memory[:, there.blocks[:moved]] = source.pool.memory[:, here.blocks[:moved]]
+    target.runner.landed(there.blocks[:moved])
+    target.finish([there], 20)
+    assert there.answer == here.answer
+
+
+def test_listener_hears_of_each_layer_in_order_once_its_kv_is_in_the_pool(model_folders: dict[str, Path]) -> None:
+    driver = Driver(new_runner(model_folders["gpt2"]), seed=2)
+    first, second = (RunSequence(prompt) for prompt in prompts(13, [40, 1]))
+    driver.hold(first, 1)
+    driver.hold(second, 1)
+    seen: list[tuple[int, Any]] = []
+
+    def listen(layer: int) -> None:
+        seen.append((layer, driver.pool.memory[layer].copy()))
+
+    driver.runner.run([first.take(40), second.take(1)], listen)
+    layers = list(range(driver.runner.layout.layer_count))
+    assert [layer for layer, _ in seen] == layers
+    for layer, then in seen:
+        assert np.array_equal(then, driver.pool.memory[layer])
+        # Nothing but the blocks of these two was touched, and none of their bytes is left as it was.
+        blocks = first.blocks[:3] + second.blocks[:1]
+        assert not (then[blocks] == 0xFF).all(axis=1).any()
+        assert (np.delete(then, blocks, axis=0) == 0xFF).all()
+
+
+def test_runner_refuses_a_pool_of_another_layout(model_folders: dict[str, Path]) -> None:
+    runner, other = new_runner(model_folders["llama"]), new_runner(model_folders["opt"])
+    with pytest.raises(LayoutMismatch):
+        runner.attach(KvPool(other.layout, 4))

@@ -1,0 +1,192 @@
+"""The loader: what it reads off a checkpoint, and that it refuses in one line what it cannot serve exactly."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kaveri.engine.transformers.fingerprint import fingerprint
+from kaveri.engine.transformers.loading import load_runner
+from kaveri.engine.transformers.runner import TransformersRunner
+from kaveri.errors import ConfigError
+from kaveri.testing.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("llama"), "llama", eos_token_id=7)
+
+
+def load(folder: Path | str, **changes: Any) -> TransformersRunner:
+    return load_runner(
+        **{"model": str(folder), "dtype": "auto", "device": "cpu", "max_model_len": None, "block_tokens": 16, **changes}
+    )
+
+
+def refusal(folder: Path | str, **changes: Any) -> str:
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        load(folder, **changes)
+    assert time.monotonic() - started < 20
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def edit(folder: Path, name: str, **changes: Any) -> None:
+    file = folder / name
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | changes))
+
+
+@pytest.fixture
+def copied(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+def test_layout_is_the_models_own(llama: Path) -> None:
+    runner = load(llama)
+    layout = runner.layout
+    assert (layout.layer_count, layout.kv_head_count, layout.head_dim, layout.block_tokens) == (3, 2, 16, 16)
+    assert layout.dtype == "float32"
+    assert (runner.vocab_size, runner.max_model_len, runner.eos_token_ids) == (320, 1024, {7})
+    assert load(llama, dtype="bfloat16", max_model_len=100).layout.dtype == "bfloat16"
+
+
+def test_generation_config_says_where_answers_end(copied: Path) -> None:
+    edit(copied, "generation_config.json", eos_token_id=[3, 9])
+    assert load(copied).eos_token_ids == {3, 9}
+    edit(copied, "generation_config.json", eos_token_id=5)
+    assert load(copied).eos_token_ids == {5}
+
+
+def test_fingerprint_tells_weights_apart_and_not_folders(llama: Path, copied: Path, tmp_path: Path) -> None:
+    ours = load(llama).layout
+    assert load(copied).layout == ours
+    other = make_tiny_model(tmp_path / "other", "llama", eos_token_id=7, seed=1)
+    assert load(other).layout.model_fingerprint != ours.model_fingerprint
+    weights = bytearray((copied / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copied / "model.safetensors").write_bytes(weights)
+    assert load(copied).layout.model_fingerprint != ours.model_fingerprint
+
+
+def test_fingerprint_of_a_large_file_reads_its_header_and_samples(
+    llama: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kaveri.engine.transformers.fingerprint._WHOLE_FILE_BYTES", 5000)
+    ours = fingerprint(llama)
+    assert fingerprint(copied) == ours
+    weights = copied / "model.safetensors"
+    whole = weights.read_bytes()
+    for position in (9, len(whole) // 3, len(whole) - 1):
+        changed = bytearray(whole)
+        changed[position] ^= 1
+        weights.write_bytes(changed)
+        assert fingerprint(copied) != ours, f"byte {position} of {len(whole)}"
+
+
+def test_model_of_another_kind_is_refused(copied: Path) -> None:
+    edit(copied, "config.json", model_type="t5", architectures=["T5ForConditionalGeneration"])
+    assert "encoder-decoder" in refusal(copied)
+    edit(copied, "config.json", model_type="vit", is_encoder_decoder=False)
+    assert "cannot be loaded" in refusal(copied)
+    edit(copied, "config.json", model_type="nobody-knows-it")
+    assert "cannot be loaded" in refusal(copied)
+
+
+def test_bundled_model_loads_by_its_name() -> None:
+    runner = load("kaveri-tiny")
+    assert runner.max_model_len >= 2048
+    assert runner.layout.dtype == "bfloat16"
+
+
+def test_what_is_no_model_is_refused(llama: Path, copied: Path, tmp_path: Path) -> None:
+    assert "is no folder" in refusal(tmp_path / "missing")
+    assert "no config.json" in refusal(tmp_path)
+    assert "is no folder" in refusal(llama / "config.json")
+    assert "neither a folder nor a hub id" in refusal("two words/and more")
+    (copied / "model.safetensors").rename(copied / "model.bin")
+    assert "only safetensors" in refusal(copied)
+
+
+def test_hub_id_that_cannot_be_had_is_refused_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A port where nobody listens stands for the hub, so that no test leaves the machine.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be had from the hub" in refusal("kaveri-tests/no-such-model")
+
+
+def test_broken_files_are_refused(copied: Path) -> None:
+    (copied / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
+    assert "cannot be loaded" in refusal(copied)
+    (copied / "config.json").write_text("{")
+    assert "cannot be loaded" in refusal(copied)
+
+
+def test_checkpoint_with_missing_weights_is_refused(copied: Path) -> None:
+    edit(copied, "config.json", num_hidden_layers=4)
+    assert "lacks" in refusal(copied)
+
+
+def test_unknown_choices_are_refused(llama: Path) -> None:
+    assert "dtype" in refusal(llama, dtype="int8")
+    assert "device" in refusal(llama, device="abacus")
+    assert "max_model_len" in refusal(llama, max_model_len=5000)
+    assert "max_model_len" in refusal(llama, max_model_len=0)
+    assert "block_tokens" in refusal(llama, block_tokens=0)
+
+
+def test_window_that_the_attention_never_hears_of_limits_the_length(copied: Path) -> None:
+    edit(copied, "config.json", sliding_window=64)
+    assert "sliding window" in refusal(copied)
+    assert load(copied, max_model_len=64).max_model_len == 64
+
+
+def test_rotary_embeddings_that_depend_on_the_batch_limit_the_length(copied: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 256}
+    edit(copied, "config.json", rope_parameters=rope)
+    assert "rotary" in refusal(copied)
+    assert load(copied, max_model_len=256).max_model_len == 256
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("bloom", {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64}),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 64}),
+        (
+            "gpt_oss",  # attention sinks
+            {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "vocab_size": 64,
+            },
+        ),
+    ],
+)
+def test_architectures_whose_attention_cannot_be_carried_are_refused(
+    architecture: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config)).save_pretrained(tmp_path)
+    assert "attention" in refusal(tmp_path, max_model_len=64)
+
+
+def test_tiny_tokenizer_of_the_test_models_turns_bytes_into_ids_and_back(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "opt", tokenizer=True, eos_token_id=256)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "Kaveri \n naïve 🌊"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_token_id == 256

@@ -1,0 +1,160 @@
+"""The sampler: what each parameter promises, and that a draw depends on nothing but its own row."""
+
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from kaveri.engine.runner import SequenceSlice
+from kaveri.engine.transformers.sampler import draw_tokens, stream_state, waiting_times
+from kaveri.sampling import SamplingParams
+
+VOCAB_SIZE = 50
+
+
+def row(draw_index: int = 0, **params: object) -> SequenceSlice:
+    return SequenceSlice([1], 0, [0], True, draw_index, SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def random_logits(seed: int, count: int) -> Tensor:
+    return torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def ids(logits: Tensor, slices: list[SequenceSlice]) -> list[int]:
+    return [token.token_id for token in draw_tokens(logits, slices)]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}, {"top_k": 1, "temperature": 5.0}],
+)
+def test_parameters_that_leave_one_token_are_greedy(params: dict[str, object]) -> None:
+    logits = random_logits(1, 40)
+    slices = [row(index, seed=index, **params) for index in range(40)]
+    assert ids(logits, slices) == logits.argmax(-1).tolist()
+
+
+def test_same_seed_and_index_draw_the_same_token_and_others_draw_others() -> None:
+    logits = random_logits(2, 1).expand(64, -1)
+    again = [ids(logits, [row(index, seed=9) for index in range(64)]) for _ in range(2)]
+    assert again[0] == again[1]
+    assert len(set(again[0])) > 5
+    assert ids(logits, [row(index, seed=10) for index in range(64)]) != again[0]
+
+
+def test_a_row_draws_the_same_alone_and_beside_any_neighbours() -> None:
+    source = random.Random(5)
+    logits = random_logits(3, 60)
+    slices = [
+        row(
+            source.randrange(1000),
+            seed=source.randrange(2**64),
+            temperature=source.choice([0.0, 0.3, 1.0, 2.5]),
+            top_k=source.choice([0, 0, 3, 20, 1000]),
+            top_p=source.choice([1.0, 1.0, 0.2, 0.9]),
+            logprobs=source.choice([None, 0, 3]),
+        )
+        for _ in range(60)
+    ]
+    together = draw_tokens(logits, slices)
+    for index, piece in enumerate(slices):
+        (alone,) = draw_tokens(logits[index : index + 1], [piece])
+        assert alone.token_id == together[index].token_id, piece
+        assert (alone.logprobs is None) == (piece.params.logprobs is None)
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.69}, {0, 1}),
+        ({"top_p": 0.71}, {0, 1, 2}),
+        # top_p reads the weights that top_k left: 0.4 and 0.3 become 0.57 and 0.43.
+        ({"top_k": 2, "top_p": 0.5}, {0}),
+        ({"temperature": 0.5}, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_draws_follow_the_filtered_distribution(params: dict[str, object], allowed: set[int]) -> None:
+    probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+    count = 20_000
+    drawn = Counter(
+        ids(probabilities.log().expand(count, -1), [row(index, seed=7, **params) for index in range(count)])
+    )
+    weights = probabilities ** (1 / float(params.get("temperature", 1.0)))  # type: ignore[arg-type]
+    total = sum(float(weights[token]) for token in allowed)
+    assert set(drawn) == allowed
+    for token in allowed:
+        # Five standard deviations of a binomial at most, for a fixed seed.
+        assert drawn[token] / count == pytest.approx(float(weights[token]) / total, abs=0.0177)
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.95}])
+def test_rounding_of_the_logits_hardly_ever_changes_a_draw(params: dict[str, object]) -> None:
+    # What another batch shape does to logits of a trained model in float32 is about a tenth of this noise.
+    noise = torch.Generator().manual_seed(12)
+    changed = 0
+    for part in range(8):
+        logits = torch.randn(500, 2000, generator=noise) * 2
+        rounded = logits + torch.randn(500, 2000, generator=noise) * 1e-4
+        slices = [row(part * 500 + index, seed=11, **params) for index in range(500)]
+        changed += sum(a != b for a, b in zip(ids(logits, slices), ids(rounded, slices), strict=True))
+    # Of 4,000; a number on the running sum of the weights changes dozens.
+    assert changed <= 2
+
+
+def test_waiting_times_are_exponential_over_tokens_indices_and_seeds() -> None:
+    cpu = torch.device("cpu")
+    over_tokens = waiting_times([stream_state(3, 0)], 20_000, cpu)[0]
+    over_indices = waiting_times([stream_state(3, index) for index in range(20_000)], 1, cpu)[:, 0]
+    over_seeds = waiting_times([stream_state(seed, 0) for seed in range(20_000)], 2, cpu)[:, 1]
+    for times in (over_tokens, over_indices, over_seeds):
+        assert (times > 0).all()
+        tenths = Counter(((-times).exp() * 10).long().tolist())
+        assert all(abs(tenths[tenth] - 2000) < 220 for tenth in range(10))
+        uneven = times - times.mean()
+        assert abs((uneven[1:] * uneven[:-1]).mean()) < 0.04
+
+
+def test_waiting_times_never_change() -> None:
+    # A request that is resumed by another release of Kaveri goes on with the same tokens.
+    states = [stream_state(0, 0), stream_state(0, 1), stream_state(2**64 - 1, 5)]
+    assert states == [12035550249420947055, 12935080325729570654, 2841415184624655396]
+    times = waiting_times(states, 3, torch.device("cpu"))
+    # The bits as a plain reading of SplitMix64 gives them, to the last of them.
+    for state, row_times in zip(states, times.tolist(), strict=True):
+        for token_id, time in enumerate(row_times):
+            value = (state + (token_id + 1) * 0x9E3779B97F4A7C15) % 2**64
+            value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+            value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+            value ^= value >> 31
+            assert time == pytest.approx(-math.log(((value >> 12) + 0.5) / 2**52), rel=1e-12)
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = random_logits(4, 3).to(torch.bfloat16)
+    slices = [row(seed=1, temperature=0.5, top_k=3, logprobs=4), row(), row(temperature=0.0, logprobs=0)]
+    drawn = draw_tokens(logits, slices)
+    expected = torch.log_softmax(logits.float(), -1)
+    assert drawn[1].logprobs is None
+    for index in (0, 2):
+        logprobs = drawn[index].logprobs
+        assert logprobs is not None
+        assert logprobs.logprob == pytest.approx(expected[index, drawn[index].token_id].item())
+    assert drawn[0].logprobs is not None
+    assert drawn[2].logprobs is not None
+    assert drawn[2].logprobs.top == ()
+    values, tokens = expected[0].topk(4)
+    assert [token for token, _ in drawn[0].logprobs.top] == tokens.tolist()
+    assert [value for _, value in drawn[0].logprobs.top] == pytest.approx(values.tolist())
+
+
+def test_tokens_of_no_probability_are_never_drawn() -> None:
+    logits = torch.full((200, VOCAB_SIZE), -torch.inf)
+    logits[:, 17] = 0.0
+    logits[:, 31] = 0.0
+    for params in ({}, {"top_p": 0.99}, {"top_k": 40}):
+        assert set(ids(logits, [row(index, seed=2, **params) for index in range(200)])) == {17, 31}

@@ -1,0 +1,104 @@
+"""Layouts, pools and the account of blocks."""
+
+import dataclasses
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from kaveri.errors import LayoutMismatch, NoCapacity
+from kaveri.kv.blocks import BlockAllocator
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+
+LAYOUT = KvLayout("m", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="bfloat16")
+
+
+def test_a_layout_knows_its_sizes() -> None:
+    assert LAYOUT.block_bytes == 2 * 4 * 2 * 5 * 2
+    assert LAYOUT.token_bytes == 3 * 2 * 2 * 5 * 2
+    assert [LAYOUT.block_count(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_fingerprint", "n"),
+        ("layer_count", 4),
+        ("block_tokens", 8),
+        ("kv_head_count", 1),
+        ("head_dim", 6),
+        ("dtype", "float16"),
+        ("order", "NHD2"),
+    ],
+)
+def test_layouts_that_differ_name_the_field(field: str, value: object) -> None:
+    LAYOUT.require_same(dataclasses.replace(LAYOUT))
+    with pytest.raises(LayoutMismatch) as caught:
+        LAYOUT.require_same(dataclasses.replace(LAYOUT, **{field: value}))
+    assert (caught.value.field, caught.value.theirs) == (field, value)
+
+
+def test_a_pool_is_aligned_contiguous_and_zero() -> None:
+    memory = KvPool(LAYOUT, 7).memory
+    assert memory.shape == (3, 7, LAYOUT.block_bytes)
+    assert memory.flags.c_contiguous
+    assert memory.ctypes.data % 4096 == 0
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("blocks", [[], [0], [6, 5, 4], [1, 2, 3], [0, 1, 5, 6, 3], [2, 2], list(range(7))])
+def test_regions_are_the_blocks_in_order_with_neighbours_joined(blocks: list[int]) -> None:
+    pool = KvPool(LAYOUT, 7)
+    pool.memory[:] = np.random.default_rng(0).integers(0, 256, pool.memory.shape, dtype=np.uint8)
+    for layer in range(3):
+        regions = pool.regions(layer, blocks)
+        assert b"".join(regions) == pool.memory[layer, blocks].tobytes()
+        breaks = sum(after != before + 1 for before, after in itertools.pairwise(blocks))
+        assert len(regions) == (breaks + 1 if blocks else 0)
+
+
+def test_regions_are_the_pool_itself() -> None:
+    pool = KvPool(LAYOUT, 2)
+    pool.regions(1, [1])[0][:3] = b"abc"
+    assert pool.memory[1, 1, :3].tobytes() == b"abc"
+
+
+def test_too_large_a_wish_takes_nothing() -> None:
+    allocator = BlockAllocator(4)
+    allocator.allocate("a", 3)
+    with pytest.raises(NoCapacity):
+        allocator.allocate("b", 2)
+    assert allocator.free_count == 1
+    allocator.check_integrity(["a"])
+
+
+def test_strangers_among_the_owners_are_found() -> None:
+    allocator = BlockAllocator(4)
+    allocator.allocate("a", 1)
+    with pytest.raises(AssertionError, match="held by"):
+        allocator.check_integrity([])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_are_never_lost_and_never_held_twice(seed: int) -> None:
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    allocator = BlockAllocator(30)
+    held: dict[int, list[int]] = {}
+    for _ in range(300):
+        owner, other, count = chance.randrange(5), chance.randrange(5), chance.randrange(12)
+        action = chance.choice(("allocate", "allocate", "release", "move"))
+        if action == "allocate" and count <= allocator.free_count:
+            held.setdefault(owner, []).extend(allocator.allocate(owner, count))
+        elif action == "release":
+            assert allocator.release(owner) == len(held.pop(owner, []))
+        elif action == "move" and owner != other:
+            allocator.move(owner, other)
+            held.setdefault(other, []).extend(held.pop(owner, []))
+        taken = [block for blocks in held.values() for block in blocks]
+        assert len(taken) == len(set(taken)) == 30 - allocator.free_count
+        for name, blocks in held.items():
+            assert allocator.blocks_of(name) == tuple(blocks)
+        allocator.check_integrity(held)

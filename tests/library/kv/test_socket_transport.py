@@ -1,0 +1,430 @@
+"""The socket transport against peers that break its rules, spoken to byte by byte."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kaveri.errors import ConfigError
+from kaveri.kv.digest import xxh3
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transport import LinkLost
+from kaveri.kv.transports.frames import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    Header,
+    Kind,
+    pack_hello,
+    pack_opening,
+    unpack_header,
+    unpack_hello,
+)
+from kaveri.kv.transports.socket import SocketTransport
+from kaveri.testing.transport_conformance import PROMPT_S, WAIT_S, Recorder, open_descriptors, wait_until
+
+LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
+EPOCH = 2**63 + 5
+
+
+class Stranger:
+    """The other end of a receiver's socket: sends what it likes."""
+
+    def __init__(self, endpoint: KvEndpoint) -> None:
+        if endpoint.transport == "unix":
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.connect(endpoint.address)
+        else:
+            host, port = endpoint.address.split(":")
+            self.socket = socket.create_connection((host, int(port)))
+        self.socket.settimeout(WAIT_S)
+
+    def greet(self) -> None:
+        self.socket.sendall(pack_hello(0))
+        assert unpack_hello(self.read(HELLO_BYTES)) == EPOCH
+
+    def send(self, header: Header, payload: bytes = b"") -> None:
+        self.socket.sendall(header.pack() + payload)
+
+    def open(self, ticket: Ticket) -> None:
+        opening = pack_opening(ticket.secret, ticket.epoch)
+        self.send(Header(Kind.OPEN, ticket.transfer_id, len(opening)), opening)
+
+    def push(self, ticket: Ticket, blocks: np.ndarray) -> None:
+        """blocks: [layer, block, bytes], one for each of the ticket's."""
+        for layer, content in enumerate(blocks):
+            digest = xxh3()
+            digest.update(content.data.cast("B"))
+            self.send(Header(Kind.DATA, ticket.transfer_id, content.nbytes, layer, 0, len(content)), content.tobytes())
+            self.send(Header(Kind.LAYER_END, ticket.transfer_id, layer=layer, layer_digest=digest.intdigest()))
+        self.send(Header(Kind.END, ticket.transfer_id))
+
+    def read(self, byte_count: int) -> bytes:
+        data = b""
+        while len(data) < byte_count:
+            part = self.socket.recv(byte_count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def answer(self) -> tuple[Kind, bytes, str]:
+        header = unpack_header(self.read(HEADER_BYTES))
+        return header.kind, header.transfer_id, self.read(header.payload_bytes).decode()
+
+    def require_closed(self) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            assert self.socket.recv(1) == b""
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    yield
+    assert set(threading.enumerate()) <= threads
+    assert not open_descriptors() - descriptors
+
+
+@pytest.fixture
+def landed() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def receiver(landed: Recorder, nothing_left: None) -> Iterator[KvReceiver]:
+    listen = [KvEndpoint("tcp", "127.0.0.1:0")]
+    transport = SocketTransport("tcp", progress_timeout_s=0.6, connection_limit=4)
+    receiver = KvReceiver(KvPool(LAYOUT, 8), landed, listen=listen, epoch=EPOCH, transports=[transport])
+    yield receiver
+    receiver.close()
+    assert not landed.doubled
+
+
+@pytest.fixture
+def connect(receiver: KvReceiver) -> Iterator[Callable[[], Stranger]]:
+    with contextlib.ExitStack() as stack:
+
+        def connect() -> Stranger:
+            stranger = Stranger(receiver.endpoints[0])
+            stack.enter_context(stranger.socket)
+            return stranger
+
+        yield connect
+
+
+@pytest.fixture
+def content() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, 256, (2, 3, LAYOUT.block_bytes), dtype=np.uint8)
+
+
+Connect = Callable[[], Stranger]
+
+
+def require_lands(receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray) -> None:
+    ticket = receiver.grant([6, 2, 3], 12, 30.0)
+    stranger.open(ticket)
+    stranger.push(ticket, content)
+    assert stranger.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
+    assert isinstance(landed.wait(ticket), TransferLanded)
+    assert (receiver.pool.memory[:, [6, 2, 3]] == content).all()
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\nHost: decode\r\n\r\n", bytes(range(256)) * 64, bytes(HELLO_BYTES)]
+)
+def test_garbage_is_sent_away_and_disturbs_nobody(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray, garbage: bytes
+) -> None:
+    honest = connect()
+    honest.greet()
+    stranger = connect()
+    stranger.socket.sendall(garbage)
+    stranger.require_closed()
+    require_lands(receiver, landed, honest, content)
+
+
+def test_garbage_behind_the_hello_is_sent_away(connect: Connect) -> None:
+    stranger = connect()
+    stranger.greet()
+    stranger.socket.sendall(b"\xff" * HEADER_BYTES)
+    stranger.require_closed()
+
+
+def test_a_frame_that_claims_too_much_is_sent_away(connect: Connect) -> None:
+    stranger = connect()
+    stranger.greet()
+    stranger.send(Header(Kind.DATA, bytes(16), payload_bytes=1 << 60))
+    stranger.require_closed()
+
+
+def test_a_silent_stranger_is_sent_away(connect: Connect) -> None:
+    connect().require_closed()
+
+
+def test_another_version_is_sent_away(connect: Connect) -> None:
+    stranger = connect()
+    hello = bytearray(pack_hello(0))
+    hello[8] += 1
+    stranger.socket.sendall(hello)
+    stranger.require_closed()
+
+
+def test_one_connection_too_many_is_closed_and_the_others_work(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+) -> None:
+    guests = [connect() for _ in range(4)]
+    for guest in guests:
+        guest.greet()
+    connect().require_closed()
+    require_lands(receiver, landed, guests[0], content)
+
+
+@pytest.mark.parametrize(
+    ("frame", "complaint"),
+    [
+        (Header(Kind.DATA, b"", LAYOUT.block_bytes, layer=2, block_count=1), "layer 2 of 2"),
+        (Header(Kind.DATA, b"", 4 * LAYOUT.block_bytes, block_count=4), "block 3 of 3"),
+        (Header(Kind.DATA, b"", LAYOUT.block_bytes, first_index=2**32 - 1, block_count=1), "of 3"),
+        (Header(Kind.DATA, b"", LAYOUT.block_bytes, first_index=1, block_count=1), "where block 0 was due"),
+        (Header(Kind.DATA, b"", 3 * LAYOUT.block_bytes + 1, block_count=3), "bytes came for 3 blocks"),
+        (Header(Kind.DATA, b"", LAYOUT.block_bytes - 1, block_count=1), "bytes came for 1 blocks"),
+        (Header(Kind.LAYER_END, b"", layer=0), "layer 0 is incomplete"),
+        (Header(Kind.LAYER_END, b"", layer=7), "layer 7"),
+        (Header(Kind.END, b""), "2 layers are incomplete"),
+    ],
+)
+def test_a_frame_outside_the_lease_ends_its_transfer_only(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray, frame: Header, complaint: str
+) -> None:
+    before = receiver.pool.memory.copy()
+    stranger = connect()
+    stranger.greet()
+    ticket = receiver.grant([0, 1, 4], 12, 30.0)
+    stranger.open(ticket)
+    stranger.send(frame._replace(transfer_id=ticket.transfer_id), b"x" * frame.payload_bytes)
+    kind, transfer_id, reason = stranger.answer()
+    assert (kind, transfer_id) == (Kind.REJECTED, ticket.transfer_id)
+    assert complaint in reason
+    event = landed.wait(ticket)
+    assert isinstance(event, TransferReleased)
+    assert event.reason == reason
+    assert (receiver.pool.memory == before).all()
+    require_lands(receiver, landed, stranger, content)
+
+
+def test_blocks_and_digests_that_come_twice_are_refused(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+) -> None:
+    stranger = connect()
+    stranger.greet()
+    for twice in (Kind.DATA, Kind.LAYER_END):
+        ticket = receiver.grant([0, 1, 4], 12, 30.0)
+        stranger.open(ticket)
+        digest = xxh3()
+        digest.update(content[0].data.cast("B"))
+        data = Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3)
+        layer_end = Header(Kind.LAYER_END, ticket.transfer_id, layer=0, layer_digest=digest.intdigest())
+        stranger.send(data, content[0].tobytes())
+        stranger.send(layer_end)
+        if twice == Kind.DATA:
+            stranger.send(data, content[0].tobytes())
+        else:
+            stranger.send(layer_end)
+        assert stranger.answer()[0] == Kind.REJECTED
+        assert isinstance(landed.wait(ticket), TransferReleased)
+    require_lands(receiver, landed, stranger, content)
+
+
+def test_a_second_end_is_refused_and_the_landing_stands(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+) -> None:
+    stranger = connect()
+    stranger.greet()
+    require_lands(receiver, landed, stranger, content)
+    (transfer_id,) = landed.events
+    stranger.send(Header(Kind.END, transfer_id))
+    kind, refused, _ = stranger.answer()
+    assert (kind, refused) == (Kind.REJECTED, transfer_id)
+
+
+def test_a_byte_flipped_on_the_way_is_found(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+) -> None:
+    stranger = connect()
+    stranger.greet()
+    ticket = receiver.grant([0, 1, 4], 12, 30.0)
+    stranger.open(ticket)
+    digest = xxh3()
+    digest.update(content[0].data.cast("B"))
+    content[0, 1, 77] ^= 1
+    stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3), content[0].tobytes())
+    stranger.send(Header(Kind.LAYER_END, ticket.transfer_id, layer=0, layer_digest=digest.intdigest()))
+    assert "digest" in stranger.answer()[2]
+    assert isinstance(landed.wait(ticket), TransferReleased)
+
+
+def test_a_transfer_revoked_within_a_frame_is_fenced_while_its_sender_stands_still(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+) -> None:
+    stranger = connect()
+    stranger.greet()
+    ticket = receiver.grant([0, 1, 4], 12, 30.0)
+    stranger.open(ticket)
+    data = content[0].tobytes()
+    half = len(data) // 2
+    stranger.send(Header(Kind.DATA, ticket.transfer_id, len(data), 0, 0, 3), data[:half])
+    wait_until(lambda: bool((receiver.pool.memory[0, 0] == content[0, 0]).all()), "the first block has arrived")
+    receiver.revoke(ticket.transfer_id)
+    assert isinstance(landed.wait(ticket, PROMPT_S), TransferReleased)
+    assert stranger.answer() == (Kind.REJECTED, ticket.transfer_id, "revoked")
+    # The blocks are somebody else's by now, and the rest of the frame must not touch them.
+    receiver.pool.memory[:] = 0
+    stranger.socket.sendall(data[half:])
+    require_lands(receiver, landed, stranger, content)
+    assert not receiver.pool.memory[:, [0, 1, 4]].any()
+
+
+def test_a_sender_that_stops_within_a_frame_loses_its_connection(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+) -> None:
+    stranger = connect()
+    stranger.greet()
+    ticket = receiver.grant([0, 1, 4], 12, 30.0)
+    stranger.open(ticket)
+    stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3), b"x" * 100)
+    event = landed.wait(ticket)
+    assert isinstance(event, TransferReleased)
+    assert "nothing arrived" in event.reason
+
+
+class Deaf:
+    """A receiver that answers the hello and then reads nothing more."""
+
+    def __init__(self, path: str) -> None:
+        self.listening = socket.socket(socket.AF_UNIX)
+        self.listening.bind(path)
+        self.listening.listen(1)
+        self.ticket = Ticket(
+            b"t" * 16, b"s" * 16, EPOCH, (KvEndpoint("unix", path),), tuple(range(1024)), 4096, 30.0, LARGE_LAYOUT
+        )
+
+    def greet(self) -> socket.socket:
+        accepted, _ = self.listening.accept()
+        accepted.sendall(pack_hello(EPOCH))
+        return accepted
+
+
+LARGE_LAYOUT = KvLayout("m", 1, block_tokens=16, kv_head_count=4, head_dim=32, dtype="float32")
+
+
+def test_a_receiver_that_reads_nothing_fails_the_push_after_the_progress_limit(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    pushed = Recorder()
+    deaf = Deaf(str(tmp_path / "deaf.sock"))
+    transport = SocketTransport("unix", progress_timeout_s=0.3)
+    with (
+        deaf.listening,
+        contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=[transport])) as sender,
+    ):
+        sender.open(deaf.ticket)
+        with deaf.greet():
+            sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
+            event = pushed.wait(deaf.ticket)
+            assert isinstance(event, PushFailed)
+            assert "nothing was taken" in event.reason
+
+
+def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    pushed = Recorder()
+    deaf = Deaf(str(tmp_path / "deaf.sock"))
+    with deaf.listening, contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed)) as sender:
+        sender.open(deaf.ticket)
+        with deaf.greet() as accepted:
+            sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
+            # Once a block is here the sender is in the middle of a frame that nobody takes.
+            accepted.recv(LARGE_LAYOUT.block_bytes, socket.MSG_WAITALL)
+            sender.abort(deaf.ticket.transfer_id)
+            assert pushed.wait(deaf.ticket, PROMPT_S) == PushFailed(deaf.ticket.transfer_id, "aborted")
+
+
+def test_the_next_endpoint_is_tried_when_one_does_not_answer(tmp_path: Path, nothing_left: None) -> None:
+    pushed, landed = Recorder(), Recorder()
+    listen = [KvEndpoint("unix", str(tmp_path / "kv.sock")), KvEndpoint("tcp", "127.0.0.1:0")]
+    pool = KvPool(LAYOUT, 4)
+    with (
+        contextlib.closing(KvReceiver(pool, landed, listen=listen, epoch=1)) as receiver,
+        contextlib.closing(KvSender(pool, pushed)) as sender,
+    ):
+        for expected in ("unix", "tcp"):
+            ticket = receiver.grant([], 0, 30.0)
+            sender.open(ticket)
+            sender.finish(ticket.transfer_id, b"")
+            assert pushed.wait(ticket) == PushAccepted(ticket.transfer_id, 0, expected)
+            # Gone from this host's file system, as it is from every other host's.
+            (tmp_path / "kv.sock").unlink(missing_ok=True)
+            sender.close()
+            sender = KvSender(pool, pushed)
+        sender.close()
+
+
+def test_a_unix_listener_replaces_the_file_of_a_dead_one_and_leaves_none(tmp_path: Path, nothing_left: None) -> None:
+    path = tmp_path / "kv.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    listen = [KvEndpoint("unix", str(path))]
+    with contextlib.closing(KvReceiver(KvPool(LAYOUT, 1), Recorder(), listen=listen, epoch=1)):
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(ConfigError, match="in use"):
+            KvReceiver(KvPool(LAYOUT, 1), Recorder(), listen=listen, epoch=2)
+    assert not path.exists()
+
+
+def test_an_address_that_cannot_be_had_is_named(nothing_left: None, tmp_path: Path) -> None:
+    pool = KvPool(LAYOUT, 1)
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = f"127.0.0.1:{holder.getsockname()[1]}"
+        for endpoint in (
+            KvEndpoint("tcp", taken),
+            KvEndpoint("tcp", "no-port"),
+            KvEndpoint("unix", str(tmp_path / ("x" * 200))),
+            KvEndpoint("unix", str(tmp_path / "absent" / "kv.sock")),
+            KvEndpoint("rdma", "x"),
+        ):
+            with pytest.raises(ConfigError):
+                KvReceiver(pool, Recorder(), listen=[endpoint], epoch=1)
+
+
+def test_a_wildcard_listener_says_the_advertised_host(nothing_left: None) -> None:
+    transport = SocketTransport("tcp", advertise_host="decode-1.example")
+    listen = [KvEndpoint("tcp", "0.0.0.0:0")]
+    pool = KvPool(LAYOUT, 1)
+    with contextlib.closing(KvReceiver(pool, Recorder(), listen=listen, epoch=1, transports=[transport])) as receiver:
+        assert receiver.endpoints[0].address.startswith("decode-1.example:")
+
+
+def test_connecting_to_a_frozen_receiver_ends(tmp_path: Path, nothing_left: None) -> None:
+    path = str(tmp_path / "kv.sock")
+    with socket.socket(socket.AF_UNIX) as frozen:
+        frozen.bind(path)
+        frozen.listen(1)
+        transport = SocketTransport("unix", connect_timeout_s=0.1)
+        with pytest.raises(LinkLost, match="nothing arrived"):
+            transport.connect(KvEndpoint("unix", path), 1, KvPool(LAYOUT, 1), _Silent())
+
+
+class _Silent:
+    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
+        raise AssertionError
+
+    def lost(self, reason: str) -> None:
+        raise AssertionError

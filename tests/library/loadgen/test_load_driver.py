@@ -1,0 +1,152 @@
+"""The driver through the SDK against a real gRPC server, and the command around it."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kaveri import AsyncClient
+from kaveri.loadgen.driver import RequestRecord, RequestSettings, run_closed, run_open
+from kaveri.loadgen.workload import PlannedRequest, RequestLengths
+from tests.library.client.inference_double import InferenceDouble, serving, serving_in_a_thread
+
+SETTINGS = RequestSettings(model=None, vocab_size=26, seed=5, timeout_s=20.0)
+COMMAND = [sys.executable, "-c", "from kaveri.cli.main import main; main()", "bench"]
+
+
+class GatedService(InferenceDouble):
+    """Answers when `gate` is open; counts how many requests are here at once, up to `full`."""
+
+    def __init__(self, full: int) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.most_at_once = 0
+        self._full = full
+
+    async def _answer(self, request: Any, context: Any, cancel: asyncio.Event) -> AsyncIterator[Any]:
+        self.most_at_once = max(self.most_at_once, len(self.running))
+        if self.most_at_once >= self._full:
+            self.gate.set()
+        await self.gate.wait()
+        async for response in super()._answer(request, context, cancel):
+            yield response
+
+
+def planned(*arrivals_s: float) -> list[PlannedRequest]:
+    return [
+        PlannedRequest(number, arrival_s, RequestLengths(4 + number, 3 + number))
+        for number, arrival_s in enumerate(arrivals_s)
+    ]
+
+
+def nothing(_: RequestRecord) -> None:
+    pass
+
+
+async def test_an_open_loop_sends_at_the_planned_times_and_records_every_token() -> None:
+    service = InferenceDouble()
+    ended: list[int] = []
+    async with serving(service) as target, AsyncClient(target) as client:
+        run = await run_open(
+            client, planned(0.0, 0.1, 0.1), SETTINGS, 8, lambda record: ended.append(record.planned.number)
+        )
+    assert sorted(ended) == [0, 1, 2]
+    for record in run.records:
+        assert record.error is None, record.reason
+        assert record.received_tokens == record.planned.lengths.output_tokens
+        assert record.sent_s >= record.due_s == record.planned.arrival_s
+        assert record.first_s is not None
+        assert record.last_s is not None
+        assert record.sent_s <= record.first_s <= record.last_s <= run.duration_s
+        assert sum(record.gaps_s) == pytest.approx(record.last_s - record.first_s)
+        assert record.server is not None
+        assert record.server.decode_instance_id == "decode-1"
+    sent = {len(request.token_ids.ids): request for request in service.requests}
+    assert set(sent) == {4, 5, 6}
+    assert all(request.params.ignore_eos for request in service.requests)
+    assert sent[6].params.max_tokens == 5
+
+
+async def test_an_open_loop_does_not_wait_for_answers() -> None:
+    service = GatedService(full=3)
+    async with serving(service) as target, AsyncClient(target) as client:
+        await run_open(client, planned(0.0, 0.0, 0.0), SETTINGS, 8, nothing)
+    assert service.most_at_once == 3
+
+
+async def test_with_as_many_in_flight_as_allowed_the_next_is_sent_late() -> None:
+    service = GatedService(full=2)
+    async with serving(service) as target, AsyncClient(target) as client:
+        run = await run_open(client, planned(*[0.0] * 6), SETTINGS, 2, nothing)
+    assert service.most_at_once == 2
+    first_end_s = min(record.last_s for record in run.records if record.last_s is not None)
+    assert all(record.sent_s >= first_end_s for record in run.records[2:])
+
+
+async def test_a_closed_loop_keeps_so_many_requests_on_their_way() -> None:
+    service = GatedService(full=3)
+    async with serving(service) as target, AsyncClient(target) as client:
+        run = await run_closed(client, planned(*[0.0] * 9), SETTINGS, 3, nothing)
+    assert service.most_at_once == 3
+    assert all(record.error is None for record in run.records)
+
+
+async def test_a_request_that_fails_is_recorded_and_the_others_go_on() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        async with AsyncClient(f"127.0.0.1:{unused.getsockname()[1]}") as client:
+            run = await run_closed(client, planned(0.0, 0.0), SETTINGS, 1, nothing)
+    assert [record.error for record in run.records] == ["Unavailable", "Unavailable"]
+
+
+def test_prompts_depend_on_seed_and_number_only() -> None:
+    first, second = planned(0.0, 0.0)
+    assert SETTINGS.prompt(first) == SETTINGS.prompt(first)
+    assert SETTINGS.prompt(first) != SETTINGS.prompt(second)[: len(SETTINGS.prompt(first))]
+    assert all(0 <= token_id < 26 for token_id in SETTINGS.prompt(second))
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], check=False, capture_output=True, text=True, timeout=60, env=os.environ
+    )
+
+
+def test_the_command_plays_a_trace_and_prints_json(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 100 * number, "input_length": 3, "output_length": 4} for number in range(5)]
+    rows.append({"timestamp": 500, "input_length": 30, "output_length": 4})
+    trace.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    with serving_in_a_thread(InferenceDouble()) as target:
+        flags = ["--speed", "2", "--warm-up", "1", "--slo-ttft-s", "30", "--json"]
+        ended = bench("--target", target, "--trace", str(trace), *flags)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert (report["answered"], report["too_long"], report["slo_attainment"]) == (5, 1, 1.0)
+    assert [entry["due_s"] for entry in report["rows"]] == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
+    assert "longer than the model" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--requests", "3"], "--rate"),
+        (["--rate", "1", "--concurrency", "2"], "--concurrency"),
+        (["--rate", "0"], "--rate"),
+        (["--rate", "1", "--burstiness", "-1"], "--burstiness"),
+        (["--rate", "1", "--workload", "HPHD", "--max-prompt", "100"], "--max-prompt"),
+        (["--trace", "/nowhere/trace.csv"], "--trace"),
+    ],
+)
+def test_flags_that_make_no_load_are_refused_in_one_line(flags: list[str], complaint: str) -> None:
+    ended = bench(*flags)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert complaint in line

@@ -1,0 +1,65 @@
+"""What a run is summed up to."""
+
+import pytest
+
+from kaveri.loadgen.driver import LoadRun, RequestRecord
+from kaveri.loadgen.report import Slo, spread, summarize
+from kaveri.loadgen.workload import PlannedRequest, RequestLengths
+
+
+def record(
+    number: int,
+    due_s: float,
+    first_s: float | None,
+    last_s: float | None,
+    tokens: int,
+    sent_late_s: float = 0.0,
+    error: str | None = None,
+) -> RequestRecord:
+    planned = PlannedRequest(number, due_s, RequestLengths(10, max(1, tokens)))
+    return RequestRecord(
+        planned, due_s, due_s + sent_late_s, first_s, last_s, tokens, [0.1] * max(0, tokens - 1), error
+    )
+
+
+RECORDS = (
+    record(0, 0.0, 0.2, 1.2, 11),  # TTFT 0.2, TPOT 0.1
+    record(1, 1.0, 2.0, 3.0, 11),  # TTFT 1.0, TPOT 0.1
+    record(2, 1.0, 1.2, 3.2, 11),  # TTFT 0.2, TPOT 0.2
+    record(3, 2.0, 2.1, 2.1, 1),  # TTFT 0.1, no TPOT
+    record(4, 2.0, None, None, 0, error="NoCapacity"),
+)
+
+
+def test_latencies_are_of_the_answered_and_count_from_the_moment_a_request_was_due() -> None:
+    report = summarize(LoadRun(RECORDS, 4.0, (0.001,)), Slo())
+    assert (report["requests"], report["answered"], report["errors"]) == (5, 4, {"NoCapacity": 1})
+    assert report["ttft_s"]["mean"] == pytest.approx((0.2 + 1.0 + 0.2 + 0.1) / 4)
+    assert report["tpot_s"]["max"] == pytest.approx(0.2)
+    assert report["jct_s"]["p50"] == pytest.approx(1.2)
+    assert report["output_tokens_per_s"] == pytest.approx(34 / 4.0)
+    assert report["requests_per_s"] == 1.0
+    assert report["slo_attainment"] is None
+
+
+def test_slos_are_met_together_and_a_failed_request_misses_them() -> None:
+    report = summarize(LoadRun(RECORDS, 4.0, ()), Slo(ttft_s=0.5, tpot_s=0.15))
+    assert report["slo_attainment"] == pytest.approx(2 / 5), "the first, and the one without a TPOT"
+    assert report["goodput_requests_per_s"] == pytest.approx(0.5)
+    assert summarize(LoadRun(RECORDS, 4.0, ()), Slo(ttft_s=0.5))["slo_attainment"] == pytest.approx(3 / 5)
+    assert summarize(LoadRun(RECORDS, 4.0, ()), Slo(tpot_s=0.15))["slo_attainment"] == pytest.approx(3 / 5)
+
+
+def test_a_client_that_sends_late_or_whose_loop_is_late_says_so() -> None:
+    on_time = (record(0, 0.0, 0.2, 0.2, 1),)
+    late = (record(0, 0.0, 0.2, 0.2, 1, sent_late_s=0.05),)
+    assert summarize(LoadRun(on_time, 1.0, (0.001,)), Slo())["client"]["kept_schedule"]
+    assert not summarize(LoadRun(late, 1.0, (0.001,)), Slo())["client"]["kept_schedule"]
+    assert not summarize(LoadRun(on_time, 1.0, (0.05,)), Slo())["client"]["kept_schedule"]
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(number) for number in range(1, 201)]
+    assert spread(values[::-1]) == {"mean": 100.5, "p50": 100.0, "p90": 180.0, "p99": 198.0, "max": 200.0}
+    assert spread([3.0]) == {"mean": 3.0, "p50": 3.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
+    assert spread([]) is None

@@ -1,0 +1,120 @@
+"""A local stack of real services on the fake engine: it starts, survives, and leaves nothing behind."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kaveri import AsyncClient, SamplingParams
+from kaveri.cluster.view import InstanceState, Role
+from kaveri.errors import ConfigError, Unavailable
+from kaveri.local.config import StackConfig
+from kaveri.local.stack import LocalStack
+from kaveri.testing.local_cluster import run_cluster
+from kaveri.testing.redis_fixture import run_redis
+
+_PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+async def _answer_tokens(target: str) -> int:
+    async with AsyncClient(target) as client:
+        return len((await client.generate("hello", params=_PARAMS, timeout_s=30.0)).token_ids)
+
+
+async def test_ready_stack_answers_and_an_ended_one_has_left_nothing(tmp_path: Path) -> None:
+    async with run_cluster(prefill_count=2, decode_count=2, log_dir=tmp_path / "logs") as cluster:
+        assert await _answer_tokens(cluster.target) == 4
+        assert set(cluster.pids()) == {"redis", "router-0", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+        ready = [status.record.instance_id for role in Role for status in cluster.view().ready(role)]
+        assert sorted(ready) == ["decode-0", "decode-1", "prefill-0", "prefill-1", "router-0"]
+        directory = Path(cluster.redis_url.removeprefix("unix://")).parent
+    assert sorted(os.listdir(tmp_path / "logs")) == sorted(f"{name}.log" for name in ready)
+    assert directory.name not in os.listdir(directory.parent)
+
+
+async def test_whichever_instance_is_killed_the_cluster_is_whole_again_after_its_restart() -> None:
+    async with run_cluster() as cluster:
+        for name in ("decode-0", "prefill-0", "router-0"):
+            before = cluster.view().instances[name].record.incarnation
+            await cluster.kill(name)
+            if name == "decode-0":
+                await cluster.wait_for_view(lambda view: "decode-0" not in view.instances, within_s=5.0)
+            # The others at once, while the lease of the old life still holds.
+            await cluster.restart(name)
+            status = cluster.view().instances[name]
+            assert status.record.incarnation != before
+            assert status.load.state is InstanceState.READY
+            # The router too has kept its address.
+            assert await _answer_tokens(cluster.target) == 4
+
+
+async def test_killed_redis_is_followed_by_an_empty_one_and_requests_go_on() -> None:
+    async with run_cluster() as cluster:
+        await cluster.kill("redis")
+        await cluster.wait_for_view(lambda view: not view.store_connected)
+        assert await _answer_tokens(cluster.target) == 4
+        await cluster.restart("redis")
+        assert await _answer_tokens(cluster.target) == 4
+
+
+async def test_two_stacks_share_a_redis_that_they_were_given_and_leave_it_running() -> None:
+    async with run_redis() as redis:
+        async with (
+            run_cluster(redis_url=redis.url, name="blue") as blue,
+            run_cluster(redis_url=redis.url, name="green") as green,
+        ):
+            assert "redis" not in blue.pids()
+            await blue.wait_for_view(lambda view: {"blue-decode-0", "green-decode-0"} <= set(view.instances))
+            assert await _answer_tokens(green.target) == 4
+        assert redis.process.exit_status is None
+
+
+async def test_bad_setting_of_a_service_is_its_own_words_and_nothing_is_left() -> None:
+    children = set(psutil.Process().children(recursive=True))
+    config = StackConfig(engine="fake", prefill_flags=("--chunk-tokens", "many"), start_timeout_s=60.0)
+    with pytest.raises(ConfigError, match="many") as caught:
+        async with LocalStack(config):
+            pass
+    assert caught.value.field == "--chunk-tokens"
+    assert set(psutil.Process().children(recursive=True)) == children
+
+
+async def test_child_that_crashes_at_the_start_is_named_with_its_last_words() -> None:
+    with pytest.raises(ConfigError, match=r"decode-1: was ended by SIGKILL while starting"):
+        async with _Saboteur(StackConfig(engine="fake", start_timeout_s=60.0), "decode-1"):
+            pass
+
+
+async def test_instance_that_never_gets_ready_fails_the_start_at_its_deadline() -> None:
+    with pytest.raises(ConfigError, match=r"not ready after 3 s.*decode-1") as caught:
+        async with _Saboteur(StackConfig(engine="fake", start_timeout_s=3.0), "decode-1", signal.SIGSTOP):
+            pass
+    assert caught.value.field == "start"
+
+
+async def test_restarted_instance_that_ends_again_is_named_at_once_with_its_last_words() -> None:
+    async with run_cluster() as cluster:
+        await cluster.kill("decode-0")
+        cluster.stack.config = replace(cluster.stack.config, decode_flags=("--chunk-tokens", "many"))
+        started_at_s = time.monotonic()
+        with pytest.raises(Unavailable, match=r"decode-0 exited with status 2.*many"):
+            await cluster.restart("decode-0")
+        assert time.monotonic() - started_at_s < 30.0
+
+
+class _Saboteur(LocalStack):
+    """A stack one of whose children gets a signal as soon as it was started."""
+
+    def __init__(self, config: StackConfig, victim: str, signal_number: signal.Signals = signal.SIGKILL) -> None:
+        super().__init__(config)
+        self._victim = victim
+        self._signal_number = signal_number
+
+    def _supervise(self, name: str, role: Role, directory: Path) -> None:
+        super()._supervise(name, role, directory)
+        if name == self._victim:
+            self.process(name).send_signal(self._signal_number)

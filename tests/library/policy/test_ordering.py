@@ -1,0 +1,112 @@
+"""Orders of waiting prompts."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kaveri.policy.ordering import OrderingPolicy, PromptSchedule, WaitingPrompt, order_prompts
+
+waiting_prompts = st.lists(
+    st.builds(WaitingPrompt, st.integers(1, 1000), st.integers(1, 10_000)),
+    max_size=20,
+    unique_by=lambda prompt: prompt.arrival_number,
+)
+
+
+@given(waiting_prompts, st.sampled_from(OrderingPolicy))
+def test_an_order_keeps_every_prompt_exactly_once(waiting: list[WaitingPrompt], policy: OrderingPolicy) -> None:
+    ordered = order_prompts(policy, waiting)
+    assert len(ordered) == len(waiting)
+    assert set(ordered) == set(waiting)
+
+
+@given(waiting_prompts)
+def test_first_come_is_first_served_whatever_the_lengths(waiting: list[WaitingPrompt]) -> None:
+    ordered = [prompt.arrival_number for prompt in order_prompts(OrderingPolicy.FCFS, waiting)]
+    assert ordered == sorted(ordered)
+
+
+@given(waiting_prompts)
+def test_shortest_and_longest_first_go_by_length_then_by_arrival(waiting: list[WaitingPrompt]) -> None:
+    shortest = [(prompt.token_count, prompt.arrival_number) for prompt in order_prompts(OrderingPolicy.SJF, waiting)]
+    longest = [(-prompt.token_count, prompt.arrival_number) for prompt in order_prompts(OrderingPolicy.LJF, waiting)]
+    assert shortest == sorted(shortest)
+    assert longest == sorted(longest)
+
+
+class PromptScheduleMachine:
+    """Arrivals, computations and cancellations in any order; remembers who was computed when."""
+
+    def __init__(self, policy: OrderingPolicy, scheduling_batch: int) -> None:
+        self.schedule = PromptSchedule(policy, scheduling_batch)
+        self.waiting: list[WaitingPrompt] = []
+        self.computed: list[WaitingPrompt] = []
+        self.overtaken_by: Counter[int] = Counter()
+        """Prompts that came later than this one and were computed, or are the head, while it waited."""
+        self.arrivals = 0
+
+    def arrive(self, token_count: int) -> None:
+        self.arrivals += 1
+        prompt = WaitingPrompt(self.arrivals, token_count)
+        self.waiting.append(prompt)
+        self.schedule.add(prompt)
+
+    def compute(self) -> None:
+        head = self.schedule.head()
+        assert (head is None) == (not self.waiting)
+        if head is not None:
+            self.schedule.remove(head)
+            self.waiting.remove(head)
+            self.computed.append(head)
+            self.overtaken_by.update(
+                prompt.arrival_number for prompt in self.waiting if prompt.arrival_number < head.arrival_number
+            )
+
+    def cancel(self, index: int) -> None:
+        if self.waiting:
+            self.schedule.remove(self.waiting.pop(index % len(self.waiting)))
+
+
+# A number above 0 arrives with that length, 0 computes the head, one below cancels somebody.
+steps = st.lists(st.integers(-3, 6), max_size=200)
+
+
+@given(st.sampled_from(OrderingPolicy), st.integers(1, 5), steps)
+def test_a_prompt_is_overtaken_by_fewer_than_a_scheduling_batch(
+    policy: OrderingPolicy, scheduling_batch: int, steps: list[int]
+) -> None:
+    machine = PromptScheduleMachine(policy, scheduling_batch)
+    for step in steps:
+        if step > 0:
+            machine.arrive(step)
+        elif step == 0:
+            machine.compute()
+        else:
+            machine.cancel(-step)
+        assert len(machine.schedule) == len(machine.waiting)
+        assert max(machine.overtaken_by.values(), default=0) <= scheduling_batch - 1
+    while machine.waiting:
+        machine.compute()
+    assert max(machine.overtaken_by.values(), default=0) <= scheduling_batch - 1
+
+
+def test_the_bound_on_overtaking_is_reached() -> None:
+    machine = PromptScheduleMachine(OrderingPolicy.SJF, 4)
+    for token_count in (9, 1, 2, 3, 1):
+        machine.arrive(token_count)
+    while machine.waiting:
+        machine.compute()
+    assert machine.overtaken_by[1] == 3
+    assert [prompt.token_count for prompt in machine.computed] == [1, 2, 3, 9, 1]
+
+
+def test_a_prompt_that_comes_while_a_batch_is_computed_waits_for_the_next_batch() -> None:
+    machine = PromptScheduleMachine(OrderingPolicy.SJF, 4)
+    for token_count in (5, 6):
+        machine.arrive(token_count)
+    machine.compute()
+    machine.arrive(1)
+    machine.compute()
+    machine.compute()
+    assert [prompt.token_count for prompt in machine.computed] == [5, 6, 1]

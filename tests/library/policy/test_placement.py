@@ -1,0 +1,264 @@
+"""Placement policies: who is chosen, who never is, and what counts between heartbeats."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
+from kaveri.kv.layout import KvLayout
+from kaveri.policy.length import TokenRange
+from kaveri.policy.placement import (
+    DecodePlacementPolicy,
+    HeavyThresholds,
+    PlacementPolicy,
+    UnconfirmedWork,
+    choose_decode,
+    choose_prefill,
+)
+
+MODEL = "tiny"
+
+
+def status(
+    instance_id: str, role: Role = Role.PREFILL, model: str = MODEL, incarnation: int = 1, **load: object
+) -> InstanceStatus:
+    record = InstanceRecord(instance_id=instance_id, incarnation=incarnation, role=role, address="h:1", model=model)
+    return InstanceStatus(record, replace(InstanceLoad(sequence_number=10), **load))  # type: ignore[arg-type]
+
+
+def view_of(*statuses: InstanceStatus) -> ClusterView:
+    return ClusterView({entry.record.instance_id: entry for entry in statuses})
+
+
+@st.composite
+def views(draw: st.DrawFn) -> ClusterView:
+    count = draw(st.integers(0, 6))
+    return view_of(
+        *(
+            status(
+                f"i{number}",
+                draw(st.sampled_from([Role.PREFILL, Role.DECODE, Role.ROUTER])),
+                draw(st.sampled_from([MODEL, "other"])),
+                state=draw(st.sampled_from(list(InstanceState))),
+                queued_prefill_tokens=draw(st.integers(0, 3)),
+                running_requests=draw(st.integers(0, 3)),
+                waiting_requests=draw(st.integers(0, 3)),
+                free_blocks=draw(st.integers(0, 8)),
+                context_tokens=draw(st.integers(0, 3)),
+                heavy_requests=draw(st.integers(0, 3)),
+                light_requests=draw(st.integers(0, 3)),
+            )
+            for number in range(count)
+        )
+    )
+
+
+@given(views(), st.sampled_from(list(PlacementPolicy)), st.integers(0, 2**32), st.integers(0, 100))
+def test_prefill_goes_to_a_ready_instance_of_the_model_whenever_there_is_one(
+    view: ClusterView, policy: PlacementPolicy, seed: int, turn: int
+) -> None:
+    chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), policy, random.Random(seed), turn)
+    ready = list(view.ready(Role.PREFILL, MODEL))
+    assert (chosen in ready) if ready else (chosen is None)
+
+
+@given(views(), st.integers(0, 8), st.integers(0, 2**32), st.sampled_from(DecodePlacementPolicy), st.booleans())
+def test_decode_goes_to_a_ready_instance_with_room_whenever_there_is_one(
+    view: ClusterView, needed_blocks: int, seed: int, policy: DecodePlacementPolicy, heavy: bool
+) -> None:
+    chosen = choose_decode(
+        view,
+        MODEL,
+        needed_blocks,
+        UnconfirmedWork[str](),
+        random.Random(seed),
+        policy=policy,
+        predicted_blocks=needed_blocks + seed % 3,
+        heavy=heavy,
+        turn=seed,
+    )
+    fitting = [entry for entry in view.ready(Role.DECODE, MODEL) if entry.load.free_blocks >= needed_blocks]
+    assert (chosen in fitting) if fitting else (chosen is None)
+
+
+@given(views(), st.sampled_from(list(PlacementPolicy)), st.integers(0, 2**32))
+def test_the_same_seed_makes_the_same_choice(view: ClusterView, policy: PlacementPolicy, seed: int) -> None:
+    def choose() -> tuple[InstanceStatus | None, InstanceStatus | None]:
+        rng = random.Random(seed)
+        nothing = UnconfirmedWork[str]()
+        return choose_prefill(view, MODEL, nothing, policy, rng), choose_decode(view, MODEL, 1, nothing, rng)
+
+    assert choose() == choose()
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=6), st.integers(0, 2**32))
+def test_power_of_two_never_takes_the_most_loaded_prefill_instance(loads: list[int], seed: int) -> None:
+    view = view_of(*(status(f"p{number}", queued_prefill_tokens=load) for number, load in enumerate(loads)))
+    chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), PlacementPolicy.POWER_OF_TWO, random.Random(seed))
+    assert chosen is not None
+    # Of any pair drawn, the worst of all can only be the better one when others are as bad.
+    assert chosen.load.queued_prefill_tokens < max(loads) or loads.count(max(loads)) > 1
+
+
+@given(st.integers(0, 2**32))
+def test_power_of_two_takes_the_better_decode_instance_of_its_two(seed: int) -> None:
+    view = view_of(
+        status("a", Role.DECODE, running_requests=2, context_tokens=1, free_blocks=9),
+        status("b", Role.DECODE, running_requests=1, waiting_requests=1, context_tokens=0, free_blocks=1),
+    )
+    chosen = choose_decode(view, MODEL, 1, UnconfirmedWork[str](), random.Random(seed))
+    assert chosen is view.instances["b"], "equal in requests; fewer tokens of context decide"
+
+
+def test_power_of_two_does_draw_every_pair() -> None:
+    view = view_of(*(status(f"p{number}", queued_prefill_tokens=number) for number in range(4)))
+    rng = random.Random(5)
+    nothing = UnconfirmedWork[str]()
+    chosen = [choose_prefill(view, MODEL, nothing, PlacementPolicy.POWER_OF_TWO, rng) for _ in range(200)]
+    assert {entry.record.instance_id for entry in chosen if entry} == {"p0", "p1", "p2"}
+
+
+def test_least_loaded_takes_the_least_and_round_robin_takes_turns() -> None:
+    view = view_of(*(status(f"p{number}", queued_prefill_tokens=5 - number) for number in range(3)))
+    nothing = UnconfirmedWork[str]()
+    rng = random.Random(0)
+    least = choose_prefill(view, MODEL, nothing, PlacementPolicy.LEAST_LOADED, rng)
+    assert least is view.instances["p2"]
+    turns = [choose_prefill(view, MODEL, nothing, PlacementPolicy.ROUND_ROBIN, rng, turn) for turn in range(4)]
+    assert [entry.record.instance_id for entry in turns if entry] == ["p0", "p1", "p2", "p0"]
+
+
+@pytest.mark.parametrize("policy", list(PlacementPolicy))
+def test_an_instance_to_avoid_is_taken_only_when_nothing_else_is_left(policy: PlacementPolicy) -> None:
+    one, other = status("p0"), status("p1", queued_prefill_tokens=10_000)
+    nothing = UnconfirmedWork[str]()
+    for seed in range(20):
+        rng = random.Random(seed)
+        assert choose_prefill(view_of(one, other), MODEL, nothing, policy, rng, seed, avoid=["p0"]) is other, seed
+        assert choose_prefill(view_of(one), MODEL, nothing, policy, rng, seed, avoid=["p0"]) is one, seed
+
+
+def test_work_just_sent_counts_before_a_heartbeat_shows_it() -> None:
+    one, other = status("p0", queued_prefill_tokens=100), status("p1", queued_prefill_tokens=150)
+    view = view_of(one, other)
+    sent = UnconfirmedWork[str]()
+    rng = random.Random(0)
+    assert choose_prefill(view, MODEL, sent, PlacementPolicy.LEAST_LOADED, rng) is one
+    sent.add("request", one, 60)
+    assert choose_prefill(view, MODEL, sent, PlacementPolicy.LEAST_LOADED, rng) is other
+    sent.settle("request", "p0")
+    assert choose_prefill(view, MODEL, sent, PlacementPolicy.LEAST_LOADED, rng) is one
+    assert len(sent) == 0
+
+
+def test_blocks_just_placed_count_as_taken_and_as_requests() -> None:
+    one, other = (
+        status("d0", Role.DECODE, free_blocks=10),
+        status("d1", Role.DECODE, free_blocks=10, running_requests=1),
+    )
+    placed = UnconfirmedWork[str]()
+    placed.add("first", one, 4)
+    placed.add("second", one, 3)
+    rng = random.Random(0)
+    assert choose_decode(view_of(one, other), MODEL, 3, placed, rng) is other, "two placed against one running"
+    assert choose_decode(view_of(one), MODEL, 3, placed, rng) is one
+    assert choose_decode(view_of(one), MODEL, 4, placed, rng) is None
+
+
+def test_sent_work_is_confirmed_by_the_second_heartbeat_and_by_a_new_life() -> None:
+    sent = UnconfirmedWork[str]()
+    sent.add("request", status("p0", sequence_number=10), 7)
+    assert sent.amount(status("p0", sequence_number=11)) == 7, "this heartbeat may have crossed the request"
+    assert sent.amount(status("p0", sequence_number=12)) == 0
+    assert len(sent) == 0
+    sent.add("request", status("p0", sequence_number=10), 7)
+    assert sent.amount(status("p0", incarnation=2, sequence_number=1)) == 0
+
+
+def test_decode_instances_with_another_kv_layout_are_left_out() -> None:
+    layout = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
+    fitting, other = status("d0", Role.DECODE, free_blocks=1), status("d1", Role.DECODE, free_blocks=9)
+    fitting = replace(fitting, record=replace(fitting.record, layout=layout))
+    chosen = choose_decode(view_of(fitting, other), MODEL, 1, UnconfirmedWork[str](), random.Random(1), layout=layout)
+    assert chosen is fitting
+
+
+def decode_choice(view: ClusterView, policy: DecodePlacementPolicy, seed: int = 0, **more: object) -> str:
+    chosen = choose_decode(view, MODEL, 1, UnconfirmedWork[str](), random.Random(seed), policy=policy, **more)  # type: ignore[arg-type]
+    assert chosen is not None
+    return chosen.record.instance_id
+
+
+def test_heavy_light_takes_the_lower_ratio_whatever_the_number_of_requests() -> None:
+    few_but_heavy = status("d0", Role.DECODE, free_blocks=9, heavy_requests=2, running_requests=2)
+    many_and_light = status("d1", Role.DECODE, free_blocks=9, heavy_requests=1, light_requests=20, running_requests=21)
+    view = view_of(few_but_heavy, many_and_light)
+    for seed in range(20):
+        assert decode_choice(view, DecodePlacementPolicy.HEAVY_LIGHT, seed) == "d1", seed
+        assert decode_choice(view, DecodePlacementPolicy.POWER_OF_TWO, seed) == "d0", seed
+
+
+def test_heavy_light_breaks_ties_by_load_so_that_an_idle_instance_is_used() -> None:
+    view = view_of(
+        status("d0", Role.DECODE, free_blocks=9),
+        status("d1", Role.DECODE, free_blocks=9, light_requests=5, running_requests=5),
+    )
+    assert {decode_choice(view, DecodePlacementPolicy.HEAVY_LIGHT, seed) for seed in range(20)} == {"d0"}
+
+
+def test_heavy_light_wants_room_for_the_predicted_answer_and_does_without_when_there_is_none() -> None:
+    view = view_of(
+        status("d0", Role.DECODE, free_blocks=4, light_requests=1, running_requests=1),
+        status("d1", Role.DECODE, free_blocks=9, heavy_requests=3, running_requests=3),
+    )
+    policy = DecodePlacementPolicy.HEAVY_LIGHT
+    assert {decode_choice(view, policy, seed, predicted_blocks=5) for seed in range(20)} == {"d1"}
+    assert {decode_choice(view, policy, seed, predicted_blocks=4) for seed in range(20)} == {"d0"}
+    assert {decode_choice(view, policy, seed, predicted_blocks=50) for seed in range(20)} == {"d0"}
+
+
+def test_heavy_requests_just_placed_count_in_the_ratio() -> None:
+    one, other = (status(name, Role.DECODE, free_blocks=9, light_requests=4) for name in ("d0", "d1"))
+    blocks, heavy = UnconfirmedWork[str](), UnconfirmedWork[str]()
+    for target, amount in ((one, 1), (other, 0)):
+        blocks.add(target.record.instance_id, target, 1)
+        heavy.add(target.record.instance_id, target, amount)
+    for seed in range(20):
+        chosen = choose_decode(
+            view_of(one, other),
+            MODEL,
+            1,
+            blocks,
+            random.Random(seed),
+            policy=DecodePlacementPolicy.HEAVY_LIGHT,
+            unconfirmed_heavy=heavy,
+        )
+        assert chosen is other, seed
+
+
+def test_imbalance_sends_all_heavy_ones_to_the_first_and_spreads_the_light_ones() -> None:
+    view = view_of(*(status(f"d{number}", Role.DECODE, free_blocks=9) for number in range(3)))
+    policy = DecodePlacementPolicy.IMBALANCE
+    assert {decode_choice(view, policy, seed, heavy=True) for seed in range(30)} == {"d0"}
+    assert {decode_choice(view, policy, seed) for seed in range(30)} == {"d0", "d1", "d2"}
+
+
+def test_decode_placement_can_take_turns_the_least_loaded_or_any() -> None:
+    view = view_of(
+        *(status(f"d{number}", Role.DECODE, free_blocks=9, running_requests=3 - number) for number in range(3))
+    )
+    turns = [decode_choice(view, DecodePlacementPolicy.ROUND_ROBIN, turn=turn) for turn in range(4)]
+    assert turns == ["d0", "d1", "d2", "d0"]
+    assert decode_choice(view, DecodePlacementPolicy.LEAST_LOADED) == "d2"
+    assert {decode_choice(view, DecodePlacementPolicy.RANDOM, seed) for seed in range(30)} == {"d0", "d1", "d2"}
+
+
+def test_a_request_is_heavy_by_its_prediction_and_by_its_prompt_where_there_is_none() -> None:
+    thresholds = HeavyThresholds(output_tokens=128, prompt_tokens=512)
+    assert thresholds.is_heavy(TokenRange(129, 130), 1)
+    assert not thresholds.is_heavy(TokenRange(128, 900), 5000)
+    assert thresholds.is_heavy(None, 513)
+    assert not thresholds.is_heavy(None, 512)

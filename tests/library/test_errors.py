@@ -1,0 +1,54 @@
+"""The tree drawn in kaveri/errors.py is the tree that the classes make, and each error keeps its data."""
+
+import inspect
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from kaveri import errors
+from kaveri.errors import InvalidArgument, KaveriError, ModelNotFound, NoCapacity
+
+
+def _drawn() -> dict[str, tuple[str, ...]]:
+    """Name -> data, as the docstring draws them."""
+    assert errors.__doc__ is not None
+    rows = re.findall(r"^[├└]── (\w+)\s+([^:\n]+)(?::\s*(.*))?$", errors.__doc__, flags=re.MULTILINE)
+    return {name: tuple(re.split(r",\s*", data)) if data else () for name, _, data in rows}
+
+
+def _classes(root: type[KaveriError] = KaveriError) -> Iterator[type[KaveriError]]:
+    for child in root.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield child
+        yield from _classes(child)
+
+
+def test_the_drawn_tree_names_exactly_the_classes_in_their_order() -> None:
+    assert list(_drawn()) == [kind.__name__ for kind in _classes()]
+    assert all(kind.__base__ is KaveriError for kind in _classes()), "the drawing has one level"
+
+
+@pytest.mark.parametrize("kind", list(_classes()), ids=lambda kind: kind.__name__)
+def test_each_error_keeps_the_data_that_the_drawing_promises(kind: type[KaveriError]) -> None:
+    parameters = inspect.signature(kind).parameters
+    values = {name: _example(name) for name in parameters}
+    error = kind(**values)
+    for name in _drawn()[kind.__name__]:
+        assert getattr(error, name) == values[name]
+    assert kind.__doc__
+    assert "\n" not in str(error)
+
+
+def _example(name: str) -> object:
+    return {"retry_after_s": 0.5, "attempt": 1, "newest_attempt": 2, "served": ("a", "b")}.get(name, f"the {name}")
+
+
+def test_messages_name_field_value_and_limit() -> None:
+    assert str(InvalidArgument("params.top_p", 1.5, "in (0, 1]")) == "params.top_p is 1.5; it must be in (0, 1]"
+    assert str(NoCapacity("decode", 0.2)) == "decode: no room; try again in 0.2 s"
+    assert str(ModelNotFound("x", ("a", "b"))) == "model 'x' is not served here; served here: a, b"
+
+
+def test_a_huge_value_makes_no_huge_message() -> None:
+    assert len(str(InvalidArgument("prompt", "x" * 10**6, "shorter"))) < 300

@@ -1,0 +1,295 @@
+"""A cluster of real prefill and decode servers in one process: fake engines, real gRPC and KV sockets, no router."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from grpc import aio
+from prometheus_client import CollectorRegistry
+
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.cluster.view import InstanceLoad
+from kaveri.engine.factory import build_engine
+from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.instance.hosting import InstanceHost
+from kaveri.kv.layout import KvLayout
+from kaveri.rpc.messages import layout_to_proto, params_to_proto
+from kaveri.rpc.server import open_channel
+from kaveri.sampling import SamplingParams
+from kaveri.v1 import decode_pb2, prefill_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from services.decode.config import DecodeConfig
+from services.decode.service import decode_host
+from services.prefill.config import PrefillConfig
+from services.prefill.service import prefill_host
+
+DEADLINE_S = 20.0
+
+
+async def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Waits until the condition holds; fails, saying what did not come to pass, after the deadline."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + deadline_s
+    while not condition():
+        assert loop.time() < until_s, f"not within {deadline_s} s: {what}"
+        await asyncio.sleep(0.002)
+
+
+@dataclass(eq=False)
+class RunningInstance:
+    """One server with its engine."""
+
+    instance_id: str
+    engine: StepwiseEngine
+    host: InstanceHost
+    stopping: asyncio.Event
+    serving: asyncio.Task[int]
+    channel: aio.Channel
+
+    @property
+    def held_blocks(self) -> int:
+        return self.engine.info.total_blocks - self.engine.stats().free_blocks
+
+    def free(self) -> bool:
+        return self.held_blocks == 0
+
+    def load(self) -> InstanceLoad:
+        """What its next heartbeat says."""
+        return self.host.load()
+
+    async def stop(self) -> int:
+        self.stopping.set()
+        return await asyncio.wait_for(self.serving, DEADLINE_S)
+
+
+async def reserve(
+    instance: RunningInstance,
+    request_id: str,
+    token_count: int,
+    attempt: int = 1,
+    router_id: str = "router-0",
+    timeout_s: float = DEADLINE_S,
+    layout: KvLayout | None = None,
+) -> decode_pb2.ReserveResponse:
+    """Reserves room by hand, as a prefill instance does that then pushes nothing."""
+    message = decode_pb2.ReserveRequest(
+        request_id=request_id,
+        attempt=attempt,
+        router_id=router_id,
+        token_ids=[1] * token_count,
+        params=params_to_proto(SamplingParams(max_tokens=5, seed=0)),
+        timeout_s=timeout_s,
+        layout=layout_to_proto(layout or instance.engine.info.layout),
+    )
+    response: decode_pb2.ReserveResponse = await DecodeServiceStub(instance.channel).Reserve(
+        message, timeout=DEADLINE_S
+    )
+    return response
+
+
+async def abort(instance: RunningInstance, request_id: str, attempt: int = 1) -> None:
+    """Aborts by hand, as a router does."""
+    attempts = [decode_pb2.AttemptId(request_id=request_id, attempt=attempt)]
+    await DecodeServiceStub(instance.channel).Abort(decode_pb2.AbortRequest(attempts=attempts), timeout=DEADLINE_S)
+
+
+@dataclass(eq=False)
+class PrefillCall:
+    """One Prefill RPC and what it has said."""
+
+    call: Any
+    events: list[prefill_pb2.PrefillResponse] = field(default_factory=list)
+    reading: asyncio.Task[None] | None = None
+
+    async def read(self) -> None:
+        async for event in self.call:
+            self.events.append(event)
+
+    def seen(self, kind: str) -> bool:
+        return any(event.WhichOneof("event") == kind for event in self.events)
+
+    def get(self, kind: str) -> Any:
+        return next(getattr(event, kind) for event in reversed(self.events) if event.WhichOneof("event") == kind)
+
+    async def ended(self) -> None:
+        """Waits for the end; raises the RPC's error."""
+        assert self.reading is not None
+        await asyncio.wait_for(asyncio.shield(self.reading), DEADLINE_S)
+
+
+class RouterStub:
+    """What a router does, by hand: subscribes to decode instances and calls Prefill."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.tokens: dict[tuple[str, int], dict[int, int]] = {}
+        self.last: dict[tuple[str, int], decode_pb2.RequestTokens] = {}
+        self.batch_sizes: list[int] = []
+        self.incarnations: dict[str, int] = {}
+        self.duplicates = 0
+        self._streams: dict[str, Any] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def subscribe(self, instance: RunningInstance) -> None:
+        request = decode_pb2.StreamTokensRequest(router_id=self.router_id)
+        stream = DecodeServiceStub(instance.channel).StreamTokens(request)
+        first = await asyncio.wait_for(stream.read(), DEADLINE_S)
+        self.incarnations[instance.instance_id] = first.incarnation
+        self._streams[instance.instance_id] = stream
+        self._tasks.append(asyncio.create_task(self._follow(stream)))
+
+    def unsubscribe(self, instance: RunningInstance) -> None:
+        self._streams.pop(instance.instance_id).cancel()
+
+    def prefill(
+        self,
+        instance: RunningInstance,
+        request_id: str,
+        token_ids: list[int],
+        max_tokens: int,
+        attempt: int = 1,
+        generated_count: int = 0,
+        timeout_s: float = DEADLINE_S,
+        **params: Any,
+    ) -> PrefillCall:
+        message = prefill_pb2.PrefillRequest(
+            request_id=request_id,
+            attempt=attempt,
+            router_id=self.router_id,
+            token_ids=token_ids,
+            generated_count=generated_count,
+            params=params_to_proto(SamplingParams(max_tokens=max_tokens, seed=0, **params)),
+        )
+        call = PrefillCall(PrefillServiceStub(instance.channel).Prefill(message, timeout=timeout_s))
+        call.reading = asyncio.create_task(call.read())
+        self._tasks.append(call.reading)
+        return call
+
+    def finished(self, request_id: str, attempt: int = 1) -> bool:
+        return (request_id, attempt) in self.last
+
+    async def answer(self, call: PrefillCall, request_id: str, attempt: int = 1) -> list[int]:
+        """Waits for the end of both legs; the whole answer of this attempt."""
+        await call.ended()
+        first = call.get("first_token")
+        if first.finish_reason:
+            return [first.token_id]
+        await eventually(lambda: self.finished(request_id, attempt), f"{request_id} finishes")
+        gained = self.tokens[request_id, attempt]
+        start = min(gained)
+        assert sorted(gained) == list(range(start, start + len(gained))), "a gap in the answer"
+        return [first.token_id, *(gained[index] for index in sorted(gained))]
+
+    async def close(self) -> None:
+        for stream in self._streams.values():
+            stream.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow(self, stream: Any) -> None:
+        try:
+            while (message := await stream.read()) is not aio.EOF:
+                self.batch_sizes.append(len(message.requests))
+                for gained in message.requests:
+                    key = gained.request_id, gained.attempt
+                    tokens = self.tokens.setdefault(key, {})
+                    for offset, token_id in enumerate(gained.token_ids):
+                        self.duplicates += gained.index + offset in tokens
+                        tokens[gained.index + offset] = token_id
+                    if gained.finish_reason or gained.error:
+                        self.last[key] = gained
+        except aio.AioRpcError:
+            pass  # its tests look at what the other side does
+
+
+class InProcessCluster:
+    """Servers that share one in-memory cluster state."""
+
+    def __init__(self) -> None:
+        self.state = MemoryCluster()
+        self.instances: list[RunningInstance] = []
+        self.routers: list[RouterStub] = []
+        self._stores: list[MemoryStore] = []
+
+    async def prefill(self, instance_id: str = "prefill-0", **settings: Any) -> RunningInstance:
+        config = PrefillConfig(instance_id=instance_id, engine="fake", **_small(settings))
+        engine = build_engine(config.engine_settings(receives=False))
+        host = prefill_host(config, engine, await self._store(), CollectorRegistry())
+        return await self._run(instance_id, engine, host)
+
+    async def decode(self, instance_id: str = "decode-0", **settings: Any) -> RunningInstance:
+        config = DecodeConfig(instance_id=instance_id, engine="fake", **_small(settings))
+        engine = build_engine(config.engine_settings())
+        host = decode_host(config, engine, await self._store(), CollectorRegistry())
+        return await self._run(instance_id, engine, host)
+
+    async def router(self, router_id: str = "router-0") -> RouterStub:
+        """A router that is subscribed to every decode instance so far."""
+        router = RouterStub(router_id)
+        self.routers.append(router)
+        for instance in self.instances:
+            if instance.instance_id.startswith("decode") and not instance.serving.done():
+                await router.subscribe(instance)
+        return router
+
+    async def all_free(self, within_s: float = 1.0) -> None:
+        """Every block of every engine comes free, and the accounts are right."""
+        for instance in self.instances:
+            if not instance.serving.done():
+                await eventually(instance.free, f"{instance.instance_id} frees its blocks", within_s)
+                instance.engine.check_integrity()
+
+    async def close(self) -> None:
+        for router in self.routers:
+            await router.close()
+        for instance in self.instances:
+            if not instance.serving.done():
+                await eventually(instance.free, f"{instance.instance_id} frees its blocks", 1.0)
+                instance.engine.check_integrity()
+                await instance.stop()
+            await instance.channel.close()
+        for store in self._stores:
+            await store.__aexit__(None, None, None)
+
+    async def _store(self) -> MemoryStore:
+        store = MemoryStore(self.state)
+        await store.__aenter__()
+        self._stores.append(store)
+        return store
+
+    async def _run(self, instance_id: str, engine: StepwiseEngine, host: InstanceHost) -> RunningInstance:
+        stopping = asyncio.Event()
+        serving = asyncio.create_task(host.serve(stopping))
+        started = asyncio.create_task(host.started.wait())
+        await asyncio.wait((serving, started), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        assert host.started.is_set()
+        instance = RunningInstance(instance_id, engine, host, stopping, serving, open_channel(host.address))
+        self.instances.append(instance)
+        return instance
+
+
+def _small(settings: dict[str, Any]) -> dict[str, Any]:
+    small = {"max_model_len": 512, "kv_cache_memory": 2**21, "heartbeat_interval_s": 0.02, "drain_timeout_s": 5.0}
+    return {"model": "fake", **small, **settings}
+
+
+@pytest.fixture
+def by_hand() -> Any:
+    """The calls that tests make by hand: eventually, reserve, abort."""
+    return SimpleNamespace(eventually=eventually, reserve=reserve, abort=abort)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[InProcessCluster]:
+    cluster = InProcessCluster()
+    try:
+        yield cluster
+    finally:
+        await cluster.close()

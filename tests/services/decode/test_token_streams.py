@@ -1,0 +1,165 @@
+"""What routers get when their streams are slow, late, replaced or broken; and which attempts are stale."""
+
+import asyncio
+
+import pytest
+
+from kaveri.engine.contract import AttemptKey, TokenStep
+from kaveri.errors import StaleAttempt
+from kaveri.sampling import FinishReason
+from services.decode.requests import DecodeRequest, KnownAttempts
+from services.decode.token_streams import RequestTimes, TokenStreams
+
+WAIT_S = 10.0
+
+
+def request(request_id: str = "a", router_id: str = "router") -> DecodeRequest:
+    return DecodeRequest(AttemptKey(request_id, 1), 1, router_id, 10, 0.0)
+
+
+def gain(streams: TokenStreams, entry: DecodeRequest, index: int, finish: FinishReason | None = None) -> None:
+    times = RequestTimes(0.1, 0.2, 0) if finish is not None else None
+    streams.gain(entry, TokenStep(entry.key, index, 100 + index, None, finish), times)
+    streams.flush()
+
+
+class Gone:
+    def __init__(self) -> None:
+        self.routers: list[str] = []
+        self.changed = asyncio.Event()
+
+    def __call__(self, router_id: str) -> None:
+        self.routers.append(router_id)
+        self.changed.set()
+
+
+async def test_one_step_of_many_requests_is_one_batch() -> None:
+    streams = TokenStreams(10.0, Gone())
+    stream = streams.open("router")
+    entries = [request(str(number)) for number in range(5)]
+    for entry in entries:
+        streams.gain(entry, TokenStep(entry.key, 1, 7, None, None), None)
+    streams.flush()
+    batch = await asyncio.wait_for(stream.next_batch(), WAIT_S)
+    assert [(gained.request_id, gained.index, gained.token_ids) for gained in batch] == [
+        (str(number), 1, [7]) for number in range(5)
+    ]
+
+
+async def test_a_slow_stream_gets_the_tokens_of_several_steps_in_one_entry() -> None:
+    streams = TokenStreams(10.0, Gone())
+    stream = streams.open("router")
+    entry = request()
+    for index in range(1, 50):
+        gain(streams, entry, index)
+    gain(streams, entry, 50, FinishReason.LENGTH)
+    (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
+    assert gained.index == 1
+    assert gained.token_ids == list(range(101, 151))
+    assert gained.finish is FinishReason.LENGTH
+    assert gained.times is not None
+
+
+async def test_tokens_are_kept_for_a_router_whose_stream_is_late() -> None:
+    gone = Gone()
+    streams = TokenStreams(10.0, gone)
+    entry = request()
+    streams.expect("router")
+    gain(streams, entry, 1)
+    stream = streams.open("router")
+    (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
+    assert gained.token_ids == [101]
+    assert gone.routers == []
+
+
+async def test_a_router_that_never_opens_its_stream_counts_as_gone() -> None:
+    gone = Gone()
+    streams = TokenStreams(0.01, gone)
+    streams.expect("router")
+    await asyncio.wait_for(gone.changed.wait(), WAIT_S)
+    assert gone.routers == ["router"]
+    gain(streams, request(), 1)  # nobody to tell; nothing is kept
+    stream = streams.open("router")
+    streams.close_all()
+    assert await stream.next_batch() == []
+
+
+async def test_a_newer_stream_replaces_an_older_one_and_gets_its_unsent_tokens() -> None:
+    gone = Gone()
+    streams = TokenStreams(10.0, gone)
+    entry = request()
+    older = streams.open("router")
+    gain(streams, entry, 1)
+    newer = streams.open("router")
+    assert await asyncio.wait_for(older.next_batch(), WAIT_S) == []
+    streams.close(older)
+    assert gone.routers == []
+    (gained,) = await asyncio.wait_for(newer.next_batch(), WAIT_S)
+    assert gained.token_ids == [101]
+    streams.close(newer)
+    assert gone.routers == ["router"]
+
+
+async def test_a_router_that_was_cut_off_hears_which_requests_it_has_lost() -> None:
+    entry = request()
+
+    def lose(router_id: str) -> None:
+        streams.fail(entry, "the router's token stream ended")
+
+    streams = TokenStreams(10.0, lose)
+    streams.close(streams.open("router"))
+    again = streams.open("router")
+    (gained,) = await asyncio.wait_for(again.next_batch(), WAIT_S)
+    assert (gained.request_id, gained.error) == ("a", "the router's token stream ended")
+    streams.close_all()
+
+
+async def test_a_dropped_request_is_not_spoken_of() -> None:
+    streams = TokenStreams(10.0, Gone())
+    stream = streams.open("router")
+    dropped, kept = request("dropped"), request("kept")
+    gain(streams, dropped, 1)
+    gain(streams, kept, 1)
+    streams.drop(dropped)
+    batch = await asyncio.wait_for(stream.next_batch(), WAIT_S)
+    assert [gained.request_id for gained in batch] == ["kept"]
+
+
+async def test_a_failure_follows_the_tokens_that_were_gained() -> None:
+    streams = TokenStreams(10.0, Gone())
+    stream = streams.open("router")
+    entry = request()
+    gain(streams, entry, 3)
+    streams.fail(entry, "broken")
+    (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
+    assert (gained.index, gained.token_ids, gained.error) == (3, [103], "broken")
+
+
+async def test_streams_send_what_they_have_before_they_end() -> None:
+    streams = TokenStreams(10.0, Gone())
+    stream = streams.open("router")
+    gain(streams, request(), 1)
+    streams.close_all()
+    assert len(await stream.next_batch()) == 1
+    assert await stream.next_batch() == []
+    assert await streams.open("late").next_batch() == []
+
+
+def test_an_attempt_older_than_a_known_one_is_refused() -> None:
+    known = KnownAttempts(remembered_s=10.0, max_count=100)
+    known.note("a", 2, 0.0)
+    known.note("a", 2, 1.0)
+    with pytest.raises(StaleAttempt) as refused:
+        known.note("a", 1, 2.0)
+    assert (refused.value.attempt, refused.value.newest_attempt) == (1, 2)
+    known.note("b", 1, 2.0)
+    known.note("a", 1, 11.5)  # forgotten: the id may be used again
+
+
+def test_no_more_attempts_are_remembered_than_allowed() -> None:
+    known = KnownAttempts(remembered_s=10.0, max_count=3)
+    for number in range(10):
+        known.note(str(number), 5, 0.0)
+    known.note("0", 1, 0.0)
+    with pytest.raises(StaleAttempt):
+        known.note("9", 1, 0.0)

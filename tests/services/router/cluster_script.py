@@ -1,0 +1,428 @@
+"""A cluster for router tests: real gRPC servers that speak the prefill and decode protos and do as the test says.
+
+Tokens are a function of the prompt and the index alone, as real engines' are for a seed, so that a test can say what
+every answer must be however often it was placed anew. No KV moves: the two sides meet in memory.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from grpc import aio
+
+from kaveri.cluster.heartbeat import Heartbeat
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.errors import KaveriError, Unavailable
+from kaveri.rpc.server import RpcServer, open_channel
+from kaveri.rpc.status import abort
+from kaveri.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    sampling_pb2,
+)
+from services.router.config import RouterConfig
+from services.router.server import Router
+from services.router.tokenizer import ModelTokenizer
+
+MODEL = "kaveri-tiny"
+MAX_MODEL_LEN = 8_192
+VOCAB_FLOOR = 300
+"""Ids from here on are ordinary tokens of the bundled tokenizer."""
+
+
+def token_at(prompt: tuple[int, ...], index: int) -> int:
+    """The token at `index` of the answer to `prompt`."""
+    return VOCAB_FLOOR + (sum(prompt) + 31 * index + index * index) % 1_000
+
+
+def answer(prompt: tuple[int, ...], token_count: int) -> list[int]:
+    """The whole answer."""
+    return [token_at(prompt, index) for index in range(token_count)]
+
+
+PROMPT = (300, 301, 302)
+
+
+def ask(
+    prompt: tuple[int, ...] = PROMPT,
+    max_tokens: int = 20,
+    stop: tuple[str, ...] = (),
+    logprobs: int | None = None,
+    **fields: Any,
+) -> inference_pb2.GenerateRequest:
+    """A greedy request."""
+    params = sampling_pb2.SamplingParams(max_tokens=max_tokens, temperature=0, stop=stop, logprobs=logprobs)
+    return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), params=params, **fields)
+
+
+async def collect(call: AsyncIterator[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
+    """All responses; fails on a gap or a duplicate."""
+    responses = [response async for response in call]
+    expected = 0
+    for response in responses:
+        assert response.index == expected
+        expected += len(response.token_ids)
+    return responses
+
+
+async def rest_of(call: Any) -> list[inference_pb2.GenerateResponse]:
+    """The responses after those that were read one by one."""
+    responses = []
+    while (response := await call.read()) is not aio.EOF:
+        responses.append(response)
+    return responses
+
+
+def tokens_of(responses: list[inference_pb2.GenerateResponse]) -> list[int]:
+    """All tokens of an answer."""
+    return [token_id for response in responses for token_id in response.token_ids]
+
+
+def text_of(responses: list[inference_pb2.GenerateResponse]) -> str:
+    """The whole text of an answer."""
+    return "".join(response.text for response in responses)
+
+
+def logprobs_at(index: int, top_count: int) -> sampling_pb2.Logprobs:
+    """Recognizable log-probabilities for the token at `index`."""
+    top = [sampling_pb2.TokenLogprob(token_id=rank, logprob=-float(rank)) for rank in range(top_count)]
+    return sampling_pb2.Logprobs(logprob=-float(index), top=top)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits until `condition()` holds; fails when it does not within `timeout_s` seconds."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Running:
+    """A request that a scripted decode instance generates."""
+
+    request_id: str
+    attempt: int
+    prompt: tuple[int, ...]
+    next_index: int
+    max_tokens: int
+    logprobs: int | None
+
+
+class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
+    """A decode instance. Steps as fast as its router reads, unless `paused`."""
+
+    def __init__(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        self.running: dict[str, Running] = {}
+        self.aborted: list[tuple[str, int]] = []
+        self.subscribers = 0
+        self.may_step = asyncio.Event()
+        self.may_step.set()
+        self.pause_at: int | None = None
+        """Stop stepping, once, when a request has so many tokens; may_step goes on."""
+        self.skip_once = False
+        """Leave one token out."""
+        self.repeat_tokens = False
+        """Send every token twice, the second time together with its successor's index."""
+        self.fail_next: str = ""
+        """Report this error for every request at the next step."""
+        self.incarnation = 0
+        self._wake = asyncio.Event()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether pause_at was reached."""
+        return not self.may_step.is_set()
+
+    def start(self, request: prefill_pb2.PrefillRequest) -> None:
+        """Begins to generate after the token that prefill drew."""
+        prompt_length = len(request.token_ids) - request.generated_count
+        self.running[request.request_id] = Running(
+            request.request_id,
+            request.attempt,
+            tuple(request.token_ids[:prompt_length]),
+            request.generated_count + 1,
+            request.params.max_tokens,
+            request.params.logprobs if request.params.HasField("logprobs") else None,
+        )
+        self._wake.set()
+
+    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
+        for entry in request.attempts:
+            self.aborted.append((entry.request_id, entry.attempt))
+            running = self.running.get(entry.request_id)
+            if running is not None and running.attempt <= entry.attempt:
+                del self.running[entry.request_id]
+        return decode_pb2.AbortResponse()
+
+    async def StreamTokens(  # noqa: N802
+        self, request: decode_pb2.StreamTokensRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+        self.subscribers += 1
+        try:
+            yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation)
+            while True:
+                if not self.running:
+                    self._wake.clear()
+                    await self._wake.wait()
+                await self.may_step.wait()
+                yield decode_pb2.StreamTokensResponse(requests=self._step())
+                await asyncio.sleep(0)
+        finally:
+            self.subscribers -= 1
+            self.running.clear()
+
+    def _step(self) -> list[decode_pb2.RequestTokens]:
+        updates = []
+        for running in tuple(self.running.values()):
+            update = decode_pb2.RequestTokens(request_id=running.request_id, attempt=running.attempt)
+            if self.fail_next:
+                update.error = self.fail_next
+                del self.running[running.request_id]
+                updates.append(update)
+                continue
+            first = running.next_index - 1 if self.repeat_tokens else running.next_index
+            update.index = first
+            update.token_ids.extend(token_at(running.prompt, index) for index in range(first, running.next_index + 1))
+            if running.logprobs is not None:
+                indices = range(first, running.next_index + 1)
+                update.logprobs.extend(logprobs_at(index, running.logprobs) for index in indices)
+            running.next_index += 1
+            if self.skip_once and running.next_index > 3:
+                self.skip_once = False
+                running.next_index += 1
+            if running.next_index == self.pause_at:
+                self.pause_at = None
+                self.may_step.clear()
+            if running.next_index >= running.max_tokens:
+                update.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
+                update.timing.decode_s = 0.25
+                del self.running[running.request_id]
+            updates.append(update)
+        self.fail_next = ""
+        return updates
+
+
+class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
+    """A prefill instance that places every request on the decode instance that `decode_of` names."""
+
+    def __init__(self, instance_id: str, decode_of: Callable[[], ScriptedDecode]) -> None:
+        self.instance_id = instance_id
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.cancelled: list[str] = []
+        self.refusals: list[KaveriError] = []
+        """Errors for the next requests, one each."""
+        self.hold: set[str] = set()
+        """Steps before which every request waits for `release`: started, placed, first_token, handed_over."""
+        self.release = asyncio.Event()
+        self.decode_first = False
+        """Let decode begin before the first token is told."""
+        self.break_after_hold = False
+        """Fail every request that was held, once it is released."""
+        self.open_requests = 0
+        self.waiting_requests = 0
+        """Requests that a hold stops now."""
+        self.remaining_s: list[float | None] = []
+        """Seconds until the deadline, for every request as it came."""
+        self.break_before = ""
+        """The step before which every request fails with UNAVAILABLE."""
+        self._decode_of = decode_of
+
+    async def Prefill(  # noqa: N802
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        self.requests.append(request)
+        self.remaining_s.append(context.time_remaining())
+        if self.refusals:
+            await abort(context, self.refusals.pop(0))
+        decode = self._decode_of()
+        prompt = tuple(request.token_ids[: len(request.token_ids) - request.generated_count])
+        finish = (
+            sampling_pb2.FINISH_REASON_LENGTH
+            if request.generated_count + 1 >= request.params.max_tokens
+            else sampling_pb2.FINISH_REASON_UNSPECIFIED
+        )
+        self.open_requests += 1
+        try:
+            await self._before("started", context)
+            yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=0.125))
+            await self._before("placed", context)
+            yield prefill_pb2.PrefillResponse(placed=prefill_pb2.PrefillPlaced(decode_instance_id=decode.instance_id))
+            if self.decode_first and not finish:
+                decode.start(request)
+            await self._before("first_token", context)
+            first = prefill_pb2.PrefillFirstToken(
+                token_id=token_at(prompt, request.generated_count), finish_reason=finish, prefill_s=0.5
+            )
+            if request.params.HasField("logprobs"):
+                first.logprobs.CopyFrom(logprobs_at(request.generated_count, request.params.logprobs))
+            yield prefill_pb2.PrefillResponse(first_token=first)
+            if finish:
+                return
+            if not self.decode_first:
+                decode.start(request)
+            await self._before("handed_over", context)
+            handed_over = prefill_pb2.PrefillHandedOver(kv_bytes=4096, kv_transfer_s=0.0625, kv_transport="tcp")
+            yield prefill_pb2.PrefillResponse(handed_over=handed_over)
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+        finally:
+            self.open_requests -= 1
+
+    async def _before(self, step: str, context: Any) -> None:
+        if self.break_before == step:
+            await abort(context, Unavailable(f"scripted to break before {step}"))
+        if step in self.hold:
+            self.waiting_requests += 1
+            try:
+                await self.release.wait()
+            finally:
+                self.waiting_requests -= 1
+            if self.break_after_hold:
+                await abort(context, Unavailable("scripted to break"))
+
+
+@dataclass
+class Instance:
+    """A scripted instance's server and its place in the cluster."""
+
+    record: InstanceRecord
+    load: InstanceLoad
+    server: RpcServer
+    heartbeat: Heartbeat
+    task: "asyncio.Task[None]"
+
+    async def kill(self) -> None:
+        """Cuts every connection at once and lets the lease run out, as SIGKILL does."""
+        self.task.cancel()
+        await self.server.stop(0)
+
+    async def leave(self) -> None:
+        """Deregisters and stops."""
+        self.heartbeat.stop()
+        await self.task
+        await self.server.stop(0)
+
+
+@dataclass
+class ScriptedCluster:
+    """Scripted instances around one in-memory store, and routers on top."""
+
+    tokenizer: ModelTokenizer
+    cluster: MemoryCluster = field(default_factory=MemoryCluster)
+    instances: dict[str, Instance] = field(default_factory=dict)
+    decodes: dict[str, ScriptedDecode] = field(default_factory=dict)
+    prefills: dict[str, ScriptedPrefill] = field(default_factory=dict)
+    incarnations: int = 0
+    place_on: str = ""
+    """Decode instance that prefill instances place on; empty: the first one that lives."""
+
+    def _decode(self) -> ScriptedDecode:
+        if self.place_on:
+            return self.decodes[self.place_on]
+        return next(decode for name, decode in self.decodes.items() if name in self.instances)
+
+    async def add_decode(self, instance_id: str) -> ScriptedDecode:
+        decode = self.decodes[instance_id] = ScriptedDecode(instance_id)
+        register = partial(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode)
+        self.instances[instance_id] = await self._start(instance_id, Role.DECODE, register)
+        decode.incarnation = self.instances[instance_id].record.incarnation
+        return decode
+
+    async def add_prefill(self, instance_id: str) -> ScriptedPrefill:
+        prefill = self.prefills[instance_id] = ScriptedPrefill(instance_id, self._decode)
+        register = partial(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
+        self.instances[instance_id] = await self._start(instance_id, Role.PREFILL, register)
+        return prefill
+
+    def taken(self) -> list[prefill_pb2.PrefillRequest]:
+        """Every request that any prefill instance has got, an instance at a time."""
+        return [request for prefill in self.prefills.values() for request in prefill.requests]
+
+    def let_all_go(self) -> None:
+        """Ends every hold."""
+        for prefill in self.prefills.values():
+            prefill.release.set()
+        for decode in self.decodes.values():
+            decode.may_step.set()
+
+    async def kill(self, instance_id: str) -> None:
+        await self.instances.pop(instance_id).kill()
+
+    async def leave(self, instance_id: str) -> None:
+        await self.instances.pop(instance_id).leave()
+
+    async def close(self) -> None:
+        for instance_id in tuple(self.instances):
+            await self.kill(instance_id)
+
+    @contextlib.asynccontextmanager
+    async def router(self, **settings: Any) -> AsyncIterator["RouterUnderTest"]:
+        """A router on this cluster, with a client's stub; checks afterwards that nothing leaked."""
+        config = RouterConfig(**{"instance_id": "router-0", "heartbeat_interval_s": 0.02, **settings})
+        async with (
+            MemoryStore(self.cluster) as store,
+            Router.run(config, store, self.tokenizer) as router,
+            open_channel(router.address) as channel,
+        ):
+            under_test = RouterUnderTest(router, inference_pb2_grpc.InferenceServiceStub(channel), channel)
+            alive = [decode for name, decode in self.decodes.items() if name in self.instances]
+            await eventually(lambda: all(decode.subscribers for decode in alive))
+            yield under_test
+            await under_test.check_integrity()
+
+    async def _start(self, instance_id: str, role: Role, register: Callable[[aio.Server], None]) -> Instance:
+        server = RpcServer("127.0.0.1", 0, ())
+        server.add(register)
+        await server.start()
+        self.incarnations += 1
+        record = InstanceRecord(
+            instance_id=instance_id,
+            incarnation=self.incarnations,
+            role=role,
+            address=f"127.0.0.1:{server.port}",
+            model=MODEL,
+            engine="fake",
+            max_model_len=MAX_MODEL_LEN,
+            lease_ttl_s=0.3,
+        )
+        load = InstanceLoad(state=InstanceState.READY, free_blocks=100, total_blocks=100)
+        store = MemoryStore(self.cluster)
+        heartbeat = Heartbeat(
+            store, record, lambda: self.instances[instance_id].load if instance_id in self.instances else load, 0.02
+        )
+
+        async def beat() -> None:
+            async with store:
+                await heartbeat.run()
+
+        return Instance(record, load, server, heartbeat, asyncio.create_task(beat()))
+
+
+@dataclass
+class RouterUnderTest:
+    """A running router and a client's way to it."""
+
+    router: Router
+    stub: Any
+    channel: aio.Channel
+
+    async def check_integrity(self) -> None:
+        """Nothing of ended requests is left: table, counts, timers, errands, attempts tied to streams."""
+        await eventually(lambda: len(self.router.table) == 0)
+        await self.router.dispatcher.close()
+        await eventually(lambda: not any(task.get_name().startswith("request ") for task in asyncio.all_tasks()))
+        self.router.dispatcher.check_integrity()
+        self.router.streams.check_integrity()
+        assert await self.router.store.requests() == ()

@@ -1,0 +1,107 @@
+"""Bad input is refused at the router with the field, the value and the limit, before anything is spent on it."""
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.errors import InvalidArgument
+from kaveri.rpc.status import error_of
+from kaveri.v1 import inference_pb2, sampling_pb2
+from tests.services.router.cluster_script import MAX_MODEL_LEN, ScriptedCluster, answer, ask, collect, tokens_of
+
+
+def with_params(**fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(text="hello", params=sampling_pb2.SamplingParams(**fields))
+
+
+def with_ids(*ids: int, **fields: Any) -> inference_pb2.GenerateRequest:
+    params = sampling_pb2.SamplingParams(**fields)
+    return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), params=params)
+
+
+def with_messages(*messages: tuple[str, str]) -> inference_pb2.GenerateRequest:
+    turns = [inference_pb2.Message(role=role, content=content) for role, content in messages]
+    return inference_pb2.GenerateRequest(messages=inference_pb2.Messages(messages=turns))
+
+
+TABLE = {
+    "no prompt": (inference_pb2.GenerateRequest(), "prompt"),
+    "empty text": (inference_pb2.GenerateRequest(text=""), "prompt.text"),
+    "no token ids": (with_ids(), "prompt.token_ids"),
+    "no messages": (with_messages(), "prompt.messages"),
+    "token id outside the vocabulary": (with_ids(300, 1536), "prompt.token_ids"),
+    "largest token id": (with_ids(2**32 - 1), "prompt.token_ids"),
+    "stop token id outside the vocabulary": (with_params(stop_token_ids=[1536]), "params.stop_token_ids"),
+    "prompt as long as the model": (with_ids(*[300] * MAX_MODEL_LEN), "prompt"),
+    "prompt and answer too long": (with_ids(300, 300, max_tokens=MAX_MODEL_LEN - 1), "params.max_tokens"),
+    "huge max_tokens": (with_params(max_tokens=2**32 - 1), "params.max_tokens"),
+    "max_tokens 0": (with_params(max_tokens=0), "params.max_tokens"),
+    "negative temperature": (with_params(temperature=-0.5), "params.temperature"),
+    "temperature NaN": (with_params(temperature=math.nan), "params.temperature"),
+    "temperature infinite": (with_params(temperature=math.inf), "params.temperature"),
+    "top_p 0": (with_params(top_p=0), "params.top_p"),
+    "top_p over 1": (with_params(top_p=1.5), "params.top_p"),
+    "top_p NaN": (with_params(top_p=math.nan), "params.top_p"),
+    "too many stop texts": (with_params(stop=["x"] * 17), "params.stop"),
+    "a stop text too long": (with_params(stop=["x" * 257]), "params.stop"),
+    "an empty stop text": (with_params(stop=[""]), "params.stop"),
+    "too many stop token ids": (with_params(stop_token_ids=[300] * 65), "params.stop_token_ids"),
+    "too many logprobs": (with_params(logprobs=21), "params.logprobs"),
+    "request id too long": (inference_pb2.GenerateRequest(text="hello", request_id="é" * 65), "request_id"),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+async def test_bad_input_names_the_field(cluster: ScriptedCluster, case: str) -> None:
+    request, field = TABLE[case]
+    async with cluster.router() as router:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(request, timeout=5))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = error_of(caught.value)
+        assert isinstance(error, InvalidArgument)
+        assert error.field == field
+        assert error.limit
+        assert "(" not in str(error.value), "a value as the router holds it, not as the caller gave it"
+        assert cluster.taken() == []
+
+
+async def test_an_unknown_model_is_not_found(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(inference_pb2.GenerateRequest(model="other", text="hello"), timeout=5))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert "kaveri-tiny" in (caught.value.details() or "")
+
+
+async def test_the_longest_request_that_fits_is_taken(cluster: ScriptedCluster) -> None:
+    prompt = (300,) * (MAX_MODEL_LEN - 1)
+    async with cluster.router() as router:
+        assert tokens_of(await collect(router.stub.Generate(ask(prompt, max_tokens=1), timeout=5))) == answer(prompt, 1)
+
+
+async def test_a_message_over_the_size_limit_disturbs_nothing_else(cluster: ScriptedCluster) -> None:
+    async with (
+        cluster.router() as router,
+        aio.insecure_channel(router.router.address, (("grpc.max_send_message_length", -1),)) as channel,
+    ):
+        generate = channel.unary_stream(
+            "/kaveri.v1.InferenceService/Generate",
+            request_serializer=inference_pb2.GenerateRequest.SerializeToString,
+            response_deserializer=inference_pb2.GenerateResponse.FromString,
+        )
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(generate(inference_pb2.GenerateRequest(text="x" * 5_000_000), timeout=5))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert tokens_of(await collect(generate(ask(), timeout=5))) == answer((300, 301, 302), 20)
+
+
+async def test_a_long_text_is_tokenized_like_a_short_one(cluster: ScriptedCluster) -> None:
+    text = "count the words of this line. " * 200
+    request = inference_pb2.GenerateRequest(text=text, params=sampling_pb2.SamplingParams(max_tokens=1))
+    async with cluster.router() as router:
+        await collect(router.stub.Generate(request, timeout=10))
+        assert list(cluster.taken()[0].token_ids) == cluster.tokenizer.backend.encode(text).ids

@@ -1,0 +1,228 @@
+"""Cancel, a client that goes, deadlines, draining: in every phase nothing stays behind, here or at the instances."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.v1 import inference_pb2, sampling_pb2
+from services.router.tokenizer import ModelTokenizer
+from tests.services.router.cluster_script import (
+    PROMPT,
+    RouterUnderTest,
+    ScriptedCluster,
+    answer,
+    ask,
+    collect,
+    eventually,
+    rest_of,
+    text_of,
+    tokens_of,
+)
+
+PHASES = ["queued", "prefilling", "pushing", "waiting", "decoding"]
+
+
+async def bring_to(cluster: ScriptedCluster, phase: str) -> Callable[[], bool]:
+    """Makes every request stop in `phase`; returns the condition that holds when one is there."""
+    step = {"queued": "started", "prefilling": "placed", "pushing": "first_token", "waiting": "handed_over"}.get(phase)
+    decode = cluster.decodes["decode-0"]
+    if step is None:
+        decode.pause_at = 7
+        return lambda: decode.is_paused
+    for prefill in cluster.prefills.values():
+        prefill.hold.add(step)
+    if step == "handed_over":
+        decode.may_step.clear()
+        return lambda: bool(decode.running)
+    return lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values())
+
+
+async def all_legs_are_over(cluster: ScriptedCluster, router: RouterUnderTest) -> None:
+    await eventually(lambda: not any(prefill.open_requests for prefill in cluster.prefills.values()), timeout_s=1)
+    await eventually(lambda: not any(decode.running for decode in cluster.decodes.values()), timeout_s=1)
+    await router.check_integrity()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_cancel_ends_the_stream_as_cancelled_and_every_leg_with_it(cluster: ScriptedCluster, phase: str) -> None:
+    reached = await bring_to(cluster, phase)
+    async with cluster.router() as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="mine"), timeout=10)))
+        await eventually(reached)
+        response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"))
+        assert response.found
+        responses = await collecting
+        assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
+        assert responses[-1].usage.completion_tokens == len(tokens_of(responses))
+        assert tokens_of(responses) == answer(PROMPT, 20)[: len(tokens_of(responses))]
+        await all_legs_are_over(cluster, router)
+        again = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"))
+        assert not again.found
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_client_that_goes_ends_every_leg(cluster: ScriptedCluster, phase: str) -> None:
+    reached = await bring_to(cluster, phase)
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        reading = asyncio.create_task(collect(call))
+        await eventually(reached)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await all_legs_are_over(cluster, router)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_deadline_that_passes_ends_every_leg(cluster: ScriptedCluster, phase: str) -> None:
+    reached = await bring_to(cluster, phase)
+    async with cluster.router() as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=0.5)))
+        await eventually(reached)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collecting
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await all_legs_are_over(cluster, router)
+
+
+async def test_a_client_whose_connection_vanishes_ends_every_leg(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        channel = aio.insecure_channel(router.router.address, (("grpc.use_local_subchannel_pool", 1),))
+        call = channel.unary_stream(
+            "/kaveri.v1.InferenceService/Generate",
+            request_serializer=inference_pb2.GenerateRequest.SerializeToString,
+            response_deserializer=inference_pb2.GenerateResponse.FromString,
+        )(ask(), timeout=10)
+        await call.read()
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        await channel.close()
+        await all_legs_are_over(cluster, router)
+
+
+async def test_without_a_deadline_of_its_own_a_request_has_the_default_one(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router(default_timeout_s=0.4) as router:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask()))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await all_legs_are_over(cluster, router)
+
+
+async def test_the_deadline_travels_to_the_prefill_instance(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        await collect(router.stub.Generate(ask(), timeout=7))
+        (remaining_s,) = [entry for prefill in cluster.prefills.values() for entry in prefill.remaining_s]
+        assert remaining_s is not None
+        assert 5 < remaining_s < 7.5, "gRPC rounds up by some milliseconds"
+
+
+async def test_cancel_reaches_a_request_that_waits_for_an_instance(tokenizer: ModelTokenizer) -> None:
+    async with ScriptedCluster(tokenizer).router() as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=10)))
+        await eventually(lambda: len(router.router.table) == 1)
+        assert (await router.stub.Cancel(inference_pb2.CancelRequest(request_id="early"))).found
+        (response,) = await collecting
+        assert response.request_id == "early"
+        assert response.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
+
+
+async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
+    cluster: ScriptedCluster, tokenizer: ModelTokenizer
+) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    text = tokenizer.backend.decode(answer(PROMPT, 7))
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(request_id="held", stop=(text[-1] + "\x00 never",)), timeout=10)
+        responses = [await call.read()]
+        await eventually(lambda: len(router.router.table.get("held").token_ids) == 7)
+        await router.stub.Cancel(inference_pb2.CancelRequest(request_id="held"))
+        responses += await rest_of(call)
+        assert text_of(responses) == text
+
+
+async def test_a_full_router_refuses_with_a_delay_and_takes_again_when_there_is_room(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router(max_requests=1) as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        first = await call.read()
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(), timeout=10))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "try again in" in (caught.value.details() or "")
+        assert any(key == "grpc-status-details-bin" for key, _ in caught.value.trailing_metadata() or ())
+        cluster.let_all_go()
+        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await eventually(lambda: len(router.router.table) == 0)
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=10))) == answer(PROMPT, 20)
+
+
+async def test_a_request_id_in_flight_is_refused_here_and_at_another_router(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router, cluster.router(instance_id="router-1") as other:
+        call = router.stub.Generate(ask(request_id="mine"), timeout=10)
+        await call.read()
+        for stub in (router.stub, other.stub):
+            with pytest.raises(aio.AioRpcError) as caught:
+                await collect(stub.Generate(ask(request_id="mine"), timeout=10))
+            assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        call.cancel()
+        await all_legs_are_over(cluster, router)
+
+
+async def test_a_request_id_can_be_used_again_as_soon_as_its_answer_has_ended(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        for _ in range(10):
+            responses = await collect(router.stub.Generate(ask(request_id="mine", max_tokens=3), timeout=10))
+            assert tokens_of(responses) == answer(PROMPT, 3)
+
+
+async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flight(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        first = await call.read()
+        draining = asyncio.create_task(router.router.drain(10))
+        await eventually(lambda: router.router.draining)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(), timeout=10))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not draining.done()
+        cluster.let_all_go()
+        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await draining
+
+
+async def test_draining_gives_up_after_its_time(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        await call.read()
+        started_s = time.monotonic()
+        await router.router.drain(0.1)
+        assert time.monotonic() - started_s < 2
+        call.cancel()
+
+
+async def test_hundreds_of_requests_with_random_cancels_leave_nothing(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+
+        async def one(number: int) -> None:
+            call = router.stub.Generate(ask((300 + number,), max_tokens=30), timeout=30)
+            read_count = number % 5
+            if read_count == 4:
+                assert tokens_of(await collect(call)) == answer((300 + number,), 30)
+                return
+            for _ in range(read_count):
+                await call.read()
+            call.cancel()
+
+        for start in range(0, 300, 50):
+            await asyncio.gather(*(one(number) for number in range(start, start + 50)))
+        await all_legs_are_over(cluster, router)
+        tasks = [task for task in asyncio.all_tasks() if "request " in task.get_name()]
+        assert tasks == []

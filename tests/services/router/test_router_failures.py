@@ -1,0 +1,227 @@
+"""What dies, refuses or breaks: requests are placed anew and answers go on with the same tokens, or fail clearly."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.errors import InvalidArgument, NoCapacity, StaleAttempt
+from kaveri.policy.placement import PlacementPolicy
+from services.router.tokenizer import ModelTokenizer
+from tests.services.router.cluster_script import (
+    PROMPT,
+    ScriptedCluster,
+    answer,
+    ask,
+    collect,
+    eventually,
+    rest_of,
+    tokens_of,
+)
+
+CODES = grpc.StatusCode
+
+
+def code_of(caught: "pytest.ExceptionInfo[aio.AioRpcError]") -> grpc.StatusCode:
+    return caught.value.code()
+
+
+async def test_a_request_refused_by_one_prefill_instance_goes_to_another(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        for prefill in cluster.prefills.values():
+            prefill.refusals = [NoCapacity("prefill", 0.1)]
+        responses = await collect(router.stub.Generate(ask(), timeout=5))
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        first, second = sorted(cluster.taken(), key=lambda request: request.attempt)[:2]
+        assert (first.attempt, second.attempt) == (1, 2)
+        assert all(len(prefill.requests) >= 1 for prefill in cluster.prefills.values()), "not the same one again"
+
+
+@pytest.mark.parametrize("step", ["started", "placed", "first_token", "handed_over"])
+async def test_a_prefill_that_breaks_at_any_step_costs_no_token(cluster: ScriptedCluster, step: str) -> None:
+    cluster.prefills["prefill-0"].break_before = step
+    for decode in cluster.decodes.values():
+        decode.may_step.clear()
+    async with cluster.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
+        calls = [router.stub.Generate(ask((300 + number,)), timeout=10) for number in range(4)]
+        collecting = asyncio.gather(*(collect(call) for call in calls))
+        await eventually(lambda: len({request.request_id for request in cluster.taken() if request.attempt == 2}) >= 2)
+        cluster.let_all_go()
+        answers = await collecting
+        assert [tokens_of(responses) for responses in answers] == [answer((300 + number,), 20) for number in range(4)]
+        assert sorted(responses[-1].timing.attempts for responses in answers) == [1, 1, 2, 2]
+
+
+async def test_a_killed_prefill_instance_loses_no_request(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.hold.add("placed")
+    async with cluster.router() as router:
+        collecting = [
+            asyncio.create_task(collect(router.stub.Generate(ask((300 + number,)), timeout=10))) for number in range(8)
+        ]
+        await eventually(lambda: len(cluster.taken()) == 8)
+        await cluster.kill("prefill-0")
+        cluster.let_all_go()
+        for number, task in enumerate(collecting):
+            assert tokens_of(await task) == answer((300 + number,), 20)
+
+
+async def test_a_decode_instance_killed_in_mid_stream_is_followed_by_another_with_the_same_tokens(
+    cluster: ScriptedCluster,
+) -> None:
+    decode = cluster.decodes["decode-0"]
+    async with cluster.router() as router:
+        decode.pause_at = 7
+        call = router.stub.Generate(ask(request_id="moved"), timeout=10)
+        responses = [await call.read()]
+        while len(tokens_of(responses)) < 7:
+            responses.append(await call.read())
+        await cluster.kill("decode-0")
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        timing = responses[-1].timing
+        assert (timing.attempts, timing.decode_instance_id) == (2, "decode-1")
+        second = next(request for request in cluster.taken() if request.attempt == 2)
+        assert list(second.token_ids) == [*PROMPT, *answer(PROMPT, 7)]
+        assert second.generated_count == 7
+        assert second.params.seed == cluster.taken()[0].params.seed
+
+
+async def test_a_decode_instance_that_leaves_the_view_loses_its_requests_to_another(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        responses = [await call.read()]
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        # Its server goes on: only the lease ends.
+        instance = cluster.instances.pop("decode-0")
+        instance.task.cancel()
+        try:
+            responses += await rest_of(call)
+        finally:
+            await instance.server.stop(0)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.decode_instance_id == "decode-1"
+
+
+async def test_a_restarted_decode_instance_is_followed_in_its_new_life(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        responses = [await call.read()]
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        await cluster.kill("decode-0")
+        await cluster.add_decode("decode-0")
+        cluster.place_on = "decode-0"
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.decode_instance_id == "decode-0"
+
+
+async def test_a_request_that_decode_gives_up_is_placed_anew(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].fail_next = "engine fault"
+    async with cluster.router() as router:
+        responses = await collect(router.stub.Generate(ask(), timeout=5))
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 2
+
+
+async def test_a_gap_in_the_tokens_is_a_lost_attempt_and_not_a_hole_in_the_answer(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].skip_once = True
+    async with cluster.router() as router:
+        responses = await collect(router.stub.Generate(ask(request_id="gap"), timeout=5))
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 2
+        await eventually(lambda: ("gap", 1) in cluster.decodes["decode-0"].aborted)
+
+
+async def test_prefill_may_die_once_decode_has_taken_over(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    for prefill in cluster.prefills.values():
+        prefill.hold.add("handed_over")
+        prefill.break_after_hold = True
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        responses = [await call.read()]
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        for prefill in cluster.prefills.values():
+            prefill.release.set()
+        await eventually(lambda: not any(prefill.open_requests for prefill in cluster.prefills.values()))
+        cluster.let_all_go()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 1
+
+
+async def test_an_attempt_that_is_older_than_another_overtakes_it(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.refusals = [StaleAttempt("again", 1, 6)]
+    async with cluster.router() as router:
+        assert tokens_of(await collect(router.stub.Generate(ask(request_id="again"), timeout=5))) == answer(PROMPT, 20)
+        assert {request.attempt for request in cluster.taken()} <= {1, 7, 8}
+
+
+async def test_attempts_are_bounded_and_the_last_error_is_told(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.refusals = [NoCapacity("prefill", 0.1) for _ in range(10)]
+    async with cluster.router(max_attempts=3) as router:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(), timeout=5))
+        assert code_of(caught) is CODES.RESOURCE_EXHAUSTED
+        assert len(cluster.taken()) == 3
+
+
+async def test_a_refusal_that_would_be_the_same_anywhere_is_final(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.refusals = [InvalidArgument("prompt", 9, "less")]
+    async with cluster.router() as router:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(), timeout=5))
+        assert code_of(caught) is CODES.INVALID_ARGUMENT
+        assert len(cluster.taken()) == 1
+
+
+async def test_nothing_left_to_serve_is_unavailable_after_the_set_time(tokenizer: ModelTokenizer) -> None:
+    cluster = ScriptedCluster(tokenizer)
+    await cluster.add_prefill("prefill-0")
+    try:
+        async with cluster.router(unavailable_after_s=0.2) as router:
+            started_s = time.monotonic()
+            with pytest.raises(aio.AioRpcError) as caught:
+                await collect(router.stub.Generate(ask(), timeout=5))
+            assert code_of(caught) is CODES.UNAVAILABLE
+            assert "decode" in (caught.value.details() or "")
+            assert 0.15 < time.monotonic() - started_s < 2
+    finally:
+        await cluster.close()
+
+
+async def test_a_request_waits_for_an_instance_to_appear(tokenizer: ModelTokenizer) -> None:
+    cluster = ScriptedCluster(tokenizer)
+    await cluster.add_decode("decode-0")
+    try:
+        async with cluster.router() as router:
+            collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=10)))
+            await eventually(lambda: len(router.router.table) == 1)
+            await cluster.add_prefill("prefill-0")
+            assert tokens_of(await collecting) == answer(PROMPT, 20)
+    finally:
+        await cluster.close()
+
+
+async def test_losing_the_store_disturbs_neither_requests_in_flight_nor_new_ones(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        await eventually(lambda: len(router.router.store.view().instances) == 5)
+        call = router.stub.Generate(ask(), timeout=10)
+        responses = [await call.read()]
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        cluster.cluster.take_away()
+        cluster.let_all_go()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=10))) == answer(PROMPT, 20)
+        cluster.cluster.bring_back(empty=True)
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=10))) == answer(PROMPT, 20)

@@ -1,0 +1,188 @@
+"""A request's way through the router: relayed in order, once, whatever order its tokens arrive in."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
+from services.router.tokenizer import ModelTokenizer
+from tests.services.router.cluster_script import (
+    MAX_MODEL_LEN,
+    MODEL,
+    PROMPT,
+    ScriptedCluster,
+    answer,
+    ask,
+    collect,
+    eventually,
+    rest_of,
+    text_of,
+    tokens_of,
+)
+
+
+async def test_an_answer_arrives_whole_and_in_order(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
+    async with cluster.router() as router:
+        responses = await collect(router.stub.Generate(ask(request_id="mine"), timeout=5))
+    assert tokens_of(responses) == answer(PROMPT, 20)
+    assert text_of(responses) == tokenizer.backend.decode(tokens_of(responses))
+    assert [response.request_id for response in responses] == ["mine"] + [""] * (len(responses) - 1)
+    last = responses[-1]
+    assert last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 20)
+    assert last.timing.attempts == 1
+    assert last.timing.prefill_instance_id in ("prefill-0", "prefill-1")
+    assert last.timing.decode_instance_id == "decode-0"
+    assert (last.timing.prefill_queue_s, last.timing.prefill_s, last.timing.decode_s) == (0.125, 0.5, 0.25)
+    assert (last.timing.kv_bytes, last.timing.kv_transport) == (4096, "tcp")
+    assert 0 < last.timing.router_s < last.timing.ttft_s < last.timing.e2e_s
+
+
+async def test_the_first_token_does_not_wait_for_the_hand_over(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.hold.add("handed_over")
+    for decode in cluster.decodes.values():
+        decode.may_step.clear()
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=5)
+        first = await call.read()
+        assert list(first.token_ids) == answer(PROMPT, 1)
+        assert first.request_id
+        cluster.let_all_go()
+        rest = await rest_of(call)
+        assert tokens_of([first, *rest]) == answer(PROMPT, 20)
+
+
+async def test_tokens_that_decode_sends_before_the_first_token_wait_for_it(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.decode_first = True
+        prefill.hold.add("first_token")
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(request_id="early"), timeout=5)
+        collecting = asyncio.create_task(collect(call))
+        await eventually(lambda: bool(cluster.taken()) and not cluster.decodes["decode-0"].running)
+        assert not collecting.done()
+        cluster.let_all_go()
+        responses = await collecting
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+
+
+async def test_tokens_sent_twice_are_delivered_once(cluster: ScriptedCluster) -> None:
+    for decode in cluster.decodes.values():
+        decode.repeat_tokens = True
+    async with cluster.router() as router:
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=5))) == answer(PROMPT, 20)
+
+
+async def test_an_answer_of_one_token_needs_no_decode_instance(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        responses = await collect(router.stub.Generate(ask(max_tokens=1), timeout=5))
+        assert tokens_of(responses) == answer(PROMPT, 1)
+        assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+
+
+async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.hold.add("handed_over")
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(max_tokens=2), timeout=5)
+        responses = [await call.read()]
+        await eventually(lambda: not cluster.decodes["decode-0"].running)
+        cluster.let_all_go()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 2)
+        assert responses[-1].timing.kv_bytes == 4096
+
+
+async def test_a_stop_text_over_token_boundaries_ends_the_request_everywhere(
+    cluster: ScriptedCluster, tokenizer: ModelTokenizer
+) -> None:
+    whole = tokenizer.backend.decode(answer(PROMPT, 30))
+    fifth = tokenizer.backend.decode(answer(PROMPT, 5))
+    stop = whole[len(fifth) - 2 : len(fifth) + 2]
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(request_id="stops", max_tokens=400, stop=(stop,)), timeout=5)
+        responses = await collect(call)
+        assert text_of(responses) == whole[: whole.index(stop)]
+        assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
+        await eventually(lambda: ("stops", 1) in cluster.decodes["decode-0"].aborted)
+
+
+async def test_many_requests_at_once_do_not_mix(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        prompts = [(300 + number, 400) for number in range(40)]
+        answers = await asyncio.gather(
+            *(collect(router.stub.Generate(ask(prompt, max_tokens=50), timeout=20)) for prompt in prompts)
+        )
+        assert [tokens_of(responses) for responses in answers] == [answer(prompt, 50) for prompt in prompts]
+        served = {responses[-1].timing.prefill_instance_id for responses in answers}
+        assert served == {"prefill-0", "prefill-1"}, "power of two spreads a burst before any heartbeat shows it"
+
+
+async def test_a_slow_client_gets_its_tokens_in_fewer_responses_and_holds_nobody_up(cluster: ScriptedCluster) -> None:
+    # With log-probabilities the answer is larger than what this connection buffers for a client that does not read.
+    small_window = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
+    async with cluster.router() as router, aio.insecure_channel(router.router.address, small_window) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        slow = stub.Generate(ask((300,), max_tokens=6_000, logprobs=20, request_id="slow"), timeout=30)
+        responses = [await slow.read()]
+        await eventually(lambda: "slow" not in cluster.decodes["decode-0"].running, timeout_s=20)
+        other = await collect(router.stub.Generate(ask((301,), max_tokens=100), timeout=20))
+        assert tokens_of(other) == answer((301,), 100)
+        responses += await rest_of(slow)
+        assert tokens_of(responses) == answer((300,), 6_000)
+        assert len(responses) < 3_000, len(responses)
+        logprobs = [entry for response in responses for entry in response.logprobs]
+        assert [entry.logprob for entry in logprobs] == [-float(index) for index in range(6_000)]
+
+
+async def test_messages_go_through_the_chat_template(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
+    turns = [inference_pb2.Message(role="user", content="hi there")]
+    request = inference_pb2.GenerateRequest(
+        messages=inference_pb2.Messages(messages=turns), params=sampling_pb2.SamplingParams(max_tokens=1)
+    )
+    async with cluster.router() as router:
+        await collect(router.stub.Generate(request, timeout=5))
+    sent = list(cluster.taken()[0].token_ids)
+    rendered = "<|user|>hi there<|end|><|assistant|>"
+    assert sent == tokenizer.backend.encode(rendered, add_special_tokens=False).ids
+
+
+async def test_unset_parameters_are_filled_in_before_a_request_is_placed(cluster: ScriptedCluster) -> None:
+    request = inference_pb2.GenerateRequest(text="hello")
+    for decode in cluster.decodes.values():
+        decode.may_step.clear()
+    async with cluster.router() as router:
+        call = router.stub.Generate(request, timeout=5)
+        await call.read()
+        sent = cluster.taken()[0]
+        assert sent.params.max_tokens == MAX_MODEL_LEN - len(sent.token_ids)
+        assert sent.params.HasField("seed")
+        call.cancel()
+        cluster.let_all_go()
+
+
+async def test_models_are_listed_with_their_limits(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
+    async with cluster.router() as router:
+        await eventually(lambda: len(router.router.store.view().instances) == 5)
+        (model,) = (await router.stub.ListModels(inference_pb2.ListModelsRequest())).models
+        assert (model.name, model.max_model_len, model.vocab_size) == (MODEL, MAX_MODEL_LEN, tokenizer.vocab_size)
+        assert model.has_chat_template
+        assert model.ready
+        assert (await router.stub.GetModel(inference_pb2.GetModelRequest(model=MODEL))).model == model
+        with pytest.raises(aio.AioRpcError) as caught:
+            await router.stub.GetModel(inference_pb2.GetModelRequest(model="other"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_view_names_every_instance_and_the_router(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        await eventually(lambda: len(router.router.store.view().instances) == 5)
+        stub = cluster_pb2_grpc.ClusterServiceStub(router.channel)
+        view = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest())
+        names = [instance.record.instance_id for instance in view.instances]
+        assert names == ["decode-0", "decode-1", "prefill-0", "prefill-1", "router-0"]
+        assert view.store_connected

@@ -1,0 +1,420 @@
+"""Requests through prefill and decode servers: exact tokens, waiting for room, attempts, drain, failures."""
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.engine.fake import FakeModel
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.ordering import OrderingPolicy
+from kaveri.policy.placement import DecodePlacementPolicy
+from kaveri.v1 import decode_pb2, predictor_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+
+BLOCK_BYTES = 4096  # of the fake engine's pool, over all layers
+TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
+
+
+def prompt(seed: int, token_count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(token_count)]
+
+
+def expected(token_ids: list[int], token_count: int, generated_count: int = 0) -> list[int]:
+    return FakeModel().answer(token_ids, generated_count, token_count)
+
+
+async def test_a_request_is_prefilled_pushed_and_decoded_with_exact_tokens(cluster: Any) -> None:
+    prefill = await cluster.prefill()
+    await cluster.decode()
+    router = await cluster.router()
+    token_ids = prompt(1, 50)
+    call = router.prefill(prefill, "a", token_ids, max_tokens=20)
+    assert await router.answer(call, "a") == expected(token_ids, 20)
+    kinds = [event.WhichOneof("event") for event in call.events]
+    assert sorted(kinds) == ["first_token", "handed_over", "placed", "started"]
+    assert kinds[-1] == "handed_over"
+    assert call.get("placed").decode_instance_id == "decode-0"
+    assert call.get("handed_over").kv_bytes > 0
+    last = router.last["a", 1]
+    assert last.timing.decode_s > 0
+    assert router.incarnations["decode-0"] > 0
+    await cluster.all_free()
+
+
+async def test_many_requests_over_two_and_two_instances_keep_their_tokens_apart(cluster: Any) -> None:
+    # Pools of 12 blocks: most requests wait for room, and some are preempted.
+    prefills = [await cluster.prefill(f"prefill-{number}", chunk_tokens=32, **TIGHT) for number in range(2)]
+    for number in range(2):
+        await cluster.decode(f"decode-{number}", **TIGHT)
+    router = await cluster.router()
+    seed = 7
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    sizes = {f"r{number}": (rng.randrange(1, 90), rng.randrange(1, 60)) for number in range(40)}
+    prompts = {name: prompt(index, sizes[name][0]) for index, name in enumerate(sizes)}
+    calls = {
+        name: router.prefill(prefills[index % 2], name, prompts[name], max_tokens=sizes[name][1], timeout_s=60.0)
+        for index, name in enumerate(sizes)
+    }
+    for name, call in calls.items():
+        assert await router.answer(call, name) == expected(prompts[name], sizes[name][1]), name
+    assert router.duplicates == 0
+    assert {call.get("placed").decode_instance_id for call in calls.values() if call.seen("placed")} == {
+        "decode-0",
+        "decode-1",
+    }
+    await cluster.all_free()
+
+
+async def test_a_later_attempt_goes_on_where_the_earlier_one_stopped(cluster: Any) -> None:
+    prefill = await cluster.prefill()
+    await cluster.decode()
+    router = await cluster.router()
+    token_ids = prompt(2, 30)
+    whole = expected(token_ids, 20)
+    call = router.prefill(prefill, "a", token_ids + whole[:8], max_tokens=20, attempt=2, generated_count=8)
+    assert await router.answer(call, "a", attempt=2) == whole[8:]
+    assert min(router.tokens["a", 2]) == 9
+
+
+async def test_an_answer_of_one_token_needs_no_decode_instance(cluster: Any) -> None:
+    prefill = await cluster.prefill()
+    router = await cluster.router()
+    token_ids = prompt(3, 700 // 2)
+    call = router.prefill(prefill, "a", token_ids, max_tokens=1)
+    assert await router.answer(call, "a") == expected(token_ids, 1)
+    assert [event.WhichOneof("event") for event in call.events] == ["started", "first_token"]
+    await cluster.all_free()
+
+
+async def test_a_stop_token_drawn_by_prefill_gives_the_reservation_back(cluster: Any) -> None:
+    prefill = await cluster.prefill(fake_step_s=0.05)
+    decode = await cluster.decode()
+    router = await cluster.router()
+    token_ids = prompt(4, 40)
+    first = expected(token_ids, 1)
+    call = router.prefill(prefill, "a", token_ids, max_tokens=20, stop_token_ids=(first[0],))
+    assert await router.answer(call, "a") == first
+    assert call.seen("placed")
+    assert not call.seen("handed_over")
+    await cluster.all_free()
+    assert decode.engine.stats().waiting_requests == 0
+
+
+async def test_without_room_the_first_token_comes_and_the_rest_when_there_is_room(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(**TIGHT)
+    router = await cluster.router()
+    await by_hand.reserve(decode, "taken", 12 * 16 - 33)
+    await by_hand.eventually(lambda: decode.held_blocks >= 10, "the pool is taken")
+    token_ids = prompt(5, 60)
+    call = router.prefill(prefill, "a", token_ids, max_tokens=10)
+    await by_hand.eventually(lambda: call.seen("first_token"), "the first token comes without room")
+    assert not call.seen("placed")
+    assert prefill.held_blocks > 0
+    await by_hand.abort(decode, "taken")
+    assert await router.answer(call, "a") == expected(token_ids, 10)
+    await cluster.all_free()
+
+
+async def test_without_a_decode_instance_the_request_waits_for_one(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill()
+    router = await cluster.router()
+    token_ids = prompt(6, 20)
+    call = router.prefill(prefill, "a", token_ids, max_tokens=4)
+    await by_hand.eventually(lambda: call.seen("first_token"), "the first token")
+    await router.subscribe(await cluster.decode())
+    assert await router.answer(call, "a") == expected(token_ids, 4)
+
+
+async def test_a_decode_instance_that_dies_is_replaced_by_another(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.02)
+    doomed = await cluster.decode("decode-0")
+    router = await cluster.router()
+    token_ids = prompt(7, 400)
+    call = router.prefill(prefill, "a", token_ids, max_tokens=10)
+    await by_hand.eventually(lambda: call.seen("placed"), "placed")
+    assert not call.seen("first_token")
+    await router.subscribe(await cluster.decode("decode-1"))
+    doomed.serving.cancel()
+    assert await router.answer(call, "a") == expected(token_ids, 10)
+    assert call.get("placed").decode_instance_id == "decode-1"
+    await cluster.all_free()
+
+
+async def test_a_reservation_without_a_push_expires(cluster: Any, by_hand: Any) -> None:
+    decode = await cluster.decode(reservation_ttl_s=0.2)
+    await cluster.router()
+    await by_hand.reserve(decode, "a", 50)
+    assert decode.held_blocks == 4
+    await cluster.all_free(within_s=5.0)
+
+
+async def test_a_request_ends_at_decode_when_its_time_is_over(cluster: Any, by_hand: Any) -> None:
+    decode = await cluster.decode()
+    await cluster.router()
+    await by_hand.reserve(decode, "a", 50, timeout_s=0.2)
+    assert decode.held_blocks == 4
+    await cluster.all_free(within_s=5.0)
+
+
+async def test_decode_ends_an_older_attempt_for_a_newer_and_refuses_the_older(cluster: Any, by_hand: Any) -> None:
+    decode = await cluster.decode()
+    await cluster.router()
+    await by_hand.reserve(decode, "a", 15)
+    await by_hand.reserve(decode, "a", 30, attempt=2)
+    await by_hand.eventually(lambda: decode.held_blocks == 2, "the older attempt's block is free")
+    await by_hand.abort(decode, "a", attempt=1)
+    assert decode.held_blocks == 2
+    with pytest.raises(aio.AioRpcError) as refused:
+        await by_hand.reserve(decode, "a", 15, attempt=1)
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+    await by_hand.abort(decode, "a", attempt=3)
+    await by_hand.abort(decode, "a", attempt=3)
+    await by_hand.abort(decode, "unknown")
+    await cluster.all_free()
+    with pytest.raises(aio.AioRpcError) as refused:
+        await by_hand.reserve(decode, "a", 15, attempt=1)
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+
+
+async def test_prefill_drops_an_older_attempt_for_a_newer_and_refuses_the_older(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(fake_step_s=0.2)
+    await cluster.decode()
+    router = await cluster.router()
+    token_ids = prompt(8, 20)
+    older = router.prefill(prefill, "a", token_ids, max_tokens=5)
+    await by_hand.eventually(lambda: older.seen("started"), "the older one runs")
+    newer = router.prefill(prefill, "a", token_ids, max_tokens=5, attempt=2)
+    with pytest.raises(aio.AioRpcError) as dropped:
+        await older.ended()
+    assert dropped.value.code() is grpc.StatusCode.ABORTED
+    stale = router.prefill(prefill, "a", token_ids, max_tokens=5, attempt=1)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await stale.ended()
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+    assert await router.answer(newer, "a", attempt=2) == expected(token_ids, 5)
+    await cluster.all_free()
+
+
+async def test_a_pool_of_another_layout_is_refused_before_room_is_spent(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(block_tokens=32), await cluster.decode()
+    router = await cluster.router()
+    with pytest.raises(aio.AioRpcError) as refused:
+        await by_hand.reserve(decode, "a", 15, layout=prefill.engine.info.layout)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert decode.held_blocks == 0
+    # The dispatcher does not even ask there.
+    call = router.prefill(prefill, "b", prompt(9, 10), max_tokens=5, timeout_s=0.5)
+    with pytest.raises(aio.AioRpcError) as expired:
+        await call.ended()
+    assert expired.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await cluster.all_free()
+
+
+async def test_a_full_queue_refuses(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(max_queue=2, chunk_tokens=16, fake_step_s=0.1)
+    router = await cluster.router()
+    calls = [router.prefill(prefill, f"r{number}", prompt(number, 40), max_tokens=1) for number in range(6)]
+    outcomes = await asyncio.gather(*(call.ended() for call in calls), return_exceptions=True)
+    refused = [error for error in outcomes if error is not None]
+    # One computes, two wait; how many come after that depends on how they arrive.
+    assert 1 <= len(refused) <= 3
+    assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "field"),
+    [([], "token_ids"), ([1] * 600, "token_ids"), ([1000], "token_ids")],
+    ids=["empty", "too long", "outside the vocabulary"],
+)
+async def test_what_cannot_be_prefilled_here_is_refused(cluster: Any, token_ids: list[int], field: str) -> None:
+    prefill = await cluster.prefill()
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", token_ids, max_tokens=5)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await call.ended()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in (refused.value.details() or "")
+
+
+async def test_draining_instances_finish_what_they_have_and_take_nothing_new(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.01)
+    decode = await cluster.decode(fake_step_s=0.01)
+    router = await cluster.router()
+    token_ids = prompt(10, 100)
+    call = router.prefill(prefill, "a", token_ids, max_tokens=30)
+    await by_hand.eventually(lambda: call.seen("placed"), "placed")
+    prefill.stopping.set()
+    decode.stopping.set()
+    await by_hand.eventually(lambda: not list(decode_view(prefill, decode)), "both show that they drain")
+    late = router.prefill(prefill, "late", token_ids, max_tokens=30)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await late.ended()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(aio.AioRpcError) as refused:
+        await by_hand.reserve(decode, "late", 15)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert await router.answer(call, "a") == expected(token_ids, 30)
+    assert await prefill.stop() == 0
+    assert await decode.stop() == 0
+
+
+def decode_view(*instances: Any) -> list[str]:
+    """Ids of those that still say they take work."""
+    return [instance.instance_id for instance in instances if instance.host.state == "ready"]
+
+
+async def test_a_drain_that_takes_too_long_ends_what_is_left(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(drain_timeout_s=0.1)
+    decode = await cluster.decode(drain_timeout_s=0.1, fake_step_s=0.05)
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(11, 20), max_tokens=400)
+    await call.ended()
+    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    assert await decode.stop() == 0
+    await by_hand.eventually(lambda: router.finished("a"), "the router is told")
+    assert router.last["a", 1].error
+    assert await prefill.stop() == 0
+
+
+async def test_a_broken_engine_fails_its_requests_and_ends_the_instance(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(fake_step_s=0.02, chunk_tokens=16)
+    decode = await cluster.decode(fake_step_s=0.02)
+    router = await cluster.router()
+    decoding = router.prefill(prefill, "decoding", prompt(12, 20), max_tokens=400)
+    await decoding.ended()
+    await by_hand.eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the arithmetic broke")
+
+    decode.engine._runner.run = broken
+    assert await asyncio.wait_for(decode.serving, 10.0) == 1
+    await by_hand.eventually(lambda: router.finished("decoding"), "the router is told")
+    assert "the arithmetic broke" in router.last["decoding", 1].error
+
+    prefilling = router.prefill(prefill, "prefilling", prompt(13, 400), max_tokens=5)
+    await by_hand.eventually(lambda: prefilling.seen("started"), "it is prefilled")
+    prefill.engine._runner.run = broken
+    assert await asyncio.wait_for(prefill.serving, 10.0) == 1
+    with pytest.raises(aio.AioRpcError) as failed:
+        await prefilling.ended()
+    assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("policy", ["sjf", "ljf"])
+async def test_every_ordering_policy_serves_exact_tokens_from_a_tight_pool(cluster: Any, policy: str) -> None:
+    settings = {"prefill_policy": OrderingPolicy(policy), "prefill_sched_batch": 4, "chunk_tokens": 32}
+    prefill = await cluster.prefill(**settings, **TIGHT)
+    await cluster.decode(**TIGHT)
+    router = await cluster.router()
+    prompts = {f"r{number}": prompt(number, 1 + 7 * number % 90) for number in range(16)}
+    calls = {name: router.prefill(prefill, name, prompts[name], max_tokens=12) for name in prompts}
+    for name, call in calls.items():
+        assert await router.answer(call, name) == expected(prompts[name], 12), name
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize("policy", ["reserve-static", "reserve-dynamic"])
+async def test_every_admission_policy_serves_exact_tokens_from_a_tight_pool(cluster: Any, policy: str) -> None:
+    prefill = await cluster.prefill(chunk_tokens=32, **TIGHT)
+    await cluster.decode(decode_policy=AdmissionPolicy(policy), **TIGHT)
+    router = await cluster.router()
+    sizes = {f"r{number}": (1 + 7 * number % 60, 5 + 11 * number % 80) for number in range(16)}
+    prompts = {name: prompt(index, sizes[name][0]) for index, name in enumerate(sizes)}
+    calls = {
+        # Half of the lengths are known, half are not.
+        name: router.prefill(prefill, name, prompts[name], max_tokens=sizes[name][1], ignore_eos=index % 2 == 0)
+        for index, name in enumerate(sizes)
+    }
+    for name, call in calls.items():
+        assert await router.answer(call, name) == expected(prompts[name], sizes[name][1]), name
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize(("policy", "preempts"), [("greedy", True), ("reserve-static", False)])
+async def test_reserve_static_holds_a_landed_request_back_where_greedy_preempts(
+    cluster: Any, by_hand: Any, policy: str, preempts: bool
+) -> None:
+    prefill = await cluster.prefill(**TIGHT)
+    # Slow enough that the second one lands while the first one runs.
+    decode = await cluster.decode(decode_policy=AdmissionPolicy(policy), fake_step_s=0.005, **TIGHT)
+    router = await cluster.router()
+    # Each ends with 130 tokens in 9 of the 12 blocks.
+    prompts = {name: prompt(seed, 30) for seed, name in enumerate("ab")}
+    calls = {}
+    for name, token_ids in prompts.items():
+        calls[name] = router.prefill(prefill, name, token_ids, max_tokens=100, ignore_eos=True)
+        await by_hand.eventually(lambda name=name: calls[name].seen("handed_over"), f"{name} is handed over")
+    running, waiting = (2, 0) if preempts else (1, 1)
+    await by_hand.eventually(
+        lambda: (decode.load().running_requests, decode.load().waiting_requests) == (running, waiting),
+        f"{running} run and {waiting} wait",
+    )
+    for name, call in calls.items():
+        assert await router.answer(call, name) == expected(prompts[name], 100), name
+    preemptions = sum(router.last[name, 1].timing.preemptions for name in prompts)
+    assert (preemptions > 0) == preempts
+
+
+async def test_under_reserve_static_reservations_leave_the_blocks_alone_that_are_kept(cluster: Any) -> None:
+    # Without that, the small prompts of all nine land at once and each long answer preempts some of them.
+    prefill = await cluster.prefill(max_model_len=160)
+    await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, fake_step_s=0.001, **TIGHT)
+    router = await cluster.router()
+    prompts = {f"r{number}": prompt(number, 5 + 10 * (number % 3)) for number in range(9)}
+    calls = {name: router.prefill(prefill, name, prompts[name], max_tokens=90, ignore_eos=True) for name in prompts}
+    for name, call in calls.items():
+        assert await router.answer(call, name) == expected(prompts[name], 90), name
+    assert [router.last[name, 1].timing.preemptions for name in prompts] == [0] * 9
+    await cluster.all_free()
+
+
+async def test_a_prediction_that_is_no_range_is_refused(cluster: Any) -> None:
+    decode = await cluster.decode()
+    message = decode_pb2.ReserveRequest(
+        request_id="a",
+        attempt=1,
+        router_id="router-0",
+        token_ids=[1],
+        timeout_s=1.0,
+        predicted_length=predictor_pb2.PredictedLength(low=5, high=5),
+    )
+    with pytest.raises(aio.AioRpcError) as refused:
+        await DecodeServiceStub(decode.channel).Reserve(message, timeout=5.0)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "predicted_length" in (refused.value.details() or "")
+
+
+async def placed_on(cluster: Any, by_hand: Any, policy: DecodePlacementPolicy, lengths: list[int]) -> list[str]:
+    """Where answers of these known lengths go, one after the other, while all of them run."""
+    prefill = await cluster.prefill(decode_placement=policy, heavy_output_tokens=50)
+    decodes = [
+        await cluster.decode(f"decode-{number}", heavy_output_tokens=50, fake_step_s=0.01) for number in range(2)
+    ]
+    router = await cluster.router()
+    calls = []
+    for number, length in enumerate(lengths):
+        calls.append(router.prefill(prefill, f"r{number}", prompt(number, 8), max_tokens=length, ignore_eos=True))
+        await by_hand.eventually(lambda: calls[-1].seen("handed_over"), f"r{number} is handed over")
+    heavy = sum(decode.load().heavy_requests for decode in decodes)
+    light = sum(decode.load().light_requests for decode in decodes)
+    assert (heavy, light) == (sum(length > 50 for length in lengths), sum(length <= 50 for length in lengths))
+    for number, call in enumerate(calls):
+        assert await router.answer(call, f"r{number}") == expected(prompt(number, 8), lengths[number])
+    return [call.get("placed").decode_instance_id for call in calls]
+
+
+async def test_heavy_light_spreads_heavy_requests_over_the_instances(cluster: Any, by_hand: Any) -> None:
+    places = await placed_on(cluster, by_hand, DecodePlacementPolicy.HEAVY_LIGHT, [200, 200])
+    assert sorted(places) == ["decode-0", "decode-1"]
+
+
+async def test_imbalance_sends_heavy_requests_to_one_instance(cluster: Any, by_hand: Any) -> None:
+    places = await placed_on(cluster, by_hand, DecodePlacementPolicy.IMBALANCE, [200, 200, 200])
+    assert places == ["decode-0"] * 3

@@ -1,0 +1,140 @@
+"""Requests that are given up, in every phase and by everybody: within a second no block is held anywhere."""
+
+import random
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+BLOCK_BYTES = 4096
+
+
+def prompt(seed: int, token_count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(token_count)]
+
+
+async def test_cancel_in_the_queue(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.05)
+    await cluster.decode()
+    router = await cluster.router()
+    ahead = router.prefill(prefill, "ahead", prompt(1, 400), max_tokens=1)
+    await by_hand.eventually(lambda: ahead.seen("started"), "the one ahead runs")
+    queued = router.prefill(prefill, "queued", prompt(2, 100), max_tokens=10)
+    await by_hand.eventually(lambda: prefill.load().waiting_requests == 1, "the other one waits")
+    assert not ahead.seen("first_token")
+    queued.call.cancel()
+    ahead.call.cancel()
+    await cluster.all_free()
+
+
+async def test_cancel_while_prefilling_and_pushing(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.03)
+    decode = await cluster.decode()
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(3, 400), max_tokens=10)
+    await by_hand.eventually(lambda: call.seen("placed"), "placed while chunks are still computed")
+    await by_hand.eventually(lambda: decode.held_blocks > 0, "room is held")
+    assert not call.seen("first_token")
+    call.call.cancel()
+    await cluster.all_free()
+
+
+async def test_cancel_while_waiting_for_room(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill()
+    decode = await cluster.decode(max_model_len=160, kv_cache_memory=12 * BLOCK_BYTES)
+    router = await cluster.router()
+    await by_hand.reserve(decode, "taken", 12 * 16 - 33)
+    call = router.prefill(prefill, "a", prompt(4, 60), max_tokens=10)
+    await by_hand.eventually(lambda: call.seen("first_token"), "computed")
+    assert prefill.held_blocks > 0
+    call.call.cancel()
+    await by_hand.eventually(prefill.free, "prefill frees its blocks", 1.0)
+    await by_hand.abort(decode, "taken")
+    await cluster.all_free()
+
+
+async def test_abort_while_decoding(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
+    await call.ended()
+    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    await by_hand.abort(decode, "a")
+    await cluster.all_free()
+
+
+async def test_a_deadline_that_passes_while_prefilling(cluster: Any) -> None:
+    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.05)
+    await cluster.decode()
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(6, 400), max_tokens=10, timeout_s=0.2)
+    with pytest.raises(aio.AioRpcError) as expired:
+        await call.ended()
+    assert expired.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await cluster.all_free()
+
+
+async def test_a_router_whose_stream_ends_loses_its_requests_and_no_other_does(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.005)
+    gone, staying = await cluster.router("gone"), await cluster.router("staying")
+    lost = gone.prefill(prefill, "lost", prompt(7, 60), max_tokens=400)
+    kept = staying.prefill(prefill, "kept", prompt(8, 60), max_tokens=100)
+    await lost.ended()
+    await by_hand.eventually(lambda: ("lost", 1) in gone.tokens, "it decodes")
+    await by_hand.reserve(decode, "reserved", 40, router_id="gone")
+    gone.unsubscribe(decode)
+    assert len(await staying.answer(kept, "kept")) == 100
+    await cluster.all_free()
+
+
+async def test_a_newer_stream_of_a_router_takes_over_and_aborts_nothing(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.005)
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(9, 60), max_tokens=100)
+    await call.ended()
+    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    await router.subscribe(decode)
+    assert len(await router.answer(call, "a")) == 100
+
+
+async def test_tokens_wait_for_a_stream_that_opens_late(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill()
+    router = await cluster.router()
+    decode = await cluster.decode()
+    call = router.prefill(prefill, "a", prompt(10, 60), max_tokens=50)
+    await call.ended()
+    await by_hand.eventually(decode.free, "it is decoded")
+    await router.subscribe(decode)
+    assert len(await router.answer(call, "a")) == 50
+    assert len(router.batch_sizes) == 1
+
+
+async def test_requests_of_a_router_that_never_opens_a_stream_are_dropped(cluster: Any, by_hand: Any) -> None:
+    decode = await cluster.decode()
+    await by_hand.reserve(decode, "a", 50, router_id="nobody")
+    assert decode.held_blocks == 4
+    await cluster.all_free(within_s=5.0)
+
+
+async def test_random_cancels_leave_nothing_behind(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(chunk_tokens=32, fake_step_s=0.001)
+    decode = await cluster.decode(max_model_len=160, kv_cache_memory=24 * BLOCK_BYTES, fake_step_s=0.001)
+    router = await cluster.router()
+    seed = 11
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    calls = []
+    for number in range(60):
+        name = f"r{number % 20}-{number}"
+        call = router.prefill(prefill, name, prompt(number, rng.randrange(1, 120)), max_tokens=rng.randrange(1, 40))
+        calls.append((name, call))
+        if rng.random() < 0.6:
+            victim, doomed = rng.choice(calls)
+            doomed.call.cancel()
+            await by_hand.abort(decode, victim)
+    for name, call in calls:
+        call.call.cancel()
+        await by_hand.abort(decode, name)
+    await cluster.all_free()

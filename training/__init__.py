@@ -1,0 +1,1 @@
+"""Scripts that make the artefacts bundled with Kaveri; not part of the installed package."""

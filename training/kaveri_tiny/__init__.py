@@ -1,0 +1,1 @@
+"""Makes the bundled model `kaveri-tiny`: synthetic instructions, tokenizer, training and evaluation."""
