@@ -128,6 +128,7 @@ class InstanceHost:
                 await beating
                 return status
             finally:
+                heartbeat.stop()
                 beating.cancel()
 
     async def _until_stopped(self, stopping: asyncio.Event, heartbeat: Heartbeat) -> int:

@@ -124,3 +124,17 @@ async def test_nothing_there_is_a_config_error_within_seconds_that_keeps_the_pas
             pass
     assert time.monotonic() - started_at_s < 6.0
     assert "hunter2" not in str(caught.value)
+
+
+async def test_leaving_the_store_at_any_moment_ends_its_watch() -> None:
+    # Leaving while a ping is being sent used to lose the cancellation: 5 of 100 such stores then hung for ever.
+    async with run_redis() as redis:
+
+        async def enter_and_leave(pause_s: float) -> None:
+            async with RedisStore(redis.url):
+                await asyncio.sleep(pause_s)
+
+        pauses_s = [0.1 + 0.004 * number / 300 for number in range(300)]
+        async with asyncio.timeout(60):
+            for start in range(0, len(pauses_s), 20):
+                await asyncio.gather(*map(enter_and_leave, pauses_s[start : start + 20]))
