@@ -14,6 +14,9 @@ class Role(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     ROUTER = "router"
+    PREDICTOR = "predictor"
+    COLOCATED = "colocated"
+    """Both phases on one engine."""
 
 
 class InstanceState(enum.StrEnum):

@@ -19,6 +19,8 @@ _ROLE_TO_PROTO = {
     Role.PREFILL: cluster_pb2.ROLE_PREFILL,
     Role.DECODE: cluster_pb2.ROLE_DECODE,
     Role.ROUTER: cluster_pb2.ROLE_ROUTER,
+    Role.PREDICTOR: cluster_pb2.ROLE_PREDICTOR,
+    Role.COLOCATED: cluster_pb2.ROLE_COLOCATED,
 }
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
 _STATE_TO_PROTO = {

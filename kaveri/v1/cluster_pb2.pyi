@@ -34,6 +34,10 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Generates tokens."""
     ROLE_ROUTER: _Role.ValueType  # 3
     """Relays requests."""
+    ROLE_PREDICTOR: _Role.ValueType  # 4
+    """Predicts the lengths of answers."""
+    ROLE_COLOCATED: _Role.ValueType  # 5
+    """Computes prompts and generates their tokens with one engine; nothing is handed over."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What an instance does."""
@@ -46,6 +50,10 @@ ROLE_DECODE: Role.ValueType  # 2
 """Generates tokens."""
 ROLE_ROUTER: Role.ValueType  # 3
 """Relays requests."""
+ROLE_PREDICTOR: Role.ValueType  # 4
+"""Predicts the lengths of answers."""
+ROLE_COLOCATED: Role.ValueType  # 5
+"""Computes prompts and generates their tokens with one engine; nothing is handed over."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _InstanceState:
@@ -276,3 +284,39 @@ class InstanceLoad(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceLoad: _TypeAlias = InstanceLoad  # noqa: Y015
+
+@_typing.final
+class LoadBroadcast(_message.Message):
+    """What the cluster monitor tells prefill instances: everybody whom they choose among, in one message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    leader_id: _builtins.str
+    """The router that leads."""
+    fencing_token: _builtins.int
+    """Grows with each change of leader. Whoever has seen a greater one ignores this message."""
+    sequence_number: _builtins.int
+    """Rises by one with each broadcast of one leader."""
+    @_builtins.property
+    def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]:
+        """Decode instances and predictors whose lease holds, with their last loads."""
+
+    def __init__(
+        self,
+        *,
+        leader_id: _builtins.str = ...,
+        fencing_token: _builtins.int = ...,
+        sequence_number: _builtins.int = ...,
+        instances: _abc.Iterable[Global___InstanceStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "instances", b"instances", "leader_id", b"leader_id", "sequence_number", b"sequence_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadBroadcast: _TypeAlias = LoadBroadcast  # noqa: Y015

@@ -24,13 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kaveri/v1/predictor.proto\x12\tkaveri.v1\",\n\x0fPredictedLength\x12\x0b\n\x03low\x18\x01 \x01(\r\x12\x0c\n\x04high\x18\x02 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kaveri/v1/predictor.proto\x12\tkaveri.v1\"I\n\x0ePredictRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x07prompts\x18\x02 \x03(\x0b\x32\x17.kaveri.v1.PromptTokens\"%\n\x0cPromptTokens\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"i\n\x0fPredictResponse\x12\x30\n\x0bpredictions\x18\x01 \x03(\x0b\x32\x1b.kaveri.v1.LengthPrediction\x12\x13\n\x0bgranularity\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\"|\n\x10LengthPrediction\x12*\n\x06length\x18\x01 \x01(\x0b\x32\x1a.kaveri.v1.PredictedLength\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\x12\x19\n\rprobabilities\x18\x03 \x03(\x02\x42\x02\x10\x01\x12\x11\n\ttruncated\x18\x04 \x01(\x08\",\n\x0fPredictedLength\x12\x0b\n\x03low\x18\x01 \x01(\r\x12\x0c\n\x04high\x18\x02 \x01(\r2Z\n\x16LengthPredictorService\x12@\n\x07Predict\x12\x19.kaveri.v1.PredictRequest\x1a\x1a.kaveri.v1.PredictResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kaveri.v1.predictor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREDICTEDLENGTH']._serialized_start=40
-  _globals['_PREDICTEDLENGTH']._serialized_end=84
+  _globals['_PROMPTTOKENS'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_PROMPTTOKENS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
+  _globals['_LENGTHPREDICTION'].fields_by_name['probabilities']._loaded_options = None
+  _globals['_LENGTHPREDICTION'].fields_by_name['probabilities']._serialized_options = b'\020\001'
+  _globals['_PREDICTREQUEST']._serialized_start=40
+  _globals['_PREDICTREQUEST']._serialized_end=113
+  _globals['_PROMPTTOKENS']._serialized_start=115
+  _globals['_PROMPTTOKENS']._serialized_end=152
+  _globals['_PREDICTRESPONSE']._serialized_start=154
+  _globals['_PREDICTRESPONSE']._serialized_end=259
+  _globals['_LENGTHPREDICTION']._serialized_start=261
+  _globals['_LENGTHPREDICTION']._serialized_end=385
+  _globals['_PREDICTEDLENGTH']._serialized_start=387
+  _globals['_PREDICTEDLENGTH']._serialized_end=431
+  _globals['_LENGTHPREDICTORSERVICE']._serialized_start=433
+  _globals['_LENGTHPREDICTORSERVICE']._serialized_end=523
 # @@protoc_insertion_point(module_scope)

@@ -3,8 +3,10 @@
 isort:skip_file
 What can be said of an answer's length before it is generated."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -15,6 +17,128 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class PredictRequest(_message.Message):
+    """Prompts whose answers' lengths are wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model that will answer, by the name under which it is served."""
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptTokens]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        prompts: _abc.Iterable[Global___PromptTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictRequest: _TypeAlias = PredictRequest  # noqa: Y015
+
+@_typing.final
+class PromptTokens(_message.Message):
+    """One prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As the served model reads it: ids of its own tokenizer."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptTokens: _TypeAlias = PromptTokens  # noqa: Y015
+
+@_typing.final
+class PredictResponse(_message.Message):
+    """One prediction per prompt, in their order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREDICTIONS_FIELD_NUMBER: _builtins.int
+    GRANULARITY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    granularity: _builtins.int
+    """Width of a bucket in tokens."""
+    version: _builtins.str
+    """Version of the predictor: changes whenever its weights or buckets do."""
+    @_builtins.property
+    def predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___LengthPrediction]:
+        """In the order of the prompts."""
+
+    def __init__(
+        self,
+        *,
+        predictions: _abc.Iterable[Global___LengthPrediction] | None = ...,
+        granularity: _builtins.int = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granularity", b"granularity", "predictions", b"predictions", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictResponse: _TypeAlias = PredictResponse  # noqa: Y015
+
+@_typing.final
+class LengthPrediction(_message.Message):
+    """What is predicted of one answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTH_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.int
+    """That bucket's number: granularity * bucket = length.low."""
+    truncated: _builtins.bool
+    """Whether the prompt was longer than the predictor reads and was cut."""
+    @_builtins.property
+    def length(self) -> Global___PredictedLength:
+        """The most probable bucket, as a range of tokens."""
+
+    @_builtins.property
+    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of each bucket; they sum to 1."""
+
+    def __init__(
+        self,
+        *,
+        length: Global___PredictedLength | None = ...,
+        bucket: _builtins.int = ...,
+        probabilities: _abc.Iterable[_builtins.float] | None = ...,
+        truncated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["length", b"length"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "length", b"length", "probabilities", b"probabilities", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LengthPrediction: _TypeAlias = LengthPrediction  # noqa: Y015
 
 @_typing.final
 class PredictedLength(_message.Message):
