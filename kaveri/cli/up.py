@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import enum
 import secrets
 import signal
 import sys
@@ -10,18 +11,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kaveri.models import KAVERI_TINY
+from kaveri.errors import ConfigError
+from kaveri.models import KAVERI_TINY, bundled_predictor
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.ordering import OrderingPolicy
+from kaveri.policy.placement import DecodePlacementPolicy
 
 if TYPE_CHECKING:
     from kaveri.local.config import StackConfig
+
+_POLICIES = "Policies"
+
+
+class _Prediction(enum.StrEnum):
+    PARALLEL = "parallel"
+    SEQUENTIAL = "sequential"
+    OFF = "off"
 
 
 def up(
     model: Annotated[
         str, typer.Option(help="Model to serve: a path, a hub id or a bundled name.", envvar="KAVERI_MODEL")
     ] = KAVERI_TINY,
-    prefill: Annotated[int, typer.Option(help="Prefill instances.", min=1)] = 2,
-    decode: Annotated[int, typer.Option(help="Decode instances.", min=1)] = 2,
+    prefill: Annotated[int | None, typer.Option(help="Prefill instances; 2 by default.", min=1)] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode instances; 2 by default.", min=1)] = None,
+    colocated: Annotated[
+        int, typer.Option(help="Instances that do both phases, in place of prefill and decode instances.", min=0)
+    ] = 0,
     port: Annotated[int, typer.Option(help="Port of the router; 0: a free one.", min=0, max=65535)] = 50051,
     host: Annotated[
         str, typer.Option(help="Address of the router; 0.0.0.0: all. Everything else stays on loopback.")
@@ -44,6 +60,29 @@ def up(
     latency_model: Annotated[
         str, typer.Option(help="Whose time the timed engine takes: a bundled name or a JSON file.")
     ] = "",
+    profile: Annotated[
+        str, typer.Option(help="File made by `kaveri profile`: chunk size for this model and machine.")
+    ] = "",
+    predictor: Annotated[
+        str, typer.Option(help="Length predictor: a folder, none, or auto (the bundled model's own).")
+    ] = "auto",
+    prediction: Annotated[
+        _Prediction | None, typer.Option(help="Predict beside prefill or before it.", rich_help_panel=_POLICIES)
+    ] = None,
+    prefill_policy: Annotated[
+        OrderingPolicy | None, typer.Option(help="Order of waiting prompts.", rich_help_panel=_POLICIES)
+    ] = None,
+    prefill_sched_batch: Annotated[
+        int | None, typer.Option(help="Prompts that are ordered together.", min=1, rich_help_panel=_POLICIES)
+    ] = None,
+    decode_placement: Annotated[
+        DecodePlacementPolicy | None,
+        typer.Option(help="How a decode instance is chosen.", rich_help_panel=_POLICIES),
+    ] = None,
+    decode_policy: Annotated[
+        AdmissionPolicy | None,
+        typer.Option(help="When a request joins the running batch.", rich_help_panel=_POLICIES),
+    ] = None,
     redis_url: Annotated[
         str, typer.Option(help="Redis to use. Unset: a private one that is started and stopped too.")
     ] = "",
@@ -63,10 +102,24 @@ def up(
     """
     from kaveri.local.config import StackConfig
 
+    if colocated and (prefill is not None or decode is not None):
+        raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
+    profiled = _given("--profile", profile or None)
+    ordering = (
+        *_given("--prefill-policy", prefill_policy),
+        *_given("--prefill-sched-batch", prefill_sched_batch),
+        *_given("--prediction", prediction),
+    )
+    admission = _given("--decode-policy", decode_policy)
     config = StackConfig(
         model=model,
-        prefill_count=prefill,
-        decode_count=decode,
+        prefill_count=0 if colocated else prefill or 2,
+        decode_count=0 if colocated else decode or 2,
+        colocated_count=colocated,
+        predictor=_predictor_of(model, engine) if predictor == "auto" else "" if predictor == "none" else predictor,
+        prefill_flags=(*ordering, *_given("--decode-placement", decode_placement), *profiled),
+        decode_flags=(*admission, *profiled),
+        colocated_flags=(*ordering, *admission, *profiled),
         port=port,
         host=host,
         metrics_port=metrics_port,
@@ -85,6 +138,16 @@ def up(
         start_timeout_s=start_timeout_s,
     )
     sys.exit(asyncio.run(_run(config)))
+
+
+def _given(flag: str, value: object | None) -> tuple[str, ...]:
+    """A flag for a service; nothing where none was given, so that the service's variables and defaults hold."""
+    return () if value is None else (flag, str(value))
+
+
+def _predictor_of(model: str, engine: str) -> str:
+    """The predictor that is bundled with a model; empty when there is none, or when the engine makes tokens up."""
+    return (bundled_predictor(model) or "") if engine == "transformers" else ""
 
 
 async def _run(config: "StackConfig") -> int:

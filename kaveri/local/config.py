@@ -9,6 +9,9 @@ from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ALL_ADDRESSES
 
 LOOPBACK = "127.0.0.1"
+ROLES = (Role.ROUTER, Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.PREDICTOR)
+"""In the order in which a stack stops: whoever sends work before whoever takes it."""
+_MODULES = {role: f"services.{role}" for role in ROLES} | {Role.COLOCATED: "services.instance"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +23,19 @@ class StackConfig:
     router_count: int = 1
     prefill_count: int = 2
     decode_count: int = 2
+    colocated_count: int = 0
+    """Instances that do both phases; usually in place of the two above."""
+    predictor: str = ""
+    """A bundled name or a folder; empty: no length predictor."""
+    predictor_count: int = 1
+    """Predictor processes, where there is a predictor."""
     port: int = 0
     """The first router's; 0: a free one."""
     host: str = LOOPBACK
     """Where the routers listen; everything else stays on loopback."""
     metrics_port: int = 0
-    """Of the first instance's Prometheus metrics, on loopback; the others follow in the order of their ids, routers
-    first, then prefill, then decode. 0: no metrics."""
+    """Of the first instance's Prometheus metrics, on loopback; the others follow: routers first, then prefill, decode,
+    colocated instances, predictors, each in the order of their ids. 0: no metrics."""
     redis_url: str = ""
     """Empty: a private Redis."""
     name: str = ""
@@ -43,6 +52,8 @@ class StackConfig:
     """More flags for the routers: ("--max-requests", "64")."""
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
+    colocated_flags: tuple[str, ...] = ()
+    predictor_flags: tuple[str, ...] = ()
     log_level: str = "info"
     log_dir: Path | None = None
     """Holds <instance id>.log files; None: a temporary folder that goes with the stack."""
@@ -55,13 +66,29 @@ class StackConfig:
 
     def instance_ids(self, role: Role) -> tuple[str, ...]:
         """The ids of all instances of a role."""
-        count = {Role.ROUTER: self.router_count, Role.PREFILL: self.prefill_count, Role.DECODE: self.decode_count}[role]
+        counts = {
+            Role.ROUTER: self.router_count,
+            Role.PREFILL: self.prefill_count,
+            Role.DECODE: self.decode_count,
+            Role.COLOCATED: self.colocated_count,
+            Role.PREDICTOR: self.predictor_count if self.predictor else 0,
+        }
         prefix = f"{self.name}-" if self.name else ""
-        return tuple(f"{prefix}{role}-{number}" for number in range(count))
+        return tuple(f"{prefix}{role}-{number}" for number in range(counts[role]))
+
+    def flags(self, role: Role) -> tuple[str, ...]:
+        """More flags for the instances of a role."""
+        return {
+            Role.ROUTER: self.router_flags,
+            Role.PREFILL: self.prefill_flags,
+            Role.DECODE: self.decode_flags,
+            Role.COLOCATED: self.colocated_flags,
+            Role.PREDICTOR: self.predictor_flags,
+        }[role]
 
     def metrics_port_of(self, instance_id: str) -> int:
         """Where an instance serves its metrics; 0: nowhere."""
-        everybody = [name for role in (Role.ROUTER, Role.PREFILL, Role.DECODE) for name in self.instance_ids(role)]
+        everybody = [name for role in ROLES for name in self.instance_ids(role)]
         return self.metrics_port and self.metrics_port + everybody.index(instance_id)
 
     @property
@@ -84,7 +111,9 @@ def service_command(config: StackConfig, role: Role, instance_id: str, redis_url
         "--log-level": config.log_level,
         "--drain-timeout-s": str(config.drain_timeout_s),
     }
-    if not is_router:
+    if role is Role.PREDICTOR:
+        settings["--predictor"] = config.predictor
+    elif not is_router:
         settings["--engine"] = config.engine
         settings["--latency-model"] = config.latency_model
         settings["--dtype"] = config.dtype
@@ -92,6 +121,5 @@ def service_command(config: StackConfig, role: Role, instance_id: str, redis_url
         settings["--max-model-len"] = str(config.max_model_len or "")
         settings["--kv-cache-memory"] = config.kv_cache_memory
     flags = [text for flag, value in settings.items() if value for text in (flag, value)]
-    more = {Role.ROUTER: config.router_flags, Role.PREFILL: config.prefill_flags, Role.DECODE: config.decode_flags}
     # -P: a folder named "services" in the working directory is none of ours.
-    return [sys.executable, "-P", "-m", f"services.{role}", *flags, *more[role]]
+    return [sys.executable, "-P", "-m", _MODULES[role], *flags, *config.flags(role)]

@@ -1,4 +1,4 @@
-"""Runs a whole cluster as processes of this machine: Redis, routers, prefill and decode instances.
+"""Runs a whole cluster as processes of this machine: Redis, routers, engine instances, predictors.
 
 It starts and stops processes and reads the cluster's view. What the processes do is theirs; it imports no service.
 """
@@ -17,7 +17,7 @@ from grpc import aio
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.view import ClusterView, InstanceState, Role
 from kaveri.errors import ConfigError, Unavailable
-from kaveri.local.config import StackConfig, service_command
+from kaveri.local.config import ROLES, StackConfig, service_command
 from kaveri.local.folder import stack_folder
 from kaveri.local.process import ChildProcess
 from kaveri.local.redis_server import RedisServer
@@ -27,7 +27,6 @@ from kaveri.rpc.server import check_address, check_health, open_channel
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
 
 REDIS = "redis"
-_STOP_ORDER = (Role.ROUTER, Role.PREFILL, Role.DECODE)
 _POLL_S = 0.25
 _RPC_TIMEOUT_S = 2.0
 _AFTER_DRAIN_S = 5.0
@@ -54,7 +53,7 @@ class LocalStack:
         self._report = report or _say_nothing
         self._started = False
         self._supervisors: dict[str, Supervisor] = {}
-        self._roles = {name: role for role in _STOP_ORDER for name in config.instance_ids(role)}
+        self._roles = {name: role for role in ROLES for name in config.instance_ids(role)}
         self._ports: dict[str, int] = {}
         self._former_lives: dict[str, int] = {}
         self._store_access = contextlib.AsyncExitStack()
@@ -107,7 +106,7 @@ class LocalStack:
         Cancelled, it leaves the rest for leaving the context to kill.
         """
         grace_s = self.config.drain_timeout_s + _AFTER_DRAIN_S
-        for role in _STOP_ORDER:
+        for role in ROLES:
             names = [name for name in self.config.instance_ids(role) if name in self._supervisors]
             if names:
                 self._report(f"stopping {', '.join(names)}")

@@ -13,3 +13,9 @@ def resolve_model(name: str) -> str:
     if folder is None:
         return name
     return str(Path(__file__).parent / folder)
+
+
+def bundled_predictor(model: str) -> str | None:
+    """The folder of the length predictor that is bundled with a model; None when there is none."""
+    folder = Path(resolve_model(model)) / "predictor"
+    return str(folder) if model in _FOLDERS and folder.is_dir() else None
