@@ -1,0 +1,177 @@
+"""A trained length predictor in its folder, ready to predict. Needs torch, imported when one is loaded.
+
+A Hugging Face sequence classifier (config.json, model.safetensors) beside the manifest; when it reads tokens of its
+own, also its tokenizer and the served model's, in folders of their own.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.models import resolve_predictor
+from kaveri.policy.length import TokenRange
+from kaveri.predictor import buckets
+from kaveri.predictor.manifest import Manifest, read_manifest
+
+if TYPE_CHECKING:
+    import torch
+
+OWN_TOKENIZER = "tokenizer"
+"""Folder of the classifier's tokenizer."""
+SERVED_TOKENIZER = "served_tokenizer"
+"""Folder of the served model's tokenizer."""
+
+
+class LengthPredictor:
+    """Says how probable each range of answer lengths is. predict() may be called by one thread at a time."""
+
+    def __init__(self, manifest: Manifest, classifier: Any, retokenizer: "Retokenizer | None") -> None:
+        """Use load()."""
+        self.model = manifest.model
+        """Name under which the model is served that it was made for."""
+        self.granularity = manifest.granularity
+        """Tokens per bucket."""
+        self.bucket_count = manifest.bucket_count
+        self.version = manifest.version
+        """Changes whenever weights or buckets do."""
+        self.vocab_size = manifest.vocab_size
+        """Of the served model: prompts are of token ids in [0, vocab_size)."""
+        self.max_prompt_tokens = manifest.max_prompt_tokens
+        """Longer prompts are cut to this, see cut_prompt()."""
+        self._longest_answer_tokens = manifest.longest_answer_tokens
+        self._classifier = classifier
+        self._retokenizer = retokenizer
+        self._pad_token_id = int(classifier.config.pad_token_id)
+
+    @classmethod
+    def load(cls, path: str, *, device: str = "cpu") -> "LengthPredictor":
+        """Loads from a folder or by a bundled model's name, and checks every file's digest. Blocks for seconds.
+
+        device: where it computes, as torch names it; always in float32.
+
+        Raises ConfigError("predictor"): missing, corrupt, not what its manifest says, or torch is not installed.
+        """
+        folder = Path(resolve_predictor(path))
+        manifest = read_manifest(folder)
+        try:
+            import torch
+            from transformers import AutoModelForSequenceClassification
+        except ImportError as error:
+            raise ConfigError("predictor", "needs torch: install kaveri[transformers]") from error
+        # transformers and safetensors raise whatever they meet, and a folder is input from outside.
+        try:
+            classifier = AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            )
+            classifier.to(device)
+            retokenizer = Retokenizer.load(folder, classifier.config) if manifest.own_tokenizer else None
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).partition("\n")[0]
+            raise ConfigError("predictor", f"{folder} cannot be loaded: {reason}") from error
+        classes, embedded = int(classifier.config.num_labels), int(classifier.get_input_embeddings().num_embeddings)
+        if classes != manifest.bucket_count:
+            reason = f"{folder} is mismatched: {classes} classes for {manifest.bucket_count} buckets"
+            raise ConfigError("predictor", reason)
+        if retokenizer is None and embedded < manifest.vocab_size:
+            reason = f"{folder} is mismatched: it reads {embedded} token ids, its model has {manifest.vocab_size}"
+            raise ConfigError("predictor", reason)
+        if classifier.config.pad_token_id is None:
+            raise ConfigError("predictor", f"{folder} is mismatched: its config.json has no pad_token_id")
+        return cls(manifest, classifier.eval(), retokenizer)
+
+    def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The probability of each bucket, for each prompt; each row sums to 1. Blocks.
+
+        prompts: token ids of the served model, computed as one batch that is padded to the longest, so that time and
+        memory grow with len(prompts) times the longest: whoever asks says how many and how long.
+
+        Raises InvalidArgument for a prompt that is empty or has ids outside the vocabulary.
+        """
+        if not prompts:
+            return []
+        for place, prompt in enumerate(prompts):
+            if not prompt:
+                raise InvalidArgument(f"prompts[{place}]", "", "at least one token")
+            worst = max(prompt, key=lambda token_id: token_id if token_id >= 0 else self.vocab_size - token_id)
+            if not 0 <= worst < self.vocab_size:
+                raise InvalidArgument(f"prompts[{place}]", worst, f"token ids in [0, {self.vocab_size})")
+        rows = [cut_prompt(prompt, self.max_prompt_tokens) for prompt in prompts]
+        if self._retokenizer is not None:
+            rows = self._retokenizer.encode(rows)
+        return self._classify(rows)
+
+    def range_of(self, bucket: int) -> TokenRange:
+        """The answer lengths in a bucket. Raises IndexError for a bucket that is none."""
+        return buckets.range_of(bucket, self.granularity, self.bucket_count, self._longest_answer_tokens)
+
+    def _classify(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        import torch
+
+        input_ids, mask = pad_rows(rows, self._pad_token_id)
+        device = self._classifier.device
+        with torch.inference_mode():
+            logits = self._classifier(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
+            probabilities: list[list[float]] = logits.double().softmax(dim=-1).tolist()
+        return probabilities
+
+
+class Retokenizer:
+    """Turns prompts of the served model's tokens into the classifier's own: to text and back."""
+
+    def __init__(self, served: Any, own: Any, max_tokens: int) -> None:
+        """served, own: fast tokenizers. max_tokens: the most that the classifier can read."""
+        self._served = served.backend_tokenizer
+        self._own = own
+        self._max_tokens = max_tokens
+
+    @classmethod
+    def load(cls, folder: Path, config: Any) -> "Retokenizer":
+        """The tokenizers in a predictor's folder."""
+        from transformers import AutoTokenizer
+
+        served, own = (
+            AutoTokenizer.from_pretrained(folder / name, local_files_only=True)
+            for name in (SERVED_TOKENIZER, OWN_TOKENIZER)
+        )
+        return cls(served, own, max_input_tokens(config))
+
+    def encode(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Token ids of the classifier, cut to what it can read; at least one each."""
+        # Special tokens go: the classifier knows no roles of the served model's chats.
+        texts = self._served.decode_batch([list(prompt) for prompt in prompts], skip_special_tokens=True)
+        encoded = self._own(texts, verbose=False)["input_ids"]
+        return [cut_prompt(row, self._max_tokens) or [int(self._own.pad_token_id)] for row in encoded]
+
+
+def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
+    """At most `limit` tokens of a prompt: the first and the last half of them.
+
+    What decides an answer's length, the instruction, stands first or last; what is between is material (Sun et al.,
+    arXiv 1905.05583, section 5.3.1, found the same for classifying long documents).
+    """
+    if len(token_ids) <= limit:
+        return token_ids
+    head = limit // 2
+    return [*token_ids[:head], *token_ids[len(token_ids) - (limit - head) :]]
+
+
+def max_input_tokens(config: Any) -> int:
+    """The most tokens that a classifier with this configuration can read at once."""
+    return int(config.max_position_embeddings)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], pad_token_id: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Rows of token ids as one batch, padded on the right: ids and attention mask.
+
+    Both [len(rows), longest row], int64, on the CPU. Every row has at least one token.
+    """
+    import torch
+
+    width = max(len(row) for row in rows)
+    input_ids = torch.full((len(rows), width), pad_token_id)
+    mask = torch.zeros((len(rows), width), dtype=torch.int64)
+    for place, row in enumerate(rows):
+        input_ids[place, : len(row)] = torch.tensor(row)
+        mask[place, : len(row)] = 1
+    return input_ids, mask

@@ -1,0 +1,101 @@
+"""The file that says what a predictor's folder holds, and whether it still holds it. Needs no torch."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kaveri.errors import ConfigError
+
+MANIFEST_FILE = "kaveri_predictor.json"
+_FORMAT = 1
+_VERSION_DIGITS = 16
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a predictor predicts, for which model, and the digests of its files."""
+
+    model: str
+    """Name under which the model is served whose answers it was trained on."""
+    vocab_size: int
+    """Of the served model: its prompts' token ids lie in [0, vocab_size)."""
+    granularity: int
+    """Tokens per bucket."""
+    bucket_count: int
+    longest_answer_tokens: int
+    """The longest answer among the labels; the last bucket reaches at least so far."""
+    max_prompt_tokens: int
+    """Longer prompts are cut to so many tokens."""
+    own_tokenizer: bool
+    """Whether the classifier reads tokens of its own, so that prompts have to be tokenized anew."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of every other file, by its path in the folder."""
+
+    @property
+    def version(self) -> str:
+        """Changes whenever weights, tokenizers or buckets do."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:_VERSION_DIGITS]
+
+
+def write_manifest(folder: Path, manifest: Manifest, files: list[Path]) -> Manifest:
+    """Writes the manifest of a folder that is otherwise complete, with the digests of `files`, and returns it."""
+    digests = {str(path.relative_to(folder)): _digest(path) for path in sorted(files)}
+    manifest = dataclasses.replace(manifest, files=digests)
+    content = {"format": _FORMAT, "version": manifest.version, **dataclasses.asdict(manifest)}
+    (folder / MANIFEST_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest and checks every file that it names. Reads all weights: blocks.
+
+    Raises ConfigError("predictor"): no manifest, one that is not understood, a file missing or changed.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError("predictor", f"{folder} holds no length predictor: {path.name}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError("predictor", f"{path} is corrupt: {error}") from error
+    manifest = _parse(path, content)
+    for name, digest in manifest.files.items():
+        try:
+            found = _digest(folder / name)
+        except OSError as error:
+            raise ConfigError("predictor", f"{folder / name} cannot be read: {error.strerror}") from error
+        if found != digest:
+            raise ConfigError("predictor", f"{folder / name} is corrupt: its SHA-256 is not the one in {path.name}")
+    return manifest
+
+
+def _parse(path: Path, content: Any) -> Manifest:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ConfigError("predictor", f"{path} is not of format {_FORMAT}")
+    fields = {key: value for key, value in content.items() if key not in ("format", "version")}
+    odd = ", ".join(sorted(set(fields) ^ {entry.name for entry in dataclasses.fields(Manifest)}))
+    if odd:
+        raise ConfigError("predictor", f"{path} is corrupt: fields missing or unknown: {odd}")
+    for name, value in fields.items():
+        wanted = {"model": str, "own_tokenizer": bool, "files": dict}.get(name, int)
+        if type(value) is not wanted or (wanted is int and value < 1):
+            limit = "a number of at least 1" if wanted is int else f"a {wanted.__name__}"
+            raise ConfigError("predictor", f"{path} is corrupt: {name} is {value!r:.40}; it must be {limit}")
+    manifest = Manifest(**fields)
+    if content.get("version") != manifest.version:
+        raise ConfigError("predictor", f"{path} is corrupt: its version does not fit its content")
+    return manifest
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
