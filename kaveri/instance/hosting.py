@@ -60,18 +60,21 @@ class InstanceHost:
         engine: Engine,
         store: ClusterStore,
         hosted: HostedRole,
-        service_name: str,
+        service_names: Sequence[str],
         register: Callable[[aio.Server], None],
         incarnation: int,
     ) -> None:
-        """service_name: full name of the role's gRPC service; register adds its servicer. store: connected already."""
+        """service_names: full names of the role's gRPC services; register adds their servicers.
+
+        store: connected already.
+        """
         self._config = config
         self._role = role
         self._engine = engine
         self._store = store
         self._hosted = hosted
         self._incarnation = incarnation
-        self._server = RpcServer(config.host, config.port, [service_name])
+        self._server = RpcServer(config.host, config.port, service_names)
         self._server.add(register)
         self.state = InstanceState.READY
         """What the heartbeats say."""

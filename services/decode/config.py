@@ -11,14 +11,20 @@ from kaveri.rpc.process import ALL_ADDRESSES, MAX_PORT
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(InstanceConfig):
+class BatchConfig(InstanceConfig):
+    """Settings of whoever generates tokens in a running batch, wherever the KV comes from."""
+
+    decode_policy: AdmissionPolicy = setting("greedy, reserve-static or reserve-dynamic", AdmissionPolicy.GREEDY)  # noqa: RUF009
+    decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(BatchConfig):
     """Takes requests with their KV cache and generates their tokens."""
 
     kv_host: str = setting("address on which pushed KV is taken; empty: the value of --host", "")
     kv_port: int = setting("port on which pushed KV is taken; 0: a free one", 0, least=0, most=MAX_PORT)
     kv_unix: bool = setting("also take KV on a Unix socket, which pushers on the same machine prefer", True)
-    decode_policy: AdmissionPolicy = setting("greedy, reserve-static or reserve-dynamic", AdmissionPolicy.GREEDY)  # noqa: RUF009
-    decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
     reservation_ttl_s: float = setting("seconds that a reservation waits for its KV", 30.0, above=0)
 
     def engine_settings(self, receives: bool = True) -> EngineSettings:

@@ -12,7 +12,8 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class DecodeMetrics:
     """One set per process; tests that host several instances give each a registry of its own."""
 
-    def __init__(self, engine: Engine, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, engine: Engine | None, registry: CollectorRegistry = REGISTRY) -> None:
+        """engine: whose blocks are shown. None: other metrics in the registry show them."""
         self.landing_seconds = Histogram(
             "kaveri_decode_landing_seconds",
             "From a reservation to the landing of its KV.",
@@ -55,4 +56,5 @@ class DecodeMetrics:
             ["outcome"],
             registry=registry,
         )
-        register_block_gauges(engine, registry)
+        if engine is not None:
+            register_block_gauges(engine, registry)

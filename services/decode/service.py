@@ -45,4 +45,4 @@ def decode_host(
     )
     incarnation = new_incarnation()
     register = partial(add_DecodeServiceServicer_to_server, DecodeServer(instance, incarnation))
-    return InstanceHost(config, Role.DECODE, engine, store, instance, SERVICE_NAME, register, incarnation)
+    return InstanceHost(config, Role.DECODE, engine, store, instance, [SERVICE_NAME], register, incarnation)

@@ -9,19 +9,25 @@ from kaveri.policy.placement import DecodePlacementPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(InstanceConfig):
-    """Computes prompts in chunks and pushes their KV cache to decode instances."""
+class PromptConfig(InstanceConfig):
+    """Settings of whoever computes prompts, wherever their KV goes."""
 
     max_queue: int = setting(
         "requests that wait for the engine; more are refused with RESOURCE_EXHAUSTED", 256, least=1
     )
     prefill_policy: OrderingPolicy = setting("order of waiting prompts: fcfs, sjf or ljf", OrderingPolicy.FCFS)  # noqa: RUF009
-    decode_placement: DecodePlacementPolicy = setting(  # noqa: RUF009
-        "power-of-two, heavy-light, least-loaded, round-robin, random or imbalance (the worst case)",
-        DecodePlacementPolicy.POWER_OF_TWO,
-    )
     prefill_sched_batch: int = setting(
         "prompts that are ordered together; a prompt is overtaken by fewer than this",
         DEFAULT_SCHEDULING_BATCH,
         least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(PromptConfig):
+    """Computes prompts in chunks and pushes their KV cache to decode instances."""
+
+    decode_placement: DecodePlacementPolicy = setting(  # noqa: RUF009
+        "power-of-two, heavy-light, least-loaded, round-robin, random or imbalance (the worst case)",
+        DecodePlacementPolicy.POWER_OF_TWO,
     )

@@ -2,11 +2,9 @@
 
 import asyncio
 import itertools
-import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kaveri.cluster.store import ClusterStore
 from kaveri.cluster.view import InstanceLoad
 from kaveri.engine.contract import (
     AttemptKey,
@@ -25,16 +23,17 @@ from kaveri.engine.contract import (
 from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, NoCapacity, StaleAttempt, Unavailable
 from kaveri.policy.length import settled_length
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
-from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds
 from kaveri.sampling import SamplingParams
 from kaveri.telemetry.logs import get_logger
-from services.prefill.dispatcher import Dispatcher
+from services.prefill.hand_over import HandOver
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.queue import PrefillQueue
 from services.prefill.requests import FirstTokenDrawn, HandedOver, PrefillRequest, Started
 
 _BLOCKS_RETRY_S = 0.02
 """Blocks of an aborted request come back without an event, once no transfer can touch them: look again after this."""
+NO_TRANSPORT = "none"
+"""What a hand-over that moves nothing names as its transport."""
 LONGEST_REQUEST_S = 86_400.0
 """Time given to a request whose RPC has no deadline."""
 
@@ -45,28 +44,23 @@ class PrefillInstance:
     def __init__(
         self,
         engine: PrefillEngine,
-        store: ClusterStore,
-        model: str,
         policy: OrderingPolicy,
         chunk_tokens: int,
         max_queue: int,
         metrics: PrefillMetrics,
-        rng: random.Random,
+        hand_over: Callable[["PrefillInstance"], HandOver],
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
-        decode_placement: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO,
-        thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
     ) -> None:
-        """model: the name that decode instances must serve. max_queue: requests that wait for the engine.
+        """max_queue: requests that wait for the engine. hand_over: makes what takes the requests on from here.
 
-        scheduling_batch: most prompts that the policy orders together. decode_placement, thresholds: how a decode
-        instance is chosen, and which requests are heavy there.
+        scheduling_batch: most prompts that the policy orders together.
         """
         self._engine = engine
         self._info = engine.info
         self._chunk_tokens = chunk_tokens
         self._metrics = metrics
         self._queue = PrefillQueue(engine, policy, chunk_tokens, max_queue, scheduling_batch)
-        self._dispatcher = Dispatcher(engine, store, model, metrics, rng, self._fail, decode_placement, thresholds)
+        self._hand_over = hand_over(self)
         self._numbers = itertools.count(1)
         self._requests: dict[AttemptKey, PrefillRequest] = {}
         self._by_request_id: dict[str, PrefillRequest] = {}
@@ -78,7 +72,7 @@ class PrefillInstance:
         metrics.waiting.set_function(lambda: self._queue.queued_tokens)
 
     async def run(self) -> None:
-        await self._dispatcher.run()
+        await self._hand_over.run()
 
     def accept(
         self,
@@ -131,6 +125,23 @@ class PrefillInstance:
         """Nobody waits for the request any more: frees all that it holds, here and at its decode instance."""
         self._end(request, "cancelled", None)
 
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Ends the request if the attempt that is here is `attempt` or older. Unknown ones are ignored."""
+        request = self._by_request_id.get(request_id)
+        if request is not None and request.attempt <= attempt:
+            self._end(request, "cancelled", None)
+
+    def adopted(self, request: PrefillRequest) -> None:
+        """The request goes on where it was computed; its KV stays where it is."""
+        assert request.first_token_s is not None
+        tail_s = time.monotonic() - request.first_token_s
+        request.outbox.put(HandedOver(0, 0.0, tail_s, NO_TRANSPORT))
+        self._end(request, "handed_over", None)
+
+    def fail(self, request: PrefillRequest, error: KaveriError) -> None:
+        """Ends a request that cannot be handed over."""
+        self._end(request, "failed", error)
+
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
             if isinstance(event, StepTokens | EngineStopped):
@@ -159,7 +170,7 @@ class PrefillInstance:
 
     def fail_all(self, reason: str) -> None:
         for request in list(self._requests.values()):
-            self._fail(request, Unavailable(reason))
+            self.fail(request, Unavailable(reason))
 
     def _check_fit(self, token_ids: tuple[int, ...], generated_count: int, params: SamplingParams) -> None:
         info = self._info
@@ -200,9 +211,9 @@ class PrefillInstance:
             case KvPushed():
                 self._handed_over(request, event, now_s)
             case KvPushFailed():
-                self._dispatcher.push_failed(request, event)
+                self._hand_over.push_failed(request, event)
             case RequestFailed():
-                self._fail(request, Unavailable(event.reason))
+                self.fail(request, Unavailable(event.reason))
 
     def _first_token(self, request: PrefillRequest, event: FirstToken, now_s: float) -> None:
         assert request.started_s is not None
@@ -223,7 +234,7 @@ class PrefillInstance:
         # Whose next token is the last needs no decode instance.
         goes_on = request.engine_request.generated_count + 1 < params.max_tokens
         if goes_on and request.token_count + 1 < self._info.max_model_len:
-            self._dispatcher.begin(request)
+            self._hand_over.begin(request)
 
     def _handed_over(self, request: PrefillRequest, event: KvPushed, now_s: float) -> None:
         assert request.first_token_s is not None
@@ -238,9 +249,6 @@ class PrefillInstance:
     def _expire(self, request: PrefillRequest) -> None:
         self._end(request, "deadline", DeadlineExceeded())
 
-    def _fail(self, request: PrefillRequest, error: KaveriError) -> None:
-        self._end(request, "failed", error)
-
     def _end(self, request: PrefillRequest, outcome: str, error: KaveriError | None) -> None:
         """Ends a request in any phase, once; later calls do nothing. `error` is what its router gets."""
         if self._requests.pop(request.key, None) is None:
@@ -252,7 +260,7 @@ class PrefillInstance:
         if request.started_s is not None:
             self._started_count -= 1
         self._queue.remove(request)
-        self._dispatcher.end(request, handed_over=outcome == "handed_over")
+        self._hand_over.end(request, handed_over=outcome == "handed_over")
         if outcome not in ("handed_over", "finished"):
             self._engine.abort(request.key)
         request.outbox.close(error)
@@ -273,7 +281,7 @@ class PrefillInstance:
 
     def _submit(self) -> None:
         for request, error in self._queue.submit():
-            self._fail(request, error)
+            self.fail(request, error)
         if self._queue.out_of_blocks and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(_BLOCKS_RETRY_S, self._submit_again)
 

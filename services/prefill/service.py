@@ -15,6 +15,7 @@ from kaveri.instance.hosting import InstanceHost, new_incarnation
 from kaveri.telemetry.metrics import serve_metrics
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.prefill.config import PrefillConfig
+from services.prefill.dispatcher import Dispatcher
 from services.prefill.instance import PrefillInstance
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import SERVICE_NAME, PrefillServer
@@ -35,18 +36,28 @@ def prefill_host(
     config: PrefillConfig, engine: PrefillEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
 ) -> InstanceHost:
     """A prefill instance around `engine`, which it owns from now on."""
+    metrics = PrefillMetrics(engine, registry)
+
+    def dispatcher(instance: PrefillInstance) -> Dispatcher:
+        return Dispatcher(
+            engine,
+            store,
+            config.model_name,
+            metrics,
+            random.Random(),
+            instance.fail,
+            policy=config.decode_placement,
+            thresholds=config.heavy_thresholds,
+        )
+
     instance = PrefillInstance(
         engine,
-        store,
-        config.model_name,
         config.prefill_policy,
         config.chunk_tokens,
         config.max_queue,
-        PrefillMetrics(engine, registry),
-        random.Random(),
+        metrics,
+        dispatcher,
         scheduling_batch=config.prefill_sched_batch,
-        decode_placement=config.decode_placement,
-        thresholds=config.heavy_thresholds,
     )
     register = partial(add_PrefillServiceServicer_to_server, PrefillServer(instance))
-    return InstanceHost(config, Role.PREFILL, engine, store, instance, SERVICE_NAME, register, new_incarnation())
+    return InstanceHost(config, Role.PREFILL, engine, store, instance, [SERVICE_NAME], register, new_incarnation())

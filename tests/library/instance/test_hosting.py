@@ -46,7 +46,7 @@ async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves(
     config = InstanceConfig(instance_id="prefill-0", engine="fake")
     async with MemoryStore(MemoryCluster()) as store:
         host = InstanceHost(
-            config, Role.PREFILL, engine, store, role, "kaveri.v1.PrefillService", lambda _: None, incarnation=1
+            config, Role.PREFILL, engine, store, role, ["kaveri.v1.PrefillService"], lambda _: None, incarnation=1
         )
         serving = asyncio.create_task(host.serve(asyncio.Event()))
         await asyncio.wait_for(host.started.wait(), SOON_S)

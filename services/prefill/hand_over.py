@@ -1,0 +1,22 @@
+"""What takes requests on once they are computed: the seam between prefill and whoever decodes."""
+
+from typing import Protocol
+
+from kaveri.engine.contract import KvPushFailed
+from services.prefill.requests import PrefillRequest
+
+
+class HandOver(Protocol):
+    """The dispatcher pushes to decode instances; where one engine does both phases nothing is pushed."""
+
+    async def run(self) -> None:
+        """Works until cancelled. begin() is called within."""
+
+    def begin(self, request: PrefillRequest) -> None:
+        """The request is or will be computed and needs a place. Called again as it proceeds, its first token last."""
+
+    def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
+        """The engine's push ended without acceptance."""
+
+    def end(self, request: PrefillRequest, handed_over: bool) -> None:
+        """The request has ended here, begun or not."""
