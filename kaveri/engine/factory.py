@@ -18,8 +18,12 @@ from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transports import socket_transports
+from kaveri.profile.file import Profile, ProfiledEngine
+from kaveri.profile.machine import this_machine
 from kaveri.telemetry.logs import get_logger
 
+DEFAULT_CHUNK_TOKENS = 512
+"""What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
 _SOCKET_PREFIX = "kaveri-kv-"
 
 
@@ -43,8 +47,10 @@ class EngineSettings:
     """Size of the KV pool, over all layers; rounded down to whole blocks."""
     block_tokens: int = 16
     """Tokens per KV block; instances that exchange KV must agree."""
-    chunk_tokens: int = 512
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     """Most prompt tokens computed in one step."""
+    profile: Profile | None = None
+    """Where chunk_tokens comes from; checked against the engine that is built. None: from somewhere else."""
     max_batch: int = 64
     """Most decode requests computed in one step."""
     kv_host: str = "127.0.0.1"
@@ -59,7 +65,7 @@ class EngineSettings:
     """Shape, vocabulary and timing of the fake engine; its block_tokens and max_model_len give way to those here.
     The timed engine takes all but the timing, and does not verify KV."""
     latency_model: str = ""
-    """A bundled latency model or a file, for the timed engine."""
+    """A bundled latency model, a file of one or a profile, for the timed engine."""
 
 
 def build_engine(settings: EngineSettings) -> StepwiseEngine:
@@ -67,9 +73,8 @@ def build_engine(settings: EngineSettings) -> StepwiseEngine:
 
     Raises ConfigError, naming the setting.
     """
-    runner = _load_runner(settings)
-    total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory_bytes)
-    _fit_model_len(runner, settings, total_blocks)
+    runner, total_blocks = build_runner(settings)
+    _heed_profile(runner, settings)
     return StepwiseEngine(
         runner,
         total_blocks,
@@ -78,6 +83,49 @@ def build_engine(settings: EngineSettings) -> StepwiseEngine:
         listen=_listen_endpoints(settings),
         transports=socket_transports(settings.kv_advertise_host),
     )
+
+
+def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
+    """The model, as an engine of these settings drives it, and the number of blocks of its pool, which is not made yet.
+
+    Raises ConfigError, naming the setting.
+    """
+    runner = _load_runner(settings)
+    total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory_bytes)
+    _fit_model_len(runner, settings, total_blocks)
+    return runner, total_blocks
+
+
+def profiled_engine(runner: ModelRunner, settings: EngineSettings) -> ProfiledEngine:
+    """As what a profile knows the engine of these settings."""
+    model, fingerprint = settings.model, runner.layout.model_fingerprint
+    if isinstance(runner, TimedRunner):
+        model, fingerprint = runner.latency.name, f"{fingerprint}-{runner.latency.name}"
+    return ProfiledEngine(
+        engine=runner.name,
+        model=model,
+        model_fingerprint=fingerprint,
+        dtype=runner.layout.dtype,
+        device=runner.device.partition(":")[0],
+    )
+
+
+def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
+    """Refuses another engine's profile, and says where the size of chunks comes from."""
+    log = get_logger()
+    profile = settings.profile
+    if profile is None:
+        if settings.chunk_tokens == DEFAULT_CHUNK_TOKENS:
+            log.info(
+                "chunks have the default size; --profile with a file of `kaveri profile` fits it to engine and machine",
+                chunk_tokens=settings.chunk_tokens,
+            )
+        return
+    profile.require_for(profiled_engine(runner, settings), runner.latency if isinstance(runner, TimedRunner) else None)
+    here = this_machine(runner.device)
+    log.info("chunks by profile", chunk_tokens=settings.chunk_tokens, profiled_tokens=profile.chunk_tokens)
+    if profile.machine != here and not isinstance(runner, TimedRunner):
+        log.warning("the profile was measured on another machine", profiled=str(profile.machine), here=str(here))
 
 
 def _load_runner(settings: EngineSettings) -> ModelRunner:

@@ -107,6 +107,7 @@ class FakeRunner:
     """A ModelRunner (runner.py) on FakeModel. Ignores sampling parameters but for logprobs, which it makes up."""
 
     name = "fake"
+    device = "cpu"
 
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model = model or FakeModel()

@@ -2,7 +2,7 @@
 
 The form is that of DistServe's appendix A (arXiv 2401.09670), as its simulator uses it: a prefill step takes a
 constant, a part per token and a part per squared length for attention; a decode step takes a constant, a part per token
-of context and a part per request.
+of context and a part per request. kaveri/profile measures steps and fits the coefficients.
 """
 
 import json
@@ -77,7 +77,7 @@ def bundled_latency_models() -> tuple[str, ...]:
 
 
 def load_latency_model(name_or_file: str) -> LatencyModel:
-    """A bundled model by its name, else a JSON file of the same form. Raises ConfigError."""
+    """A bundled model by its name, else a JSON file of the same form or a profile. Raises ConfigError."""
     if name_or_file in bundled_latency_models():
         path = _BUNDLED / f"{name_or_file}.json"
     else:
@@ -86,13 +86,17 @@ def load_latency_model(name_or_file: str) -> LatencyModel:
         known = ", ".join(bundled_latency_models())
         raise ConfigError("latency_model", f"is {name_or_file!r}, which is no file and none of: {known}")
     try:
-        return _latency_model(json.loads(path.read_text()))
+        document = json.loads(path.read_text())
+        # A profile (kaveri/profile/file.py) holds a latency model beside all else that was measured.
+        if isinstance(document, dict) and "latency_model" in document:
+            document = document["latency_model"]
+        return parse_latency_model(document)
     except (OSError, ValueError) as error:
         raise ConfigError("latency_model", f"{path} is no latency model: {error}") from error
 
 
-def _latency_model(document: object) -> LatencyModel:
-    """Raises ValueError, naming the field."""
+def parse_latency_model(document: object) -> LatencyModel:
+    """What json.loads has made of a latency model. Raises ValueError, naming the field."""
     values = _members("the file", document, LatencyModel)
     for name in ("name", "source"):
         if not isinstance(values[name], str):

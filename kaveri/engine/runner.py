@@ -46,6 +46,8 @@ class ModelRunner(Protocol):
 
     name: str
     """"transformers" or "fake"; becomes EngineInfo.engine."""
+    device: str
+    """"cpu" or "cuda[:index]": where it computes."""
     layout: KvLayout
     max_model_len: int
     vocab_size: int

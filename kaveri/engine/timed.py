@@ -25,11 +25,12 @@ class TimedRunner:
     """
 
     name = "timed"
+    device = "cpu"
 
     def __init__(self, fake: FakeRunner, latency: LatencyModel) -> None:
         """fake: its own timing should be 0."""
         self._fake = fake
-        self._latency = latency
+        self.latency = latency
         self.layout = fake.layout
         self.max_model_len = fake.max_model_len
         self.vocab_size = fake.vocab_size
@@ -47,7 +48,7 @@ class TimedRunner:
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
         """Spreads the step's time evenly over the layers. Raises what the fake runner raises."""
         started_s = time.monotonic()
-        step_s = self._latency.step_s(batch)
+        step_s = self.latency.step_s(batch)
         layer_s = step_s / self.layout.layer_count
 
         def paced(layer: int) -> None:
@@ -69,7 +70,7 @@ class TimedRunner:
         if self._taken_s > _LATE_FACTOR * self._modelled_s:
             get_logger().warning(
                 "this machine is too slow for the latency model",
-                latency_model=self._latency.name,
+                latency_model=self.latency.name,
                 steps_took_s=round(self._taken_s, 3),
                 modelled_s=round(self._modelled_s, 3),
             )

@@ -3,16 +3,17 @@
 import asyncio
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kaveri.config import setting, size_bytes
-from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.engine.factory import DEFAULT_CHUNK_TOKENS, EngineSettings, build_engine
 from kaveri.engine.fake import FakeModel
 from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY
 from kaveri.policy.placement import HeavyThresholds
+from kaveri.profile.file import Profile, read_profile
 from kaveri.rpc.process import ServiceConfig
 
 _FLAG_OF_SETTING = {"kv_cache_memory_bytes": "kv_cache_memory", "kv_advertise_host": "advertise_host"}
@@ -20,12 +21,19 @@ _FLAG_OF_SETTING = {"kv_cache_memory_bytes": "kv_cache_memory", "kv_advertise_ho
 _PATH_STARTS = ("/", "./", "../", "~")
 
 
+def _profile_at(path: str) -> Profile | None:
+    """For `setting`. Raises ValueError."""
+    try:
+        return read_profile(path) if path else None
+    except ConfigError as error:
+        raise ValueError(error.reason) from error
+
+
 @dataclass(frozen=True, kw_only=True)
-class InstanceConfig(ServiceConfig):
-    """Settings of an engine instance, whatever its role."""
+class EngineConfig:
+    """Settings of an engine, whoever runs it."""
 
     model: str = setting("model to serve: a path, a hub id or a bundled name", KAVERI_TINY)
-    served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
     engine: str = setting("transformers, fake (made-up tokens) or timed (--latency-model)", "transformers")
     dtype: str = setting(
         "element type: auto (the checkpoint's), float32, bfloat16 or float16",
@@ -42,15 +50,56 @@ class InstanceConfig(ServiceConfig):
         size_bytes,
     )
     block_tokens: int = setting("tokens per KV block; all instances must agree", 16, least=1)
-    chunk_tokens: int = setting("most prompt tokens computed in one step", 512, least=1)
     max_batch: int = setting("most requests in one decode step", 64, least=1)
-    heavy_output_tokens: int = setting("a request with a longer predicted answer is heavy in decode", 128, least=0)
-    heavy_prompt_tokens: int = setting("with nothing predicted, one with a longer prompt is heavy", 512, least=0)
-    latency_model: str = setting("timed engine: whose time it takes, a bundled name or a JSON file", "")
+    latency_model: str = setting(
+        "timed engine: whose time it takes, a bundled name, a JSON file or a file of `kaveri profile`", ""
+    )
     fake_step_s: float = setting("fake engine: seconds that a step takes", 0.0, least=0)
     fake_prefill_token_s: float = setting("fake engine: seconds that a prompt token adds to its step", 0.0, least=0)
     fake_eos_probability: float = setting("fake engine: chance of each token to end its answer", 0.0, least=0, most=1)
     fake_verify_kv: bool = setting("fake engine: check all earlier KV in every step", True)
+
+    def engine_settings(self, receives: bool) -> EngineSettings:
+        """receives: whether KV is pushed to this instance."""
+        return EngineSettings(
+            receives=receives,
+            engine=self.engine,
+            model=self.model,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            kv_cache_memory_bytes=self.kv_cache_memory,
+            block_tokens=self.block_tokens,
+            max_batch=self.max_batch,
+            latency_model=self.latency_model,
+            fake_model=FakeModel(
+                eos_probability=self.fake_eos_probability,
+                step_s=self.fake_step_s,
+                prefill_token_s=self.fake_prefill_token_s,
+                verify=self.fake_verify_kv,
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig(EngineConfig, ServiceConfig):
+    """Settings of an engine instance, whatever its role."""
+
+    served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
+    chunk_tokens: int = setting(
+        f"most prompt tokens computed in one step; 0: the profile's, {DEFAULT_CHUNK_TOKENS} without one", 0, least=0
+    )
+    """Never 0 once the settings are made, so that whoever reads it reads what holds."""
+    profile: Profile | None = setting(  # noqa: RUF009
+        "file of `kaveri profile`, measured on this model, dtype, device and engine", None, _profile_at
+    )
+    heavy_output_tokens: int = setting("a request with a longer predicted answer is heavy in decode", 128, least=0)
+    heavy_prompt_tokens: int = setting("with nothing predicted, one with a longer prompt is heavy", 512, least=0)
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens == 0:
+            profiled = self.profile.chunk_tokens if self.profile is not None else DEFAULT_CHUNK_TOKENS
+            object.__setattr__(self, "chunk_tokens", profiled)
 
     @property
     def model_name(self) -> str:
@@ -64,25 +113,11 @@ class InstanceConfig(ServiceConfig):
 
     def engine_settings(self, receives: bool) -> EngineSettings:
         """receives: whether KV is pushed to this instance."""
-        return EngineSettings(
-            receives=receives,
-            engine=self.engine,
-            model=self.model,
-            dtype=self.dtype,
-            device=self.device,
-            max_model_len=self.max_model_len,
-            kv_cache_memory_bytes=self.kv_cache_memory,
-            block_tokens=self.block_tokens,
+        return replace(
+            super().engine_settings(receives),
             chunk_tokens=self.chunk_tokens,
-            max_batch=self.max_batch,
+            profile=self.profile,
             kv_advertise_host=self.reached_host,
-            latency_model=self.latency_model,
-            fake_model=FakeModel(
-                eos_probability=self.fake_eos_probability,
-                step_s=self.fake_step_s,
-                prefill_token_s=self.fake_prefill_token_s,
-                verify=self.fake_verify_kv,
-            ),
         )
 
 
@@ -99,12 +134,16 @@ async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> Step
         await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
         return building.result() if building.done() else None
     except ConfigError as error:
-        name = _FLAG_OF_SETTING.get(error.field, error.field)
-        flag = name if name.startswith("-") else "--" + name.replace("_", "-")
-        raise ConfigError(flag, error.reason) from error
+        raise name_flag(error) from error
     finally:
         stopped.cancel()
         building.cancel()
+
+
+def name_flag(error: ConfigError) -> ConfigError:
+    """What an engine says of its settings, said of the flags that they come from."""
+    name = _FLAG_OF_SETTING.get(error.field, error.field)
+    return ConfigError(name if name.startswith("-") else "--" + name.replace("_", "-"), error.reason)
 
 
 def _build_on_thread(settings: EngineSettings, built: "Future[StepwiseEngine]") -> None:

@@ -25,6 +25,7 @@ class TransformersRunner:
         self._model = model
         self._memory: PagedMemory | None = None
         self._device: torch.device = model.device
+        self.device = str(model.device)
         self.layout = layout
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size

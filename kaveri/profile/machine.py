@@ -1,0 +1,39 @@
+"""The machine as far as an engine's speed depends on it."""
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Two equal ones can be expected to take the same time for a step."""
+
+    cpu: str
+    threads: int
+    """That a step may use."""
+    accelerator: str
+    """Name of the GPU; empty: none is used."""
+
+    def __str__(self) -> str:
+        return f"{self.accelerator or self.cpu}, {self.threads} {'thread' if self.threads == 1 else 'threads'}"
+
+
+def this_machine(device: str) -> Machine:
+    """device: "cpu" or "cuda[:index]", where the engine runs. Does not import torch; asks it when it is there."""
+    torch = sys.modules.get("torch")
+    # torch reads OMP_NUM_THREADS once, and then has a number of its own.
+    threads = torch.get_num_threads() if torch is not None else len(os.sched_getaffinity(0))
+    accelerator = torch.cuda.get_device_name(device) if torch is not None and device.startswith("cuda") else ""
+    return Machine(cpu=_cpu(), threads=threads, accelerator=accelerator)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
