@@ -249,6 +249,8 @@ class StepwiseEngine:
             if sequence is not None and sequence.phase is Phase.COMPUTED and sequence.transfer_id is None:
                 for preempted in self._account.adopt(sequence):
                     self._outbox.put(Preempted(preempted.key))
+                # A preempted request may take the blocks of one that is not admitted yet.
+                self._work.notify()
         self._outbox.publish()
 
     def admit(self, key: AttemptKey) -> None:

@@ -127,7 +127,7 @@ def choose_prefill(
     turn: int = 0,
     avoid: Collection[str] = (),
 ) -> InstanceStatus | None:
-    """The ready prefill instance of `model` to send a request to, or None when there is none.
+    """The ready prefill or colocated instance of `model` to send a request to, or None when there is none.
 
     Load is the prompt tokens that wait there: as of the last heartbeat, plus `unconfirmed_tokens`.
     turn: rises by one with each choice; used by round-robin. avoid: instance ids taken only when nothing else is left.
@@ -138,7 +138,7 @@ def choose_prefill(
         # Requests break ties, so that a burst of short prompts spreads as well.
         return waiting_tokens, status.load.running_requests + status.load.waiting_requests
 
-    candidates = _preferred(list(view.ready(Role.PREFILL, model)), avoid)
+    candidates = _preferred(_prompt_takers(view, model), avoid)
     if not candidates:
         return None
     match policy:
@@ -150,6 +150,13 @@ def choose_prefill(
             return candidates[turn % len(candidates)]
         case PlacementPolicy.RANDOM:
             return rng.choice(candidates)
+
+
+def missing_roles(view: ClusterView, model: str) -> tuple[Role, ...]:
+    """The roles for want of which no request for `model` can be served now; a colocated instance needs no other."""
+    if next(view.ready(Role.COLOCATED, model), None) is not None:
+        return ()
+    return tuple(role for role in (Role.PREFILL, Role.DECODE) if next(view.ready(role, model), None) is None)
 
 
 def choose_decode(
@@ -215,6 +222,14 @@ def choose_decode(
             return rng.choice(candidates)
         case DecodePlacementPolicy.IMBALANCE:
             return candidates[0] if heavy else rng.choice(candidates)
+
+
+def _prompt_takers(view: ClusterView, model: str) -> list[InstanceStatus]:
+    colocated = list(view.ready(Role.COLOCATED, model))
+    if colocated and next(view.ready(Role.DECODE, model), None) is None:
+        # What prefill computes could go nowhere: colocated instances take no pushes.
+        return colocated
+    return [*view.ready(Role.PREFILL, model), *colocated]
 
 
 def _preferred(candidates: list[InstanceStatus], avoid: Collection[str]) -> list[InstanceStatus]:

@@ -109,36 +109,14 @@ class DecodeInstance:
         if self._draining:
             raise Unavailable("the decode instance is draining", retry_after_s=1.0)
         self._info.layout.require_same(layout)
-        loop = asyncio.get_running_loop()
-        former = self._requests.by_request_id(request_id)
-        if former is not None and attempt < former.attempt:
-            raise StaleAttempt(request_id, attempt, former.attempt)
-        self._attempts.note(request_id, attempt, time.monotonic())
-        if former is not None:
-            self._end(former, "replaced")
-        timeout_s = min(timeout_s, _LONGEST_REQUEST_S)
         key = AttemptKey(request_id, next(self._numbers))
-        prompt_tokens = len(token_ids) - generated_count
-        request = DecodeRequest(
-            key=key,
-            attempt=attempt,
-            router_id=router_id,
-            token_count=len(token_ids),
-            generated_count=generated_count,
-            predicted_length=self._cut(predicted_length, prompt_tokens, params),
-            heavy=self._thresholds.is_heavy(predicted_length, prompt_tokens),
-            reserved_s=time.monotonic(),
-        )
-        request.deadline = loop.call_later(timeout_s, self._expire, request)
-        kept = self._kept_blocks()
-        self._requests.add(request)
-        self._idle.clear()
-        self.streams.expect(router_id)
+        engine_request = EngineRequest(key, token_ids, generated_count, params)
+        self._end_former(request_id, attempt)
+        kept = self.kept_blocks()
+        request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length)
         try:
             self._require_room(self._info.layout.block_count(len(token_ids) + 1), kept)
-            granting = self._engine.reserve(
-                EngineRequest(key, token_ids, generated_count, params), min(timeout_s, self._reservation_ttl_s)
-            )
+            granting = self._engine.reserve(engine_request, min(timeout_s, self._reservation_ttl_s))
             # Shielded: the engine's future is not ours to cancel; _end() tells the engine.
             ticket = await asyncio.shield(asyncio.wrap_future(granting))
         except NoCapacity:
@@ -158,6 +136,28 @@ class DecodeInstance:
             self._engine.abort(key)
             raise RequestCancelled(request_id)
         return ticket
+
+    def adopt(
+        self,
+        engine_request: EngineRequest,
+        attempt: int,
+        router_id: str,
+        timeout_s: float,
+        predicted_length: TokenRange | None = None,
+    ) -> None:
+        """Takes on a request that this very engine has prefilled: it has landed, and waits for its admission.
+
+        As reserve(), but there is nothing to reserve, and it is taken while draining too: it came in before. Raises
+        StaleAttempt, and Unavailable when the engine has stopped.
+        """
+        self._end_former(engine_request.key.request_id, attempt)
+        request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length)
+        try:
+            self._engine.adopt(engine_request.key)
+        except EngineError as error:
+            self._end(request, "failed")
+            raise Unavailable(str(error)) from error
+        self._land(request, time.monotonic())
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Ends the request if the attempt that is here is `attempt` or older. Unknown ones are ignored."""
@@ -181,12 +181,19 @@ class DecodeInstance:
         return InstanceLoad(
             waiting_requests=len(self._requests) - self._running_count,
             running_requests=self._running_count,
-            free_blocks=max(0, stats.free_blocks - self._kept_blocks()),
+            free_blocks=max(0, stats.free_blocks - self.kept_blocks()),
             total_blocks=self._info.total_blocks,
             context_tokens=stats.context_tokens,
             heavy_requests=heavy_count,
             light_requests=len(self._requests) - heavy_count,
         )
+
+    def kept_blocks(self) -> int:
+        """Free blocks that the policy keeps for what is here; nothing new may take them."""
+        if self._policy is AdmissionPolicy.GREEDY:
+            return 0
+        batch = self._running() or tuple(map(self._running_request, itertools.islice(self._requests, 1)))
+        return kept_blocks(self._policy, batch, self._info.layout.block_tokens, self._range_end)
 
     def drain(self) -> None:
         self._draining = True
@@ -227,10 +234,7 @@ class DecodeInstance:
     def _handle_one(self, request: DecodeRequest, event: EngineEvent, now_s: float) -> None:
         match event:
             case Landed():
-                request.phase = Phase.LANDED
-                request.landed_s = now_s
-                request.landing_number = next(self._landing_numbers)
-                self._landed[request.landing_number] = request
+                self._land(request, now_s)
                 self._metrics.received_bytes.inc(event.kv_bytes)
                 self._metrics.landing_seconds.observe(now_s - request.reserved_s)
             case LandingFailed():
@@ -242,6 +246,48 @@ class DecodeInstance:
                 self._metrics.preemptions.inc()
             case RequestFailed():
                 self._fail(request, event.reason)
+
+    def _end_former(self, request_id: str, attempt: int) -> None:
+        """Ends what is here of the request, unless that is newer: then raises StaleAttempt."""
+        former = self._requests.by_request_id(request_id)
+        if former is not None and attempt < former.attempt:
+            raise StaleAttempt(request_id, attempt, former.attempt)
+        self._attempts.note(request_id, attempt, time.monotonic())
+        if former is not None:
+            self._end(former, "replaced")
+
+    def _open(
+        self,
+        engine_request: EngineRequest,
+        attempt: int,
+        router_id: str,
+        timeout_s: float,
+        predicted_length: TokenRange | None,
+    ) -> DecodeRequest:
+        token_count, generated_count = len(engine_request.token_ids), engine_request.generated_count
+        prompt_tokens = token_count - generated_count
+        request = DecodeRequest(
+            key=engine_request.key,
+            attempt=attempt,
+            router_id=router_id,
+            token_count=token_count,
+            generated_count=generated_count,
+            predicted_length=self._cut(predicted_length, prompt_tokens, engine_request.params),
+            heavy=self._thresholds.is_heavy(predicted_length, prompt_tokens),
+            reserved_s=time.monotonic(),
+        )
+        timeout_s = min(timeout_s, _LONGEST_REQUEST_S)
+        request.deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, request)
+        self._requests.add(request)
+        self._idle.clear()
+        self.streams.expect(router_id)
+        return request
+
+    def _land(self, request: DecodeRequest, now_s: float) -> None:
+        request.phase = Phase.LANDED
+        request.landed_s = now_s
+        request.landing_number = next(self._landing_numbers)
+        self._landed[request.landing_number] = request
 
     def _times(self, request: DecodeRequest, now_s: float) -> RequestTimes:
         first_step_s = now_s if request.first_step_s is None else request.first_step_s
@@ -259,12 +305,6 @@ class DecodeInstance:
             del self._landed[chosen.landing_number]
             request.phase = Phase.RUNNING
             self._running_count += 1
-
-    def _kept_blocks(self) -> int:
-        if self._policy is AdmissionPolicy.GREEDY:
-            return 0
-        batch = self._running() or tuple(map(self._running_request, itertools.islice(self._requests, 1)))
-        return kept_blocks(self._policy, batch, self._info.layout.block_tokens, self._range_end)
 
     def _require_room(self, needed_blocks: int, kept: int) -> None:
         """Raises NoCapacity when a reservation would take blocks that are kept for others."""

@@ -50,16 +50,18 @@ class PrefillInstance:
         metrics: PrefillMetrics,
         hand_over: Callable[["PrefillInstance"], HandOver],
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
+        kept_blocks: Callable[[], int] = lambda: 0,
     ) -> None:
         """max_queue: requests that wait for the engine. hand_over: makes what takes the requests on from here.
 
-        scheduling_batch: most prompts that the policy orders together.
+        scheduling_batch: most prompts that the policy orders together. kept_blocks: how many free blocks are not for
+        prompts, where the engine decodes as well.
         """
         self._engine = engine
         self._info = engine.info
         self._chunk_tokens = chunk_tokens
         self._metrics = metrics
-        self._queue = PrefillQueue(engine, policy, chunk_tokens, max_queue, scheduling_batch)
+        self._queue = PrefillQueue(engine, policy, chunk_tokens, max_queue, scheduling_batch, kept_blocks)
         self._hand_over = hand_over(self)
         self._numbers = itertools.count(1)
         self._requests: dict[AttemptKey, PrefillRequest] = {}

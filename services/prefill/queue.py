@@ -4,6 +4,8 @@ The engine computes in the order of submission, so an order is final once submit
 work ahead: one that it computes, one so that it never idles.
 """
 
+from collections.abc import Callable
+
 from kaveri.engine.contract import PrefillEngine
 from kaveri.errors import EngineError, InvalidArgument, NoCapacity
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy, PromptSchedule, WaitingPrompt
@@ -22,15 +24,18 @@ class PrefillQueue:
         chunk_tokens: int,
         max_waiting: int,
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
+        kept_blocks: Callable[[], int] = lambda: 0,
     ) -> None:
         """max_waiting: requests not submitted yet; add() refuses more.
 
-        scheduling_batch: most prompts that the policy orders together.
+        scheduling_batch: most prompts that the policy orders together. kept_blocks: how many of the engine's free
+        blocks no prompt may take now.
         """
         self._engine = engine
         self._schedule = PromptSchedule(policy, scheduling_batch)
         self._limit_tokens = _CHUNKS_AHEAD * chunk_tokens
         self._max_waiting = max_waiting
+        self._kept_blocks = kept_blocks
         self._waiting: dict[int, PrefillRequest] = {}
         self._computing: set[PrefillRequest] = set()
         self._computing_tokens = 0
@@ -75,6 +80,7 @@ class PrefillQueue:
         while self._computing_tokens < self._limit_tokens and (prompt := self._schedule.head()) is not None:
             request = self._waiting[prompt.arrival_number]
             try:
+                self._require_room(request)
                 self._engine.prefill(request.engine_request)
             except NoCapacity:
                 self.out_of_blocks = True
@@ -90,6 +96,12 @@ class PrefillQueue:
             del self._waiting[prompt.arrival_number]
             self._waiting_tokens -= request.token_count
         return refused
+
+    def _require_room(self, request: PrefillRequest) -> None:
+        kept = self._kept_blocks()
+        needed = self._engine.info.layout.block_count(request.token_count)
+        if kept and needed > self._engine.stats().free_blocks - kept:
+            raise NoCapacity("prefill", retry_after_s=0.5, reason=f"{kept} free KV blocks are kept for answers")
 
 
 def _prompt_of(request: PrefillRequest) -> WaitingPrompt:

@@ -20,7 +20,7 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.policy.placement import PlacementPolicy, UnconfirmedWork, choose_prefill
+from kaveri.policy.placement import PlacementPolicy, UnconfirmedWork, choose_prefill, missing_roles
 from kaveri.rpc.messages import params_to_proto
 from kaveri.rpc.status import error_of
 from kaveri.telemetry.logs import get_logger
@@ -74,16 +74,14 @@ class Dispatcher:
         self._view_changed = asyncio.Event()
 
     async def wait_for_instances(self, deadline_s: float) -> ClusterView:
-        """The view, once it has a ready prefill and a ready decode instance. Raises Unavailable after a while.
+        """The view, once its ready instances do both phases. Raises Unavailable after a while.
 
         deadline_s: time.monotonic() of the request's deadline.
         """
         until_s = min(deadline_s, time.monotonic() + self._unavailable_after_s)
         while True:
             view = self._store.view()
-            missing = [
-                role for role in (Role.PREFILL, Role.DECODE) if next(view.ready(role, self._model), None) is None
-            ]
+            missing = missing_roles(view, self._model)
             if not missing:
                 return view
             try:
@@ -158,7 +156,7 @@ class Dispatcher:
                 raise attempt.lost
             if isinstance(attempt.lost, StaleAttempt):
                 number = max(number, attempt.lost.newest_attempt)
-            if not attempt.handed_over:
+            if not attempt.handed_over or attempt.decode_instance_id == attempt.prefill_instance_id:
                 avoid = (attempt.prefill_instance_id,)
             backoff_s = min(_BACKOFF_MAX_S, _BACKOFF_MIN_S * 2**turn)
             await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
@@ -199,6 +197,9 @@ class Dispatcher:
             params=params_to_proto(accepted.params),
         )
         self._unconfirmed.add(attempt, target, len(request.token_ids))
+        if target.record.role is Role.COLOCATED:
+            # It will decode the request too: known from here on, an abort or a broken stream misses no moment.
+            self._streams.place(attempt, target.record.instance_id)
         now_s = time.monotonic()
         if attempt.number == 1:
             entry.timing.router_s = now_s - accepted.arrived_s

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from kaveri.cluster.view import ClusterView, Role
 from kaveri.errors import InvalidArgument, ModelNotFound
+from kaveri.policy.placement import missing_roles
 from kaveri.sampling import SamplingParams
 from services.router.dispatcher import Dispatcher
 from services.router.requests import AcceptedRequest
 from services.router.tokenizer import ChatMessage, ModelTokenizer
 
 MAX_REQUEST_ID_BYTES = 128
-_SERVING_ROLES = (Role.PREFILL, Role.DECODE)
+_SERVING_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def check_request_id(request_id: str) -> None:
 
 
 def max_model_len(view: ClusterView, model: str) -> int:
-    """Most tokens of prompt and answer that every prefill and decode instance takes; 0 when there is none."""
+    """Most tokens of prompt and answer that every instance with an engine takes; 0 when there is none."""
     return min(
         (
             status.record.max_model_len
@@ -131,4 +132,4 @@ def max_model_len(view: ClusterView, model: str) -> int:
 
 def is_ready(view: ClusterView, model: str) -> bool:
     """Whether a request for `model` would be served now."""
-    return all(next(view.ready(role, model), None) is not None for role in _SERVING_ROLES)
+    return not missing_roles(view, model)

@@ -22,7 +22,7 @@ _RECONNECT_MAX_S = 1.0
 
 
 class TokenStreams:
-    """The subscriptions of one router, one for each decode instance in the view."""
+    """The subscriptions of one router, one for each instance in the view that decodes."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TokenStreams:
         records = {
             instance_id: status.record
             for instance_id, status in view.instances.items()
-            if status.record.role is Role.DECODE
+            if status.record.role in (Role.DECODE, Role.COLOCATED)
         }
         for instance_id, subscription in tuple(self._subscriptions.items()):
             record = records.get(instance_id)

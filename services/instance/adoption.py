@@ -1,0 +1,45 @@
+"""The hand-over that moves nothing: a computed prompt goes on in the running batch of the engine that computed it."""
+
+import time
+
+from kaveri.engine.contract import KvPushFailed
+from kaveri.errors import KaveriError
+from services.decode.instance import DecodeInstance
+from services.prefill.instance import PrefillInstance
+from services.prefill.requests import Placed, PrefillRequest
+
+
+class Adoption:
+    """The HandOver of a colocated instance. For one event loop."""
+
+    def __init__(self, instance_id: str, prefill: PrefillInstance, decode: DecodeInstance) -> None:
+        self._instance_id = instance_id
+        self._prefill = prefill
+        self._decode = decode
+
+    async def run(self) -> None:
+        """Nothing to do beside the events."""
+
+    def begin(self, request: PrefillRequest) -> None:
+        """Hands over once the first token is drawn. There is always a place: adoption never fails for want of room."""
+        if request.first_token_s is None:
+            return
+        try:
+            self._decode.adopt(
+                request.engine_request,
+                request.attempt,
+                request.router_id,
+                request.deadline_s - time.monotonic(),
+                request.predicted_length,
+            )
+        except KaveriError as error:
+            self._prefill.fail(request, error)
+            return
+        request.outbox.put(Placed(self._instance_id))
+        self._prefill.adopted(request)
+
+    def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
+        """Never called: nothing is pushed."""
+
+    def end(self, request: PrefillRequest, handed_over: bool) -> None:
+        """Nothing is kept for a request here."""

@@ -1,0 +1,54 @@
+"""One colocated instance at work: hears the engine's events for both phases and speaks with one voice of both."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kaveri.cluster.view import InstanceLoad
+from kaveri.engine.contract import EngineEvent
+from services.decode.instance import DecodeInstance
+from services.prefill.instance import PrefillInstance
+
+
+class ColocatedInstance:
+    """The HostedRole of a colocated instance. For one event loop.
+
+    A request is prefill's until its first token and decode's from then on. It is never in neither: prefill hands it
+    over within the turn in which it hears of that token.
+    """
+
+    def __init__(self, prefill: PrefillInstance, decode: DecodeInstance) -> None:
+        self._prefill = prefill
+        self._decode = decode
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._prefill.run())
+            tasks.create_task(self._decode.run())
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        # Prefill first: what it hands over is admitted in the same turn. Each ignores the other's requests.
+        self._prefill.handle(events)
+        self._decode.handle(events)
+
+    def load(self) -> InstanceLoad:
+        prefill, decode = self._prefill.load(), self._decode.load()
+        return replace(
+            decode,
+            waiting_requests=prefill.waiting_requests + decode.waiting_requests,
+            running_requests=prefill.running_requests + decode.running_requests,
+            queued_prefill_tokens=prefill.queued_prefill_tokens,
+        )
+
+    def drain(self) -> None:
+        self._prefill.drain()
+        self._decode.drain()
+
+    async def wait_idle(self) -> None:
+        # In the order in which requests pass through; none comes in any more.
+        await self._prefill.wait_idle()
+        await self._decode.wait_idle()
+
+    def fail_all(self, reason: str) -> None:
+        self._prefill.fail_all(reason)
+        self._decode.fail_all(reason)

@@ -1,0 +1,33 @@
+"""DecodeService of a colocated instance: takes no pushes, and ends requests in either phase."""
+
+from typing import Any
+
+from grpc import aio
+
+from kaveri.errors import Unavailable
+from kaveri.rpc.status import abort
+from kaveri.v1 import decode_pb2
+from services.decode.instance import DecodeInstance
+from services.decode.server import DecodeServer
+from services.prefill.instance import PrefillInstance
+
+
+class ColocatedDecodeServer(DecodeServer):
+    """Answers for the decode side of one engine whose prefill side is `prefill`."""
+
+    def __init__(self, prefill: PrefillInstance, decode: DecodeInstance, incarnation: int) -> None:
+        super().__init__(decode, incarnation)
+        self._prefill = prefill
+
+    async def Reserve(  # noqa: N802
+        self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.ReserveResponse:
+        await abort(context, Unavailable("a colocated instance takes no pushes"))
+
+    async def Abort(  # noqa: N802
+        self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.AbortResponse:
+        # A router's Abort may overtake the cancellation of its Prefill call; the request would be adopted in between.
+        for attempt in request.attempts:
+            self._prefill.abort(attempt.request_id, attempt.attempt)
+        return await super().Abort(request, context)

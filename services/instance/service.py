@@ -1,0 +1,71 @@
+"""Puts a colocated instance together from its settings, and serves it."""
+
+import asyncio
+
+from grpc import aio
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from kaveri.cluster.redis_store import RedisStore
+from kaveri.cluster.store import ClusterStore
+from kaveri.cluster.view import Role
+from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.instance.config import load_engine
+from kaveri.instance.hosting import InstanceHost, new_incarnation
+from kaveri.telemetry.metrics import serve_metrics
+from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
+from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
+from services.decode import server as decode_server
+from services.decode.instance import DecodeInstance
+from services.decode.metrics import DecodeMetrics
+from services.instance.adoption import Adoption
+from services.instance.config import ColocatedConfig
+from services.instance.instance import ColocatedInstance
+from services.instance.server import ColocatedDecodeServer
+from services.prefill import server as prefill_server
+from services.prefill.instance import PrefillInstance
+from services.prefill.metrics import PrefillMetrics
+
+
+async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
+    """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
+    serve_metrics(config.host, config.metrics_port)
+    async with RedisStore(config.redis_url) as store:
+        # The engine before the lease: nobody should be sent here while a model loads.
+        engine = await load_engine(config.engine_settings(receives=False), stopping)
+        if engine is None:
+            return 0
+        return await colocated_host(config, engine, store).serve(stopping)
+
+
+def colocated_host(
+    config: ColocatedConfig, engine: StepwiseEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
+) -> InstanceHost:
+    """A colocated instance around `engine`, which it owns from now on."""
+    decode = DecodeInstance(
+        engine,
+        config.decode_policy,
+        config.max_batch,
+        reservation_ttl_s=0.0,
+        metrics=DecodeMetrics(None, registry),
+        range_end=config.decode_range_end,
+        thresholds=config.heavy_thresholds,
+    )
+    prefill = PrefillInstance(
+        engine,
+        config.prefill_policy,
+        config.chunk_tokens,
+        config.max_queue,
+        PrefillMetrics(engine, registry),
+        lambda prefill: Adoption(config.instance_id, prefill, decode),
+        scheduling_batch=config.prefill_sched_batch,
+        kept_blocks=decode.kept_blocks,
+    )
+    incarnation = new_incarnation()
+
+    def register(server: aio.Server) -> None:
+        add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)
+        add_DecodeServiceServicer_to_server(ColocatedDecodeServer(prefill, decode, incarnation), server)
+
+    names = [prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]
+    hosted = ColocatedInstance(prefill, decode)
+    return InstanceHost(config, Role.COLOCATED, engine, store, hosted, names, register, incarnation)
