@@ -5,7 +5,6 @@ from pathlib import Path
 KAVERI_TINY = "kaveri-tiny"
 
 _FOLDERS = {KAVERI_TINY: "kaveri_tiny"}
-_PREDICTOR_FOLDER = "predictor"
 
 
 def resolve_model(name: str) -> str:
@@ -16,11 +15,7 @@ def resolve_model(name: str) -> str:
     return str(Path(__file__).parent / folder)
 
 
-def resolve_predictor(name: str) -> str:
-    """The folder of the length predictor made for a bundled model; any other name (a path) comes back unchanged."""
-    return str(Path(resolve_model(name)) / _PREDICTOR_FOLDER) if name in _FOLDERS else name
-
-
-def has_predictor(model: str) -> bool:
-    """Whether a length predictor comes with a model: whether resolve_predictor(model) names one."""
-    return model in _FOLDERS and (Path(resolve_predictor(model)) / "kaveri_predictor.json").is_file()
+def bundled_predictor(model: str) -> str | None:
+    """The folder of the length predictor that is bundled with a model; None when there is none."""
+    folder = Path(resolve_model(model)) / "predictor"
+    return str(folder) if model in _FOLDERS and (folder / "kaveri_predictor.json").is_file() else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kaveri.errors import ConfigError, InvalidArgument
-from kaveri.models import resolve_predictor
+from kaveri.models import bundled_predictor
 from kaveri.policy.length import TokenRange
 from kaveri.predictor import buckets
 from kaveri.predictor.manifest import Manifest, read_manifest
@@ -52,7 +52,7 @@ class LengthPredictor:
 
         Raises ConfigError("predictor"): missing, corrupt, not what its manifest says, or torch is not installed.
         """
-        folder = Path(resolve_predictor(path))
+        folder = Path(bundled_predictor(path) or path)
         manifest = read_manifest(folder)
         try:
             import torch

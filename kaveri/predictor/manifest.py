@@ -83,10 +83,13 @@ def _parse(path: Path, content: Any) -> Manifest:
     if odd:
         raise ConfigError("predictor", f"{path} is corrupt: fields missing or unknown: {odd}")
     for name, value in fields.items():
-        wanted = {"model": str, "own_tokenizer": bool, "files": dict}.get(name, int)
-        if type(value) is not wanted or (wanted is int and value < 1):
-            limit = "a number of at least 1" if wanted is int else f"a {wanted.__name__}"
-            raise ConfigError("predictor", f"{path} is corrupt: {name} is {value!r:.40}; it must be {limit}")
+        wanted: type = {"model": str, "own_tokenizer": bool, "files": dict}.get(name, int)
+        if type(value) is not wanted:
+            raise ConfigError(
+                "predictor", f"{path} is corrupt: {name} is {value!r:.40}; it must be a {wanted.__name__}"
+            )
+        if isinstance(value, int) and value < 1 and name != "own_tokenizer":
+            raise ConfigError("predictor", f"{path} is corrupt: {name} is {value}; it must be at least 1")
     manifest = Manifest(**fields)
     if content.get("version") != manifest.version:
         raise ConfigError("predictor", f"{path} is corrupt: its version does not fit its content")

@@ -1,0 +1,34 @@
+"""kaveri predictor label | train | evaluate: become that step's process. Knows nothing about their flags."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import typer
+
+from kaveri.cli.services import PASS_ON
+
+predictor_app = typer.Typer(
+    help="Make, judge and serve a length predictor for a served model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _launcher(step: str, help_text: str) -> Callable[[typer.Context], NoReturn]:
+    def launch(context: typer.Context) -> NoReturn:
+        # A process of its own, as torch is no part of the command line.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "kaveri.predictor", step, *context.args])
+
+    launch.__doc__ = help_text
+    return launch
+
+
+for _step, _help in (
+    ("label", "Run prompts through a served model and note how long its answers are."),
+    ("train", "Fine-tune a sequence classifier on labels and save it as a predictor."),
+    ("evaluate", "Measure a predictor's accuracy, calibration and latency on labels."),
+):
+    predictor_app.command(_step, context_settings=PASS_ON, add_help_option=False)(_launcher(_step, _help))

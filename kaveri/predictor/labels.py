@@ -1,0 +1,129 @@
+"""Labels: prompts with the length that a served model's answer had, their file and their split. Needs no torch."""
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kaveri.errors import ConfigError
+from kaveri.predictor.prompts import MalformedLine, Prompt, parse_object, parse_prompt, read_lines
+from kaveri.sampling import FinishReason
+
+_VALIDATION_PERCENT = 10
+_HELD_OUT_PERCENT = 10
+
+
+class Split(enum.StrEnum):
+    """What a label is for."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+    """Chooses among the epochs of one training."""
+    HELD_OUT = "held-out"
+    """Never seen by training: what figures are measured on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """One prompt and its answer's length."""
+
+    prompt: Prompt
+    model: str
+    """Name under which the model that answered is served."""
+    vocab_size: int
+    """Of that model."""
+    prompt_tokens: int
+    """As the cluster counted them."""
+    output_tokens: int
+    """Of the answer, as the cluster counted them."""
+    finish_reason: FinishReason
+    """LENGTH: the answer was cut, and would have been at least so long."""
+
+    @property
+    def split(self) -> Split:
+        """Drawn by the prompt's digest, so always the same, in whichever file the prompt stands."""
+        percent = int.from_bytes(self.prompt.digest[:4], "big") % 100
+        if percent < _HELD_OUT_PERCENT:
+            return Split.HELD_OUT
+        return Split.VALIDATION if percent < _HELD_OUT_PERCENT + _VALIDATION_PERCENT else Split.TRAIN
+
+    def as_line(self) -> str:
+        """A line of a label file, with its end."""
+        content = {
+            **self.prompt.as_json(),
+            "model": self.model,
+            "vocab_size": self.vocab_size,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "finish_reason": self.finish_reason,
+        }
+        return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def parse_label(line: str) -> Label:
+    """A line of a label file. Raises MalformedLine."""
+    content = parse_object(line)
+    prompt = parse_prompt(content)
+    counts = {}
+    for name in ("vocab_size", "prompt_tokens", "output_tokens"):
+        value = content.get(name)
+        if type(value) is not int or value < 1:
+            raise MalformedLine(f"{name} is {value!r:.40}; it must be a number of at least 1")
+        counts[name] = value
+    model = content.get("model")
+    if not isinstance(model, str) or not model:
+        raise MalformedLine(f"model is {model!r:.40}; it must be a name")
+    try:
+        reason = FinishReason(str(content.get("finish_reason")))
+    except ValueError as error:
+        raise MalformedLine(str(error)) from error
+    return Label(prompt=prompt, model=model, finish_reason=reason, **counts)
+
+
+def read_labels(path: Path, flag: str = "--labels") -> list[Label]:
+    """All labels of a file, of one model. Raises ConfigError, naming `flag`, the line and the reason."""
+    labels: list[Label] = []
+    for number, line in read_lines(path, flag):
+        try:
+            label = parse_label(line)
+        except MalformedLine as error:
+            raise ConfigError(flag, f"{path}, line {number}: {error}") from error
+        if labels and (label.model, label.vocab_size) != (labels[0].model, labels[0].vocab_size):
+            reason = f"is of model {label.model!r}, the lines before of {labels[0].model!r}"
+            raise ConfigError(flag, f"{path}, line {number}: {reason}")
+        labels.append(label)
+    return labels
+
+
+def token_ids_of(labels: Sequence[Label], tokenizer_source: str) -> list[list[int]]:
+    """The prompts as the served model read them, tokenized as a router does.
+
+    tokenizer_source: the served model: a path, a hub id or a bundled name.
+
+    Raises ConfigError("--tokenizer") when it cannot be loaded, or counts other tokens than the cluster did.
+    """
+    from transformers import AutoTokenizer
+
+    from kaveri.models import resolve_model
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(tokenizer_source))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).partition("\n")[0].rstrip(": ")
+        raise ConfigError("--tokenizer", f"{tokenizer_source!r} cannot be loaded: {reason}") from error
+    prompts = []
+    for label in labels:
+        kind, content = label.prompt.kind, label.prompt.content
+        if kind == "prompt_token_ids":
+            token_ids = list(content)
+        elif kind == "prompt":
+            token_ids = tokenizer.backend_tokenizer.encode(content).ids
+        else:
+            text = tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
+            token_ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        if len(token_ids) != label.prompt_tokens:
+            reason = f"counts {len(token_ids)} tokens where {label.model} had {label.prompt_tokens}: {content!r:.60}"
+            raise ConfigError("--tokenizer", f"{tokenizer_source!r} is not the served model's: it {reason}")
+        prompts.append(token_ids)
+    return prompts
