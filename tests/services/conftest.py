@@ -24,6 +24,8 @@ from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.decode.config import DecodeConfig
 from services.decode.service import decode_host
+from services.instance.config import ColocatedConfig
+from services.instance.service import colocated_host
 from services.prefill.config import PrefillConfig
 from services.prefill.service import prefill_host
 
@@ -228,12 +230,18 @@ class InProcessCluster:
         host = decode_host(config, engine, await self._store(), CollectorRegistry())
         return await self._run(instance_id, engine, host)
 
+    async def colocated(self, instance_id: str = "colocated-0", **settings: Any) -> RunningInstance:
+        config = ColocatedConfig(instance_id=instance_id, engine="fake", **_small(settings))
+        engine = build_engine(config.engine_settings(receives=False))
+        host = colocated_host(config, engine, await self._store(), CollectorRegistry())
+        return await self._run(instance_id, engine, host)
+
     async def router(self, router_id: str = "router-0") -> RouterStub:
-        """A router that is subscribed to every decode instance so far."""
+        """A router that is subscribed to every instance so far that decodes."""
         router = RouterStub(router_id)
         self.routers.append(router)
         for instance in self.instances:
-            if instance.instance_id.startswith("decode") and not instance.serving.done():
+            if instance.instance_id.startswith(("decode", "colocated")) and not instance.serving.done():
                 await router.subscribe(instance)
         return router
 

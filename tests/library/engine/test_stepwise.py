@@ -349,6 +349,30 @@ def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(benc
     assert set(refusals) == {"a preempted request waits for blocks"}
 
 
+def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admitted(bench: _Bench) -> None:
+    # 40 blocks of 4 tokens: room for both prompts, and not for the whole answer behind the first.
+    engine = bench.engine(total_blocks=40, receives=False, chunk_tokens=256)
+    recorder = _start(engine)
+    first, second = _request("first", 40, 80), _request("second", 60, 10)
+    for request in (first, second):
+        engine.prefill(request)
+    for request in (first, second):
+        recorder.wait_for(FirstToken, request.key)
+    engine.adopt(first.key)
+    engine.admit(first.key)
+    recorder.wait_for(Preempted, first.key)
+    assert not recorder.finished
+    # From here on no other call comes: an engine that slept now would sleep for ever.
+    engine.adopt(second.key)
+    recorder.wait_for_finish(first.key)
+    assert recorder.of(Preempted, second.key)
+    engine.admit(second.key)
+    recorder.wait_for_finish(second.key)
+    for request, token_count in ((first, 80), (second, 10)):
+        assert recorder.token_ids[request.key] == _MODEL.answer(request.token_ids, 0, token_count)
+    wait_until_free(engine)
+
+
 # When things break.
 
 

@@ -17,6 +17,7 @@ from kaveri.policy.placement import (
     UnconfirmedWork,
     choose_decode,
     choose_prefill,
+    missing_roles,
 )
 
 MODEL = "tiny"
@@ -40,7 +41,7 @@ def views(draw: st.DrawFn) -> ClusterView:
         *(
             status(
                 f"i{number}",
-                draw(st.sampled_from([Role.PREFILL, Role.DECODE, Role.ROUTER])),
+                draw(st.sampled_from([Role.PREFILL, Role.DECODE, Role.ROUTER, Role.COLOCATED])),
                 draw(st.sampled_from([MODEL, "other"])),
                 state=draw(st.sampled_from(list(InstanceState))),
                 queued_prefill_tokens=draw(st.integers(0, 3)),
@@ -61,7 +62,7 @@ def test_prefill_goes_to_a_ready_instance_of_the_model_whenever_there_is_one(
     view: ClusterView, policy: PlacementPolicy, seed: int, turn: int
 ) -> None:
     chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), policy, random.Random(seed), turn)
-    ready = list(view.ready(Role.PREFILL, MODEL))
+    ready = [*view.ready(Role.PREFILL, MODEL), *view.ready(Role.COLOCATED, MODEL)]
     assert (chosen in ready) if ready else (chosen is None)
 
 
@@ -92,6 +93,37 @@ def test_the_same_seed_makes_the_same_choice(view: ClusterView, policy: Placemen
         return choose_prefill(view, MODEL, nothing, policy, rng), choose_decode(view, MODEL, 1, nothing, rng)
 
     assert choose() == choose()
+
+
+@given(views(), st.sampled_from(list(PlacementPolicy)), st.integers(0, 2**32))
+def test_whoever_is_chosen_while_no_role_is_missing_can_see_the_request_to_its_end(
+    view: ClusterView, policy: PlacementPolicy, seed: int
+) -> None:
+    if missing_roles(view, MODEL):
+        return
+    chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), policy, random.Random(seed))
+    assert chosen is not None
+    assert chosen.record.role is Role.COLOCATED or next(view.ready(Role.DECODE, MODEL), None) is not None
+
+
+def test_a_colocated_instance_needs_no_other_and_both_kinds_share_the_load() -> None:
+    prefill, decode = status("p0", Role.PREFILL), status("d0", Role.DECODE)
+    colocated = status("c0", Role.COLOCATED)
+    assert missing_roles(view_of(), MODEL) == (Role.PREFILL, Role.DECODE)
+    assert missing_roles(view_of(prefill), MODEL) == (Role.DECODE,)
+    assert missing_roles(view_of(prefill, decode), MODEL) == ()
+    assert missing_roles(view_of(colocated), MODEL) == ()
+    assert missing_roles(view_of(status("c0", Role.COLOCATED, state=InstanceState.DRAINING)), MODEL) != ()
+
+    def chosen(*statuses: InstanceStatus) -> set[str]:
+        nothing, rng = UnconfirmedWork[str](), random.Random(1)
+        view, policy = view_of(*statuses), PlacementPolicy.RANDOM
+        choices = [choose_prefill(view, MODEL, nothing, policy, rng) for _ in range(50)]
+        return {choice.record.instance_id for choice in choices if choice is not None}
+
+    assert chosen(prefill, decode, colocated) == {"p0", "c0"}
+    # What p0 computes could go nowhere.
+    assert chosen(prefill, colocated) == {"c0"}
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=6), st.integers(0, 2**32))

@@ -1,0 +1,223 @@
+"""A colocated instance: prompts and answers share one engine and one pool; no token is lost, nobody waits for ever."""
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.cluster.view import InstanceState
+from kaveri.engine.fake import FakeModel
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.ordering import OrderingPolicy
+
+BLOCK_BYTES = 4096  # of the fake engine's pool, over all layers
+TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
+LONG = 400
+SLOW = {"fake_step_s": 0.01}
+
+
+def prompt(seed: int, token_count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(token_count)]
+
+
+def expected(token_ids: list[int], token_count: int, generated_count: int = 0) -> list[int]:
+    return FakeModel().answer(token_ids, generated_count, token_count)
+
+
+async def test_a_request_is_answered_by_one_instance_and_nothing_is_pushed(cluster: Any) -> None:
+    instance = await cluster.colocated()
+    router = await cluster.router()
+    token_ids = prompt(1, 50)
+    call = router.prefill(instance, "a", token_ids, max_tokens=20)
+    assert await router.answer(call, "a") == expected(token_ids, 20)
+    assert [event.WhichOneof("event") for event in call.events] == ["started", "first_token", "placed", "handed_over"]
+    assert call.get("placed").decode_instance_id == "colocated-0"
+    handed_over = call.get("handed_over")
+    assert (handed_over.kv_bytes, handed_over.kv_transport) == (0, "none")
+    assert router.last["a", 1].timing.decode_s > 0
+    await cluster.all_free()
+
+
+async def test_an_answer_of_one_token_ends_in_prefill(cluster: Any) -> None:
+    instance = await cluster.colocated()
+    router = await cluster.router()
+    call = router.prefill(instance, "a", prompt(1, 50), max_tokens=1)
+    assert await router.answer(call, "a") == expected(prompt(1, 50), 1)
+    assert not call.seen("placed")
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize("admission", AdmissionPolicy)
+@pytest.mark.parametrize("ordering", [OrderingPolicy.FCFS, OrderingPolicy.SJF])
+async def test_many_requests_in_a_pool_that_holds_a_few_are_all_answered_exactly(
+    cluster: Any, admission: AdmissionPolicy, ordering: OrderingPolicy
+) -> None:
+    # The longest alone takes 10 of 12 blocks: prompts wait while answers grow, and answers are preempted by each other.
+    instance = await cluster.colocated(
+        chunk_tokens=32, max_batch=8, decode_policy=admission, prefill_policy=ordering, **TIGHT
+    )
+    router = await cluster.router()
+    rng = random.Random(7)
+    sizes = {f"r{number}": (rng.randrange(1, 90), rng.randrange(1, 70)) for number in range(40)}
+    prompts = {name: prompt(index, sizes[name][0]) for index, name in enumerate(sizes)}
+    calls = {name: router.prefill(instance, name, prompts[name], sizes[name][1]) for name in sizes}
+    answers = await asyncio.gather(*(router.answer(calls[name], name) for name in sizes))
+    for name, answer in zip(sizes, answers, strict=True):
+        assert answer == expected(prompts[name], sizes[name][1]), name
+    assert router.duplicates == 0
+    preemptions = sum(last.timing.preemptions for last in router.last.values())
+    assert preemptions > 0, "there was room for all: the test has shown nothing"
+    await cluster.all_free()
+
+
+async def test_answers_go_on_while_a_long_prompt_is_computed(cluster: Any, by_hand: Any) -> None:
+    instance = await cluster.colocated(chunk_tokens=16, **SLOW)
+    router = await cluster.router()
+    answering = router.prefill(instance, "answering", prompt(1, 20), max_tokens=200)
+    await by_hand.eventually(lambda: ("answering", 1) in router.tokens, "it decodes")
+    long = router.prefill(instance, "long", prompt(2, LONG), max_tokens=2)
+    await by_hand.eventually(lambda: long.seen("started"), "the prompt's first chunk")
+    before = len(router.tokens["answering", 1])
+    await by_hand.eventually(lambda: long.seen("first_token"), "the prompt is computed")
+    # 25 chunks, each in a step that gave the running answer a token too; the first and last may be seen late.
+    assert len(router.tokens["answering", 1]) - before >= 20
+    answering.call.cancel()
+    await by_hand.abort(instance, "answering")
+    await cluster.all_free()
+
+
+async def test_two_routers_get_their_own_tokens(cluster: Any) -> None:
+    instance = await cluster.colocated()
+    routers = [await cluster.router(f"router-{number}") for number in range(2)]
+    calls = [router.prefill(instance, router.router_id, prompt(9, 30), 30) for router in routers]
+    for router, call in zip(routers, calls, strict=True):
+        assert await router.answer(call, router.router_id) == expected(prompt(9, 30), 30)
+        assert set(router.tokens) == {(router.router_id, 1)}
+
+
+async def test_cancel_in_the_queue_and_while_a_prompt_is_computed(cluster: Any, by_hand: Any) -> None:
+    instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.05)
+    router = await cluster.router()
+    ahead = router.prefill(instance, "ahead", prompt(1, LONG), max_tokens=10)
+    await by_hand.eventually(lambda: ahead.seen("started"), "the one ahead runs")
+    queued = router.prefill(instance, "queued", prompt(2, 100), max_tokens=10)
+    await by_hand.eventually(lambda: instance.load().waiting_requests == 1, "the other one waits")
+    assert not ahead.seen("first_token")
+    queued.call.cancel()
+    ahead.call.cancel()
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize("phase", ["queued", "computed", "decoding"])
+async def test_abort_ends_a_request_in_any_phase_though_its_prefill_call_stays_open(
+    cluster: Any, by_hand: Any, phase: str
+) -> None:
+    instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.03)
+    router = await cluster.router()
+    ahead = router.prefill(instance, "ahead", prompt(1, LONG), max_tokens=1)
+    await by_hand.eventually(lambda: ahead.seen("started"), "the one ahead runs")
+    aborted = ahead
+    if phase == "queued":
+        aborted = router.prefill(instance, "queued", prompt(2, 100), max_tokens=10)
+        await by_hand.eventually(lambda: instance.load().waiting_requests == 1, "the other one waits")
+    if phase == "decoding":
+        ahead.call.cancel()
+        aborted = router.prefill(instance, "decoding", prompt(2, 20), max_tokens=400)
+        await by_hand.eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
+    await by_hand.abort(instance, {"queued": "queued", "computed": "ahead", "decoding": "decoding"}[phase])
+    await aborted.ended()
+    if phase == "queued":
+        assert not ahead.reading.done(), "another one was aborted too"
+        ahead.call.cancel()
+    await cluster.all_free()
+
+
+async def test_a_deadline_ends_a_request_in_its_decode_phase(cluster: Any, by_hand: Any) -> None:
+    instance = await cluster.colocated(**SLOW)
+    router = await cluster.router()
+    router.prefill(instance, "a", prompt(1, 20), max_tokens=400, timeout_s=0.5)
+    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    await by_hand.eventually(lambda: instance.load().running_requests == 0, "its time is over")
+    assert not router.finished("a")
+    await cluster.all_free()
+
+
+async def test_a_router_whose_stream_ends_loses_its_requests_and_no_other_does(cluster: Any, by_hand: Any) -> None:
+    instance = await cluster.colocated(**SLOW)
+    leaving, staying = await cluster.router("leaving"), await cluster.router("staying")
+    for router in (leaving, staying):
+        router.prefill(instance, router.router_id, prompt(1, 20), max_tokens=100)
+        await by_hand.eventually(lambda router=router: (router.router_id, 1) in router.tokens, "it decodes")
+    leaving.unsubscribe(instance)
+    await by_hand.eventually(lambda: instance.load().running_requests == 1, "one is left")
+    await by_hand.eventually(lambda: staying.finished("staying"), "the other one finishes")
+    await cluster.all_free()
+
+
+async def test_a_newer_attempt_takes_the_place_of_one_that_decodes_and_an_older_one_is_refused(
+    cluster: Any, by_hand: Any
+) -> None:
+    instance = await cluster.colocated(**SLOW)
+    router = await cluster.router()
+    token_ids = prompt(3, 40)
+    answer = expected(token_ids, 60)
+    router.prefill(instance, "a", token_ids, max_tokens=60)
+    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) >= 3, "the first attempt decodes")
+    newer = router.prefill(instance, "a", token_ids + answer[:3], max_tokens=60, attempt=2, generated_count=3)
+    await newer.ended()
+    older = router.prefill(instance, "a", token_ids, max_tokens=60, attempt=1)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await older.ended()
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+    assert await router.answer(newer, "a", attempt=2) == answer[3:]
+    assert not router.finished("a", attempt=1)
+    await cluster.all_free()
+
+
+async def test_nobody_can_reserve_room_for_a_push(cluster: Any, by_hand: Any) -> None:
+    instance = await cluster.colocated()
+    with pytest.raises(aio.AioRpcError) as refused:
+        await by_hand.reserve(instance, "a", 10)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert instance.free()
+
+
+async def test_draining_finishes_both_phases_and_takes_nothing_new(cluster: Any, by_hand: Any) -> None:
+    instance = await cluster.colocated(chunk_tokens=16, **SLOW)
+    router = await cluster.router()
+    decoding = router.prefill(instance, "decoding", prompt(1, 20), max_tokens=100)
+    await by_hand.eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
+    computing = router.prefill(instance, "computing", prompt(2, 300), max_tokens=30)
+    await by_hand.eventually(lambda: computing.seen("started"), "the other one is computed")
+    instance.stopping.set()
+    await by_hand.eventually(lambda: instance.load().state is InstanceState.DRAINING, "it drains")
+    late = router.prefill(instance, "late", prompt(3, 20), max_tokens=5)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await late.ended()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert await router.answer(decoding, "decoding") == expected(prompt(1, 20), 100)
+    assert await router.answer(computing, "computing") == expected(prompt(2, 300), 30)
+    assert await instance.stop() == 0
+
+
+async def test_its_load_is_that_of_both_phases(cluster: Any, by_hand: Any) -> None:
+    instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.03)
+    router = await cluster.router()
+    router.prefill(instance, "decoding", prompt(1, 20), max_tokens=400)
+    await by_hand.eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
+    computing = router.prefill(instance, "computing", prompt(2, LONG), max_tokens=10)
+    await by_hand.eventually(lambda: computing.seen("started"), "the other one is computed")
+    router.prefill(instance, "queued", prompt(3, 80), max_tokens=10)
+    await by_hand.eventually(lambda: instance.load().waiting_requests == 1, "the last one waits")
+    load = instance.load()
+    assert load.running_requests == 2
+    assert 80 < load.queued_prefill_tokens <= 480
+    assert load.heavy_requests + load.light_requests == 1, "only what decodes is heavy or light there"
+    assert load.free_blocks == load.total_blocks - instance.held_blocks
+    for name in ("decoding", "computing", "queued"):
+        await by_hand.abort(instance, name)
+    await cluster.all_free()
