@@ -17,9 +17,14 @@ MAX_TICK_S = 0.25
 
 
 @dataclass(slots=True)
-class _Member:
+class Member:
+    """One instance that is known."""
+
     record: InstanceRecord
     load: InstanceLoad
+    """As the view shows it."""
+    sequence_number: int
+    """Of its last heartbeat."""
     heard_at_s: float
     """On the process's clock."""
     lease_end_s: float
@@ -33,7 +38,7 @@ class Membership:
         self._clock = clock
         self._ticked_at_s = clock()
         self._leases_s = 0.0
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._connected = True
         self._changed = asyncio.Event()
 
@@ -47,15 +52,30 @@ class Membership:
         member = self._members.get(instance_id)
         return member.record if member is not None and member.record.incarnation == incarnation else None
 
-    def learn(self, record: InstanceRecord, load: InstanceLoad, remaining_s: float | None = None) -> None:
-        """Takes in a heartbeat. remaining_s: what is left of its lease; None: all of it."""
+    def learn(
+        self,
+        record: InstanceRecord,
+        load: InstanceLoad,
+        remaining_s: float | None = None,
+        heartbeat_age_s: float | None = None,
+    ) -> None:
+        """Takes in a heartbeat. remaining_s: what is left of its lease; None: all of it.
+
+        heartbeat_age_s: seconds since it was made; None: what its lease has lost.
+        """
         member = self._members.get(record.instance_id)
-        same_life = member is not None and member.record.incarnation == record.incarnation
-        if member is not None and same_life and load.sequence_number < member.load.sequence_number:
-            return
+        if member is not None and member.record.incarnation == record.incarnation:
+            if load.sequence_number < member.sequence_number:
+                return
+            shown = self._shown(load, member)
+        else:
+            shown = load
         remaining_s = record.lease_ttl_s if remaining_s is None else min(remaining_s, record.lease_ttl_s)
-        heard_at_s = self._clock() - (record.lease_ttl_s - remaining_s)
-        self._members[record.instance_id] = _Member(record, load, heard_at_s, self._leases_s + remaining_s)
+        if heartbeat_age_s is None:
+            heartbeat_age_s = record.lease_ttl_s - remaining_s
+        self._members[record.instance_id] = Member(
+            record, shown, load.sequence_number, self._clock() - heartbeat_age_s, self._leases_s + remaining_s
+        )
         self._changed.set()
 
     def forget(self, instance_id: str, incarnation: int) -> None:
@@ -66,14 +86,8 @@ class Membership:
 
     def tick(self) -> None:
         """Takes in that the store was just heard: time passes, and leases end."""
-        now_s = self._clock()
-        self._leases_s += min(now_s - self._ticked_at_s, MAX_TICK_S)
-        self._ticked_at_s = now_s
-        ended = [name for name, member in self._members.items() if member.lease_end_s <= self._leases_s]
-        for instance_id in ended:
-            del self._members[instance_id]
-        if ended:
-            self._changed.set()
+        self._pass_time()
+        self._end_leases()
 
     def store_lost(self) -> None:
         """The store is away: time stands still."""
@@ -109,3 +123,19 @@ class Membership:
             pass
         self._changed.clear()
         return self.view()
+
+    def _pass_time(self) -> None:
+        now_s = self._clock()
+        self._leases_s += min(now_s - self._ticked_at_s, MAX_TICK_S)
+        self._ticked_at_s = now_s
+
+    def _end_leases(self) -> None:
+        ended = [name for name, member in self._members.items() if member.lease_end_s <= self._leases_s]
+        for instance_id in ended:
+            del self._members[instance_id]
+        if ended:
+            self._changed.set()
+
+    def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
+        """What the view shows of a heartbeat that is not older than the former one of the same life."""
+        return load

@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Self
 
 from kaveri.cluster.membership import Membership
-from kaveri.cluster.store import RequestRecord
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord
+from kaveri.cluster.monitored_membership import MonitoredMembership
+from kaveri.cluster.store import Follow, RequestRecord
+from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
 _TICK_S = 0.02
 
@@ -22,6 +23,13 @@ class _Held:
     expires_at_s: float
 
 
+@dataclass(slots=True)
+class _Leader:
+    candidate_id: str
+    fencing_token: int
+    expires_at_s: float
+
+
 class MemoryCluster:
     """The state that several MemoryStore objects share. For one event loop."""
 
@@ -31,6 +39,9 @@ class MemoryCluster:
         self._held: dict[str, _Held] = {}
         self._requests: dict[str, tuple[RequestRecord, float]] = {}
         self._members: list[Membership] = []
+        self._hears_heartbeats: list[Membership] = []
+        self._fencing_tokens = itertools.count(1)
+        self._leader: _Leader | None = None
         self._away = False
 
     def take_away(self) -> None:
@@ -45,20 +56,35 @@ class MemoryCluster:
         if empty:
             self._held.clear()
             self._requests.clear()
+            self._leader = None
         for membership in self._members:
             membership.store_returned()
 
     def join(self, membership: Membership) -> None:
         """Loads the state into a new member and pushes every change to it from now on."""
-        now_s = time.monotonic()
-        for held in self._held.values():
-            if held.expires_at_s > now_s:
-                membership.learn(held.record, held.load, held.expires_at_s - now_s)
         self._members.append(membership)
+        self._hear_heartbeats(membership)
 
     def leave(self, membership: Membership) -> None:
         """Ends join()."""
         self._members.remove(membership)
+        if membership in self._hears_heartbeats:
+            self._hears_heartbeats.remove(membership)
+
+    def tick(self, membership: Membership) -> None:
+        """Lets time pass for a member, and lets it hear what it should while a leader is heard, or is not."""
+        silent = not isinstance(membership, MonitoredMembership) or membership.is_silent()
+        if silent and membership not in self._hears_heartbeats:
+            self._hear_heartbeats(membership)
+        if silent:
+            membership.tick()
+
+    def _hear_heartbeats(self, membership: Membership) -> None:
+        now_s = time.monotonic()
+        for held in self._held.values():
+            if held.expires_at_s > now_s:
+                membership.learn(held.record, held.load, held.expires_at_s - now_s)
+        self._hears_heartbeats.append(membership)
 
     @property
     def away(self) -> bool:
@@ -76,7 +102,7 @@ class MemoryCluster:
         if held is not None and held.expires_at_s > now_s and held.registration > registration:
             return
         self._held[record.instance_id] = _Held(record, load, registration, now_s + record.lease_ttl_s)
-        for membership in self._members:
+        for membership in self._hears_heartbeats:
             membership.learn(record, load)
 
     def deregister(self, record: InstanceRecord) -> None:
@@ -86,6 +112,36 @@ class MemoryCluster:
             del self._held[record.instance_id]
             for membership in self._members:
                 membership.forget(record.instance_id, record.incarnation)
+
+    def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
+        """See ClusterStore.campaign."""
+        now_s = time.monotonic()
+        leader = self._leader
+        if leader is None or leader.expires_at_s <= now_s:
+            leader = self._leader = _Leader(candidate_id, next(self._fencing_tokens), now_s)
+        if leader.candidate_id != candidate_id:
+            return None
+        leader.expires_at_s = now_s + ttl_s
+        return leader.fencing_token
+
+    def resign(self, candidate_id: str) -> None:
+        """See ClusterStore.resign."""
+        if self._leader is not None and self._leader.candidate_id == candidate_id:
+            self._leader = None
+
+    def broadcast(self, broadcast: LoadBroadcast) -> bool:
+        """See ClusterStore.broadcast."""
+        leader = self._leader
+        if leader is None or leader.expires_at_s <= time.monotonic():
+            return False
+        if leader.fencing_token != broadcast.fencing_token:
+            return False
+        for membership in self._members:
+            if isinstance(membership, MonitoredMembership):
+                membership.take_in(broadcast)
+                if membership in self._hears_heartbeats:
+                    self._hears_heartbeats.remove(membership)
+        return True
 
     def request(self, request_id: str) -> RequestRecord | None:
         """The record of a request in flight."""
@@ -109,9 +165,9 @@ class MemoryCluster:
 class MemoryStore:
     """A ClusterStore on a MemoryCluster."""
 
-    def __init__(self, cluster: MemoryCluster) -> None:
+    def __init__(self, cluster: MemoryCluster, follow: Follow = Follow.HEARTBEATS) -> None:
         self._cluster = cluster
-        self._membership = Membership()
+        self._membership = MonitoredMembership() if follow is Follow.BROADCASTS else Membership()
         self._ticking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -140,6 +196,16 @@ class MemoryStore:
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
         return await self._membership.wait_for_change(timeout_s)
+
+    async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
+        return None if self._cluster.away else self._cluster.campaign(candidate_id, ttl_s)
+
+    async def resign(self, candidate_id: str) -> None:
+        if not self._cluster.away:
+            self._cluster.resign(candidate_id)
+
+    async def broadcast(self, broadcast: LoadBroadcast) -> bool:
+        return not self._cluster.away and self._cluster.broadcast(broadcast)
 
     async def claim_request(self, record: RequestRecord, ttl_s: float) -> bool:
         if self._cluster.away:
@@ -171,4 +237,4 @@ class MemoryStore:
         while True:
             await asyncio.sleep(_TICK_S)
             if not self._cluster.away:
-                self._membership.tick()
+                self._cluster.tick(self._membership)

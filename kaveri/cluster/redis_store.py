@@ -2,10 +2,14 @@
 
     {prefix}:instance:<id>   "<registration>:<incarnation>:<InstanceStatus>", expires with the lease
     {prefix}:request:<id>    the RequestRecord as JSON, expires with the request
+    {prefix}:leader          "<fencing token>:<candidate>" of the cluster monitor, expires with the leader's lease
+    {prefix}:fencing         the last fencing token
     {prefix}:events          channel: "+<InstanceStatus>" per heartbeat, "-<InstanceStatus>" per deregistration
+    {prefix}:loads           channel: "=<LoadBroadcast>" of the leader, "-<InstanceStatus>" per deregistration
 
 One heartbeat is one script: it renews the lease and publishes, so that watchers learn loads by push. The registration
 is Redis's own time at which that life registered: it orders the lives of one instance id, also over Redis's restarts.
+A fencing token is Redis's time at the change of leader, for the same reason.
 """
 
 import asyncio
@@ -25,10 +29,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from kaveri.cluster.membership import Membership
-from kaveri.cluster.store import RequestRecord
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus
+from kaveri.cluster.monitored_membership import MonitoredMembership
+from kaveri.cluster.store import Follow, RequestRecord
+from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError
-from kaveri.rpc.messages import load_from_proto, record_from_proto, status_to_proto
+from kaveri.rpc.messages import broadcast_to_proto, load_from_proto, record_from_proto, status_to_proto
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import cluster_pb2
 
@@ -69,13 +74,45 @@ redis.call('PUBLISH', ARGV[5], '+' .. ARGV[3])
 return registration
 """
 
-# KEYS: the instance. ARGV: incarnation, status, channel.
+# KEYS: the instance. ARGV: incarnation, status, channels.
 _DEREGISTER = """
 local held = redis.call('GET', KEYS[1])
 if held and string.match(held, '^%d+:(%d+):') == ARGV[1] then
   redis.call('DEL', KEYS[1])
   redis.call('PUBLISH', ARGV[3], '-' .. ARGV[2])
+  redis.call('PUBLISH', ARGV[4], '-' .. ARGV[2])
 end
+"""
+
+# KEYS: the leader, the last token. ARGV: candidate, lease in ms. Returns the token, or nothing when another leads.
+_CAMPAIGN = """
+local held = redis.call('GET', KEYS[1])
+if held then
+  local token, holder = string.match(held, '^(%d+):(.*)$')
+  if holder ~= ARGV[1] then return false end
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+  return token
+end
+local now = redis.call('TIME')
+local last = tonumber(redis.call('GET', KEYS[2]) or 0)
+local token = string.format('%.0f', math.max(tonumber(now[1]) * 1000000 + tonumber(now[2]), last + 1))
+redis.call('SET', KEYS[1], token .. ':' .. ARGV[1], 'PX', ARGV[2])
+redis.call('SET', KEYS[2], token)
+return token
+"""
+
+# KEYS: the leader. ARGV: candidate.
+_RESIGN = """
+local held = redis.call('GET', KEYS[1])
+if held and string.match(held, '^%d+:(.*)$') == ARGV[1] then redis.call('DEL', KEYS[1]) end
+"""
+
+# KEYS: the leader. ARGV: token, broadcast, channel. Returns whether the token leads.
+_BROADCAST = """
+local held = redis.call('GET', KEYS[1])
+if not held or string.match(held, '^%d+') ~= ARGV[1] then return 0 end
+redis.call('PUBLISH', ARGV[3], '=' .. ARGV[2])
+return 1
 """
 
 # KEYS: the request. ARGV: router id, the new record.
@@ -94,12 +131,15 @@ if held and cjson.decode(held).router_id == ARGV[1] then redis.call('DEL', KEYS[
 class RedisStore:
     """A ClusterStore on Redis."""
 
-    def __init__(self, url: str, prefix: str = "kaveri") -> None:
+    def __init__(self, url: str, prefix: str = "kaveri", follow: Follow = Follow.HEARTBEATS) -> None:
         """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path. prefix: of all its keys."""
         self._url = url
         self._prefix = prefix
-        self._channel = f"{prefix}:events"
-        self._membership = Membership()
+        self._events_channel = f"{prefix}:events"
+        self._loads_channel = f"{prefix}:loads"
+        self._monitored = MonitoredMembership() if follow is Follow.BROADCASTS else None
+        self._membership = self._monitored or Membership()
+        self._hears_heartbeats = True
         self._registrations: dict[tuple[str, int], bytes] = {}
         self._client: Redis | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -110,6 +150,9 @@ class RedisStore:
         self._deregister_script = self._client.register_script(_DEREGISTER)
         self._update_script = self._client.register_script(_UPDATE_REQUEST)
         self._close_script = self._client.register_script(_CLOSE_REQUEST)
+        self._campaign_script = self._client.register_script(_CAMPAIGN)
+        self._resign_script = self._client.register_script(_RESIGN)
+        self._broadcast_script = self._client.register_script(_BROADCAST)
         loaded = asyncio.Event()
         self._watching = asyncio.create_task(self._watch(loaded), name="redis store: watch")
         try:
@@ -138,7 +181,7 @@ class RedisStore:
             str(record.incarnation),
             status_to_proto(InstanceStatus(record, load)).SerializeToString(),
             _milliseconds(record.lease_ttl_s),
-            self._channel,
+            self._events_channel,
         ]
         answer = await self._unless_away(
             self._heartbeat_script(keys=[self._instance_key(record.instance_id)], args=arguments), b""
@@ -153,7 +196,8 @@ class RedisStore:
         arguments: list[bytes | str | int] = [
             str(record.incarnation),
             status_to_proto(InstanceStatus(record, InstanceLoad())).SerializeToString(),
-            self._channel,
+            self._events_channel,
+            self._loads_channel,
         ]
         await self._unless_away(
             self._deregister_script(keys=[self._instance_key(record.instance_id)], args=arguments), None
@@ -164,6 +208,24 @@ class RedisStore:
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
         return await self._membership.wait_for_change(timeout_s)
+
+    async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
+        arguments: list[bytes | str | int] = [candidate_id, _milliseconds(ttl_s)]
+        token = await self._unless_away(
+            self._campaign_script(keys=[self._leader_key, f"{self._prefix}:fencing"], args=arguments), None
+        )
+        return int(cast(bytes, token)) if token else None
+
+    async def resign(self, candidate_id: str) -> None:
+        await self._unless_away(self._resign_script(keys=[self._leader_key], args=[candidate_id]), None)
+
+    async def broadcast(self, broadcast: LoadBroadcast) -> bool:
+        arguments: list[bytes | str | int] = [
+            str(broadcast.fencing_token),
+            broadcast_to_proto(broadcast).SerializeToString(),
+            self._loads_channel,
+        ]
+        return bool(await self._unless_away(self._broadcast_script(keys=[self._leader_key], args=arguments), 0))
 
     async def claim_request(self, record: RequestRecord, ttl_s: float) -> bool:
         claiming = self._redis.set(
@@ -185,6 +247,10 @@ class RedisStore:
     def _redis(self) -> Redis:
         assert self._client is not None, "used before being entered"
         return self._client
+
+    @property
+    def _leader_key(self) -> str:
+        return f"{self._prefix}:leader"
 
     def _instance_key(self, instance_id: str) -> str:
         return f"{self._prefix}:instance:{instance_id}"
@@ -240,15 +306,14 @@ class RedisStore:
             await asyncio.sleep(_RECONNECT_MAX_S)
 
     async def _watch(self, loaded: asyncio.Event) -> None:
-        """Follows the channel for ever, and finds Redis again when it was away."""
+        """Follows the channels for ever, and finds Redis again when it was away."""
         delay_s = _RECONNECT_MIN_S
         while not _cancellations():
             try:
                 async with self._redis.pubsub() as channel:
-                    # Subscribe before loading: a change in between is seen twice rather than never.
-                    await channel.subscribe(self._channel)
-                    async with asyncio.timeout(_LOST_AFTER_S):
-                        await self._load_instances()
+                    if self._monitored is not None:
+                        await channel.subscribe(self._loads_channel)
+                    await self._hear_heartbeats(channel)
                     if not self._membership.connected:
                         get_logger().info("redis is back", url=_shown(self._url))
                     self._membership.store_returned()
@@ -269,45 +334,83 @@ class RedisStore:
         while not _cancellations():
             message = await channel.get_message(timeout=_PING_AFTER_S)
             if message is not None:
-                self._membership.tick()
                 silent_since_s, pings = time.monotonic(), 0
+                if self._hears_heartbeats:
+                    self._membership.tick()
                 if message["type"] == "message":
                     self._take_in(message["data"])
+                if self._hears_heartbeats and self._monitored is not None and not self._monitored.is_silent():
+                    await channel.unsubscribe(self._events_channel)
+                    self._hears_heartbeats = False
                 # One task in many: a full socket must not keep the others from running.
                 await asyncio.sleep(0)
             elif pings and time.monotonic() - silent_since_s > _LOST_AFTER_S:
                 raise TimeoutError(f"silent for {_LOST_AFTER_S} s")
             else:
+                # Only here, with nothing left to read: a stall of this process is not taken for the monitor's silence.
+                if not self._hears_heartbeats and self._monitored is not None and self._monitored.is_silent():
+                    get_logger().warning("no cluster monitor is heard; every heartbeat is followed")
+                    await self._hear_heartbeats(channel)
                 if not pings:
                     # Counted from the first ping, so that a stall of this process is not taken for Redis's.
                     silent_since_s = time.monotonic()
                 await channel.ping()
                 pings += 1
 
-    def _take_in(self, event: bytes) -> None:
-        status = self._read(event[1:])
-        if status is None:
-            return
-        if event[:1] == b"-":
-            self._membership.forget(status.record.instance_id, status.record.incarnation)
-        else:
-            self._learn(status, None)
+    async def _hear_heartbeats(self, channel: PubSub) -> None:
+        # Subscribe before loading: a change in between is seen twice rather than never.
+        await channel.subscribe(self._events_channel)
+        self._hears_heartbeats = True
+        async with asyncio.timeout(_LOST_AFTER_S):
+            await self._load_instances()
 
-    def _read(self, value: bytes) -> cluster_pb2.InstanceStatus | None:
-        """None for a stranger's: garbage must not end the watch."""
+    def _take_in(self, event: bytes) -> None:
+        """Garbage is ignored: it must not end the watch."""
+        kind, value = event[:1], event[1:]
         try:
-            return cluster_pb2.InstanceStatus.FromString(value)
+            if kind == b"=":
+                self._take_in_broadcast(cluster_pb2.LoadBroadcast.FromString(value))
+            elif kind == b"-":
+                record = cluster_pb2.InstanceStatus.FromString(value).record
+                self._membership.forget(record.instance_id, record.incarnation)
+            else:
+                self._learn(cluster_pb2.InstanceStatus.FromString(value), None)
         except DecodeError as error:
+            get_logger().warning("unreadable event ignored", error=_why(error))
+
+    def _take_in_broadcast(self, message: cluster_pb2.LoadBroadcast) -> None:
+        if self._monitored is None:
+            return
+        known_token = self._monitored.fencing_token
+        statuses = (self._status(status) for status in message.instances)
+        broadcast = LoadBroadcast(
+            message.leader_id,
+            message.fencing_token,
+            message.sequence_number,
+            tuple(status for status in statuses if status is not None),
+        )
+        taken = self._monitored.take_in(broadcast)
+        if taken and (self._hears_heartbeats or broadcast.fencing_token != known_token):
+            get_logger().info(
+                "the cluster monitor's broadcasts are followed",
+                leader_id=broadcast.leader_id,
+                fencing_token=broadcast.fencing_token,
+            )
+
+    def _learn(self, message: cluster_pb2.InstanceStatus, remaining_s: float | None) -> None:
+        status = self._status(message)
+        if status is not None:
+            self._membership.learn(status.record, status.load, remaining_s)
+
+    def _status(self, message: cluster_pb2.InstanceStatus) -> InstanceStatus | None:
+        """None for one of a newer version, with a role or a state unknown here: nothing that we could use."""
+        known = self._membership.record_of(message.record.instance_id, message.record.incarnation)
+        try:
+            record = known or record_from_proto(message.record)
+            return InstanceStatus(record, load_from_proto(message.load), message.heartbeat_age_s)
+        except KeyError as error:
             get_logger().warning("unreadable instance status ignored", error=_why(error))
             return None
-
-    def _learn(self, status: cluster_pb2.InstanceStatus, remaining_s: float | None) -> None:
-        known = self._membership.record_of(status.record.instance_id, status.record.incarnation)
-        try:
-            self._membership.learn(known or record_from_proto(status.record), load_from_proto(status.load), remaining_s)
-        except KeyError as error:
-            # Of a newer version, with a role or a state unknown here: nothing that we could use.
-            get_logger().warning("unreadable instance status ignored", error=_why(error))
 
     async def _load_instances(self) -> None:
         keys = await self._scan(self._instance_key("*"))
@@ -319,8 +422,11 @@ class RedisStore:
         for value, remaining_ms in zip(answers[::2], answers[1::2], strict=True):
             # Without its registration it is a stranger's; without a time to live it has just ended, or is one too.
             held = re.fullmatch(rb"\d+:\d+:(.*)", value or b"", re.DOTALL)
-            if held and remaining_ms > 0 and (status := self._read(held[1])) is not None:
-                self._learn(status, remaining_ms / 1000)
+            if held and remaining_ms > 0:
+                try:
+                    self._learn(cluster_pb2.InstanceStatus.FromString(held[1]), remaining_ms / 1000)
+                except DecodeError as error:
+                    get_logger().warning("unreadable instance ignored", error=_why(error))
 
     async def _load_requests(self) -> tuple[RequestRecord, ...]:
         keys = await self._scan(self._request_key("*"))

@@ -1,14 +1,28 @@
-"""The ClusterStore contract: leases, heartbeats, the view, and the table of requests in flight.
+"""The ClusterStore contract: leases, heartbeats, the view, who leads the cluster monitor, the table of requests.
 
 State in a store is soft. When the store dies, requests in flight go on, the last view stays in use, and everything
 registers anew when it returns. Implementations: redis_store (real), memory_store (one process, for tests).
 """
 
+import enum
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord
+from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
+
+
+class Follow(enum.Enum):
+    """What a store's view is made from; said when it is opened."""
+
+    HEARTBEATS = enum.auto()
+    """From every heartbeat of every instance."""
+    BROADCASTS = enum.auto()
+    """From the cluster monitor's broadcasts: one message for all instances of BROADCAST_ROLES, and no others.
+
+    As long as no monitor is heard nothing expires; after kaveri.cluster.monitored_membership.SILENT_AFTER_S without
+    one, and before the first one, from the heartbeats of the same instances.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +42,7 @@ class ClusterStore(Protocol):
     """One process's access to the cluster's state. Used as an async context manager; not shared between event loops.
 
     No call raises because the store is away: registration and heartbeats are retried by the next heartbeat, the view
-    says `store_connected=False`, and claims are granted. Calls that wait do so for at most a second.
+    says `store_connected=False`, claims are granted, and nobody leads. Calls that wait do so for at most a second.
     """
 
     async def __aenter__(self) -> Self:
@@ -57,6 +71,20 @@ class ClusterStore(Protocol):
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
         """Waits until the set of instances, or any load, may have changed since the last call of this method or
         `timeout_s` seconds have passed; then view(). One waiter at a time."""
+
+    async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
+        """Leads the cluster monitor for the next `ttl_s` seconds, anew or still: the fencing token; None: another does.
+
+        candidate_id: of one life, so that a process started again does not pass for its dead predecessor. Every change
+        of leader brings a greater token, also when nobody led in between and when the store has lost its state.
+        """
+
+    async def resign(self, candidate_id: str) -> None:
+        """Leaves the lead to others at once. Ignored when another has it."""
+
+    async def broadcast(self, broadcast: LoadBroadcast) -> bool:
+        """Sends it to every store that follows broadcasts. False: not sent, because its token is no longer the leader's
+        or the store is away. Nothing comes between the check and the sending, so nobody hears a deposed leader."""
 
     async def claim_request(self, record: RequestRecord, ttl_s: float) -> bool:
         """Enters a request into the table for at most `ttl_s` seconds. False when another router, or this one, has

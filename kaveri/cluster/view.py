@@ -19,6 +19,10 @@ class Role(enum.StrEnum):
     """Both phases on one engine."""
 
 
+BROADCAST_ROLES = frozenset({Role.DECODE, Role.PREDICTOR})
+"""Whom the cluster monitor tells prefill instances about: everybody whom they choose among."""
+
+
 class InstanceState(enum.StrEnum):
     """Whether an instance takes work."""
 
@@ -52,7 +56,7 @@ class InstanceLoad:
     """How busy an instance was at its last heartbeat."""
 
     sequence_number: int = 0
-    """Rises by one with each heartbeat of an incarnation."""
+    """Rises by one with each heartbeat of an incarnation; where only some are heard, with each that is heard."""
     state: InstanceState = InstanceState.READY
     waiting_requests: int = 0
     running_requests: int = 0
@@ -94,3 +98,16 @@ class ClusterView:
                 continue
             if model is None or status.record.model == model:
                 yield status
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBroadcast:
+    """What the cluster monitor tells prefill instances."""
+
+    leader_id: str
+    fencing_token: int
+    """From 1, greater with each change of leader. Whoever has seen a greater one ignores this broadcast."""
+    sequence_number: int
+    """From 1, rises by one with each broadcast under one token."""
+    instances: tuple[InstanceStatus, ...]
+    """Instances of BROADCAST_ROLES whose lease holds, as the leader sees them."""

@@ -1,6 +1,6 @@
 """Domain values <-> protobuf messages, for every value that crosses more than one contract. Pure."""
 
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
+from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, LoadBroadcast, Role
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint, Ticket
@@ -218,3 +218,12 @@ def status_to_proto(status: InstanceStatus) -> cluster_pb2.InstanceStatus:
 
 def status_from_proto(message: cluster_pb2.InstanceStatus) -> InstanceStatus:
     return InstanceStatus(record_from_proto(message.record), load_from_proto(message.load), message.heartbeat_age_s)
+
+
+def broadcast_to_proto(broadcast: LoadBroadcast) -> cluster_pb2.LoadBroadcast:
+    return cluster_pb2.LoadBroadcast(
+        leader_id=broadcast.leader_id,
+        fencing_token=broadcast.fencing_token,
+        sequence_number=broadcast.sequence_number,
+        instances=[status_to_proto(status) for status in broadcast.instances],
+    )

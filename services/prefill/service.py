@@ -7,7 +7,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.store import ClusterStore
+from kaveri.cluster.store import ClusterStore, Follow
 from kaveri.cluster.view import Role
 from kaveri.engine.contract import PrefillEngine
 from kaveri.instance.config import load_engine
@@ -24,7 +24,7 @@ from services.prefill.server import SERVICE_NAME, PrefillServer
 async def serve(config: PrefillConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
     serve_metrics(config.host, config.metrics_port)
-    async with RedisStore(config.redis_url) as store:
+    async with RedisStore(config.redis_url, follow=Follow.BROADCASTS) as store:
         # The engine before the lease: nobody should be sent here while a model loads.
         engine = await load_engine(config.engine_settings(receives=False), stopping)
         if engine is None:

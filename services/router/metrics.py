@@ -16,3 +16,6 @@ TPOT_S = Histogram(
     buckets=LATENCY_BUCKETS_S,
 )
 E2E_S = Histogram("kaveri_router_e2e_seconds", "Arrival to last token.", buckets=LATENCY_BUCKETS_S)
+MONITOR_LEADING = Gauge("kaveri_monitor_leading", "1 while this router leads the cluster monitor, else 0.")
+MONITOR_BROADCASTS = Counter("kaveri_monitor_broadcasts", "Loads of all instances sent to prefill instances.")
+MONITOR_TAKEOVERS = Counter("kaveri_monitor_takeovers", "Times that this router began to lead the cluster monitor.")

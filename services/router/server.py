@@ -40,6 +40,7 @@ from services.router.intake import (
     is_ready,
     max_model_len,
 )
+from services.router.monitor import Monitor
 from services.router.requests import RequestEntry, RequestTable
 from services.router.token_streams import TokenStreams
 from services.router.tokenizer import ChatMessage, ModelTokenizer
@@ -87,6 +88,7 @@ class Router:
             streams=self.streams,
             rng=random.Random(incarnation),
         )
+        self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
         self.intake = Intake(config.model_name, tokenizer, self.dispatcher)
         self._incarnation = incarnation
         services = (inference_pb2.DESCRIPTOR, cluster_pb2.DESCRIPTOR)
@@ -105,12 +107,14 @@ class Router:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(heartbeat.run())
+                group.create_task(router.monitor.run(), name="cluster monitor")
                 watch = group.create_task(router._watch())
                 await router._server.ready()
                 get_logger().info("router_started", address=router.address, router_id=router.router_id)
                 try:
                     yield router
                 finally:
+                    router.monitor.stop()
                     heartbeat.stop()
                     await router._server.stop(0)
                     watch.cancel()
@@ -128,6 +132,7 @@ class Router:
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and waits until those in flight have ended, `timeout_s` seconds at most."""
         self.draining = True
+        self.monitor.stop()
         await self._server.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -139,6 +144,7 @@ class Router:
             view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)
             self.streams.update(view)
             self.dispatcher.update(view)
+            self.monitor.update(view)
             present = {status.record.address for status in view.instances.values()}
             if not addresses <= present:
                 await self.channels.retain(present)

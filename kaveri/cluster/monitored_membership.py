@@ -1,0 +1,79 @@
+"""What a process that follows the cluster monitor knows of the cluster: what the leading router says, in one message.
+
+Of TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2). The leader says who is there: whom it names keeps its
+lease, whom it stops naming is gone. The leases' clock counts only time in which a leader was heard, so that nobody is
+lost when nobody leads. A new leader may know less than its predecessor for a moment (a router that started just when
+the store lost its state): whom only the predecessor named stays for one lease.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from kaveri.cluster.membership import Member, Membership
+from kaveri.cluster.view import BROADCAST_ROLES, InstanceLoad, InstanceRecord, LoadBroadcast
+
+SILENT_AFTER_S = 2.0
+"""Seconds without a broadcast after which heartbeats are followed instead: longer than another router takes to lead."""
+
+
+class MonitoredMembership(Membership):
+    """Members of BROADCAST_ROLES, fed by broadcasts, and by heartbeats while is_silent()."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self._broadcast_at_s = -float("inf")
+        self._newest = (0, 0)
+        self._named: dict[str, int] = {}
+
+    @property
+    def fencing_token(self) -> int:
+        """The greatest one heard; 0 before the first broadcast."""
+        return self._newest[0]
+
+    def is_silent(self) -> bool:
+        """Whether no leader has been heard for so long that heartbeats are to be followed."""
+        return self._clock() - self._broadcast_at_s > SILENT_AFTER_S
+
+    def take_in(self, broadcast: LoadBroadcast) -> bool:
+        """Takes in a broadcast. False: it is of a leader that has been replaced, or older than the last one."""
+        number = broadcast.fencing_token, broadcast.sequence_number
+        if number <= self._newest:
+            return False
+        same_leader = broadcast.fencing_token == self.fencing_token
+        self._newest = number
+        self._broadcast_at_s = self._clock()
+        ended = self._named if same_leader else {}
+        self._named = {status.record.instance_id: status.record.incarnation for status in broadcast.instances}
+        # Leases end after the renewals: the time since the last broadcast does not count against whom this one names.
+        self._pass_time()
+        for status in broadcast.instances:
+            self.learn(status.record, status.load, heartbeat_age_s=status.heartbeat_age_s)
+        for instance_id, incarnation in ended.items():
+            if instance_id not in self._named:
+                self.forget(instance_id, incarnation)
+        self._end_leases()
+        return True
+
+    def learn(
+        self,
+        record: InstanceRecord,
+        load: InstanceLoad,
+        remaining_s: float | None = None,
+        heartbeat_age_s: float | None = None,
+    ) -> None:
+        """See Membership.learn. Other roles are ignored."""
+        if record.role in BROADCAST_ROLES:
+            super().learn(record, load, remaining_s, heartbeat_age_s)
+
+    def store_lost(self) -> None:
+        """See Membership.store_lost. Whoever leads has to be heard anew."""
+        self._broadcast_at_s = -float("inf")
+        super().store_lost()
+
+    def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
+        # Counted as heard: between two broadcasts an instance makes many heartbeats. Whoever waits for the second one
+        # after having sent something there (kaveri.policy.placement.UnconfirmedWork) would take all of them for later
+        # than that, though the first broadcast that arrives may tell what was before it.
+        heard = former.load.sequence_number + (load.sequence_number > former.sequence_number)
+        return replace(load, sequence_number=heard)
