@@ -6,6 +6,7 @@ from kaveri.config import setting
 from kaveri.instance.config import InstanceConfig
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
+from services.prefill.prediction import PredictionMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,13 @@ class PromptConfig(InstanceConfig):
         DEFAULT_SCHEDULING_BATCH,
         least=1,
     )
+    prediction: PredictionMode = setting(  # noqa: RUF009
+        "when a predictor is asked for the answer's length: parallel (beside the first chunk), sequential (before the "
+        "queue) or off",
+        PredictionMode.PARALLEL,
+    )
+    prediction_budget_s: float = setting("sequential: seconds that a request waits for its prediction", 0.05, above=0)
+    predictor_address: str = setting("host:port of the predictor to ask; empty: those found in the cluster", "")
 
 
 @dataclass(frozen=True, kw_only=True)

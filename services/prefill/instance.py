@@ -25,6 +25,7 @@ from kaveri.policy.length import settled_length
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.sampling import SamplingParams
 from kaveri.telemetry.logs import get_logger
+from services.prefill.forecaster import LengthForecaster
 from services.prefill.hand_over import HandOver
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.queue import PrefillQueue
@@ -51,11 +52,12 @@ class PrefillInstance:
         hand_over: Callable[["PrefillInstance"], HandOver],
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
         kept_blocks: Callable[[], int] = lambda: 0,
+        forecaster: LengthForecaster | None = None,
     ) -> None:
         """max_queue: requests that wait for the engine. hand_over: makes what takes the requests on from here.
 
         scheduling_batch: most prompts that the policy orders together. kept_blocks: how many free blocks are not for
-        prompts, where the engine decodes as well.
+        prompts, where the engine decodes as well. forecaster: says how long answers will be; None: nobody does.
         """
         self._engine = engine
         self._info = engine.info
@@ -63,6 +65,7 @@ class PrefillInstance:
         self._metrics = metrics
         self._queue = PrefillQueue(engine, policy, chunk_tokens, max_queue, scheduling_batch, kept_blocks)
         self._hand_over = hand_over(self)
+        self._forecaster = forecaster
         self._numbers = itertools.count(1)
         self._requests: dict[AttemptKey, PrefillRequest] = {}
         self._by_request_id: dict[str, PrefillRequest] = {}
@@ -74,7 +77,10 @@ class PrefillInstance:
         metrics.waiting.set_function(lambda: self._queue.queued_tokens)
 
     async def run(self) -> None:
-        await self._hand_over.run()
+        async with asyncio.TaskGroup() as tasks:
+            if self._forecaster is not None:
+                tasks.create_task(self._forecaster.run())
+            await self._hand_over.run()
 
     def accept(
         self,
@@ -112,7 +118,7 @@ class PrefillInstance:
         if former is not None:
             self._end(former, "refused", StaleAttempt(request_id, former.attempt, attempt))
         try:
-            self._queue.add(request)
+            self._queue.hold(request)
         except NoCapacity:
             self._metrics.requests.labels("refused").inc()
             raise
@@ -120,7 +126,10 @@ class PrefillInstance:
         self._requests[key] = request
         self._by_request_id[request_id] = request
         self._idle.clear()
-        self._submit()
+        asked = self._ask_length(request)
+        if not (asked and self._forecaster is not None and self._forecaster.comes_first):
+            self._queue.release(request)
+            self._submit()
         return request
 
     def cancel(self, request: PrefillRequest) -> None:
@@ -202,7 +211,8 @@ class PrefillInstance:
                 request.outbox.put(Started(queue_s))
                 # A prompt of one chunk has no second one to push beside: its place is looked for while it is computed,
                 # so that the push can begin with the first layer and not after the last.
-                if request.token_count <= self._chunk_tokens:
+                # Its length may still come meanwhile: then, or when it is computed at the latest.
+                if self._is_one_chunk(request) and not self._awaits_length(request):
                     self._look_for_place(request)
             case PrefillProgress():
                 self._metrics.tokens.inc(event.computed_tokens - request.computed_tokens)
@@ -231,12 +241,36 @@ class PrefillInstance:
             self._look_for_place(request)
 
     def _look_for_place(self, request: PrefillRequest) -> None:
+        if self._goes_on(request):
+            if self._forecaster is not None:
+                self._forecaster.decide(request)
+            self._hand_over.begin(request)
+
+    def _goes_on(self, request: PrefillRequest) -> bool:
+        """Whether it needs a decode instance: not when its next token is its last."""
         params = request.engine_request.params
         assert params.max_tokens is not None
-        # Whose next token is the last needs no decode instance.
-        goes_on = request.engine_request.generated_count + 1 < params.max_tokens
-        if goes_on and request.token_count + 1 < self._info.max_model_len:
-            self._hand_over.begin(request)
+        more = request.engine_request.generated_count + 1 < params.max_tokens
+        return more and request.token_count + 1 < self._info.max_model_len
+
+    def _is_one_chunk(self, request: PrefillRequest) -> bool:
+        return request.token_count <= self._chunk_tokens
+
+    def _ask_length(self, request: PrefillRequest) -> bool:
+        """Whether an answer is on its way. Lengths that are settled are not asked for."""
+        if self._forecaster is None or request.predicted_length is not None or not self._goes_on(request):
+            return False
+        return self._forecaster.ask(request, self._length_settled)
+
+    def _awaits_length(self, request: PrefillRequest) -> bool:
+        return self._forecaster is not None and self._forecaster.is_open(request)
+
+    def _length_settled(self, request: PrefillRequest) -> None:
+        """The question about its length has ended, with an answer or without."""
+        self._queue.release(request)
+        if request.started_s is not None and self._is_one_chunk(request):
+            self._look_for_place(request)
+        self._submit()
 
     def _handed_over(self, request: PrefillRequest, event: KvPushed, now_s: float) -> None:
         assert request.first_token_s is not None
@@ -262,6 +296,8 @@ class PrefillInstance:
         if request.started_s is not None:
             self._started_count -= 1
         self._queue.remove(request)
+        if self._forecaster is not None:
+            self._forecaster.forget(request)
         self._hand_over.end(request, handed_over=outcome == "handed_over")
         if outcome not in ("handed_over", "finished"):
             self._engine.abort(request.key)

@@ -51,5 +51,17 @@ class PrefillMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.predictions = Counter(
+            "kaveri_predictions",
+            "Length predictions by outcome: used, outlived (the answer is longer already), late, failed, none.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.prediction_seconds = Histogram(
+            "kaveri_prediction_seconds",
+            "From asking a predictor to its answer; one sample a call.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
         self.waiting = Gauge("kaveri_prefill_queued_tokens", "Tokens accepted and not computed yet.", registry=registry)
         register_block_gauges(engine, registry)

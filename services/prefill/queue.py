@@ -4,6 +4,7 @@ The engine computes in the order of submission, so an order is final once submit
 work ahead: one that it computes, one so that it never idles.
 """
 
+import itertools
 from collections.abc import Callable
 
 from kaveri.engine.contract import PrefillEngine
@@ -36,7 +37,10 @@ class PrefillQueue:
         self._limit_tokens = _CHUNKS_AHEAD * chunk_tokens
         self._max_waiting = max_waiting
         self._kept_blocks = kept_blocks
+        self._held: set[PrefillRequest] = set()
         self._waiting: dict[int, PrefillRequest] = {}
+        self._prompts: dict[PrefillRequest, WaitingPrompt] = {}
+        self._arrivals = itertools.count(1)
         self._computing: set[PrefillRequest] = set()
         self._computing_tokens = 0
         self._waiting_tokens = 0
@@ -50,17 +54,32 @@ class PrefillQueue:
 
     def add(self, request: PrefillRequest) -> None:
         """Lets the request wait. Raises NoCapacity when the queue is full."""
-        if len(self._waiting) >= self._max_waiting:
+        self.hold(request)
+        self.release(request)
+
+    def hold(self, request: PrefillRequest) -> None:
+        """Keeps a place for the request, which does not wait for the engine yet. Raises NoCapacity."""
+        if len(self._held) + len(self._waiting) >= self._max_waiting:
             raise NoCapacity("prefill", retry_after_s=0.5, reason=f"{self._max_waiting} requests are queued already")
-        self._waiting[request.key.attempt] = request
+        self._held.add(request)
         self._waiting_tokens += request.token_count
-        self._schedule.add(_prompt_of(request))
+
+    def release(self, request: PrefillRequest) -> None:
+        """Lets a held request wait, behind all that wait already; others are ignored."""
+        if request in self._held:
+            self._held.remove(request)
+            prompt = WaitingPrompt(next(self._arrivals), request.token_count)
+            self._waiting[prompt.arrival_number] = request
+            self._prompts[request] = prompt
+            self._schedule.add(prompt)
 
     def remove(self, request: PrefillRequest) -> None:
         """Forgets the request, wherever it is; unknown ones are ignored. The engine is not told."""
-        if self._waiting.pop(request.key.attempt, None) is not None:
+        if request in self._held:
+            self._held.remove(request)
             self._waiting_tokens -= request.token_count
-            self._schedule.remove(_prompt_of(request))
+        elif (prompt := self._prompts.get(request)) is not None:
+            self._leave(request, prompt)
         elif request in self._computing:
             self._computing.remove(request)
             self._computing_tokens -= request.token_count - request.computed_tokens
@@ -92,17 +111,19 @@ class PrefillQueue:
             else:
                 self._computing.add(request)
                 self._computing_tokens += request.token_count
-            self._schedule.remove(prompt)
-            del self._waiting[prompt.arrival_number]
-            self._waiting_tokens -= request.token_count
+            self._leave(request, prompt)
         return refused
+
+    def _leave(self, request: PrefillRequest, prompt: WaitingPrompt) -> None:
+        self._schedule.remove(prompt)
+        del self._waiting[prompt.arrival_number]
+        del self._prompts[request]
+        self._waiting_tokens -= request.token_count
 
     def _require_room(self, request: PrefillRequest) -> None:
         kept = self._kept_blocks()
+        if not kept:
+            return
         needed = self._engine.info.layout.block_count(request.token_count)
-        if kept and needed > self._engine.stats().free_blocks - kept:
+        if needed > self._engine.stats().free_blocks - kept:
             raise NoCapacity("prefill", retry_after_s=0.5, reason=f"{kept} free KV blocks are kept for answers")
-
-
-def _prompt_of(request: PrefillRequest) -> WaitingPrompt:
-    return WaitingPrompt(request.key.attempt, request.token_count)

@@ -16,6 +16,7 @@ from kaveri.telemetry.metrics import serve_metrics
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.prefill.config import PrefillConfig
 from services.prefill.dispatcher import Dispatcher
+from services.prefill.forecaster import LengthForecaster
 from services.prefill.instance import PrefillInstance
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.server import SERVICE_NAME, PrefillServer
@@ -58,6 +59,7 @@ def prefill_host(
         metrics,
         dispatcher,
         scheduling_batch=config.prefill_sched_batch,
+        forecaster=LengthForecaster.configured(config, store, engine, metrics),
     )
     register = partial(add_PrefillServiceServicer_to_server, PrefillServer(instance))
     return InstanceHost(config, Role.PREFILL, engine, store, instance, [SERVICE_NAME], register, new_incarnation())

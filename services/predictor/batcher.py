@@ -1,0 +1,206 @@
+"""Computes prompts that wait at the same time together: a bounded queue, batches of a fixed size, one at a time.
+
+TetriInfer (arXiv 2401.11181, section 3.3.2) pads a batch to its longest prompt, so a long prompt would make all others
+of its batch pay for its length: prompts beyond a cut-off run alone.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.policy.length import TokenRange
+from kaveri.telemetry.logs import get_logger
+from services.predictor.metrics import PredictorMetrics
+from services.predictor.worker import WorkerThread
+
+_RETRY_AFTER_S = 0.1
+"""Said to callers when the queue is full: a few batches later there is room."""
+
+
+class LengthModel(Protocol):
+    """What predicts; kaveri.predictor.bundle.LengthPredictor is the real one."""
+
+    model: str
+    """Name of the served model that it was made for."""
+    granularity: int
+    """Tokens per bucket."""
+    bucket_count: int
+    version: str
+    vocab_size: int
+    """Of the served model's tokenizer."""
+    max_prompt_tokens: int
+    """Longer prompts are cut."""
+
+    def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Token ids of the served model -> probability of each bucket. Blocks; called by one thread."""
+
+    def range_of(self, bucket: int) -> TokenRange:
+        """The answer lengths of a bucket."""
+
+
+@dataclass(eq=False, slots=True)
+class _WaitingPrompt:
+    token_ids: Sequence[int]
+    arrived_s: float
+    answer: asyncio.Future[list[float]]
+
+
+class PredictionBatcher:
+    """The queue of one predictor. For one event loop; run() must be running for anything to be computed."""
+
+    def __init__(
+        self,
+        model: LengthModel,
+        worker: WorkerThread,
+        batch_prompts: int,
+        long_prompt_tokens: int,
+        max_queue: int,
+        metrics: PredictorMetrics,
+    ) -> None:
+        """batch_prompts: most prompts computed together. long_prompt_tokens: longer prompts are computed alone.
+
+        max_queue: prompts that wait; predict() refuses more.
+        """
+        self._model = model
+        self._worker = worker
+        self._batch_prompts = batch_prompts
+        self._long_prompt_tokens = long_prompt_tokens
+        self._max_queue = max_queue
+        self._metrics = metrics
+        self._waiting: dict[_WaitingPrompt, None] = {}
+        self._computing = 0
+        self._arrived = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        metrics.waiting.set_function(lambda: self.waiting_count)
+
+    @property
+    def waiting_count(self) -> int:
+        """Prompts that wait for their batch."""
+        return len(self._waiting)
+
+    @property
+    def computing_count(self) -> int:
+        """Prompts of the batch that is being computed."""
+        return self._computing
+
+    async def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The probability of each bucket for each prompt, in their order.
+
+        Raises NoCapacity when not all prompts fit the queue, Unavailable when the predictor failed. Cancelled, prompts
+        that were not begun are never computed.
+        """
+        if len(self._waiting) + len(prompts) > self._max_queue:
+            self._metrics.prompts.labels("refused").inc(len(prompts))
+            raise NoCapacity("predictor", _RETRY_AFTER_S, f"at most {self._max_queue} prompts wait")
+        loop, now_s = asyncio.get_running_loop(), time.monotonic()
+        entries = [_WaitingPrompt(token_ids, now_s, loop.create_future()) for token_ids in prompts]
+        self._waiting.update(dict.fromkeys(entries))
+        self._arrived.set()
+        self._idle.clear()
+        try:
+            # Not gather(): where one fails it would leave the others' errors to nobody.
+            await asyncio.wait([entry.answer for entry in entries])
+            return [entry.answer.result() for entry in entries]
+        finally:
+            self._drop(entries)
+
+    async def wait_idle(self) -> None:
+        """Returns when nothing waits and nothing is being computed."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Computes batches until cancelled; then fails what is left as unavailable."""
+        batch: list[_WaitingPrompt] = []
+        try:
+            while True:
+                await self._arrived.wait()
+                batch = self._take_batch()
+                if batch:
+                    await self._compute(batch)
+                if not self._waiting:
+                    self._arrived.clear()
+                    self._idle.set()
+        finally:
+            _fail([*batch, *self._waiting], Unavailable("the predictor is stopping"))
+            self._waiting.clear()
+            self._idle.set()
+
+    def _take_batch(self) -> list[_WaitingPrompt]:
+        entries = list(self._waiting)
+        lengths = [len(entry.token_ids) for entry in entries]
+        batch = [entries[place] for place in choose_batch(lengths, self._batch_prompts, self._long_prompt_tokens)]
+        for entry in batch:
+            del self._waiting[entry]
+        return batch
+
+    async def _compute(self, batch: Sequence[_WaitingPrompt]) -> None:
+        started_s = time.monotonic()
+        for entry in batch:
+            self._metrics.queue_seconds.observe(started_s - entry.arrived_s)
+        self._metrics.batch_prompts.observe(len(batch))
+        self._computing = len(batch)
+        try:
+            rows = await self._worker.call(self._model.predict, [entry.token_ids for entry in batch])
+            check_rows(rows, len(batch), self._model.bucket_count)
+        except Exception as error:  # Whatever a model raises must not end the service.
+            get_logger().exception("prediction failed", prompts=len(batch), error=repr(error))
+            self._metrics.prompts.labels("failed").inc(len(batch))
+            _fail(batch, Unavailable(f"the predictor failed: {error!r:.200}"))
+            return
+        finally:
+            self._computing = 0
+        ended_s = time.monotonic()
+        self._metrics.batch_seconds.observe(ended_s - started_s)
+        for entry, row in zip(batch, rows, strict=True):
+            # Nobody waits any more for one that was cancelled while it was computed.
+            if not entry.answer.done():
+                entry.answer.set_result(row)
+                self._metrics.seconds.observe(ended_s - entry.arrived_s)
+                self._metrics.prompts.labels("predicted").inc()
+
+    def _drop(self, entries: Iterable[_WaitingPrompt]) -> None:
+        for entry in entries:
+            self._waiting.pop(entry, None)
+            if entry.answer.cancel():
+                self._metrics.prompts.labels("dropped").inc()
+            elif not entry.answer.cancelled():
+                entry.answer.exception()  # asyncio would complain about one that nobody looked at
+
+
+def choose_batch(prompt_tokens: Sequence[int], batch_prompts: int, long_prompt_tokens: int) -> list[int]:
+    """Which of the waiting prompts to compute next, as places in ascending order. Pure.
+
+    prompt_tokens: the prompts' lengths in the order of their arrival. The first one is always taken, so nobody starves:
+    alone when it is long, else with the next short ones.
+    """
+    if not prompt_tokens:
+        return []
+    if prompt_tokens[0] > long_prompt_tokens:
+        return [0]
+    batch = []
+    for place, tokens in enumerate(prompt_tokens):
+        if tokens <= long_prompt_tokens:
+            batch.append(place)
+            if len(batch) == batch_prompts:
+                break
+    return batch
+
+
+def check_rows(rows: Sequence[Sequence[float]], prompt_count: int, bucket_count: int) -> None:
+    """Raises ValueError unless there is one row of `bucket_count` probabilities per prompt."""
+    if len(rows) != prompt_count:
+        raise ValueError(f"{len(rows)} predictions for {prompt_count} prompts")
+    for row in rows:
+        if len(row) != bucket_count or not all(math.isfinite(value) and 0 <= value <= 1.001 for value in row):
+            raise ValueError(f"{row!r:.120} are not the probabilities of {bucket_count} buckets")
+
+
+def _fail(entries: Iterable[_WaitingPrompt], error: KaveriError) -> None:
+    for entry in entries:
+        if not entry.answer.done():
+            entry.answer.set_exception(error)

@@ -1,0 +1,33 @@
+"""The predictor service's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
+
+from dataclasses import dataclass
+
+from kaveri.config import setting
+from kaveri.models import KAVERI_TINY
+from kaveri.rpc.process import ServiceConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorConfig(ServiceConfig):
+    """Predicts how long the answers of one served model will be."""
+
+    model: str = setting("model whose answers are predicted; the predictor must have been made for it", KAVERI_TINY)
+    served_model_name: str = setting("name under which that model is asked for; empty: the value of --model", "")
+    predictor: str = setting("the predictor: a folder or a bundled name; empty: the one bundled for --model", "")
+    device: str = setting("where the predictor computes: cpu, cuda or cuda:N", "cpu")
+    batch_prompts: int = setting("most prompts that are computed together", 16, least=1)
+    long_prompt_tokens: int = setting(
+        "a longer prompt is computed alone, so that short ones are not padded to its length", 512, least=1
+    )
+    max_queue: int = setting("prompts that wait; more are refused with RESOURCE_EXHAUSTED", 1024, least=1)
+    max_call_prompts: int = setting("prompts of one call; more are refused with INVALID_ARGUMENT", 256, least=1)
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the cluster knows the model."""
+        return self.served_model_name or self.model
+
+    @property
+    def predictor_path(self) -> str:
+        """Where the predictor is: a folder or a bundled name."""
+        return self.predictor or self.model

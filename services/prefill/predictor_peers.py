@@ -1,0 +1,96 @@
+"""Talks to predictor instances: asks for lengths, and believes no answer that cannot be. Owns the channels to them."""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from grpc import aio
+
+from kaveri.errors import KaveriError
+from kaveri.policy.length import TokenRange
+from kaveri.rpc.server import open_channel
+from kaveri.rpc.status import error_of
+from kaveri.v1 import predictor_pb2
+from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
+
+if TYPE_CHECKING:
+    from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceAsyncStub
+
+_LONGEST_ANSWER_TOKENS = 2**24
+"""No model's context is as long."""
+_PROBABILITY_SLACK = 0.01
+"""Sums of float32 are not exact."""
+
+
+class UnusableAnswer(KaveriError):
+    """A predictor answered something that is no prediction."""
+
+
+class _Peer:
+    def __init__(self, address: str) -> None:
+        self.channel = open_channel(address)
+        self.stub: LengthPredictorServiceAsyncStub = LengthPredictorServiceStub(self.channel)
+        self.call_count = 0
+
+
+class PredictorPeers:
+    """One channel per predictor, opened on first use."""
+
+    def __init__(self, model: str) -> None:
+        """model: the name of the model whose answers are asked about."""
+        self._model = model
+        self._peers: dict[str, _Peer] = {}
+
+    async def predict(self, address: str, prompts: Sequence[Sequence[int]], timeout_s: float) -> list[TokenRange]:
+        """The predicted length of each prompt's whole answer. prompts: token ids of the served model.
+
+        Raises what the predictor answers, Unavailable or DeadlineExceeded when it does not, UnusableAnswer. Cancelled,
+        the predictor is told so.
+        """
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = _Peer(address)
+        message = predictor_pb2.PredictRequest(
+            model=self._model, prompts=[predictor_pb2.PromptTokens(token_ids=prompt) for prompt in prompts]
+        )
+        peer.call_count += 1
+        try:
+            response = await peer.stub.Predict(message, timeout=timeout_s)
+        except aio.AioRpcError as error:
+            raise error_of(error, peer=address) from error
+        finally:
+            peer.call_count -= 1
+        return read_predictions(response, len(prompts))
+
+    async def retain(self, addresses: Collection[str]) -> None:
+        """Closes the channels to all other addresses, as soon as no call is under way on them."""
+        idle = [address for address, peer in self._peers.items() if address not in addresses and not peer.call_count]
+        for address in idle:
+            await self._peers.pop(address).channel.close()
+
+    async def close(self) -> None:
+        """Closes every channel; calls on them end."""
+        while self._peers:
+            await self._peers.popitem()[1].channel.close()
+
+
+def read_predictions(response: predictor_pb2.PredictResponse, prompt_count: int) -> list[TokenRange]:
+    """The predicted ranges, in the order of the prompts. Raises UnusableAnswer, saying what cannot be."""
+    if len(response.predictions) != prompt_count:
+        raise UnusableAnswer(f"{len(response.predictions)} predictions for {prompt_count} prompts")
+    return [_read(prediction, response.granularity) for prediction in response.predictions]
+
+
+def _read(prediction: predictor_pb2.LengthPrediction, granularity: int) -> TokenRange:
+    low, high, bucket = prediction.length.low, prediction.length.high, prediction.bucket
+    if not low < high <= _LONGEST_ANSWER_TOKENS:
+        raise UnusableAnswer(f"[{low}, {high}) is no range of tokens")
+    if not granularity or low != granularity * bucket:
+        raise UnusableAnswer(f"bucket {bucket} of {granularity} tokens does not begin at {low}")
+    probabilities = prediction.probabilities
+    if bucket >= len(probabilities):
+        raise UnusableAnswer(f"bucket {bucket} of {len(probabilities)}")
+    total = sum(probabilities)
+    if not (math.isfinite(total) and min(probabilities) >= 0 and abs(total - 1) <= _PROBABILITY_SLACK):
+        raise UnusableAnswer(f"probabilities that sum to {total:g}")
+    return TokenRange(low, high)
