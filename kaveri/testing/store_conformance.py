@@ -11,8 +11,17 @@ from dataclasses import replace
 from typing import Protocol
 
 from kaveri.cluster.heartbeat import Heartbeat
-from kaveri.cluster.store import ClusterStore, RequestRecord
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.cluster.monitored_membership import SILENT_AFTER_S
+from kaveri.cluster.store import ClusterStore, Follow, RequestRecord
+from kaveri.cluster.view import (
+    ClusterView,
+    InstanceLoad,
+    InstanceRecord,
+    InstanceState,
+    InstanceStatus,
+    LoadBroadcast,
+    Role,
+)
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint
 
@@ -34,13 +43,14 @@ DECODE = InstanceRecord(
     version="0.1.0",
 )
 PREFILL = InstanceRecord("prefill-0", 1, Role.PREFILL, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
+PREDICTOR = InstanceRecord("predictor-0", 1, Role.PREDICTOR, "127.0.0.1:2", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
 REQUEST = RequestRecord("request-1", "router-0", "prefill", 0, prefill_instance_id="prefill-0")
 
 
 class ClusterUnderTest(Protocol):
     """One shared cluster state, and stores on it."""
 
-    def open_store(self) -> ClusterStore:
+    def open_store(self, follow: Follow = Follow.HEARTBEATS) -> ClusterStore:
         """A store that was not entered yet."""
 
     async def take_away(self) -> None:
@@ -66,6 +76,26 @@ async def view_that(
 def has(*instance_ids: str) -> Callable[[ClusterView], bool]:
     """Whether a view holds exactly these instances."""
     return lambda view: set(view.instances) == set(instance_ids)
+
+
+def named(record: InstanceRecord, sequence_number: int) -> InstanceStatus:
+    """An instance as a leader names it."""
+    return InstanceStatus(record, InstanceLoad(sequence_number), heartbeat_age_s=0.01)
+
+
+def shows(instance_id: str, sequence_number: int) -> Callable[[ClusterView], bool]:
+    """Whether a view holds this instance with at least this heartbeat."""
+    return lambda view: (
+        instance_id in view.instances and view.instances[instance_id].load.sequence_number >= sequence_number
+    )
+
+
+async def lead(store: ClusterStore, candidate_id: str, ttl_s: float = 60.0) -> int:
+    """Campaigns until `candidate_id` leads; its fencing token."""
+    async with asyncio.timeout(_SOON_S):
+        while (token := await store.campaign(candidate_id, ttl_s)) is None:  # noqa: ASYNC110 - nobody tells of its end
+            await asyncio.sleep(0.02)
+    return token
 
 
 async def _no_requests_in(store: ClusterStore) -> None:
@@ -277,3 +307,175 @@ class StoreConformance:
             await new_life.heartbeat(new, InstanceLoad(11))
             view = await view_that(router, lambda view: view.instances["decode-0"].load.sequence_number == 11)
             assert view.instances["decode-0"].record.incarnation == 3
+
+    async def test_one_candidate_leads_and_keeps_its_token_while_it_campaigns(self, cluster: ClusterUnderTest) -> None:
+        async with cluster.open_store() as one, cluster.open_store() as other:
+            tokens = await asyncio.gather(one.campaign("one", 60.0), other.campaign("other", 60.0))
+            assert sorted(token is None for token in tokens) == [False, True]
+            again = await asyncio.gather(one.campaign("one", 60.0), other.campaign("other", 60.0))
+            assert again == tokens
+            assert max(token or 0 for token in tokens) > 0
+
+    async def test_lead_can_be_resigned_by_its_leader_only_and_the_next_token_is_greater(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        async with cluster.open_store() as one, cluster.open_store() as other:
+            first = await lead(one, "one")
+            await other.resign("other")
+            assert await other.campaign("other", 60.0) is None
+            await one.resign("one")
+            second = await other.campaign("other", 60.0)
+            assert second is not None
+            assert second > first
+            await other.resign("other")
+            third = await other.campaign("other", 60.0)
+            assert third is not None
+            assert third > second, "the same leader again, but others may have led in between"
+
+    async def test_lead_ends_with_its_lease_and_campaigning_renews_it(self, cluster: ClusterUnderTest) -> None:
+        async with cluster.open_store() as one, cluster.open_store() as other:
+            first = await lead(one, "one", ttl_s=1.0)
+            over_s = time.monotonic() + 1.2
+            while time.monotonic() < over_s:
+                assert await one.campaign("one", 60.0) == first
+                assert await other.campaign("other", 60.0) is None
+                await asyncio.sleep(0.05)
+            assert await one.campaign("one", 0.1) == first
+            assert await lead(other, "other") > first
+            assert await one.campaign("one", 60.0) is None
+
+    async def test_broadcast_is_what_its_followers_see(self, cluster: ClusterUnderTest) -> None:
+        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+            token = await lead(leader, "one")
+            load = InstanceLoad(7, InstanceState.DRAINING, 1, 2, 300, 4, 5, 600, 7, 8)
+            names = InstanceStatus(DECODE, load, heartbeat_age_s=0.25), named(PREDICTOR, 3)
+            assert await leader.broadcast(LoadBroadcast("one", token, 1, names))
+            view = await view_that(prefill, has("decode-0", "predictor-0"))
+            assert view.instances["decode-0"].record == DECODE
+            assert view.instances["decode-0"].load == load
+            assert 0.25 <= view.instances["decode-0"].heartbeat_age_s < _SOON_S
+            assert view.instances["predictor-0"].record == PREDICTOR
+            assert has()(leader.view()), "the others do not follow broadcasts"
+
+    async def test_leader_that_was_replaced_is_not_heard(self, cluster: ClusterUnderTest) -> None:
+        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+            old = await lead(leader, "one", ttl_s=0.1)
+            assert await leader.broadcast(LoadBroadcast("one", old, 1, (named(DECODE, 1),)))
+            new = await lead(leader, "other")
+            assert not await leader.broadcast(LoadBroadcast("one", old, 2, (named(DECODE, 2), named(PREDICTOR, 9))))
+            assert await leader.broadcast(LoadBroadcast("other", new, 1, (named(DECODE, 3),)))
+            view = await view_that(prefill, lambda view: shows("decode-0", 2)(view) or "predictor-0" in view.instances)
+            assert has("decode-0")(view)
+
+    async def test_leader_whose_lease_ran_out_is_not_heard_although_nobody_else_leads(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        async with cluster.open_store() as leader:
+            token = await lead(leader, "one", ttl_s=0.1)
+            number = 1
+            async with asyncio.timeout(_SOON_S):
+                while await leader.broadcast(LoadBroadcast("one", token, number, ())):
+                    number += 1
+                    await asyncio.sleep(0.02)
+            assert await lead(leader, "one") > token
+
+    async def test_follower_sees_what_was_registered_before_and_hears_heartbeats_until_a_leader_speaks(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        async with cluster.open_store() as instance:
+            await instance.heartbeat(replace(DECODE, lease_ttl_s=60.0), InstanceLoad(1))
+            await instance.heartbeat(replace(PREFILL, lease_ttl_s=60.0), InstanceLoad(1))
+            async with cluster.open_store(Follow.BROADCASTS) as prefill:
+                assert has("decode-0")(prefill.view())
+                await instance.heartbeat(replace(DECODE, lease_ttl_s=60.0), InstanceLoad(2, free_blocks=5))
+                view = await view_that(prefill, shows("decode-0", 2))
+                assert view.instances["decode-0"].load.free_blocks == 5
+
+    async def test_instance_that_the_leader_stops_naming_leaves_its_followers_views(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        patient = replace(DECODE, lease_ttl_s=60.0)
+        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+            token = await lead(leader, "one")
+            assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(patient, 1), named(PREDICTOR, 1))))
+            await view_that(prefill, has("decode-0", "predictor-0"))
+            assert await leader.broadcast(LoadBroadcast("one", token, 2, (named(PREDICTOR, 2),)))
+            await view_that(prefill, has("predictor-0"))
+
+    async def test_deregistered_instance_leaves_followers_views_without_a_word_of_the_leader(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        patient = replace(DECODE, lease_ttl_s=60.0)
+        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+            await leader.heartbeat(patient, InstanceLoad(1))
+            token = await lead(leader, "one")
+            assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(patient, 1),)))
+            await view_that(prefill, has("decode-0"))
+            await leader.deregister(patient)
+            await view_that(prefill, has())
+
+    async def test_new_life_in_a_broadcast_replaces_the_old_one(self, cluster: ClusterUnderTest) -> None:
+        old, new = replace(DECODE, incarnation=9), replace(DECODE, incarnation=3, address="127.0.0.1:5")
+        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+            token = await lead(leader, "one")
+            assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(old, 50),)))
+            await view_that(prefill, shows("decode-0", 50))
+            assert await leader.broadcast(LoadBroadcast("one", token, 2, (named(new, 1),)))
+            view = await view_that(prefill, lambda view: view.instances["decode-0"].record == new)
+            assert view.instances["decode-0"].load.sequence_number == 1
+
+    async def test_follower_loses_nobody_without_a_leader_and_then_hears_heartbeats_again(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+            token = await lead(leader, "one")
+            assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(DECODE, 1), named(PREDICTOR, 1))))
+            await view_that(prefill, has("decode-0", "predictor-0"))
+            heartbeat = Heartbeat(leader, DECODE, InstanceLoad, interval_s=0.05)
+            running = asyncio.create_task(heartbeat.run())
+            seen = [await view_that(prefill, shows("decode-0", 5), within_s=SILENT_AFTER_S + _SOON_S)]
+            # Nobody leads, and what a leader would say has to come from the instances: the predictor never was one.
+            while "predictor-0" in seen[-1].instances:
+                seen.append(await prefill.wait_for_change(0.1))
+            assert all("decode-0" in view.instances for view in seen)
+            heartbeat.stop()
+            await running
+
+    async def test_heartbeats_between_two_broadcasts_count_as_one(self, cluster: ClusterUnderTest) -> None:
+        # What was sent after the first broadcast, and before the instance's tenth heartbeat, is in none of the nine.
+        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+            token = await lead(leader, "one")
+            for number, (heartbeat, shown) in enumerate(((1, 1), (10, 2), (10, 2), (11, 3), (40, 4)), start=1):
+                status = InstanceStatus(DECODE, InstanceLoad(heartbeat, free_blocks=number), 0.01)
+                assert await leader.broadcast(LoadBroadcast("one", token, number, (status,)))
+                view = await view_that(
+                    prefill,
+                    lambda view, number=number: (  # type: ignore[misc]
+                        has("decode-0")(view) and view.instances["decode-0"].load.free_blocks == number
+                    ),
+                )
+                assert view.instances["decode-0"].load.sequence_number == shown
+
+    async def test_nobody_leads_while_the_store_is_away_and_afterwards_tokens_still_grow(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+            tokens = [await lead(leader, "one")]
+            assert await leader.broadcast(LoadBroadcast("one", tokens[0], 1, (named(DECODE, 1),)))
+            await view_that(prefill, has("decode-0"))
+            await cluster.take_away()
+            for store in (leader, prefill):
+                await view_that(store, lambda view: not view.store_connected)
+            assert await leader.campaign("one", 60.0) is None
+            assert not await leader.broadcast(LoadBroadcast("one", tokens[0], 2, ()))
+            await leader.resign("one")
+            assert has("decode-0")(prefill.view())
+            await cluster.bring_back_empty()
+            for store in (leader, prefill):
+                await view_that(store, lambda view: view.store_connected)
+            tokens.append(await lead(leader, "other"))
+            assert tokens[1] > tokens[0]
+            assert not await leader.broadcast(LoadBroadcast("one", tokens[0], 3, (named(PREDICTOR, 1),)))
+            assert await leader.broadcast(LoadBroadcast("other", tokens[1], 1, (named(DECODE, 2),)))
+            view = await view_that(prefill, shows("decode-0", 2))
+            assert has("decode-0")(view)

