@@ -51,6 +51,7 @@ class RunningInstance:
     stopping: asyncio.Event
     serving: asyncio.Task[int]
     channel: aio.Channel
+    registry: CollectorRegistry
 
     @property
     def held_blocks(self) -> int:
@@ -58,6 +59,10 @@ class RunningInstance:
 
     def free(self) -> bool:
         return self.held_blocks == 0
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of its metrics; 0 for one that does not exist yet."""
+        return self.registry.get_sample_value(name, labels) or 0.0
 
     def load(self) -> InstanceLoad:
         """What its next heartbeat says."""
@@ -221,20 +226,23 @@ class InProcessCluster:
     async def prefill(self, instance_id: str = "prefill-0", **settings: Any) -> RunningInstance:
         config = PrefillConfig(instance_id=instance_id, engine="fake", **_small(settings))
         engine = build_engine(config.engine_settings(receives=False))
-        host = prefill_host(config, engine, await self._store(), CollectorRegistry())
-        return await self._run(instance_id, engine, host)
+        registry = CollectorRegistry()
+        host = prefill_host(config, engine, await self.store(), registry)
+        return await self._run(instance_id, engine, host, registry)
 
     async def decode(self, instance_id: str = "decode-0", **settings: Any) -> RunningInstance:
         config = DecodeConfig(instance_id=instance_id, engine="fake", **_small(settings))
         engine = build_engine(config.engine_settings())
-        host = decode_host(config, engine, await self._store(), CollectorRegistry())
-        return await self._run(instance_id, engine, host)
+        registry = CollectorRegistry()
+        host = decode_host(config, engine, await self.store(), registry)
+        return await self._run(instance_id, engine, host, registry)
 
     async def colocated(self, instance_id: str = "colocated-0", **settings: Any) -> RunningInstance:
         config = ColocatedConfig(instance_id=instance_id, engine="fake", **_small(settings))
         engine = build_engine(config.engine_settings(receives=False))
-        host = colocated_host(config, engine, await self._store(), CollectorRegistry())
-        return await self._run(instance_id, engine, host)
+        registry = CollectorRegistry()
+        host = colocated_host(config, engine, await self.store(), registry)
+        return await self._run(instance_id, engine, host, registry)
 
     async def router(self, router_id: str = "router-0") -> RouterStub:
         """A router that is subscribed to every instance so far that decodes."""
@@ -264,13 +272,16 @@ class InProcessCluster:
         for store in self._stores:
             await store.__aexit__(None, None, None)
 
-    async def _store(self) -> MemoryStore:
+    async def store(self) -> MemoryStore:
+        """One more view of the cluster."""
         store = MemoryStore(self.state)
         await store.__aenter__()
         self._stores.append(store)
         return store
 
-    async def _run(self, instance_id: str, engine: StepwiseEngine, host: InstanceHost) -> RunningInstance:
+    async def _run(
+        self, instance_id: str, engine: StepwiseEngine, host: InstanceHost, registry: CollectorRegistry
+    ) -> RunningInstance:
         stopping = asyncio.Event()
         serving = asyncio.create_task(host.serve(stopping))
         started = asyncio.create_task(host.started.wait())
@@ -278,7 +289,7 @@ class InProcessCluster:
         if serving.done():
             serving.result()
         assert host.started.is_set()
-        instance = RunningInstance(instance_id, engine, host, stopping, serving, open_channel(host.address))
+        instance = RunningInstance(instance_id, engine, host, stopping, serving, open_channel(host.address), registry)
         self.instances.append(instance)
         return instance
 
