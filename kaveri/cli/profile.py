@@ -1,0 +1,17 @@
+"""kaveri profile: becomes the process that measures. Knows none of its flags but --quick, and needs no torch."""
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+
+def profile(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps, each measured less often.")] = False,
+) -> NoReturn:
+    """Measure steps of an engine on this machine, for --profile; `kaveri profile --help` lists its flags."""
+    flags = [*context.args, *(("--quick", "true") if quick else ())]
+    # -P: a folder named "kaveri" in the working directory is none of ours.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "kaveri.profile", *flags])
