@@ -1,8 +1,10 @@
-"""kaveri bench: drives a cluster with a workload and reports latencies, SLO attainment and goodput."""
+"""kaveri bench: drives a cluster with a workload and reports latencies, SLO attainment, goodput and resource time."""
 
 import asyncio
 import json
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +15,7 @@ from kaveri.client.async_client import DEFAULT_TARGET
 from kaveri.errors import ConfigError
 from kaveri.loadgen.workload import (
     PlannedRequest,
+    Prompt,
     RequestLengths,
     WorkloadClass,
     draw_lengths,
@@ -21,12 +24,19 @@ from kaveri.loadgen.workload import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.progress import Progress
 
-    from kaveri.loadgen.driver import LoadRun
+    from kaveri.client.answer import ModelInfo
+    from kaveri.client.async_client import AsyncClient
+    from kaveri.loadgen.driver import LoadRun, RequestSettings
+    from kaveri.loadgen.goodput import GoodputSearch
     from kaveri.loadgen.report import Slo
 
 _WARM_UP_CONCURRENCY = 4
+_WARM_UP_SEED = 2**32
+"""Added to the seed: prompts that no counted run sends, so that no cache along the way has seen those."""
+_GOODPUT_RESOLUTION = 0.05
+"""The goodput is found when a rate at most this much higher is known to fail."""
 
 
 def bench(
@@ -38,7 +48,11 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(help="Lengths and times from a trace: Azure 2023 CSV or Mooncake JSON lines.")
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a trace.", min=1)] = 100,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Your own prompts, a text per line or .jsonl; answers end by themselves or at --max-output."),
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a file.", min=1)] = 100,
     rate: Annotated[
         float | None, typer.Option(help="Open loop: requests per second. With --trace: in place of its times.")
     ] = None,
@@ -52,19 +66,38 @@ def bench(
     max_in_flight: Annotated[int, typer.Option(help="Open loop: with so many at once the next waits.", min=1)] = 1024,
     max_prompt: Annotated[int, typer.Option(help="Longest heavy prompt, in tokens.", min=1)] = 1024,
     max_output: Annotated[int, typer.Option(help="Longest heavy answer, in tokens.", min=1)] = 512,
+    natural_length: Annotated[
+        bool,
+        typer.Option(
+            "--natural-length",
+            help="Answers end where the model ends them, at the planned length at the latest. Else they are forced "
+            "to it, and the cluster can tell it beforehand.",
+        ),
+    ] = False,
     warm_up: Annotated[int, typer.Option(help="Requests sent before, which do not count.", min=0)] = 4,
+    repeats: Annotated[int, typer.Option(help="Runs of the same workload with other prompts.", min=1)] = 1,
     slo_ttft_s: Annotated[float | None, typer.Option(help="Seconds to the first token that count as met.")] = None,
     slo_tpot_s: Annotated[float | None, typer.Option(help="Seconds per further token that count as met.")] = None,
+    find_goodput: Annotated[
+        bool,
+        typer.Option("--find-goodput", help="Search the highest rate that meets the SLOs, beginning at --rate."),
+    ] = False,
+    attainment: Annotated[float, typer.Option(help="--find-goodput: share of requests that must meet them.")] = 0.9,
+    max_runs: Annotated[int, typer.Option(help="--find-goodput: rates to try at most.", min=1)] = 12,
     timeout_s: options.TimeoutS = 600.0,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0, max=2**32 - 1)] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, with a row per request, and no table.")
     ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw latency distributions and a timeline: a file .svg, .png or .pdf.")
+    ] = None,
 ) -> None:
-    """Drive a cluster with a workload, and report TTFT, TPOT, ITL, JCT, SLO attainment and goodput.
+    """Drive a cluster with a workload, and report TTFT, TPOT, ITL, JCT, SLO attainment, goodput and resource time.
 
-    Prompts are random tokens; answers have exactly the length that the workload says, past the model's own end.
-    Latencies count from the moment at which a request was due, and the report says when the client could not keep up.
+    Prompts are random tokens, and answers have exactly the length that the workload says, past the model's own end,
+    where --prompts and --natural-length do not say otherwise. Latencies count from the moment at which a request was
+    due, and the report says when the client could not keep up.
     """
     for flag, value in (
         ("--rate", rate),
@@ -80,34 +113,97 @@ def bench(
         raise ConfigError("--concurrency", "is a closed loop and --rate an open one; give one of them")
     if rate is None and concurrency is None and trace is None:
         raise ConfigError("--rate", "is not given; give --rate (open loop), --concurrency (closed loop) or --trace")
+    if prompts is not None and trace is not None:
+        raise ConfigError("--prompts", "has prompts and --trace lengths; give one of them")
+    from kaveri.loadgen.plot import check_plot
     from kaveri.loadgen.report import Slo
 
+    slo = Slo(slo_ttft_s, slo_tpot_s)
+    if find_goodput:
+        _check_goodput(rate, slo, attainment, repeats)
+    if plot is not None:
+        check_plot(plot)
     rng = random.Random(seed)
-    lengths, times_s = _lengths(workload, trace, requests, max_prompt, max_output, rng)
-    if rate is not None:
-        arrivals_s = gamma_arrivals(len(lengths), rate, burstiness, rng)
-    elif concurrency is not None:
-        arrivals_s = [0.0] * len(lengths)
+    texts: list[Prompt] = []
+    if prompts is not None:
+        from kaveri.loadgen.prompts import read_prompts
+
+        texts = read_prompts(prompts, requests)
+        lengths = [RequestLengths(len(text) if _is_token_ids(text) else 0, max_output) for text in texts]
+        times_s: list[float] = []
     else:
-        arrivals_s = [time_s / speed for time_s in times_s]
-    planned = plan_requests(lengths, arrivals_s)
-    run = _run(
-        target,
-        model,
-        planned,
-        warm_up,
-        concurrency,
-        max_in_flight,
-        timeout_s,
-        seed,
-        Slo(slo_ttft_s, slo_tpot_s),
-        as_json,
+        lengths, times_s = _lengths(workload, trace, requests, max_prompt, max_output, rng)
+
+    def plan(rate_per_s: float | None) -> list[PlannedRequest]:
+        if rate_per_s is not None:
+            # The same gaps at every rate but for their scale.
+            arrivals_s = gamma_arrivals(len(lengths), rate_per_s, burstiness, random.Random(seed))
+        elif concurrency is not None:
+            arrivals_s = [0.0] * len(lengths)
+        else:
+            arrivals_s = [time_s / speed for time_s in times_s]
+        return plan_requests(lengths, arrivals_s, texts)
+
+    settings = _Settings(
+        target=target,
+        model=model,
+        plan=plan,
+        rate_per_s=rate,
+        concurrency=concurrency,
+        max_in_flight=max_in_flight,
+        natural_length=natural_length or prompts is not None,
+        warm_up=warm_up,
+        repeats=repeats,
+        slo=slo,
+        attainment=attainment if find_goodput else None,
+        max_runs=max_runs,
+        timeout_s=timeout_s,
+        seed=seed,
+        as_json=as_json,
+        plot=plot,
     )
     try:
-        failed = asyncio.run(run)
+        answered = asyncio.run(_run(settings))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(0 if answered else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    target: str
+    model: str | None
+    plan: Callable[[float | None], list[PlannedRequest]]
+    """The requests at a rate; None: at the workload's own times."""
+    rate_per_s: float | None
+    concurrency: int | None
+    max_in_flight: int
+    natural_length: bool
+    warm_up: int
+    repeats: int
+    slo: "Slo"
+    attainment: float | None
+    """What a search for the goodput aims at; None: no search."""
+    max_runs: int
+    timeout_s: float
+    seed: int
+    as_json: bool
+    plot: Path | None
+
+
+def _check_goodput(rate: float | None, slo: "Slo", attainment: float, repeats: int) -> None:
+    if rate is None:
+        raise ConfigError("--find-goodput", "needs --rate, the first rate to try")
+    if not slo.is_set:
+        raise ConfigError("--find-goodput", "needs --slo-ttft-s, --slo-tpot-s or both")
+    if not 0 < attainment <= 1:
+        raise ConfigError("--attainment", f"is {attainment:g}; it must be more than 0 and at most 1")
+    if repeats != 1:
+        raise ConfigError("--repeats", "does not go with --find-goodput, which runs once at each rate")
+
+
+def _is_token_ids(prompt: Prompt) -> bool:
+    return isinstance(prompt, tuple) and isinstance(prompt[0], int)
 
 
 def _lengths(
@@ -127,100 +223,153 @@ def _lengths(
     return [entry.lengths for entry in entries], [entry.arrival_s for entry in entries]
 
 
-async def _run(
-    target: str,
-    model: str | None,
-    planned: list[PlannedRequest],
-    warm_up: int,
-    concurrency: int | None,
-    max_in_flight: int,
-    timeout_s: float,
-    seed: int,
-    slo: "Slo",
-    as_json: bool,
-) -> bool:
-    """Returns whether no request was answered."""
+async def _run(settings: _Settings) -> bool:
+    """Returns whether any request was answered."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kaveri.client.async_client import AsyncClient
-    from kaveri.loadgen.driver import RequestSettings, run_closed, run_open
-    from kaveri.loadgen.report import row, summarize
+    from kaveri.loadgen.fleet import engine_roles
+    from kaveri.loadgen.report import over_runs, row, summarize
+    from kaveri.loadgen.show import show_report, show_warnings
 
-    async with AsyncClient(target, timeout_s=timeout_s) as client:
-        served = await client.list_models()
-        info = next((entry for entry in served if model is None or entry.name == model), None)
-        if info is None:
-            raise ConfigError("--model", f"{model!r} is not served at {target}")
-        fitting = [
-            entry
-            for entry in planned
-            if entry.lengths.prompt_tokens + entry.lengths.output_tokens <= info.max_model_len
-        ]
-        if not fitting:
-            raise ConfigError("--max-prompt", f"no request fits into {info.name}'s {info.max_model_len} tokens")
-        settings = RequestSettings(model=model, vocab_size=info.vocab_size, seed=seed, timeout_s=timeout_s)
-        # Other prompts than those that count, so that no cache along the way has seen them.
-        warming = RequestSettings(model=model, vocab_size=info.vocab_size, seed=seed + 1, timeout_s=timeout_s)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    async with AsyncClient(settings.target, timeout_s=settings.timeout_s) as client:
+        info = await _served(client, settings)
+        roles = await engine_roles(settings.target, info.name)
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            if warm_up:
-                bar = progress.add_task("warming up", total=warm_up)
-                await run_closed(
-                    client, fitting[:warm_up], warming, _WARM_UP_CONCURRENCY, lambda _: progress.advance(bar)
-                )
-            measured = progress.add_task("requests", total=len(fitting))
-            if concurrency is None:
-                run = await run_open(client, fitting, settings, max_in_flight, lambda _: progress.advance(measured))
-            else:
-                run = await run_closed(client, fitting, settings, concurrency, lambda _: progress.advance(measured))
-    report = {"target": target, "model": info.name, "seed": seed, "too_long": len(planned) - len(fitting)}
-    report |= summarize(run, slo)
-    if as_json:
-        print(json.dumps({**report, "rows": [row(record) for record in run.records]}))
+            bench = _Bench(client, info, settings, progress)
+            await bench.warm_up()
+            search = await bench.search() if settings.attainment is not None else None
+            if search is None:
+                for number in range(settings.repeats):
+                    await bench.run(settings.rate_per_s, f"run {number + 1} of {settings.repeats}")
+    summaries = [summarize(run, settings.slo, roles) for _, run in bench.runs]
+    report = {
+        "target": settings.target,
+        "model": info.name,
+        "seed": settings.seed,
+        "slo": asdict(settings.slo) if settings.slo.is_set else None,
+        "lengths": {"forced": not settings.natural_length, "known_to_the_cluster": not settings.natural_length},
+        "too_long": bench.too_long,
+        "over_runs": over_runs(summaries),
+        "goodput": _goodput(search, settings, len(roles), summaries) if search is not None else None,
+        "runs": [
+            {"rate_per_s": rate, **summary, "rows": [row(record) for record in run.records]}
+            for (rate, run), summary in zip(bench.runs, summaries, strict=True)
+        ],
+    }
+    if settings.as_json:
+        print(json.dumps(report))
     else:
-        _show(Console(highlight=False), report, run)
-    _warn(Console(stderr=True, highlight=False), report, run)
-    return report["answered"] == 0
+        show_report(Console(highlight=False, soft_wrap=True), report)
+    show_warnings(Console(stderr=True, highlight=False, soft_wrap=True), report)
+    if settings.plot is not None:
+        _draw(bench.runs, settings, f"{info.name} at {settings.target}", settings.plot)
+    return any(summary["answered"] for summary in summaries)
 
 
-def _show(console: "Console", report: dict[str, Any], run: "LoadRun") -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+class _Bench:
+    """Runs against one cluster, one after the other. `runs` are those that count, each with its rate."""
 
-    table = Table(box=SIMPLE_HEAD, title=f"{report['model']} at {report['target']}", title_justify="left")
-    table.add_column("ms")
-    for name in ("mean", "p50", "p90", "p99", "max"):
-        table.add_column(name, justify="right")
-    for name in ("ttft_s", "tpot_s", "itl_s", "jct_s"):
-        values = report[name]
-        shown = (
-            ["-"] * 5
-            if values is None
-            else [f"{values[key] * 1e3:.1f}" for key in ("mean", "p50", "p90", "p99", "max")]
+    def __init__(self, client: "AsyncClient", info: "ModelInfo", settings: _Settings, progress: "Progress") -> None:
+        self.runs: list[tuple[float | None, LoadRun]] = []
+        self.too_long = 0
+        self._client = client
+        self._info = info
+        self._settings = settings
+        self._progress = progress
+
+    async def warm_up(self) -> None:
+        """Opens connections and lets every process meet its first requests; nothing of it counts."""
+        from kaveri.loadgen.driver import run_closed
+
+        settings = self._settings
+        requests = self._fitting(settings.rate_per_s)[: settings.warm_up]
+        if requests:
+            bar = self._progress.add_task("warming up", total=len(requests))
+            send = self._send(settings.seed + _WARM_UP_SEED)
+            await run_closed(self._client, requests, send, _WARM_UP_CONCURRENCY, lambda _: self._progress.advance(bar))
+
+    async def run(self, rate_per_s: float | None, name: str) -> "LoadRun":
+        from kaveri.loadgen.driver import run_load
+
+        settings = self._settings
+        requests = self._fitting(rate_per_s)
+        bar = self._progress.add_task(name, total=len(requests))
+        run = await run_load(
+            self._client,
+            requests,
+            self._send(settings.seed + len(self.runs)),
+            settings.concurrency,
+            settings.max_in_flight,
+            lambda _: self._progress.advance(bar),
         )
-        table.add_row(name.removesuffix("_s").upper(), *shown)
-    console.print(table)
-    console.print(
-        f"{report['answered']} of {report['requests']} requests answered in {run.duration_s:.1f} s: "
-        f"{report['requests_per_s']:.2f} requests/s, {report['output_tokens_per_s']:.1f} tokens/s"
-    )
-    if report["slo"] is not None:
-        console.print(
-            f"SLO met by {report['slo_attainment']:.1%}: goodput {report['goodput_requests_per_s']:.2f} requests/s"
+        self.runs.append((rate_per_s, run))
+        return run
+
+    async def search(self) -> "GoodputSearch":
+        from kaveri.loadgen.goodput import GoodputSearch, Probe
+
+        settings = self._settings
+        assert settings.rate_per_s is not None
+        assert settings.attainment is not None
+        search = GoodputSearch(settings.rate_per_s, settings.attainment, settings.max_runs, _GOODPUT_RESOLUTION)
+        while (rate_per_s := search.next_rate()) is not None:
+            run = await self.run(rate_per_s, f"{rate_per_s:.3g} requests/s")
+            met = sum(settings.slo.met_by(record) for record in run.records)
+            search.note(Probe(rate_per_s, met / len(run.records)))
+        return search
+
+    def _fitting(self, rate_per_s: float | None) -> list[PlannedRequest]:
+        planned = self._settings.plan(rate_per_s)
+        limit = self._info.max_model_len
+        fitting = [entry for entry in planned if entry.lengths.prompt_tokens + entry.lengths.output_tokens <= limit]
+        if not fitting:
+            raise ConfigError("--max-prompt", f"no request fits into {self._info.name}'s {limit} tokens")
+        self.too_long = len(planned) - len(fitting)
+        return fitting
+
+    def _send(self, seed: int) -> "RequestSettings":
+        from kaveri.loadgen.driver import RequestSettings
+
+        settings = self._settings
+        return RequestSettings(
+            model=settings.model,
+            vocab_size=self._info.vocab_size,
+            seed=seed,
+            timeout_s=settings.timeout_s,
+            natural_length=settings.natural_length,
         )
 
 
-def _warn(console: "Console", report: dict[str, Any], run: "LoadRun") -> None:
-    for name, count in report["errors"].items():
-        reason = next(record.reason for record in run.records if record.error == name)
-        console.print(f"failed: {count} with {name}, the first: {reason}", markup=False)
-    if report["too_long"]:
-        console.print(f"not sent: {report['too_long']} requests are longer than the model")
-    client = report["client"]
-    if not client["kept_schedule"]:
-        late, delay = client["sent_late_s"], client["loop_delay_s"]
-        console.print(
-            "the client did not keep the schedule, and these latencies are partly its own: "
-            f"sent late by {late['p99'] * 1e3:.0f} ms (p99), loop late by {delay['p99'] * 1e3 if delay else 0:.0f} ms"
-        )
+async def _served(client: "AsyncClient", settings: _Settings) -> "ModelInfo":
+    for info in await client.list_models():
+        if settings.model in (None, info.name):
+            return info
+    raise ConfigError("--model", f"{settings.model!r} is not served at {settings.target}")
+
+
+def _goodput(
+    search: "GoodputSearch", settings: _Settings, instances: int, summaries: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    held, failed = search.held, search.failed
+    rate_per_s = held.rate_per_s if held is not None else None
+    return {
+        "attainment_target": settings.attainment,
+        "rate_per_s": rate_per_s,
+        "rate_per_s_per_instance": rate_per_s / instances if rate_per_s is not None and instances else None,
+        "attainment": held.attainment if held is not None else None,
+        "failed_at_per_s": failed.rate_per_s if failed is not None else None,
+        "kept_schedule": all(summary["client"]["kept_schedule"] for summary in summaries),
+    }
+
+
+def _draw(runs: "Sequence[tuple[float | None, LoadRun]]", settings: _Settings, title: str, path: Path) -> None:
+    from kaveri.loadgen.plot import draw_runs
+
+    searched = settings.attainment is not None
+    labelled = [
+        (f"{rate:.3g} requests/s" if searched else f"run {number}", run) for number, (rate, run) in enumerate(runs, 1)
+    ]
+    draw_runs(labelled, settings.slo, title, path)

@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from kaveri.client.answer import ServerTiming
 from kaveri.client.async_client import AsyncClient
 from kaveri.errors import KaveriError
-from kaveri.loadgen.workload import PlannedRequest
+from kaveri.loadgen.workload import PlannedRequest, Prompt, RequestLengths
 from kaveri.sampling import SamplingParams
 
 _PROBE_S = 0.02
@@ -37,6 +38,15 @@ class RequestRecord:
     reason: str = ""
     """What the error says."""
     server: ServerTiming | None = None
+    prompt_tokens: int | None = None
+    """As the cluster has counted them; None until it was answered."""
+
+    @property
+    def lengths(self) -> RequestLengths:
+        """What it turned out to be, or as planned when it was not answered."""
+        if self.prompt_tokens is None:
+            return self.planned.lengths
+        return RequestLengths(self.prompt_tokens, self.received_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,20 @@ class LoadRun:
     loop_delays_s: tuple[float, ...]
     """How much later than asked for the client's event loop came round, 50 times a second. Tokens that come meanwhile
     are noted late by as much."""
+
+
+async def run_load(
+    client: AsyncClient,
+    requests: Sequence[PlannedRequest],
+    send: "RequestSettings",
+    concurrency: int | None,
+    max_in_flight: int,
+    on_end: Callable[[RequestRecord], None],
+) -> LoadRun:
+    """A closed loop of `concurrency` requests, or when that is None an open loop. on_end: told of each request."""
+    if concurrency is None:
+        return await run_open(client, requests, send, max_in_flight, on_end)
+    return await run_closed(client, requests, send, concurrency, on_end)
 
 
 async def run_open(
@@ -67,20 +91,20 @@ async def run_open(
     records = [RequestRecord(planned, planned.arrival_s) for planned in requests]
     seats = asyncio.Semaphore(max_in_flight)
 
-    async def one(record: RequestRecord, token_ids: list[int]) -> None:
+    async def one(record: RequestRecord, prompt: Prompt) -> None:
         try:
-            await _send(client, record, token_ids, send, clock)
+            await _send(client, record, prompt, send, clock)
         finally:
             seats.release()
         on_end(record)
 
     async with _Probe() as probe, asyncio.TaskGroup() as group:
         for record in records:
-            token_ids = send.prompt(record.planned)
+            prompt = send.prompt(record.planned)
             if (wait_s := record.due_s - clock.now_s()) > 0:
                 await asyncio.sleep(wait_s)
             await seats.acquire()
-            group.create_task(one(record, token_ids))
+            group.create_task(one(record, prompt))
     return LoadRun(tuple(records), clock.now_s(), tuple(probe.delays_s))
 
 
@@ -97,9 +121,9 @@ async def run_closed(
 
     async def worker(waiting: Iterator[RequestRecord]) -> None:
         for record in waiting:
-            token_ids = send.prompt(record.planned)
+            prompt = send.prompt(record.planned)
             record.due_s = clock.now_s()
-            await _send(client, record, token_ids, send, clock)
+            await _send(client, record, prompt, send, clock)
             on_end(record)
 
     waiting = iter(records)
@@ -118,26 +142,33 @@ class RequestSettings:
     seed: int
     timeout_s: float
     """Deadline of each request."""
+    natural_length: bool = False
+    """True: an answer ends at the model's own end, the planned length is only its limit, and nobody knows it before.
+    False: it has exactly the planned length, past the model's own end, and the cluster can tell from its parameters."""
 
-    def prompt(self, planned: PlannedRequest) -> list[int]:
-        """Random token ids, the same for the same seed and number."""
+    def prompt(self, planned: PlannedRequest) -> Prompt:
+        """The request's own, else random token ids, the same for the same seed and number."""
+        if planned.prompt is not None:
+            return planned.prompt
         rng = np.random.default_rng((self.seed, planned.number))
         token_ids: list[int] = rng.integers(
             0, min(self.vocab_size, _PROMPT_TOKEN_IDS), planned.lengths.prompt_tokens
         ).tolist()
-        return token_ids
+        return tuple(token_ids)
 
 
 async def _send(
-    client: AsyncClient, record: RequestRecord, token_ids: list[int], send: RequestSettings, clock: "_Clock"
+    client: AsyncClient, record: RequestRecord, prompt: Prompt, send: RequestSettings, clock: "_Clock"
 ) -> None:
-    # Past the model's own end: a made-up prompt's answer would end anywhere.
     params = SamplingParams(
-        temperature=0, max_tokens=record.planned.lengths.output_tokens, ignore_eos=True, seed=send.seed
+        temperature=0,
+        max_tokens=record.planned.lengths.output_tokens,
+        ignore_eos=not send.natural_length,
+        seed=send.seed,
     )
     record.sent_s = clock.now_s()
     try:
-        stream = client.stream(prompt_token_ids=token_ids, params=params, model=send.model, timeout_s=send.timeout_s)
+        stream = client.stream(**_as_argument(prompt), params=params, model=send.model, timeout_s=send.timeout_s)
         async with stream:
             async for chunk in stream:
                 if chunk.token_ids:
@@ -150,8 +181,17 @@ async def _send(
                     record.received_tokens += len(chunk.token_ids)
                 if chunk.timing is not None:
                     record.server = chunk.timing.server
+                if chunk.usage is not None:
+                    record.prompt_tokens = chunk.usage.prompt_tokens
     except KaveriError as error:
         record.error, record.reason = type(error).__name__, str(error)
+
+
+def _as_argument(prompt: Prompt) -> dict[str, Any]:
+    """As AsyncClient.stream takes it."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    return {"prompt_token_ids" if isinstance(prompt[0], int) else "messages": prompt}
 
 
 class _Clock:

@@ -2,10 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
+from kaveri.cluster.view import Role
+from kaveri.loadgen.busy import resource_times
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 
 LATE_S = 0.02
@@ -27,6 +30,11 @@ class Slo:
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is any limit."""
+        return self.ttft_s is not None or self.tpot_s is not None
 
     def met_by(self, record: RequestRecord) -> bool:
         """False for a request that failed. One that has no second token has no TPOT to miss."""
@@ -54,11 +62,13 @@ def jct_s(record: RequestRecord) -> float | None:
     return None if record.last_s is None else record.last_s - record.due_s
 
 
-def summarize(run: LoadRun, slo: Slo) -> dict[str, Any]:
-    """The report, as JSON has it. Latencies are of answered requests; SLO attainment is of all of them."""
+def summarize(run: LoadRun, slo: Slo, roles: Mapping[str, Role] | None = None) -> dict[str, Any]:
+    """One run, as JSON has it. Latencies are of answered requests; SLO attainment is of all of them.
+
+    roles: of the instances that were there, for the resource time.
+    """
     answered = [record for record in run.records if record.error is None]
     met = sum(slo.met_by(record) for record in run.records)
-    has_slo = slo.ttft_s is not None or slo.tpot_s is not None
     received = sum(record.received_tokens for record in run.records)
     late = spread([record.sent_s - record.due_s for record in run.records])
     delay = spread(run.loop_delays_s)
@@ -73,14 +83,14 @@ def summarize(run: LoadRun, slo: Slo) -> dict[str, Any]:
         "tpot_s": _spread_of(tpot_s, answered),
         "itl_s": spread([gap_s for record in answered for gap_s in record.gaps_s]),
         "jct_s": _spread_of(jct_s, answered),
-        "slo": asdict(slo) if has_slo else None,
-        "slo_attainment": met / len(run.records) if has_slo else None,
-        "goodput_requests_per_s": met / run.duration_s if has_slo else None,
+        "slo_attainment": met / len(run.records) if slo.is_set else None,
+        "goodput_requests_per_s": met / run.duration_s if slo.is_set else None,
         "server_s": {
             phase: spread([getattr(record.server, phase) for record in answered if record.server is not None])
             for phase in _SERVER_PHASES
         },
-        "classes": dict(Counter(record.planned.lengths.workload_class.value for record in run.records)),
+        "resource_time": {role.value: asdict(of_role) for role, of_role in resource_times(run, roles or {}).items()},
+        "classes": dict(Counter(record.lengths.workload_class.value for record in run.records)),
         "client": {
             "sent_late_s": late,
             "loop_delay_s": delay,
@@ -94,7 +104,7 @@ def row(record: RequestRecord) -> dict[str, Any]:
     server = record.server
     return {
         "number": record.planned.number,
-        "prompt_tokens": record.planned.lengths.prompt_tokens,
+        "prompt_tokens": record.lengths.prompt_tokens,
         "output_tokens": record.planned.lengths.output_tokens,
         "received_tokens": record.received_tokens,
         "due_s": record.due_s,
@@ -106,6 +116,23 @@ def row(record: RequestRecord) -> dict[str, Any]:
         "reason": record.reason,
         "server": asdict(server) if server is not None else None,
     }
+
+
+def over_runs(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same figures of several runs, at least one: for each its median, least and greatest value.
+
+    Figures that a run lacks are left out of that run; what is no number, or in no run, is left out.
+    """
+    spreads: dict[str, Any] = {}
+    for name in dict.fromkeys(name for summary in summaries for name in summary):
+        values = [summary[name] for summary in summaries if summary.get(name) is not None]
+        nested = [value for value in values if isinstance(value, Mapping)]
+        numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+        if nested:
+            spreads[name] = over_runs(nested)
+        elif numbers:
+            spreads[name] = {"median": median(numbers), "min": min(numbers), "max": max(numbers)}
+    return spreads
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:

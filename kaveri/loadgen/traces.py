@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,7 +37,7 @@ def read_trace(path: Path, count: int) -> list[TraceEntry]:
             file.seek(0)
             rows = _mooncake_rows(file, path) if first.startswith("{") else _azure_rows(file, path)
             taken = list(islice(rows, count))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("--trace", f"{path} cannot be read: {error}") from error
     if not taken:
         raise ConfigError("--trace", f"{path} has no requests")
@@ -56,7 +57,7 @@ def _azure_rows(file: TextIO, path: Path) -> Iterator[tuple[float, RequestLength
         try:
             time, prompt_tokens, output_tokens = row
             yield datetime.fromisoformat(time).timestamp(), _lengths(int(prompt_tokens), int(output_tokens))
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise _malformed(path, number, str(error)) from error
 
 
@@ -66,11 +67,18 @@ def _mooncake_rows(file: TextIO, path: Path) -> Iterator[tuple[float, RequestLen
             continue
         try:
             row = json.loads(line)
-            yield float(row["timestamp"]) / 1e3, _lengths(int(row["input_length"]), int(row["output_length"]))
-        except (ValueError, TypeError) as error:
+            yield _time_s(row["timestamp"]), _lengths(int(row["input_length"]), int(row["output_length"]))
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise _malformed(path, number, str(error)) from error
         except KeyError as error:
             raise _malformed(path, number, f"has no {error}") from error
+
+
+def _time_s(milliseconds: float | str) -> float:
+    time_s = float(milliseconds) / 1e3
+    if not math.isfinite(time_s):
+        raise ValueError(f"timestamp is {milliseconds}; it must be a finite number")
+    return time_s
 
 
 def _lengths(prompt_tokens: int, output_tokens: int) -> RequestLengths:

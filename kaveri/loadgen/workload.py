@@ -5,8 +5,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kaveri.client.request import MessageLike
 from kaveri.errors import ConfigError
 
+Prompt = str | tuple[int, ...] | tuple[MessageLike, ...]
+"""Text, token ids, or a conversation."""
 HEAVY_PROMPT_TOKENS = 512
 """A prompt of more tokens is heavy (TetriInfer, arXiv 2401.11181, section 5.1)."""
 HEAVY_OUTPUT_TOKENS = 128
@@ -31,6 +34,7 @@ class RequestLengths:
     """One request before anybody has said when it comes."""
 
     prompt_tokens: int
+    """0: a text that nobody has tokenized yet."""
     output_tokens: int
 
     @property
@@ -50,6 +54,8 @@ class PlannedRequest:
     arrival_s: float
     """Seconds after the start of the run. Closed loop: 0, it is sent when an earlier one ends."""
     lengths: RequestLengths
+    prompt: Prompt | None = None
+    """None: one is made up, of the planned length."""
 
 
 def draw_lengths(
@@ -94,10 +100,13 @@ def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: random
     return times_s
 
 
-def plan_requests(lengths: Sequence[RequestLengths], arrivals_s: Sequence[float]) -> list[PlannedRequest]:
-    """Pairs lengths with arrivals; as many of the one as of the other, arrivals in order."""
-    pairs = zip(lengths, arrivals_s, strict=True)
-    return [PlannedRequest(number, arrival_s, entry) for number, (entry, arrival_s) in enumerate(pairs)]
+def plan_requests(
+    lengths: Sequence[RequestLengths], arrivals_s: Sequence[float], prompts: Sequence[Prompt] = ()
+) -> list[PlannedRequest]:
+    """Pairs lengths with arrivals, and with prompts if there are any; as many of each, arrivals in order."""
+    texts: Sequence[Prompt | None] = prompts or [None] * len(lengths)
+    entries = enumerate(zip(arrivals_s, lengths, texts, strict=True))
+    return [PlannedRequest(number, *entry) for number, entry in entries]
 
 
 def _draw(flag: str, heavy: bool, least_light: int, most_light: int, most: int, rng: random.Random) -> int:

@@ -109,8 +109,9 @@ async def test_a_request_that_fails_is_recorded_and_the_others_go_on() -> None:
 def test_prompts_depend_on_seed_and_number_only() -> None:
     first, second = planned(0.0, 0.0)
     assert SETTINGS.prompt(first) == SETTINGS.prompt(first)
-    assert SETTINGS.prompt(first) != SETTINGS.prompt(second)[: len(SETTINGS.prompt(first))]
-    assert all(0 <= token_id < 26 for token_id in SETTINGS.prompt(second))
+    ids, others = SETTINGS.prompt(first), SETTINGS.prompt(second)
+    assert ids != others[: len(ids)]
+    assert all(isinstance(token_id, int) and 0 <= token_id < 26 for token_id in others)
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -129,14 +130,91 @@ def test_the_command_plays_a_trace_and_prints_json(tmp_path: Path) -> None:
         ended = bench("--target", target, "--trace", str(trace), *flags)
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
-    assert (report["answered"], report["too_long"], report["slo_attainment"]) == (5, 1, 1.0)
-    assert [entry["due_s"] for entry in report["rows"]] == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
+    (run,) = report["runs"]
+    assert (run["answered"], report["too_long"], run["slo_attainment"]) == (5, 1, 1.0)
+    assert [entry["due_s"] for entry in run["rows"]] == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
+    assert report["lengths"] == {"forced": True, "known_to_the_cluster": True}
+    assert report["over_runs"]["answered"] == {"median": 5, "min": 5, "max": 5}
     assert "longer than the model" in ended.stderr
+
+
+def test_repeats_send_the_same_lengths_with_other_prompts_and_warm_up_with_others_still(tmp_path: Path) -> None:
+    service = InferenceDouble()
+    figure = tmp_path / "runs.svg"
+    with serving_in_a_thread(service) as target:
+        lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "8"]
+        flags = [*lengths, "--requests", "3", "--concurrency", "2", "--repeats", "2", "--warm-up", "2", "--json"]
+        ended = bench("--target", target, *flags, "--plot", str(figure))
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    first, second = ([row["output_tokens"] for row in run["rows"]] for run in report["runs"])
+    assert first == second
+    assert report["over_runs"]["ttft_s"]["p50"].keys() == {"median", "min", "max"}
+    prompts = [tuple(request.token_ids.ids) for request in service.requests]
+    assert len(set(prompts)) == 2 + 3 + 3
+    assert figure.read_text().startswith("<?xml")
+
+
+def test_own_prompts_are_sent_as_they_are_and_end_by_themselves(tmp_path: Path) -> None:
+    service = InferenceDouble()
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "hello"}, {"messages": [{"role": "user", "content": "why"}]}, {"prompt_token_ids": [1, 2, 3]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving_in_a_thread(service) as target:
+        flags = ["--concurrency", "1", "--warm-up", "0", "--max-output", "7", "--json"]
+        ended = bench("--target", target, "--prompts", str(path), *flags)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["lengths"] == {"forced": False, "known_to_the_cluster": False}
+    assert [row["received_tokens"] for row in report["runs"][0]["rows"]] == [7, 7, 7]
+    text, messages, token_ids = service.requests
+    assert text.text == "hello"
+    assert messages.messages.messages[0].content == "why"
+    assert list(token_ids.token_ids.ids) == [1, 2, 3]
+    assert not any(request.params.ignore_eos for request in service.requests)
+
+
+def test_a_search_for_the_goodput_tries_rates_and_reports_the_highest_that_held() -> None:
+    with serving_in_a_thread(InferenceDouble()) as target:
+        lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "8", "--requests", "2"]
+        flags = ["--rate", "50", "--slo-ttft-s", "30", "--find-goodput", "--max-runs", "3", "--json"]
+        ended = bench("--target", target, *lengths, *flags)
+        hopeless = bench("--target", target, *lengths, "--slo-tpot-s", "1e-12", *flags)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert [run["rate_per_s"] for run in report["runs"]] == [50, 100, 200]
+    assert (report["goodput"]["rate_per_s"], report["goodput"]["failed_at_per_s"]) == (200, None)
+    report = json.loads(hopeless.stdout)
+    assert [run["rate_per_s"] for run in report["runs"]] == [50, 25, 12.5]
+    assert (report["goodput"]["rate_per_s"], report["goodput"]["failed_at_per_s"]) == (None, 12.5)
+
+
+def test_people_see_the_latencies_of_all_runs_and_that_the_cluster_could_tell_the_lengths() -> None:
+    with serving_in_a_thread(InferenceDouble()) as target:
+        lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "8", "--requests", "2"]
+        ended = bench("--target", target, *lengths, "--concurrency", "2", "--repeats", "3", "--slo-ttft-s", "30")
+        search = ["--rate", "50", "--slo-ttft-s", "30", "--find-goodput", "--max-runs", "1", "--natural-length"]
+        searched = bench("--target", target, *lengths, *search)
+    assert "TPOT median" in ended.stdout
+    assert "SLO met by 100.0 %" in ended.stdout
+    assert "decode: busy for" in ended.stdout
+    assert "of 3 runs" in ended.stdout
+    assert "forced lengths" in ended.stdout
+    assert "goodput: at least 50.000 requests/s" in searched.stdout
+    assert "forced lengths" not in searched.stdout
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
+        (["--rate", "1", "--plot", "runs.txt"], "--plot"),
+        (["--rate", "1", "--plot", "/nowhere/runs.svg"], "--plot"),
+        (["--rate", "1", "--prompts", "/nowhere/prompts.txt"], "--prompts"),
+        (["--rate", "1", "--prompts", "a", "--trace", "b"], "--prompts"),
+        (["--concurrency", "1", "--slo-ttft-s", "1", "--find-goodput"], "--find-goodput"),
+        (["--rate", "1", "--find-goodput"], "--find-goodput"),
+        (["--rate", "1", "--slo-ttft-s", "1", "--find-goodput", "--attainment", "2"], "--attainment"),
+        (["--rate", "1", "--slo-ttft-s", "1", "--find-goodput", "--repeats", "2"], "--repeats"),
         (["--requests", "3"], "--rate"),
         (["--rate", "1", "--concurrency", "2"], "--concurrency"),
         (["--rate", "0"], "--rate"),

@@ -1,9 +1,11 @@
 """What a run is summed up to."""
 
+from typing import Any
+
 import pytest
 
 from kaveri.loadgen.driver import LoadRun, RequestRecord
-from kaveri.loadgen.report import Slo, spread, summarize
+from kaveri.loadgen.report import Slo, over_runs, spread, summarize
 from kaveri.loadgen.workload import PlannedRequest, RequestLengths
 
 
@@ -63,3 +65,16 @@ def test_percentiles_are_values_that_were_measured() -> None:
     assert spread(values[::-1]) == {"mean": 100.5, "p50": 100.0, "p90": 180.0, "p99": 198.0, "max": 200.0}
     assert spread([3.0]) == {"mean": 3.0, "p50": 3.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
     assert spread([]) is None
+
+
+def test_figures_of_several_runs_have_a_median_a_least_and_a_greatest_value() -> None:
+    runs: list[dict[str, Any]] = [
+        {"answered": 5, "kept": True, "ttft_s": {"p50": 1.0}, "tpot_s": None, "model": "m"},
+        {"answered": 9, "kept": True, "ttft_s": {"p50": 4.0}, "tpot_s": {"p50": 0.5}, "model": "m"},
+        {"answered": 6, "kept": False, "ttft_s": None, "tpot_s": {"p50": 0.7}, "model": "m"},
+    ]
+    assert over_runs(runs) == {
+        "answered": {"median": 6, "min": 5, "max": 9},
+        "ttft_s": {"p50": {"median": 2.5, "min": 1.0, "max": 4.0}},
+        "tpot_s": {"p50": {"median": 0.6, "min": 0.5, "max": 0.7}},
+    }

@@ -110,6 +110,9 @@ def test_a_mooncake_trace_gives_times_and_lengths_in_the_order_of_its_times(tmp_
             "line 2: has no 'input_length'",
         ),
         ('{"timestamp": 0, "input_length": 5, "output_length": 6}\nnonsense\n', "line 2"),
+        ('{"timestamp": NaN, "input_length": 5, "output_length": 6}\n', "line 1: timestamp is nan"),
+        ('{"timestamp": 1e999, "input_length": 5, "output_length": 6}\n', "line 1"),
+        ('{"timestamp": 0, "input_length": 1e999, "output_length": 6}\n', "line 1"),
         ('{"timestamp": null, "input_length": 5, "output_length": 6}\n', "line 1"),
     ],
 )

@@ -1,0 +1,78 @@
+"""How long instances were at work in a run."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kaveri.client.answer import ServerTiming
+from kaveri.cluster.view import Role
+from kaveri.loadgen.busy import RoleTime, covered_s, resource_times
+from kaveri.loadgen.driver import LoadRun, RequestRecord
+from kaveri.loadgen.workload import PlannedRequest, RequestLengths
+
+
+def answered(
+    first_s: float,
+    last_s: float,
+    prefill: tuple[str, float, float],
+    decode: tuple[str, float, float],
+    error: str | None = None,
+) -> RequestRecord:
+    """prefill, decode: instance id, seconds in its queue, seconds of computing."""
+    server = ServerTiming(
+        router_s=0.0,
+        prefill_queue_s=prefill[1],
+        prefill_s=prefill[2],
+        kv_transfer_s=0.0,
+        kv_tail_s=0.0,
+        decode_queue_s=decode[1],
+        decode_s=decode[2],
+        kv_bytes=0,
+        kv_transport="",
+        prefill_instance_id=prefill[0],
+        decode_instance_id=decode[0],
+        attempts=1,
+        ttft_s=0.0,
+        e2e_s=0.0,
+    )
+    planned = PlannedRequest(0, 0.0, RequestLengths(10, 10))
+    return RequestRecord(planned, 0.0, 0.0, first_s, last_s, 10, error=error, server=server)
+
+
+RECORDS = (
+    answered(2.0, 5.0, ("p0", 0.5, 0.5), ("d0", 0.0, 2.0)),  # p0 [1, 2]  d0 [3, 5]
+    answered(2.5, 6.0, ("p0", 0.5, 0.5), ("d0", 0.5, 1.5)),  # p0 [1.5, 2.5]  d0 [4, 6]
+    answered(2.0, 9.0, ("p1", 0.0, 1.0), ("d1", 0.0, 1.0)),  # p1 [1, 2]  d1 [8, 9]
+    answered(7.0, 7.0, ("p1", 0.0, 1.0), ("", 0.0, 0.0)),  # p1 [6, 7], and no decode at all
+)
+
+
+def test_overlapping_requests_count_once_and_the_instances_of_a_role_add_up() -> None:
+    times = resource_times(LoadRun(RECORDS, 10.0, ()), {})
+    assert times == {
+        Role.PREFILL: RoleTime(instances=2, busy_s=1.5 + 2.0, held_s=20.0),
+        Role.DECODE: RoleTime(instances=2, busy_s=3.0 + 1.0, held_s=20.0),
+    }
+
+
+def test_an_instance_that_had_nothing_to_do_is_held_all_the_same() -> None:
+    roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "d2": Role.DECODE}
+    times = resource_times(LoadRun(RECORDS, 10.0, ()), roles)
+    assert times[Role.DECODE] == RoleTime(instances=3, busy_s=4.0, held_s=30.0)
+
+
+def test_an_instance_of_both_phases_is_busy_with_either_and_counts_once() -> None:
+    both = (answered(2.0, 4.0, ("c0", 0.0, 1.0), ("c0", 0.0, 2.5)),)  # [1, 2] and [1.5, 4]
+    for roles in ({}, {"c0": Role.COLOCATED}):
+        times = resource_times(LoadRun(both, 5.0, ()), roles)
+        assert times == {Role.COLOCATED: RoleTime(instances=1, busy_s=3.0, held_s=5.0)}
+
+
+def test_failed_requests_are_left_out() -> None:
+    lost = (answered(2.0, 4.0, ("p0", 0.0, 1.0), ("d0", 0.0, 2.0), error="Unavailable"),)
+    assert resource_times(LoadRun(lost, 5.0, ()), {"d0": Role.DECODE}) == {Role.DECODE: RoleTime(1, 0.0, 5.0)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair)))))
+def test_the_covered_time_is_that_of_all_seconds_within_any_span(spans: list[tuple[int, int]]) -> None:
+    seconds = {second for begin, end in spans for second in range(begin, end)}
+    assert covered_s(spans) == len(seconds)
