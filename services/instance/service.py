@@ -22,6 +22,7 @@ from services.instance.config import ColocatedConfig
 from services.instance.instance import ColocatedInstance
 from services.instance.server import ColocatedDecodeServer
 from services.prefill import server as prefill_server
+from services.prefill.forecaster import LengthForecaster
 from services.prefill.instance import PrefillInstance
 from services.prefill.metrics import PrefillMetrics
 
@@ -50,15 +51,17 @@ def colocated_host(
         range_end=config.decode_range_end,
         thresholds=config.heavy_thresholds,
     )
+    metrics = PrefillMetrics(engine, registry)
     prefill = PrefillInstance(
         engine,
         config.prefill_policy,
         config.chunk_tokens,
         config.max_queue,
-        PrefillMetrics(engine, registry),
+        metrics,
         lambda prefill: Adoption(config.instance_id, prefill, decode),
         scheduling_batch=config.prefill_sched_batch,
         kept_blocks=decode.kept_blocks,
+        forecaster=LengthForecaster.configured(config, store, engine, metrics),
     )
     incarnation = new_incarnation()
 
