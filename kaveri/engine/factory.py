@@ -17,7 +17,7 @@ from kaveri.engine.timed import TimedRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint
-from kaveri.kv.transports import socket_transports
+from kaveri.kv.transports import TRANSPORT_NAMES, make_transports
 from kaveri.profile.file import Profile, ProfiledEngine
 from kaveri.profile.machine import this_machine
 from kaveri.telemetry.logs import get_logger
@@ -59,8 +59,8 @@ class EngineSettings:
     """0: any free port."""
     kv_advertise_host: str | None = None
     """The host in tickets. None: kv_host."""
-    kv_unix: bool = True
-    """Also listen on a Unix socket, which senders on the same machine prefer."""
+    kv_transports: tuple[str, ...] = TRANSPORT_NAMES
+    """Where it receives: those on which it listens. Where it sends: those that it tries, the preferred first."""
     fake_model: FakeModel = field(default_factory=FakeModel)
     """Shape, vocabulary and timing of the fake engine; its block_tokens and max_model_len give way to those here.
     The timed engine takes all but the timing, and does not verify KV."""
@@ -81,7 +81,7 @@ def build_engine(settings: EngineSettings) -> StepwiseEngine:
         chunk_tokens=settings.chunk_tokens,
         max_batch=settings.max_batch,
         listen=_listen_endpoints(settings),
-        transports=socket_transports(settings.kv_advertise_host),
+        transports=make_transports(settings.kv_transports, settings.kv_advertise_host),
     )
 
 
@@ -187,12 +187,14 @@ def _fit_model_len(runner: ModelRunner, settings: EngineSettings, total_blocks: 
 def _listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
     if not settings.receives:
         return ()
-    tcp = KvEndpoint("tcp", f"{settings.kv_host}:{settings.kv_port}")
-    if not settings.kv_unix:
-        return (tcp,)
     _remove_abandoned_sockets()
-    path = os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
-    return (KvEndpoint("unix", path), tcp)
+    return tuple(KvEndpoint(name, _listen_address(name, settings)) for name in settings.kv_transports)
+
+
+def _listen_address(transport: str, settings: EngineSettings) -> str:
+    if transport == "tcp":
+        return f"{settings.kv_host}:{settings.kv_port}"
+    return os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
 
 
 def _remove_abandoned_sockets() -> None:

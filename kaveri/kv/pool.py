@@ -1,5 +1,9 @@
 """The memory that holds KV blocks. Owns bytes, knows nothing of requests."""
 
+import fcntl
+import mmap
+import os
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,17 +17,22 @@ class KvPool:
 
     memory: [layer_count, block_count, block_bytes], uint8, C-contiguous, page-aligned. First touch of fresh memory is
     several times slower than copying, so every page is touched here and never on the way of a request.
+    descriptor: of the memory file behind it, for other processes of this host to map. It has no name and goes with the
+    last process that holds it; sealed, so that nobody can shrink it under those who have mapped it.
     """
 
     def __init__(self, layout: KvLayout, block_count: int) -> None:
         self.layout = layout
         self.block_count = block_count
         shape = (layout.layer_count, block_count, layout.block_bytes)
-        page_bytes = 4096
-        raw = np.empty(int(np.prod(shape)) + page_bytes, np.uint8)
-        offset = -raw.ctypes.data % page_bytes
+        byte_count = int(np.prod(shape))
+        self.descriptor = os.memfd_create("kaveri-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, max(1, byte_count))
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        raw = np.frombuffer(mmap.mmap(self.descriptor, max(1, byte_count)), np.uint8)
         raw.fill(0)
-        self.memory: npt.NDArray[np.uint8] = raw[offset : offset + raw.size - page_bytes].reshape(shape)
+        self.memory: npt.NDArray[np.uint8] = raw[:byte_count].reshape(shape)
         self._layers = [layer.data.cast("B") for layer in self.memory.reshape(shape[0], -1)]
 
     def regions(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:

@@ -13,7 +13,7 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import NOTE_BYTES_MAX, Answer, Listener, Transport
-from kaveri.kv.transports import socket_transports
+from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import get_logger
 
 
@@ -47,7 +47,7 @@ class KvReceiver:
 
     listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0").
     epoch: this incarnation, [0, 2**64); differs from that of every former receiver at the same addresses.
-    transports: None for the socket transports.
+    transports: None for all that there are.
     Raises ConfigError when it cannot listen.
     """
 
@@ -70,7 +70,7 @@ class KvReceiver:
         self._closed = False
         self._listeners: list[Listener] = []
         self._reporter = Reporter[TransferLanded | TransferReleased]("kv-receiver", listener)
-        spoken = {transport.name: transport for transport in transports or socket_transports()}
+        spoken = {transport.name: transport for transport in transports or make_transports()}
         try:
             for endpoint in listen:
                 if endpoint.transport not in spoken:
@@ -163,6 +163,8 @@ class PoolLanding:
 
     granted ── claim ── [begin_write ── end_write]* ── finish: landed
        └────────┴────────────┴───────────── abort: stopped ── fenced: released
+
+    Fenced: no link is within a write, nor holds the blocks for a sender that writes by itself.
     """
 
     def __init__(self, receiver: KvReceiver, ticket: Ticket) -> None:
@@ -177,6 +179,8 @@ class PoolLanding:
         self._unverified = set(range(ticket.layout.layer_count)) if ticket.block_ids else set()
         # The run that a link may be writing: its layer, and the index behind its last block.
         self._writing: tuple[int, int] | None = None
+        # A sender may write by itself.
+        self._held = False
         self._stopped = False
         self._reason = ""
         self._ended = False
@@ -205,6 +209,19 @@ class PoolLanding:
                 return self.ticket.block_ids[first_index:end], self._digests[layer]
         raise self._refuse(problem)
 
+    def hold(self) -> None:
+        """See Landing.hold."""
+        with self._lock:
+            self._require_live()
+            self._held = True
+
+    def fence(self) -> None:
+        """See Landing.fence."""
+        with self._lock:
+            self._held = False
+            if self._stopped and not self._ended and self._writing is None:
+                self._end(self._released())
+
     def is_stopped(self) -> bool:
         """See Landing.is_stopped."""
         return self._stopped
@@ -215,7 +232,7 @@ class PoolLanding:
             assert self._writing is not None, "end_write without begin_write"
             layer, end = self._writing
             self._writing = None
-            if self._stopped:
+            if self._stopped and not self._held:
                 self._end(self._released())
             self._arrived[layer] = end
             self._require_live()
@@ -255,7 +272,7 @@ class PoolLanding:
             if self._stopped or self._ended:
                 return
             self._stopped, self._reason = True, reason
-            if self._writing is None:
+            if self._writing is None and not self._held:
                 self._end(self._released())
         get_logger().info("kv transfer ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
         self._tell(reason)

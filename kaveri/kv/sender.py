@@ -12,7 +12,7 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import Ticket
 from kaveri.kv.transport import NOTE_BYTES_MAX, Transport
-from kaveri.kv.transports import socket_transports
+from kaveri.kv.transports import make_transports
 
 _ANSWER_GRACE_S = 1.0
 """A landing just before the ticket's expiry is answered just after it."""
@@ -46,7 +46,7 @@ class KvSender:
     acceptance may have been lost on its way, so whoever pushes again must give the hand-over a new attempt number.
 
     One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer.
-    transports: in the order of preference; None for the socket transports.
+    transports: in the order of preference; None for all that there are.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class KvSender:
         idle_s: float = 60.0,
     ) -> None:
         self.pool = pool
-        self.transports = tuple(transports or socket_transports())
+        self.transports = tuple(transports or make_transports())
         self.digest = digest
         self.idle_s = idle_s
         self.lock = threading.Lock()

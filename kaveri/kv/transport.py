@@ -58,6 +58,13 @@ class Landing(Protocol):
         while they are in the processor's cache. Within a layer blocks come in index order, each exactly once.
         """
 
+    def hold(self) -> None:
+        """For one-sided links, once and first: the sender writes by itself, into any of the ticket's blocks, until
+        fence() or finish(). begin_write() and end_write() then say which blocks it has written."""
+
+    def fence(self) -> None:
+        """Ends hold(): the sender cannot write any more. Never raises; idempotent."""
+
     def is_stopped(self) -> bool:
         """The transfer ended meanwhile: write no more and call end_write at once. Never raises."""
 

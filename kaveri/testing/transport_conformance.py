@@ -222,7 +222,8 @@ def open_descriptors() -> set[tuple[str, str]]:
         # The one that lists them is gone by now.
         with contextlib.suppress(FileNotFoundError):
             descriptors.add((number, os.readlink(f"/proc/self/fd/{number}")))
-    return descriptors
+    # Pools are memory files, which close with their last reference: pytest still has one.
+    return {(number, target) for number, target in descriptors if not target.startswith("/memfd:kaveri-kv")}
 
 
 class TransportConformance:
@@ -564,22 +565,33 @@ class TransportConformance:
         world.require_works()
 
     @pytest.mark.parametrize("how", ["revoked", "expired"])
-    def test_a_stopped_sender_is_fenced_off_and_writes_nothing_when_it_wakes(
+    def test_blocks_of_a_stopped_sender_are_not_reused_before_it_is_fenced_off(
         self, large_world: World, how: str
     ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
         ticket = world.grant(len(source), expires_in_s=60.0 if how == "revoked" else 4.0)
+        # Granted later, so that it expires later.
+        witness = world.grant(1, expires_in_s=4.0)
         with PeerProcess("send", self.factory) as peer:
             self._push_all_but_the_end(peer, ticket, source)
             wait_until(lambda: self._arrived(world, ticket, 0, source[:1]), "the first block has arrived")
             peer.signal(signal.SIGSTOP)
             if how == "revoked":
                 world.receiver.revoke(ticket.transfer_id)
-                assert how in world.require_released(ticket, PROMPT_S)
+            if load_transport(self.factory).capabilities.can_revoke:
+                assert how in world.require_released(ticket, PROMPT_S if how == "revoked" else WAIT_S)
+                world.require_works()
             else:
-                assert how in world.require_released(ticket)
-            world.require_works()
+                if how == "expired":
+                    world.require_released(witness)
+                # Quarantined blocks hold whatever was written, so only the other transfer's are compared.
+                other = world.grant(2)
+                world.push(other, [1, 0])
+                assert isinstance(world.landed.wait(other), TransferLanded)
+                world.expect(other, [1, 0])
+                assert ticket.transfer_id not in world.landed.events, "released while its sender could still write"
             peer.signal(signal.SIGCONT)
+            assert how in world.require_released(ticket)
             peer.tell("finish")
             assert peer.hear()["event"] == "PushFailed"
         # check_integrity of the fixture finds whatever came late: the released blocks are marked.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from kaveri.config import setting
 from kaveri.engine.factory import EngineSettings
 from kaveri.instance.config import InstanceConfig
+from kaveri.kv.transports import TRANSPORT_NAMES, transport_names
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.length import RangeEnd
 from kaveri.rpc.process import ALL_ADDRESSES, MAX_PORT
@@ -24,7 +25,11 @@ class DecodeConfig(BatchConfig):
 
     kv_host: str = setting("address on which pushed KV is taken; empty: the value of --host", "")
     kv_port: int = setting("port on which pushed KV is taken; 0: a free one", 0, least=0, most=MAX_PORT)
-    kv_unix: bool = setting("also take KV on a Unix socket, which pushers on the same machine prefer", True)
+    kv_transports: tuple[str, ...] = setting(
+        "how pushed KV is taken: some of shm and unix (same machine and user only) and tcp",
+        TRANSPORT_NAMES,
+        transport_names,
+    )
     reservation_ttl_s: float = setting("seconds that a reservation waits for its KV", 30.0, above=0)
 
     def engine_settings(self, receives: bool = True) -> EngineSettings:
@@ -32,4 +37,6 @@ class DecodeConfig(BatchConfig):
         if self.kv_host not in ("", *ALL_ADDRESSES):
             # A network of its own for KV: tickets name it as it is.
             settings = replace(settings, kv_advertise_host=None)
-        return replace(settings, kv_host=self.kv_host or self.host, kv_port=self.kv_port, kv_unix=self.kv_unix)
+        return replace(
+            settings, kv_host=self.kv_host or self.host, kv_port=self.kv_port, kv_transports=self.kv_transports
+        )

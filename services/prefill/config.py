@@ -1,9 +1,11 @@
 """The prefill service's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kaveri.config import setting
+from kaveri.engine.factory import EngineSettings
 from kaveri.instance.config import InstanceConfig
+from kaveri.kv.transports import TRANSPORT_NAMES, transport_names
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill.prediction import PredictionMode
@@ -35,7 +37,16 @@ class PromptConfig(InstanceConfig):
 class PrefillConfig(PromptConfig):
     """Computes prompts in chunks and pushes their KV cache to decode instances."""
 
+    kv_transports: tuple[str, ...] = setting(
+        "how KV is pushed, the preferred first; one that cannot connect is passed over",
+        TRANSPORT_NAMES,
+        transport_names,
+    )
+
     decode_placement: DecodePlacementPolicy = setting(  # noqa: RUF009
         "power-of-two, heavy-light, least-loaded, round-robin, random or imbalance (the worst case)",
         DecodePlacementPolicy.POWER_OF_TWO,
     )
+
+    def engine_settings(self, receives: bool = False) -> EngineSettings:
+        return replace(super().engine_settings(receives), kv_transports=self.kv_transports)

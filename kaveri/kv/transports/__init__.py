@@ -1,7 +1,29 @@
-"""The transports there are. `socket` serves "unix" and "tcp"."""
+"""The transports there are. `socket` serves "unix" and "tcp", `shm` processes of one host."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kaveri.kv.transport import Transport
+from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
+
+TRANSPORT_NAMES = ("shm", "unix", "tcp")
+"""Fastest first: the order in which a sender prefers them."""
+
+
+def transport_names(text: str) -> tuple[str, ...]:
+    """Reads "shm,tcp". Raises ValueError, naming what is unknown."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if unknown := sorted(set(names) - set(TRANSPORT_NAMES)):
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(TRANSPORT_NAMES)}")
+    if not names:
+        raise ValueError(f"names none of {', '.join(TRANSPORT_NAMES)}")
+    return names
+
+
+def shm_transport() -> ShmTransport:
+    """Shared memory, between processes of one host and one user."""
+    return ShmTransport()
 
 
 def unix_transport() -> SocketTransport:
@@ -14,6 +36,11 @@ def tcp_transport(advertise_host: str | None = None) -> SocketTransport:
     return SocketTransport("tcp", advertise_host=advertise_host)
 
 
-def socket_transports(advertise_host: str | None = None) -> tuple[Transport, ...]:
-    """Both, in the order in which a sender prefers them."""
-    return (unix_transport(), tcp_transport(advertise_host))
+def make_transports(names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str | None = None) -> tuple[Transport, ...]:
+    """The transports of these names, in this order. advertise_host: see tcp_transport."""
+    makers: dict[str, Callable[[], Transport]] = {
+        "shm": shm_transport,
+        "unix": unix_transport,
+        "tcp": partial(tcp_transport, advertise_host),
+    }
+    return tuple(makers[name]() for name in names)

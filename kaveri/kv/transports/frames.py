@@ -16,9 +16,16 @@ little-endian. Each side begins with a hello; the receiver's carries its epoch, 
     END        payload: the note
     ABORT      the transfer is given up
 
+    over shared memory only
+    FENCED     nothing is written into the rejected         GRANTED    the opened transfer's blocks may be
+               transfer any more                                       written until its end
+
 A transfer is OPEN, DATA* and one LAYER_END for each layer, then END or ABORT. Every OPEN and every END is answered in
 the end, by one ACCEPTED or by one or more REJECTED. What a rejected transfer still brings is thrown away, so that a
 frame under way never disturbs the other transfers on the connection.
+
+Over shared memory the receiver's hello carries the descriptor of its pool, and DATA has no payload: it says that the
+blocks are written.
 """
 
 import enum
@@ -51,6 +58,8 @@ class Kind(enum.IntEnum):
     ABORT = 5
     ACCEPTED = 6
     REJECTED = 7
+    FENCED = 8
+    GRANTED = 9
 
 
 class Header(NamedTuple):

@@ -27,7 +27,7 @@ from kaveri.kv.transports.frames import (
     unpack_header,
     unpack_hello,
 )
-from kaveri.kv.transports.socket_listener import SocketListener
+from kaveri.kv.transports.socket_listener import ReceivingConnection, SocketListener
 from kaveri.kv.transports.stream import Stream, batches
 
 _BACKLOG = 128
@@ -70,17 +70,12 @@ class SocketTransport:
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "SocketLink":
         """See Transport.connect."""
-        try:
-            connection = self._connect(endpoint.address)
-        except (OSError, ValueError) as error:
-            raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
+        connection = self._connected(endpoint)
         try:
             # A frozen process still has its connections taken by the kernel: the hello shows that somebody is there.
             stream = self.stream(connection, self.connect_timeout_s)
             stream.send_bytes(pack_hello(0))
-            answering_epoch = unpack_hello(stream.receive_bytes(HELLO_BYTES))
-            if answering_epoch != epoch:
-                raise LinkLost(f"epoch {answering_epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
+            self._require_epoch(unpack_hello(stream.receive_bytes(HELLO_BYTES)), epoch, endpoint)
             return SocketLink(self.stream(connection, self.progress_timeout_s), pool, listener, endpoint)
         except BaseException:
             connection.close()
@@ -88,6 +83,11 @@ class SocketTransport:
 
     def listen(self, address: str, pool: KvPool, intake: Intake) -> "SocketListener":
         """See Transport.listen."""
+        return self._listener(address, pool, intake, ReceivingConnection)
+
+    def _listener(
+        self, address: str, pool: KvPool, intake: Intake, connection_type: type[ReceivingConnection]
+    ) -> SocketListener:
         try:
             listening = self._listen(address)
         except (OSError, ValueError) as error:
@@ -101,6 +101,7 @@ class SocketTransport:
             advertise_host=self.advertise_host,
             connection_limit=self.connection_limit,
             make_stream=lambda accepted: self.stream(accepted, self.progress_timeout_s),
+            connection_type=connection_type,
         )
 
     def stream(self, connected: socket.socket, progress_timeout_s: float) -> Stream:
@@ -116,6 +117,17 @@ class SocketTransport:
         set_buffers(connected)
         return Stream(connected, progress_timeout_s)
 
+    def _connected(self, endpoint: KvEndpoint) -> socket.socket:
+        try:
+            return self._connect(endpoint.address)
+        except (OSError, ValueError) as error:
+            raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
+
+    @staticmethod
+    def _require_epoch(answering_epoch: int, epoch: int, endpoint: KvEndpoint) -> None:
+        if answering_epoch != epoch:
+            raise LinkLost(f"epoch {answering_epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
+
     def _connect(self, address: str) -> socket.socket:
         if self.name == "tcp":
             return socket.create_connection(_host_and_port(address), self.connect_timeout_s)
@@ -130,7 +142,7 @@ class SocketTransport:
 
     def _listen(self, address: str) -> socket.socket:
         host, port = _host_and_port(address) if self.name == "tcp" else ("", 0)
-        family = socket.AF_UNIX if self.name == "unix" else socket.AF_INET6 if ":" in host else socket.AF_INET
+        family = socket.AF_UNIX if self.name != "tcp" else socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.socket(family)
         try:
             if self.name == "tcp":
@@ -225,17 +237,20 @@ class SocketLink:
                 self._stream.wait_readable()
                 header = unpack_header(self._stream.receive_bytes(HEADER_BYTES))
                 payload = self._stream.receive_bytes(header.payload_bytes)
-                if header.kind == Kind.ACCEPTED:
-                    self._listener.answered(header.transfer_id, None)
-                elif header.kind == Kind.REJECTED:
-                    self._listener.answered(header.transfer_id, payload.decode(errors="replace"))
-                else:
-                    raise LinkLost(f"protocol error: {header.kind.name} from a receiver")
+                self._take_answer(header, payload)
         except LinkLost as error:
             reason = error.reason
         finally:
-            self._stream.break_off()
+            self.break_off()
             self._listener.lost(reason)
+
+    def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
+        if header.kind == Kind.ACCEPTED:
+            self._listener.answered(header.transfer_id, None)
+        elif header.kind == Kind.REJECTED:
+            self._listener.answered(header.transfer_id, payload.decode(errors="replace"))
+        else:
+            raise LinkLost(f"protocol error: {header.kind.name} from a receiver")
 
 
 def set_buffers(connected: socket.socket) -> None:

@@ -38,14 +38,17 @@ class SocketListener:
         advertise_host: str | None,
         connection_limit: int,
         make_stream: Callable[[socket.socket], Stream],
+        connection_type: "type[ReceivingConnection]",
     ) -> None:
+        """connection_type: what serves an accepted connection."""
         self._connection_limit = connection_limit
         self._make_stream = make_stream
+        self._connection_type = connection_type
         self._listening = listening
         self._pool = pool
         self._intake = intake
         self._lock = threading.Lock()
-        self._connections: dict[threading.Thread, _Connection] = {}
+        self._connections: dict[threading.Thread, ReceivingConnection] = {}
         self._closing = threading.Event()
         self.endpoint = KvEndpoint(transport, _address_of(listening, advertise_host))
         self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{transport}", daemon=True)
@@ -56,7 +59,7 @@ class SocketListener:
         if self._closing.is_set():
             return
         self._closing.set()
-        if self.endpoint.transport == "unix":
+        if self._listening.family == socket.AF_UNIX:
             # Before the listener ends, so that the path is never taken from a successor that has bound it already.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.endpoint.address)
@@ -87,13 +90,13 @@ class SocketListener:
                     accepted.close()
                     continue
                 stream = self._make_stream(accepted)
-                connection = _Connection(stream, self._pool, self._intake)
+                connection = self._connection_type(stream, self._pool, self._intake)
                 name = f"kv-receive-{self.endpoint.transport}"
                 thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
                 self._connections[thread] = connection
                 thread.start()
 
-    def _serve(self, connection: "_Connection") -> None:
+    def _serve(self, connection: "ReceivingConnection") -> None:
         try:
             connection.run()
         finally:
@@ -103,7 +106,7 @@ class SocketListener:
                 connection.close()
 
 
-class _Connection:
+class ReceivingConnection:
     """One sender's connection, on the receiving side."""
 
     def __init__(self, stream: Stream, pool: KvPool, intake: Intake) -> None:
@@ -119,7 +122,7 @@ class _Connection:
         try:
             # A stranger that says nothing is sent away after the progress limit.
             unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
-            self._stream.send_bytes(pack_hello(self._intake.epoch))
+            self._greet(pack_hello(self._intake.epoch))
             while True:
                 self._stream.wait_readable()
                 self._take_frame()
@@ -129,10 +132,7 @@ class _Connection:
             level = "warning" if self._landings or "protocol" in reason.lower() else "debug"
             getattr(get_logger(), level)("kv connection ended", reason=reason, open_transfers=len(self._landings))
         finally:
-            self._stream.break_off()
-            # This thread was the only one to write into their blocks: leaving its loop is the fence.
-            for landing in self._landings.values():
-                landing.abort(f"connection lost: {reason}")
+            self._end(f"connection lost: {reason}")
 
     def break_off(self) -> None:
         """Makes run() return soon. Any thread."""
@@ -142,6 +142,15 @@ class _Connection:
         """Gives the descriptor back, after run()."""
         with self._answering:
             self._stream.close()
+
+    def _greet(self, hello: bytes) -> None:
+        self._stream.send_bytes(hello)
+
+    def _end(self, reason: str) -> None:
+        self._stream.break_off()
+        # This thread was the only one to write into their blocks: leaving its loop is the fence.
+        for landing in self._landings.values():
+            landing.abort(reason)
 
     def _take_frame(self) -> None:
         header = unpack_header(self._stream.receive_bytes(HEADER_BYTES))
@@ -159,22 +168,35 @@ class _Connection:
                 self._finish(header, landing)
             elif header.kind == Kind.ABORT:
                 self._stream.discard(header.payload_bytes)
-                if landing is not None:
-                    del self._landings[header.transfer_id]
-                    landing.abort("the sender gave up")
+                self._let_go(header.transfer_id)
             else:
-                raise LinkLost(f"protocol error: {header.kind.name} from a sender")
+                self._take_other(header, landing)
         except LinkLost:
             raise
         except TransferFailed:
-            # Answered already; the other transfers of the connection go on.
-            self._landings.pop(header.transfer_id, None)
+            self._failed(header.transfer_id)
+
+    def _take_other(self, header: Header, landing: Landing | None) -> None:
+        raise LinkLost(f"protocol error: {header.kind.name} from a sender")
+
+    def _let_go(self, transfer_id: bytes) -> Landing | None:
+        landing = self._landings.pop(transfer_id, None)
+        if landing is not None:
+            landing.abort("the sender gave up")
+        return landing
+
+    def _failed(self, transfer_id: bytes) -> None:
+        # Answered already; the other transfers of the connection go on.
+        self._landings.pop(transfer_id, None)
 
     def _open(self, header: Header) -> None:
         secret, epoch = unpack_opening(self._stream.receive_bytes(header.payload_bytes))
         # A second opening of the same transfer is refused like a stranger's, and leaves the first one as it is.
         with contextlib.suppress(TransferFailed):
-            self._landings[header.transfer_id] = self._intake.open(header.transfer_id, secret, epoch, self._answer)
+            self._opened(header.transfer_id, self._intake.open(header.transfer_id, secret, epoch, self._answer))
+
+    def _opened(self, transfer_id: bytes, landing: Landing) -> None:
+        self._landings[transfer_id] = landing
 
     def _take_blocks(self, header: Header, landing: Landing | None) -> None:
         if landing is None:
@@ -217,13 +239,22 @@ class _Connection:
         del self._landings[header.transfer_id]
 
     def _answer(self, transfer_id: bytes, rejection: str | None) -> None:
-        reason = b"" if rejection is None else rejection.encode()[:SMALL_PAYLOAD_BYTES]
-        kind = Kind.ACCEPTED if rejection is None else Kind.REJECTED
+        if rejection is None:
+            self._say(Header(Kind.ACCEPTED, transfer_id))
+        else:
+            reason = rejection.encode()[:SMALL_PAYLOAD_BYTES]
+            self._say(Header(Kind.REJECTED, transfer_id, len(reason)), reason)
+
+    def _say(self, header: Header, payload: bytes = b"") -> None:
         try:
             with self._answering:
-                self._stream.send_now(Header(kind, transfer_id, len(reason)).pack() + reason)
+                self._stream.send_now(header.pack() + payload)
         except LinkLost:
-            self._stream.break_off()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """The sender does not read its answers: makes run() end."""
+        self._stream.break_off()
 
 
 def _address_of(listening: socket.socket, advertise_host: str | None) -> str:

@@ -126,6 +126,50 @@ class Stream:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def send_descriptor(self, data: bytes, descriptor: int) -> None:
+        """Sends a few bytes with a descriptor, over a Unix socket."""
+        try:
+            socket.send_fds(self._socket, [data], [descriptor])
+        except OSError as error:
+            raise LinkLost(f"sending: {error.strerror}") from error
+
+    def receive_descriptor(self, byte_count: int) -> tuple[bytes, int]:
+        """What send_descriptor() sent; the descriptor is the caller's. Raises LinkLost."""
+        data, left_bytes, since_s = b"", byte_count, time.monotonic()
+        descriptors: list[int] = []
+        while left_bytes:
+            try:
+                part, received, _, _ = socket.recv_fds(self._socket, left_bytes, 1)
+            except BlockingIOError:
+                self._require_progress(since_s, "arrived")
+                continue
+            except OSError as error:
+                raise LinkLost(f"receiving: {error.strerror}") from error
+            if not part:
+                raise LinkLost("the peer closed the connection")
+            data, left_bytes = data + part, left_bytes - len(part)
+            descriptors.extend(received)
+        if len(descriptors) != 1:
+            raise LinkLost(f"protocol error: {len(descriptors)} descriptors came")
+        return data, descriptors[0]
+
+    def say_no_more(self) -> None:
+        """Ends this side's half of the connection: the peer reads its end. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def wait_for_end(self) -> None:
+        """Throws away what comes until the peer's end or break_off()."""
+        while True:
+            self._readable.poll()
+            try:
+                if not self._socket.recv_into(_SCRATCH):
+                    return
+            except BlockingIOError:
+                continue
+            except OSError:
+                return
+
     def close(self) -> None:
         """Gives the descriptor back, once no thread is in a call."""
         self._socket.close()

@@ -17,19 +17,21 @@ from kaveri.errors import ConfigError
 _FAKE = EngineSettings(receives=True, engine="fake", kv_cache_memory_bytes=2**20)
 
 
-def test_decode_engine_listens_on_a_unix_socket_and_on_tcp_and_cleans_up() -> None:
+def test_decode_engine_listens_for_every_transport_and_cleans_up() -> None:
     engine = build_engine(_FAKE)
-    unix, tcp = engine.info.kv_endpoints
-    assert (unix.transport, tcp.transport) == ("unix", "tcp")
+    shm, unix, tcp = engine.info.kv_endpoints
+    assert (shm.transport, unix.transport, tcp.transport) == ("shm", "unix", "tcp")
+    assert os.path.exists(shm.address)
     assert os.path.exists(unix.address)
     assert tcp.address.startswith("127.0.0.1:")
     assert not tcp.address.endswith(":0")
     engine.close()
+    assert not os.path.exists(shm.address)
     assert not os.path.exists(unix.address)
 
 
 def test_endpoints_follow_the_settings() -> None:
-    engine = build_engine(replace(_FAKE, kv_unix=False, kv_host="0.0.0.0", kv_advertise_host="decode.example"))
+    engine = build_engine(replace(_FAKE, kv_transports=("tcp",), kv_host="0.0.0.0", kv_advertise_host="decode.example"))
     (tcp,) = engine.info.kv_endpoints
     assert tcp.address.startswith("decode.example:")
     engine.close()
@@ -93,8 +95,9 @@ def test_socket_of_a_killed_process_goes_at_the_next_start_and_those_in_use_stay
         first = build_engine(_FAKE)
         second = build_engine(_FAKE)
         try:
-            unix = {Path(engine.info.kv_endpoints[0].address) for engine in (first, second)}
-            assert set(tmp_path.iterdir()) == {elsewhere, *unix}
+            endpoints = first.info.kv_endpoints + second.info.kv_endpoints
+            in_use = {Path(endpoint.address) for endpoint in endpoints if endpoint.transport != "tcp"}
+            assert set(tmp_path.iterdir()) == {elsewhere, *in_use}
         finally:
             first.close()
             second.close()

@@ -1,4 +1,4 @@
-"""The socket transport is held to the suite of all transports."""
+"""The transports are held to the suite of all transports."""
 
 from pathlib import Path
 
@@ -14,6 +14,13 @@ class TestTcp(TransportConformance):
 
 class TestUnix(TransportConformance):
     factory = "kaveri.kv.transports:unix_transport"
+
+    def address(self, directory: Path) -> str:
+        return str(directory / "kv.sock")
+
+
+class TestShm(TransportConformance):
+    factory = "kaveri.kv.transports:shm_transport"
 
     def address(self, directory: Path) -> str:
         return str(directory / "kv.sock")

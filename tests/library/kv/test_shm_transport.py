@@ -1,0 +1,108 @@
+"""Shared memory: what is mapped goes again, nobody pulls a pool from under its users, others are fallen back to."""
+
+import contextlib
+import dataclasses
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, TransferLanded
+from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transports import shm_transport, transport_names
+from kaveri.testing.transport_conformance import Recorder
+
+LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
+
+
+def mapped_pools() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:kaveri-kv")
+
+
+def push(sender: KvSender, receiver: KvReceiver, pushed: Recorder) -> PushAccepted | PushFailed:
+    ticket = receiver.grant([2, 0], 8, 30.0)
+    sender.open(ticket)
+    for layer in range(LAYOUT.layer_count):
+        sender.write(ticket.transfer_id, layer, 0, [1, 3])
+    sender.finish(ticket.transfer_id, b"")
+    event = pushed.wait(ticket)
+    assert isinstance(event, PushAccepted | PushFailed)
+    return event
+
+
+def test_a_sender_that_closes_lets_go_of_the_receivers_pool(tmp_path: Path) -> None:
+    source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 4)
+    source.memory[:] = 7
+    listen = [KvEndpoint("shm", str(tmp_path / "kv.sock"))]
+    gc.collect()
+    before = mapped_pools()
+    pushed = Recorder()
+    with contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1)) as receiver:
+        with contextlib.closing(KvSender(source, pushed)) as sender:
+            assert push(sender, receiver, pushed).transport == "shm"
+            assert mapped_pools() == before + 1
+        del sender
+        gc.collect()
+        assert mapped_pools() == before
+    assert (target.memory[:, [0, 2]] == 7).all()
+    assert not target.memory[:, [1, 3]].any()
+
+
+def test_nobody_can_shrink_a_pool_that_others_have_mapped() -> None:
+    pool = KvPool(LAYOUT, 4)
+    with pytest.raises(PermissionError):
+        os.ftruncate(pool.descriptor, 0)
+
+
+def test_a_ticket_for_blocks_beyond_the_pool_fails_and_writes_nothing(tmp_path: Path) -> None:
+    source, target = KvPool(LAYOUT, 8), KvPool(LAYOUT, 4)
+    source.memory[:] = 7
+    listen = [KvEndpoint("shm", str(tmp_path / "kv.sock"))]
+    pushed = Recorder()
+    with (
+        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1)) as receiver,
+        contextlib.closing(KvSender(source, pushed)) as sender,
+    ):
+        ticket = dataclasses.replace(receiver.grant([3], 4, 30.0), block_ids=(4,))
+        sender.open(ticket)
+        sender.write(ticket.transfer_id, 0, 0, [1])
+        event = pushed.wait(ticket)
+        assert isinstance(event, PushFailed)
+        assert "block 4" in event.reason
+    assert not target.memory.any()
+
+
+def test_a_sender_that_cannot_reach_the_memory_falls_back_to_the_next_transport(tmp_path: Path) -> None:
+    source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 4)
+    source.memory[:] = np.arange(LAYOUT.block_bytes, dtype=np.uint8)
+    path = tmp_path / "kv.sock"
+    listen = [KvEndpoint("shm", str(path)), KvEndpoint("tcp", "127.0.0.1:0")]
+    pushed, landed = Recorder(), Recorder()
+    with contextlib.closing(KvReceiver(target, landed, listen=listen, epoch=1)) as receiver:
+        # As in another container: the path is not there.
+        path.rename(tmp_path / "elsewhere.sock")
+        with contextlib.closing(KvSender(source, pushed)) as sender:
+            event = push(sender, receiver, pushed)
+        assert isinstance(event, PushAccepted)
+        assert event.transport == "tcp"
+        assert isinstance(landed.events[event.transfer_id], TransferLanded)
+
+
+def test_transport_names_are_read_in_order_and_unknown_ones_refused() -> None:
+    assert transport_names("tcp, shm") == ("tcp", "shm")
+    with pytest.raises(ValueError, match="'rdma' is none of shm, unix, tcp"):
+        transport_names("shm,rdma")
+    with pytest.raises(ValueError, match="names none"):
+        transport_names(" , ")
+
+
+def test_shared_memory_says_what_it_cannot_do() -> None:
+    capabilities = shm_transport().capabilities
+    assert capabilities.one_sided
+    assert capabilities.same_host_only
+    assert not capabilities.can_revoke
