@@ -6,7 +6,7 @@ from grpc import aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.store import ClusterStore
+from kaveri.cluster.store import ClusterStore, Follow
 from kaveri.cluster.view import Role
 from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.instance.config import load_engine
@@ -30,7 +30,8 @@ from services.prefill.metrics import PrefillMetrics
 async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
     serve_metrics(config.host, config.metrics_port)
-    async with RedisStore(config.redis_url) as store:
+    # Of others it only asks predictors, which the broadcasts name.
+    async with RedisStore(config.redis_url, follow=Follow.BROADCASTS) as store:
         # The engine before the lease: nobody should be sent here while a model loads.
         engine = await load_engine(config.engine_settings(receives=False), stopping)
         if engine is None:
