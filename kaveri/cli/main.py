@@ -10,6 +10,8 @@ from kaveri.cli.bench import bench
 from kaveri.cli.chat import chat
 from kaveri.cli.generate import generate
 from kaveri.cli.health import health
+from kaveri.cli.predictor import predictor_app
+from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON, launcher
 from kaveri.cli.status import status
 from kaveri.cli.up import up
@@ -54,9 +56,12 @@ app.command()(generate)
 app.command()(chat)
 app.command()(bench)
 app.command()(health)
-for _role, _help in (
-    ("router", "Run one router; `kaveri router --help` lists its flags."),
-    ("prefill", "Run one prefill instance; `kaveri prefill --help` lists its flags."),
-    ("decode", "Run one decode instance; `kaveri decode --help` lists its flags."),
+app.command(context_settings=PASS_ON, add_help_option=False)(profile)
+app.add_typer(predictor_app, name="predictor")
+for _role, _service, _help in (
+    ("router", "router", "Run one router; `kaveri router --help` lists its flags."),
+    ("prefill", "prefill", "Run one prefill instance; `kaveri prefill --help` lists its flags."),
+    ("decode", "decode", "Run one decode instance; `kaveri decode --help` lists its flags."),
+    ("colocated", "instance", "Run one instance of both phases; `kaveri colocated --help` lists its flags."),
 ):
-    app.command(_role, context_settings=PASS_ON, add_help_option=False)(launcher(_role, _help))
+    app.command(_role, context_settings=PASS_ON, add_help_option=False)(launcher(_service, _help))

@@ -1,4 +1,4 @@
-"""kaveri predictor label | train | evaluate: become that step's process. Knows nothing about their flags."""
+"""kaveri predictor label | train | evaluate | serve: become that step's process. Knows nothing about their flags."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from kaveri.cli.services import PASS_ON
+from kaveri.cli.services import PASS_ON, launcher
 
 predictor_app = typer.Typer(
     help="Make, judge and serve a length predictor for a served model.",
@@ -32,3 +32,6 @@ for _step, _help in (
     ("evaluate", "Measure a predictor's accuracy, calibration and latency on labels."),
 ):
     predictor_app.command(_step, context_settings=PASS_ON, add_help_option=False)(_launcher(_step, _help))
+predictor_app.command("serve", context_settings=PASS_ON, add_help_option=False)(
+    launcher("predictor", "Run one predictor; `kaveri predictor serve --help` lists its flags.")
+)

@@ -10,9 +10,9 @@ class KvEndpoint:
     """Where a receiver listens."""
 
     transport: str
-    """"tcp" or "unix"."""
+    """"shm", "unix" or "tcp"."""
     address: str
-    """"host:port" for tcp, a path for unix."""
+    """"host:port" for tcp, else the path of a Unix socket."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,9 @@ class KvEndpoint(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """Transport that answers there: "tcp" or "unix"."""
+    """Transport that answers there: "shm", "unix" or "tcp"."""
     address: _builtins.str
-    """"host:port" for tcp, a path for unix."""
+    """"host:port" for tcp, else the path of a Unix socket."""
     def __init__(
         self,
         *,
