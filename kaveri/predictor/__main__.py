@@ -1,13 +1,21 @@
 """python -m kaveri.predictor: the steps behind `kaveri predictor`, in a process of their own since two need torch."""
 
 import asyncio
+import enum
+import importlib.util
+import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kaveri.errors import ConfigError, KaveriError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kaveri.predictor.evaluate import Evaluation
 
 app = typer.Typer(
     help="Make and judge a length predictor.",
@@ -24,11 +32,6 @@ def main() -> None:
     except KaveriError as error:
         print(f"kaveri predictor: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-
-
-@app.callback()
-def _steps() -> None:
-    """Label prompts, train on the labels, evaluate on those that were held out."""
 
 
 @app.command()
@@ -90,6 +93,145 @@ def label(
     for reason in outcome.refused:
         console.print(f"refused: {reason}", markup=False)
     console.print(f"{outcome.labelled} labelled, {outcome.resumed} labelled before, {len(outcome.refused)} refused")
+
+
+@app.command()
+def train(
+    labels: Annotated[Path, typer.Option(help="Made by `kaveri predictor label`.")],
+    out: Annotated[Path, typer.Option(help="Folder of the predictor; checkpoints in it are gone on from.")],
+    base: Annotated[
+        str, typer.Option(help="Classifier to fine-tune: a path, a hub id, or scratch for a small one.")
+    ] = "scratch",
+    granularity: Annotated[int, typer.Option(help="Tokens per bucket.", min=1)] = 200,
+    tokenizer: Annotated[
+        str, typer.Option(help="Served model, for its tokenizer: path or hub id. Unset: the labels' model name.")
+    ] = "",
+    epochs: Annotated[int, typer.Option(help="Times that all labels are seen; the best epoch is kept.", min=1)] = 12,
+    batch_size: Annotated[int, typer.Option(help="Prompts per step.", min=1)] = 16,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="At its highest. Unset: 1e-3 from scratch, 3e-5 for a pretrained base.")
+    ] = None,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts lose their middle.", min=2)] = 512,
+    layers: Annotated[int, typer.Option(help="From scratch.", min=1)] = 3,
+    width: Annotated[int, typer.Option(help="From scratch: of hidden states, a multiple of 32.", min=32)] = 128,
+    seed: Annotated[int, typer.Option(help="Of weights and order.", min=0)] = 0,
+) -> None:
+    """Fine-tune a sequence classifier on labels, and save it with everything needed to serve it."""
+    if learning_rate is not None and not 0 < learning_rate < 1:
+        raise ConfigError("--learning-rate", f"is {learning_rate:g}; it must be above 0 and below 1")
+    if width % 32:
+        raise ConfigError("--width", f"is {width}; it must be a multiple of 32")
+    _require("train", "torch", "accelerate")
+    from kaveri.predictor.train import TrainSettings
+    from kaveri.predictor.train import train as train_predictor
+
+    _quiet_transformers()
+    settings = TrainSettings(
+        base=base,
+        tokenizer=tokenizer,
+        granularity=granularity,
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate or (1e-3 if base == "scratch" else 3e-5),
+        max_prompt_tokens=max_prompt_tokens,
+        layers=layers,
+        width=width,
+        seed=seed,
+    )
+    try:
+        train_predictor(labels, out, settings, lambda line: print(line, file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last epoch", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+class _Judged(enum.StrEnum):
+    HELD_OUT = "held-out"
+    ALL = "all"
+
+
+@app.command()
+def evaluate(
+    predictor: Annotated[str, typer.Option(help="Folder of a predictor, or a bundled model's name.")],
+    labels: Annotated[Path, typer.Option(help="Made by `kaveri predictor label`.")],
+    split: Annotated[
+        _Judged, typer.Option(help="held-out: those that `train` leaves out of any label file. all: all of them.")
+    ] = _Judged.HELD_OUT,
+    tokenizer: Annotated[
+        str, typer.Option(help="Served model, for its tokenizer: path or hub id. Unset: the labels' model name.")
+    ] = "",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw them here: .svg, .png or .pdf.")] = None,
+) -> None:
+    """Measure accuracy at granularity 100, 200 and 400 beside the majority class, calibration, and latency."""
+    _require("evaluate", "torch")
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kaveri.predictor.bundle import LengthPredictor
+    from kaveri.predictor.evaluate import evaluate as measure
+    from kaveri.predictor.evaluate import plot
+    from kaveri.predictor.labels import Split, read_labels
+
+    _quiet_transformers()
+    chosen = [entry for entry in read_labels(labels) if split is _Judged.ALL or entry.split is Split.HELD_OUT]
+    loaded = LengthPredictor.load(predictor)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("predicting")
+        evaluation = measure(
+            loaded,
+            chosen,
+            tokenizer=tokenizer,
+            advance=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    if json_path is not None:
+        try:
+            json_path.write_text(json.dumps(evaluation.as_json(), indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError("--json", f"{json_path} cannot be written: {error.strerror}") from error
+    if plot_path is not None:
+        plot(evaluation, plot_path)
+    _show(Console(highlight=False), evaluation)
+
+
+def _show(console: "Console", evaluation: "Evaluation") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    title = f"{evaluation.model}, predictor {evaluation.version}, {evaluation.accuracies[0].count} prompts"
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    for name in ("granularity", "buckets", "accuracy", "majority class", "within one bucket", "calibration error"):
+        table.add_column(name, justify="right")
+    for entry in evaluation.accuracies:
+        shares = [f"{100 * share:.1f} %" for share in (entry.accuracy, entry.majority, entry.within_one)]
+        row = (str(entry.granularity), str(entry.bucket_count), *shares, f"{entry.calibration_error:.3f}")
+        table.add_row(*row)
+    console.print(table)
+    latency = Table(box=SIMPLE_HEAD)
+    for name in ("prompts per batch", "ms (p50)", "ms (p90)"):
+        latency.add_column(name, justify="right")
+    for timed in evaluation.latencies:
+        latency.add_row(str(timed.batch_size), f"{1e3 * timed.p50_s:.2f}", f"{1e3 * timed.p90_s:.2f}")
+    console.print(latency)
+    if evaluation.skipped_granularities:
+        skipped = ", ".join(map(str, evaluation.skipped_granularities))
+        console.print(f"not measured at {skipped}: no multiple of the predictor's {evaluation.granularity}")
+    if evaluation.truncated:
+        console.print(f"{evaluation.truncated} prompts were longer than the predictor reads and were cut")
+
+
+def _require(step: str, *packages: str) -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(step, f"needs {', '.join(missing)}: install kaveri[transformers,predictor]")
+
+
+def _quiet_transformers() -> None:
+    # Its bars over the loading of weights say nothing that a user of a step wants to know.
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ class Retokenizer:
             AutoTokenizer.from_pretrained(folder / name, local_files_only=True)
             for name in (SERVED_TOKENIZER, OWN_TOKENIZER)
         )
-        return cls(served, own, max_input_tokens(config))
+        return cls(served, own, max_input_tokens(config, own))
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Token ids of the classifier, cut to what it can read; at least one each."""
@@ -156,9 +156,12 @@ def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
     return [*token_ids[:head], *token_ids[len(token_ids) - (limit - head) :]]
 
 
-def max_input_tokens(config: Any) -> int:
-    """The most tokens that a classifier with this configuration can read at once."""
-    return int(config.max_position_embeddings)
+def max_input_tokens(config: Any, tokenizer: Any) -> int:
+    """The most tokens that a classifier with this configuration and this tokenizer can read at once."""
+    # Tables of positions have rows that no token may use (RoBERTa's first two), and not every model has a table:
+    # the tokenizer knows the first, and says 1e30 when it knows nothing.
+    positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
+    return int(min(positions, tokenizer.model_max_length))
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_token_id: int) -> "tuple[torch.Tensor, torch.Tensor]":

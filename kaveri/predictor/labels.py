@@ -5,8 +5,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kaveri.errors import ConfigError
+from kaveri.models import resolve_model
 from kaveri.predictor.prompts import MalformedLine, Prompt, parse_object, parse_prompt, read_lines
 from kaveri.sampling import FinishReason
 
@@ -96,22 +98,25 @@ def read_labels(path: Path, flag: str = "--labels") -> list[Label]:
     return labels
 
 
-def token_ids_of(labels: Sequence[Label], tokenizer_source: str) -> list[list[int]]:
-    """The prompts as the served model read them, tokenized as a router does.
-
-    tokenizer_source: the served model: a path, a hub id or a bundled name.
-
-    Raises ConfigError("--tokenizer") when it cannot be loaded, or counts other tokens than the cluster did.
-    """
+def load_tokenizer(source: str) -> Any:
+    """The served model's fast tokenizer: from a path, a hub id or a bundled name. Raises ConfigError("--tokenizer")."""
     from transformers import AutoTokenizer
 
-    from kaveri.models import resolve_model
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model(tokenizer_source))
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(source))
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).partition("\n")[0].rstrip(": ")
-        raise ConfigError("--tokenizer", f"{tokenizer_source!r} cannot be loaded: {reason}") from error
+        raise ConfigError("--tokenizer", f"{source!r} has no tokenizer that can be loaded: {reason}") from error
+    if not tokenizer.is_fast:
+        raise ConfigError("--tokenizer", f"{source!r} has no tokenizer.json (a fast tokenizer)")
+    return tokenizer
+
+
+def token_ids_of(labels: Sequence[Label], tokenizer: Any) -> list[list[int]]:
+    """The prompts as the served model read them, tokenized by its tokenizer as a router does it.
+
+    Raises ConfigError("--tokenizer") when it counts other tokens than the cluster did.
+    """
     prompts = []
     for label in labels:
         kind, content = label.prompt.kind, label.prompt.content
@@ -123,7 +128,7 @@ def token_ids_of(labels: Sequence[Label], tokenizer_source: str) -> list[list[in
             text = tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
             token_ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         if len(token_ids) != label.prompt_tokens:
-            reason = f"counts {len(token_ids)} tokens where {label.model} had {label.prompt_tokens}: {content!r:.60}"
-            raise ConfigError("--tokenizer", f"{tokenizer_source!r} is not the served model's: it {reason}")
+            reason = f"it counts {len(token_ids)} tokens where {label.prompt_tokens} were served: {content!r:.60}"
+            raise ConfigError("--tokenizer", f"is not that of model {label.model!r}: {reason}")
         prompts.append(token_ids)
     return prompts

@@ -1,0 +1,275 @@
+"""kaveri predictor train: fine-tunes a sequence classifier on labels and saves it as a predictor. Needs torch.
+
+The last steps of TetriInfer's figure 8. Every epoch leaves a checkpoint in the folder `training` within the predictor's
+own, so that a training that was stopped or killed goes on there; at the end that folder goes and the manifest comes.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments, set_seed
+
+from kaveri.errors import ConfigError
+from kaveri.predictor.buckets import bucket_of
+from kaveri.predictor.bundle import (
+    OWN_TOKENIZER,
+    SERVED_TOKENIZER,
+    Retokenizer,
+    cut_prompt,
+    max_input_tokens,
+    pad_rows,
+)
+from kaveri.predictor.classifier import SCRATCH, Classifier, classifier_from_base, classifier_from_scratch
+from kaveri.predictor.labels import Label, Split, load_tokenizer, read_labels, token_ids_of
+from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, write_manifest
+from kaveri.sampling import FinishReason
+
+RECORD_FILE = "training.json"
+"""How a predictor was made: settings, counts, accuracy per epoch. Not needed to serve it."""
+_WORK_FOLDER = "training"
+_SETTINGS_FILE = "settings.json"
+_WEIGHT_DECAY = 0.01
+_WARM_UP_SHARE = 0.06
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """What a training is made of. Two trainings with the same settings and labels are the same training."""
+
+    base: str
+    """SCRATCH, or a pretrained model: a path, a hub id or a bundled name."""
+    tokenizer: str
+    """The served model, for its tokenizer; empty: the labels' model."""
+    granularity: int
+    """Tokens per bucket."""
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    """At its highest; rises over the first 6 % of the steps, then falls in a straight line."""
+    max_prompt_tokens: int
+    """Longer prompts are cut to this."""
+    layers: int
+    """From scratch only."""
+    width: int
+    """From scratch only: of hidden states, a multiple of 32."""
+    seed: int
+
+
+def train(labels_path: Path, out: Path, settings: TrainSettings, say: Callable[[str], None]) -> None:
+    """Trains, or goes on with the training whose checkpoints are in `out`, and leaves a whole predictor there.
+
+    Does nothing when `out` holds this very predictor. say: called with sentences for the user.
+
+    Raises ConfigError: labels malformed or too few for these buckets, a base or tokenizer that cannot be loaded, or
+    `out` holds another predictor or other settings' checkpoints.
+    """
+    labels = read_labels(labels_path)
+    _refuse_poor_labels(labels_path, labels)
+    identity = dataclasses.asdict(settings) | {"labels_sha256": hashlib.sha256(labels_path.read_bytes()).hexdigest()}
+    if _is_finished(out, identity):
+        say(f"{out} holds this predictor already")
+        return
+    work = out / _WORK_FOLDER
+    _claim(work, identity)
+    set_seed(settings.seed)
+    data = _TrainingData.prepare(labels, settings)
+    say(data.describe())
+    started_s = time.monotonic()
+    trainer = _trainer(data, work, settings)
+    checkpoint = _last_whole_checkpoint(work)
+    if checkpoint is not None:
+        say(f"going on from {checkpoint.name}")
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    epochs = [
+        {"epoch": entry["epoch"], "validation_accuracy": entry["eval_accuracy"], "validation_loss": entry["eval_loss"]}
+        for entry in trainer.state.log_history
+        if "eval_accuracy" in entry
+    ]
+    record = {
+        **identity,
+        "labels": {split: data.counts[split] for split in Split},
+        "parameters": sum(weights.numel() for weights in trainer.model.parameters()),
+        "epochs": epochs,
+        "best_validation_accuracy": trainer.state.best_metric,
+        "resumed_from": checkpoint.name if checkpoint else None,
+        "last_run_s": round(time.monotonic() - started_s, 1),
+    }
+    manifest = _save(out, trainer.model, data, record)
+    shutil.rmtree(work)
+    say(f"validation accuracy {trainer.state.best_metric:.1%}; saved in {out}, version {manifest.version}")
+
+
+@dataclass(frozen=True)
+class _TrainingData:
+    """Labels as a classifier sees them, and that classifier."""
+
+    classifier: Classifier
+    served_tokenizer: Any
+    manifest: Manifest
+    examples: dict[Split, list[dict[str, Any]]]
+    """Of TRAIN and VALIDATION: {"input_ids": list of ids, "labels": bucket}."""
+    counts: Counter[Split]
+    cut_count: int
+    """Answers that ended because they were cut."""
+
+    @classmethod
+    def prepare(cls, labels: Sequence[Label], settings: TrainSettings) -> "_TrainingData":
+        """Loads tokenizer and base, makes buckets and splits."""
+        model, vocab_size = labels[0].model, labels[0].vocab_size
+        served = load_tokenizer(settings.tokenizer or model)
+        prompts = token_ids_of(labels, served)
+        # Held-out answers decide nothing here, not even how many buckets there are.
+        longest = max(label.output_tokens for label in labels if label.split is not Split.HELD_OUT)
+        bucket_count = longest // settings.granularity + 1
+        if bucket_count < 2:
+            raise ConfigError("--granularity", f"is {settings.granularity}; the longest answer has {longest} tokens")
+        if settings.base == SCRATCH:
+            pad_token_id = next((i for i in (served.pad_token_id, served.eos_token_id) if i is not None), 0)
+            classifier = classifier_from_scratch(
+                vocab_size, pad_token_id, bucket_count, settings.max_prompt_tokens, settings.layers, settings.width
+            )
+        else:
+            classifier = classifier_from_base(settings.base, served, bucket_count)
+        config = classifier.model.config
+        limit = settings.max_prompt_tokens
+        own = classifier.own_tokenizer
+        if own is None:
+            if settings.base != SCRATCH:
+                limit = min(limit, max_input_tokens(config, served))
+            rows = [cut_prompt(prompt, limit) for prompt in prompts]
+        else:
+            cut = [cut_prompt(prompt, limit) for prompt in prompts]
+            rows = Retokenizer(served, own, max_input_tokens(config, own)).encode(cut)
+        examples: dict[Split, list[dict[str, Any]]] = {Split.TRAIN: [], Split.VALIDATION: []}
+        for label, row in zip(labels, rows, strict=True):
+            if label.split in examples:
+                bucket = bucket_of(label.output_tokens, settings.granularity, bucket_count)
+                examples[label.split].append({"input_ids": list(row), "labels": bucket})
+        manifest = Manifest(
+            model=model,
+            vocab_size=vocab_size,
+            granularity=settings.granularity,
+            bucket_count=bucket_count,
+            longest_answer_tokens=longest,
+            max_prompt_tokens=limit,
+            own_tokenizer=own is not None,
+        )
+        counts = Counter(label.split for label in labels)
+        cut_count = sum(label.finish_reason is FinishReason.LENGTH for label in labels)
+        return cls(classifier, served, manifest, examples, counts, cut_count)
+
+    def describe(self) -> str:
+        """One line for the user."""
+        splits = ", ".join(f"{self.counts[split]} {split}" for split in Split)
+        shown = f"labels: {splits}; {self.manifest.bucket_count} buckets of {self.manifest.granularity} tokens"
+        return shown + (f"; {self.cut_count} answers were cut and count as that long" if self.cut_count else "")
+
+
+def _refuse_poor_labels(path: Path, labels: Sequence[Label]) -> None:
+    found = {label.split for label in labels}
+    for split in (Split.TRAIN, Split.VALIDATION):
+        if split not in found:
+            raise ConfigError("--labels", f"{path} has {len(labels)} labels, and none for {split}: too few")
+
+
+def _is_finished(out: Path, identity: dict[str, Any]) -> bool:
+    if not (out / MANIFEST_FILE).exists():
+        return False
+    try:
+        record = json.loads((out / RECORD_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError("--out", f"{out} holds a predictor that was not made here; choose another folder") from error
+    _refuse_other(out, "a predictor", record, identity)
+    return True
+
+
+def _claim(work: Path, identity: dict[str, Any]) -> None:
+    """Notes whose checkpoints `work` is for, or checks that they are of this very training."""
+    path = work / _SETTINGS_FILE
+    try:
+        _refuse_other(work, "checkpoints", json.loads(path.read_text()), identity)
+    except FileNotFoundError:
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(identity, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError("--out", f"{work} cannot be written: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError("--out", f"{path} is corrupt: {error}; delete {work}") from error
+
+
+def _refuse_other(folder: Path, held: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            reason = f"{name} was {theirs.get(name)!r} there and is {value!r} here"
+            raise ConfigError("--out", f"{folder} holds {held} of another training: {reason}; delete it to start anew")
+
+
+def _trainer(data: _TrainingData, work: Path, settings: TrainSettings) -> Any:
+    pad_token_id = int(data.classifier.model.config.pad_token_id)
+
+    def collate(examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        input_ids, mask = pad_rows([example["input_ids"] for example in examples], pad_token_id)
+        buckets = torch.tensor([example["labels"] for example in examples])
+        return {"input_ids": input_ids, "attention_mask": mask, "labels": buckets}
+
+    arguments = TrainingArguments(
+        output_dir=str(work),
+        num_train_epochs=settings.epochs,
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=_WARM_UP_SHARE,
+        weight_decay=_WEIGHT_DECAY,
+        # Prompts differ in length by two orders of magnitude, and padding is computed like anything else.
+        train_sampling_strategy="group_by_length",
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        logging_strategy="epoch",
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+        dataloader_pin_memory=False,
+        report_to="none",
+        seed=settings.seed,
+    )
+    return Trainer(
+        model=data.classifier.model,
+        args=arguments,
+        data_collator=collate,
+        train_dataset=data.examples[Split.TRAIN],
+        eval_dataset=data.examples[Split.VALIDATION],
+        compute_metrics=_accuracy,
+    )
+
+
+def _accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())}
+
+
+def _last_whole_checkpoint(work: Path) -> Path | None:
+    # The Trainer writes its state last: a checkpoint without it was being written when the process died.
+    whole = [path.parent for path in work.glob("checkpoint-*/trainer_state.json")]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _save(out: Path, classifier: Any, data: _TrainingData, record: dict[str, Any]) -> Manifest:
+    classifier.save_pretrained(out)
+    if data.classifier.own_tokenizer is not None:
+        data.classifier.own_tokenizer.save_pretrained(out / OWN_TOKENIZER)
+        data.served_tokenizer.save_pretrained(out / SERVED_TOKENIZER)
+    (out / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n")
+    files = [out / "config.json", *out.glob("*.safetensors*")]
+    files += [path for name in (OWN_TOKENIZER, SERVED_TOKENIZER) for path in (out / name).glob("*") if path.is_file()]
+    # Last: a folder without a manifest is no predictor.
+    return write_manifest(out, data.manifest, files)
