@@ -209,6 +209,35 @@ def test_no_redis_at_the_given_url_is_one_clear_line_within_seconds(tmp_path: Pa
     assert url in error
 
 
+def test_colocated_instances_serve_without_prefill_and_decode_instances(tmp_path: Path) -> None:
+    with _up(tmp_path, "--engine", "fake", "--colocated", "2", "--port", "0") as up:
+        up.wait_until_ready()
+        generated = _run("generate", "hello", "--target", up.target, "--max-tokens", "3")
+        assert generated.returncode == 0, generated.stderr
+        shown = json.loads(_run("status", "--target", up.target, "--json").stdout)
+        roles = sorted(one["record"]["role"] for one in shown["instances"])
+        assert roles == ["colocated", "colocated", "router"]
+        assert up.end() == 0
+
+
+def test_colocated_instances_beside_prefill_or_decode_instances_are_one_clear_line(tmp_path: Path) -> None:
+    error = _fails_to_start(tmp_path, ("--engine", "fake", "--colocated", "2", "--decode", "1"), within_s=15.0)
+    assert "--colocated" in error
+
+
+def test_policies_reach_the_services_whose_they_are(tmp_path: Path) -> None:
+    policies = {"prefill": ("--prefill-policy", "sjf"), "decode": ("--decode-policy", "reserve-dynamic")}
+    more = ("--prefill-sched-batch", "32", "--decode-placement", "heavy-light", "--prediction", "sequential")
+    with _up(tmp_path, *_SMALL, "--port", "0", *policies["prefill"], *policies["decode"], *more) as up:
+        up.wait_until_ready()
+        prefill, decode = (" ".join(up.child_of(service).cmdline()) for service in ("prefill", "decode"))
+        assert "--prefill-policy sjf --prefill-sched-batch 32 --prediction sequential" in prefill
+        assert "--decode-placement heavy-light" in prefill
+        assert "--decode-policy reserve-dynamic" in decode
+        assert "--prefill-policy" not in decode
+        assert up.end() == 0
+
+
 def test_status_of_a_router_that_is_not_there_is_one_line() -> None:
     answer = _run("status", "--target", f"127.0.0.1:{free_port()}")
     assert answer.returncode == 1
