@@ -63,8 +63,11 @@ def plan_steps(limits: StepLimits, quick: bool) -> StepPlan:
         if chunk <= chunks[-1] and limits.holds(1, start + chunk)
     ]
     batches = _doubling(limits.max_batch, 4 if quick else 2)
-    contexts = [context for context in _DECODE_CONTEXTS[:: 2 if quick else 1] if context <= limits.max_model_len]
-    decode = [(batch, context) for context in contexts for batch in batches if limits.holds(batch, context)]
+    contexts = [min(context, limits.max_model_len) for context in _DECODE_CONTEXTS[:: 2 if quick else 1]]
+    # A context of one token is a prompt.
+    decode = [
+        (batch, context) for context in contexts if context > 1 for batch in batches if limits.holds(batch, context)
+    ]
     for phase, steps in (("prefill", prefill), ("decode", decode)):
         if len(set(steps)) < COEFFICIENTS + 2:
             reason = f"of {limits.max_model_len} and the KV pool leave too few different {phase} steps to measure"

@@ -1,6 +1,7 @@
 """From settings to a profile: builds the engine's runner, measures, fits, writes, draws, and says what was found."""
 
 import importlib.metadata
+import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -26,6 +27,8 @@ from kaveri.profile.saturation import find_saturation, throughput_curve
 _ROUNDS, _QUICK_ROUNDS = 9, 3
 _POOR_FIT = 0.15
 """Mean error from which on the output warns of the predictions. A choice, not a finding."""
+_UNSTEADY = 1.25
+"""Median over shortest time, in the middle of all steps, from which on the output doubts them. A choice too."""
 
 
 def run_profile(config: ProfileConfig) -> None:
@@ -125,6 +128,14 @@ def describe(profile: Profile) -> list[str]:
     for phase, error in (("prefill", profile.prefill_error), ("decode", profile.decode_error)):
         if error.mean > _POOR_FIT:
             lines.append(f"the form of DistServe's latency model describes {phase} steps poorly here")
+    unsteadiness = statistics.median(
+        point.times.median_s / point.times.min_s for point in (*profile.prefill, *profile.decode)
+    )
+    if unsteadiness > _UNSTEADY:
+        lines.append(
+            f"unsteady: the middle one of the steps usually took {unsteadiness:.1f} times its shortest time; "
+            "is something else running here?"
+        )
     return lines
 
 
