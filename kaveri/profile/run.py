@@ -128,9 +128,8 @@ def describe(profile: Profile) -> list[str]:
     for phase, error in (("prefill", profile.prefill_error), ("decode", profile.decode_error)):
         if error.mean > _POOR_FIT:
             lines.append(f"the form of DistServe's latency model describes {phase} steps poorly here")
-    unsteadiness = statistics.median(
-        point.times.median_s / point.times.min_s for point in (*profile.prefill, *profile.decode)
-    )
+    times = [point.times for point in profile.prefill] + [point.times for point in profile.decode]
+    unsteadiness = statistics.median(entry.median_s / entry.min_s for entry in times)
     if unsteadiness > _UNSTEADY:
         lines.append(
             f"unsteady: the middle one of the steps usually took {unsteadiness:.1f} times its shortest time; "

@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 import typer
 from typer.testing import CliRunner
 
@@ -30,6 +32,13 @@ LATENCY = {
     "prefill": {"step_s": 0.002, "token_s": 0.00002, "token_squared_s": 0.0},
     "decode": [{"min_batch": 1, "step_s": 0.002, "context_token_s": 1e-7, "request_s": 0.0001}],
 }
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """main() sets the logs of its process up, which here is everybody's."""
+    yield
+    structlog.reset_defaults()
 
 
 def run_module(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +76,8 @@ def tiny_profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("profile")
     model, out = make_tiny_model(folder / "tiny", max_positions=512), folder / "profile.json"
     small = ("--max-chunk-tokens", "128", "--max-batch", "4", "--kv-cache-memory", "8MiB")
-    assert main(["--model", str(model), *small, *QUICK, "--out", str(out)]) == 0
+    done = run_module("--model", str(model), *small, *QUICK, "--out", str(out))
+    assert done.returncode == 0, done.stderr
     return model, out
 
 
