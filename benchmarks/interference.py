@@ -338,9 +338,9 @@ def measure(options: Options, report: Report) -> None:
             study_decode(lab, report, options, engine)
     report.note(
         "The paper, OPT-13B on a V100, whole prompts in a step: a light prefill takes 2 times as long beside 7 light "
-        "ones, 8 times beside 63, more than 10 times beside heavy ones; a heavy one 3 times beside light ones; a decode "
-        "step 5 times beside one heavy prefill; prefills up to 2.5 times beside light decodes; a batch of 128 with half "
-        "heavy decodes has 16 % less throughput and 23 % more latency."
+        "ones, 8 times beside 63, more than 10 times beside heavy ones; a heavy one 3 times beside light ones; a step "
+        "of decode 5 times beside one heavy prefill; prefills up to 2.5 times beside light decodes; with half of 128 "
+        "decodes heavy the throughput is 16 % less and the latency 23 % more."
     )
     report.note(
         "Where the paper says more or less: sizes follow from how many tokens cost as much as a step's constant, about "
