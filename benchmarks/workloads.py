@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bursts import LATENCY_MODEL, PAPER, send, timed_stack
 from benchmarks.harness import Options, Report, run
@@ -40,7 +41,7 @@ KV_CACHE_MEMORY = 9000 * 8192
 MAX_BATCH = 256
 _ORDER = ("--prefill-policy", "sjf", "--prefill-sched-batch", "16")
 _ADMISSION = ("--decode-policy", "reserve-dynamic", "--max-batch", str(MAX_BATCH))
-_FLAGS = {
+_FLAGS: dict[str, Any] = {
     "prefill_flags": (*_ORDER, "--decode-placement", "heavy-light"),
     "decode_flags": _ADMISSION,
     "colocated_flags": (*_ORDER, *_ADMISSION),
@@ -152,10 +153,11 @@ async def measure_timed(options: Options, report: Report) -> None:
     memory = {"kv_cache_memory": str(KV_CACHE_MEMORY)}
     async with AsyncExitStack() as resources:
         systems = []
-        for name, counts in (
+        sides: tuple[tuple[str, dict[str, Any]], ...] = (
             (DISAGGREGATED, {"prefill_count": 2, "decode_count": 2}),
             (COLOCATED, {"prefill_count": 0, "decode_count": 0, "colocated_count": 4}),
-        ):
+        )
+        for name, counts in sides:
             stack = await resources.enter_async_context(timed_stack(report, **counts, **memory, **_FLAGS))
             client = await resources.enter_async_context(AsyncClient(stack.target))
             systems.append(System(name, stack, client))
@@ -184,10 +186,11 @@ async def measure_tiny(options: Options, report: Report) -> None:
     most_output_tokens = options.choose(256, 136)
     async with AsyncExitStack() as resources:
         systems = []
-        for name, counts in (
+        sides: tuple[tuple[str, dict[str, Any]], ...] = (
             (DISAGGREGATED, {"prefill_count": 1, "decode_count": 1}),
             (COLOCATED, {"prefill_count": 0, "decode_count": 0, "colocated_count": 2}),
-        ):
+        )
+        for name, counts in sides:
             config = StackConfig(model=options.model, restart=False, drain_timeout_s=2.0, **counts, **_FLAGS)
             stack = await resources.enter_async_context(LocalStack(config))
             client = await resources.enter_async_context(AsyncClient(stack.target))
