@@ -17,7 +17,8 @@ from kaveri.engine.timed import TimedRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint
-from kaveri.kv.transports import TRANSPORT_NAMES, make_transports
+from kaveri.kv.transport import Transport
+from kaveri.kv.transports import MOCK, TRANSPORT_NAMES, make_transports, slowed
 from kaveri.profile.file import Profile, ProfiledEngine
 from kaveri.profile.machine import this_machine
 from kaveri.telemetry.logs import get_logger
@@ -61,6 +62,8 @@ class EngineSettings:
     """The host in tickets. None: kv_host."""
     kv_transports: tuple[str, ...] = TRANSPORT_NAMES
     """Where it receives: those on which it listens. Where it sends: those that it tries, the preferred first."""
+    kv_link: str = ""
+    """The emulated link over which it sends; see kaveri.kv.link_speed. Empty: none."""
     fake_model: FakeModel = field(default_factory=FakeModel)
     """Shape, vocabulary and timing of the fake engine; its block_tokens and max_model_len give way to those here.
     The timed engine takes all but the timing, and does not verify KV."""
@@ -73,6 +76,7 @@ def build_engine(settings: EngineSettings) -> StepwiseEngine:
 
     Raises ConfigError, naming the setting.
     """
+    transports = _transports(settings)
     runner, total_blocks = build_runner(settings)
     _heed_profile(runner, settings)
     return StepwiseEngine(
@@ -81,7 +85,7 @@ def build_engine(settings: EngineSettings) -> StepwiseEngine:
         chunk_tokens=settings.chunk_tokens,
         max_batch=settings.max_batch,
         listen=_listen_endpoints(settings),
-        transports=make_transports(settings.kv_transports, settings.kv_advertise_host),
+        transports=transports,
     )
 
 
@@ -126,6 +130,18 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
     log.info("chunks by profile", chunk_tokens=settings.chunk_tokens, profiled_tokens=profile.chunk_tokens)
     if profile.machine != here and not isinstance(runner, TimedRunner):
         log.warning("the profile was measured on another machine", profiled=str(profile.machine), here=str(here))
+
+
+def _transports(settings: EngineSettings) -> tuple[Transport, ...]:
+    reads_kv = settings.engine == "transformers" or (settings.engine == "fake" and settings.fake_model.verify)
+    if MOCK in settings.kv_transports and reads_kv:
+        reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"
+        raise ConfigError("kv_transports", reason)
+    transports = make_transports(settings.kv_transports, settings.kv_advertise_host)
+    if not settings.kv_link:
+        return transports
+    get_logger().warning("kv is pushed over an emulated link", link=settings.kv_link)
+    return slowed(transports, settings.kv_link)
 
 
 def _load_runner(settings: EngineSettings) -> ModelRunner:
@@ -192,7 +208,7 @@ def _listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
 
 
 def _listen_address(transport: str, settings: EngineSettings) -> str:
-    if transport == "tcp":
+    if transport in ("tcp", MOCK):
         return f"{settings.kv_host}:{settings.kv_port}"
     return os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
 

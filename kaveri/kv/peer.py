@@ -62,7 +62,7 @@ class Connection:
             elif not push.finished:
                 sender.stop(push, "accepted before its end")
             else:
-                sender.accept(push, self.transport.name)
+                sender.accept(push, self.transport.label)
 
     def lost(self, reason: str) -> None:
         self._peer.lose(self, reason)
@@ -222,7 +222,7 @@ class Peer:
                 self._connection = connection
                 if self._closing:
                     connection.link.break_off()
-            where = {"transport": transport.name, "address": endpoint.address}
+            where = {"transport": transport.label, "address": endpoint.address}
             get_logger().info("kv peer connected", **where, passed_over=problems)
             return connection
         get_logger().warning("kv peer unreachable", reasons=problems)

@@ -165,6 +165,10 @@ class Transport(Protocol):
         """The `transport` of its endpoints."""
 
     @property
+    def label(self) -> str:
+        """What logs and metrics call it: its name, and how it is emulated where it is."""
+
+    @property
     def capabilities(self) -> Capabilities:
         """What it can do."""
 

@@ -148,7 +148,7 @@ class World:
         landed, accepted = self.landed.wait(ticket), self.pushed.wait(ticket)
         kv_bytes = self.source.memory[:, source_blocks].nbytes
         assert landed == TransferLanded(ticket.transfer_id, kv_bytes, b"note"), landed
-        assert accepted == PushAccepted(ticket.transfer_id, kv_bytes, load_transport(self.factory).name), accepted
+        assert accepted == PushAccepted(ticket.transfer_id, kv_bytes, load_transport(self.factory).label), accepted
         self.expect(ticket, source_blocks)
         self.check_target()
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from kaveri.config import setting
 from kaveri.engine.factory import EngineSettings
 from kaveri.instance.config import InstanceConfig
+from kaveri.kv.link_speed import link_text
 from kaveri.kv.transports import TRANSPORT_NAMES, transport_names
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
@@ -43,10 +44,13 @@ class PrefillConfig(PromptConfig):
         transport_names,
     )
 
+    kv_link: str = setting(
+        "emulated link to push over, for studies: 25Gbps,50us or 200Gbps,800KiB/token; empty: none", "", link_text
+    )
     decode_placement: DecodePlacementPolicy = setting(  # noqa: RUF009
         "power-of-two, heavy-light, least-loaded, round-robin, random or imbalance (the worst case)",
         DecodePlacementPolicy.POWER_OF_TWO,
     )
 
     def engine_settings(self, receives: bool = False) -> EngineSettings:
-        return replace(super().engine_settings(receives), kv_transports=self.kv_transports)
+        return replace(super().engine_settings(receives), kv_transports=self.kv_transports, kv_link=self.kv_link)

@@ -1,23 +1,28 @@
-"""The transports there are. `socket` serves "unix" and "tcp", `shm` processes of one host."""
+"""The transports there are. `socket` serves "unix" and "tcp", `shm` processes of one host, `emulated` studies."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kaveri.kv.link_speed import parse_link_speed
 from kaveri.kv.transport import Transport
+from kaveri.kv.transports.emulated import EmulatedTransport, MockTransport
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
 
 TRANSPORT_NAMES = ("shm", "unix", "tcp")
 """Fastest first: the order in which a sender prefers them."""
+MOCK = "mock"
+"""Moves no bytes; only ever used when asked for."""
+_KNOWN_NAMES = (*TRANSPORT_NAMES, MOCK)
 
 
 def transport_names(text: str) -> tuple[str, ...]:
     """Reads "shm,tcp". Raises ValueError, naming what is unknown."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if unknown := sorted(set(names) - set(TRANSPORT_NAMES)):
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(TRANSPORT_NAMES)}")
+    if unknown := sorted(set(names) - set(_KNOWN_NAMES)):
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(_KNOWN_NAMES)}")
     if not names:
-        raise ValueError(f"names none of {', '.join(TRANSPORT_NAMES)}")
+        raise ValueError(f"names none of {', '.join(_KNOWN_NAMES)}")
     return names
 
 
@@ -36,11 +41,23 @@ def tcp_transport(advertise_host: str | None = None) -> SocketTransport:
     return SocketTransport("tcp", advertise_host=advertise_host)
 
 
+def slowed_tcp_transport() -> Transport:
+    """TCP over an emulated link that is faster than this machine's: for the conformance suite."""
+    return slowed((tcp_transport(),), "100Gbps,10us")[0]
+
+
 def make_transports(names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str | None = None) -> tuple[Transport, ...]:
     """The transports of these names, in this order. advertise_host: see tcp_transport."""
     makers: dict[str, Callable[[], Transport]] = {
         "shm": shm_transport,
         "unix": unix_transport,
         "tcp": partial(tcp_transport, advertise_host),
+        MOCK: partial(MockTransport, advertise_host=advertise_host),
     }
     return tuple(makers[name]() for name in names)
+
+
+def slowed(transports: Sequence[Transport], link: str) -> tuple[Transport, ...]:
+    """The same transports over a link as `link` describes it; see parse_link_speed. Raises ValueError."""
+    speed = parse_link_speed(link)
+    return tuple(EmulatedTransport(transport, speed, link) for transport in transports)

@@ -44,7 +44,7 @@ class ShmTransport(SocketTransport):
             progress_timeout_s=progress_timeout_s,
             connection_limit=connection_limit,
         )
-        self.name = "shm"
+        self.name = self.label = "shm"
         self.capabilities = Capabilities(
             one_sided=True,
             needs_posted_receives=False,

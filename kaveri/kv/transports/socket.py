@@ -37,7 +37,7 @@ copy over loopback tcp up to a third of its speed, once it is made in calls of a
 
 
 class SocketTransport:
-    """Makes links and listeners of one address family: name "tcp" or "unix".
+    """Makes links and listeners of one address family, "tcp" or "unix", which is its name but in subclasses.
 
     advertise_host: the host in the endpoints of a tcp listener on a wildcard address; None says the listening host.
     progress_timeout_s: a frame under way that moves no byte for so long breaks its connection.
@@ -46,15 +46,16 @@ class SocketTransport:
 
     def __init__(
         self,
-        name: str,
+        family: str,
         *,
         advertise_host: str | None = None,
         connect_timeout_s: float = 2.0,
         progress_timeout_s: float = 10.0,
         connection_limit: int = 256,
     ) -> None:
-        assert name in ("tcp", "unix"), name
-        self.name = name
+        assert family in ("tcp", "unix"), family
+        self._is_unix = family == "unix"
+        self.name = self.label = family
         self.advertise_host = advertise_host
         self.connect_timeout_s = connect_timeout_s
         self.progress_timeout_s = progress_timeout_s
@@ -63,7 +64,7 @@ class SocketTransport:
             one_sided=False,
             needs_posted_receives=False,
             memory_kinds=frozenset({"host"}),
-            same_host_only=name == "unix",
+            same_host_only=self._is_unix,
             can_revoke=True,
             write_bytes=4 << 20,
         )
@@ -76,12 +77,15 @@ class SocketTransport:
             stream = self.stream(connection, self.connect_timeout_s)
             stream.send_bytes(pack_hello(0))
             self._require_epoch(unpack_hello(stream.receive_bytes(HELLO_BYTES)), epoch, endpoint)
-            return SocketLink(self.stream(connection, self.progress_timeout_s), pool, listener, endpoint)
+            return self._link(self.stream(connection, self.progress_timeout_s), pool, listener, endpoint)
         except BaseException:
             connection.close()
             raise
 
-    def listen(self, address: str, pool: KvPool, intake: Intake) -> "SocketListener":
+    def _link(self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "SocketLink":
+        return SocketLink(stream, pool, listener, endpoint)
+
+    def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
         """See Transport.listen."""
         return self._listener(address, pool, intake, ReceivingConnection)
 
@@ -106,7 +110,7 @@ class SocketTransport:
 
     def stream(self, connected: socket.socket, progress_timeout_s: float) -> Stream:
         """Sets a connected socket up."""
-        if self.name == "tcp":
+        if not self._is_unix:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(progress_timeout_s * 1e3))
             # An idle peer whose host is gone is found after a minute.
@@ -129,7 +133,7 @@ class SocketTransport:
             raise LinkLost(f"epoch {answering_epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
 
     def _connect(self, address: str) -> socket.socket:
-        if self.name == "tcp":
+        if not self._is_unix:
             return socket.create_connection(_host_and_port(address), self.connect_timeout_s)
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -141,11 +145,11 @@ class SocketTransport:
         return connection
 
     def _listen(self, address: str) -> socket.socket:
-        host, port = _host_and_port(address) if self.name == "tcp" else ("", 0)
-        family = socket.AF_UNIX if self.name != "tcp" else socket.AF_INET6 if ":" in host else socket.AF_INET
+        host, port = ("", 0) if self._is_unix else _host_and_port(address)
+        family = socket.AF_UNIX if self._is_unix else socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.socket(family)
         try:
-            if self.name == "tcp":
+            if not self._is_unix:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listening.bind((host, port))
             else:

@@ -1,0 +1,129 @@
+"""Emulated links: what their text says is how long they take; the mock moves transfers and no bytes."""
+
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.engine.fake import FakeModel
+from kaveri.errors import ConfigError
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.link_speed import LinkSpeed, parse_link_speed
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transport import Transport
+from kaveri.kv.transports import make_transports, slowed
+from kaveri.testing.transport_conformance import Recorder, TransportConformance
+
+LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
+SOURCE = (1, 3)
+
+
+class TestSlowedTcp(TransportConformance):
+    """An emulated link keeps every promise of the one below it."""
+
+    factory = "kaveri.kv.transports:slowed_tcp_transport"
+
+    def address(self, directory: Path) -> str:
+        return "127.0.0.1:0"
+
+
+def push(transports: tuple[Transport, ...], listen: KvEndpoint) -> tuple[PushAccepted, TransferLanded, KvPool, float]:
+    """One transfer of two blocks a layer; also how long it took, in seconds."""
+    source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 4)
+    source.memory[:] = 7
+    pushed, landed = Recorder(), Recorder()
+    with (
+        contextlib.closing(KvReceiver(target, landed, listen=[listen], epoch=1, transports=transports)) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
+    ):
+        ticket = receiver.grant([2, 0], 8, 30.0)
+        began_s = time.monotonic()
+        write_all(sender, ticket)
+        accepted, event = pushed.wait(ticket), landed.wait(ticket)
+        assert isinstance(accepted, PushAccepted), accepted
+        assert isinstance(event, TransferLanded)
+        return accepted, event, target, time.monotonic() - began_s
+
+
+def write_all(sender: KvSender, ticket: Ticket) -> None:
+    sender.open(ticket)
+    for layer in range(LAYOUT.layer_count):
+        sender.write(ticket.transfer_id, layer, 0, SOURCE)
+    sender.finish(ticket.transfer_id, b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "speed"),
+    [
+        ("200Gbps", LinkSpeed(25e9)),
+        ("25Gbps,50us", LinkSpeed(3.125e9, 50 * 1e-6)),
+        ("300GBps", LinkSpeed(300e9)),
+        ("1.5MiBps, 2ms", LinkSpeed(1.5 * 2**20, 2e-3)),
+        ("200Gbps,800KiB/token", LinkSpeed(25e9, 0.0, 800 * 1024)),
+    ],
+)
+def test_link_speeds_are_read_with_their_units(text: str, speed: LinkSpeed) -> None:
+    assert parse_link_speed(text) == speed
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("fast", "'fast'"), ("50us", "no bandwidth"), ("0Gbps", "no bandwidth"), ("1Gbps,", "''")]
+)
+def test_a_link_that_cannot_be_read_is_refused_with_the_part(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        parse_link_speed(text)
+
+
+def test_token_bytes_stand_for_what_a_token_takes_in_the_pool() -> None:
+    speed = parse_link_speed("1MBps,1kB/token")
+    assert speed.transfer_s(pool_bytes=20 * 64, pool_token_bytes=64) == pytest.approx(0.02)
+
+
+def test_an_emulated_link_takes_at_least_its_time_and_its_label_says_so() -> None:
+    # 1,024 bytes at 10,240 bytes a second.
+    link = "10.24KBps,20ms"
+    accepted, _, target, seconds = push(slowed(make_transports(("tcp",)), link), KvEndpoint("tcp", "127.0.0.1:0"))
+    assert accepted.transport == f"tcp at {link}"
+    assert seconds >= 2 * 2 * LAYOUT.block_bytes / 10_240 + 0.02
+    assert (target.memory[:, [0, 2]] == 7).all()
+
+
+def test_an_abort_does_not_wait_for_the_emulated_link() -> None:
+    source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 4)
+    pushed, landed = Recorder(), Recorder()
+    transports = slowed(make_transports(("tcp",)), "1Bps")
+    listen = [KvEndpoint("tcp", "127.0.0.1:0")]
+    with (
+        contextlib.closing(KvReceiver(target, landed, listen=listen, epoch=1, transports=transports)) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
+    ):
+        ticket = receiver.grant([2, 0], 8, 3600.0)
+        write_all(sender, ticket)
+        sender.abort(ticket.transfer_id)
+        # At a byte a second it would have taken many minutes.
+        assert isinstance(pushed.wait(ticket), PushFailed)
+        assert isinstance(landed.wait(ticket), TransferReleased)
+
+
+def test_the_mock_lands_transfers_and_moves_no_bytes() -> None:
+    transports = make_transports(("mock",))
+    accepted, landed, target, _ = push(transports, KvEndpoint("mock", "127.0.0.1:0"))
+    assert accepted.transport == "mock"
+    assert landed.kv_bytes == accepted.kv_bytes == 2 * 2 * LAYOUT.block_bytes
+    assert not target.memory.any()
+
+
+def test_the_mock_is_refused_to_engines_that_read_their_kv() -> None:
+    settings = EngineSettings(receives=True, engine="fake", kv_transports=("mock",), kv_cache_memory_bytes=2**20)
+    with pytest.raises(ConfigError, match="moves no bytes") as raised:
+        build_engine(settings)
+    assert raised.value.field == "kv_transports"
+    engine = build_engine(replace(settings, fake_model=FakeModel(verify=False)))
+    assert [endpoint.transport for endpoint in engine.info.kv_endpoints] == ["mock"]
+    engine.close()
