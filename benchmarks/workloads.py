@@ -4,8 +4,8 @@ TetriInfer's end-to-end comparison (arXiv 2401.11181, section 5.1): light or hea
 tokens) and in decode (more than 128 of answer), and all four mixed; 128 requests of each in one burst. Real services on
 the timed engine: 2 prefill and 2 decode instances against 4 colocated ones, where chunks of prompts ride in the decode
 steps. Mixed also against what the paper compares with, half as many instances whose steps take whole prompts, and as a
-Poisson stream at 0.7 of the burst's lower throughput. Then Mixed on kaveri-tiny with a core for each instance: 1 prefill
-and 1 decode instance against 2 colocated ones.
+Poisson stream at 0.7 of the burst's lowest throughput. Then Mixed on kaveri-tiny with a core for each instance:
+1 prefill and 1 decode instance against 2 colocated ones.
 
 Both systems have the policies of the paper where they have the choice: SJF over 16 prompts, reserve-dynamic, and
 heavy-light placement. Lengths are forced, so both know them, as with a perfect predictor.
@@ -193,9 +193,10 @@ async def measure_timed(options: Options, report: Report) -> None:
             labels = {"engine": "timed", "workload": WorkloadClass.MIXED, "arrivals": "Poisson"}
             await compare(systems, streamed, repeats, report, **labels, rate_per_s=round(rate, 2))
     report.note(
-        "Why TTFT differs from the paper in sign: there two instances are compared with one, and the one computes whole "
-        "prompts in fixed batches; here the numbers are equal and the colocated instances chunk. In a burst TTFT is the "
-        "time to get through the prompts, for which disaggregation has half of the engines and so up to twice the time."
+        "Why TTFT differs from the paper in sign: there two instances are compared with one, and the one computes "
+        "whole prompts in fixed batches; here the numbers are equal and the colocated instances chunk. In a burst TTFT "
+        "is the time to get through the prompts, for which disaggregation has half of the engines and so up to twice "
+        "the time."
     )
     report.note(
         "Why resource time is lower: two decode engines run the batches of four, and in this latency model a step of "
