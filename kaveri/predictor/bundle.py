@@ -83,8 +83,9 @@ class LengthPredictor:
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """The probability of each bucket, for each prompt; each row sums to 1. Blocks.
 
-        prompts: token ids of the served model, computed as one batch that is padded to the longest, so that time and
-        memory grow with len(prompts) times the longest: whoever asks says how many and how long.
+        prompts: token ids of the served model. Those whose lengths lie between the same powers of two are computed as
+        one batch, so that padding at most doubles the work: a short prompt does not pay for a long one. Whoever asks
+        bounds how many come at once.
 
         Raises InvalidArgument for a prompt that is empty or has ids outside the vocabulary.
         """
@@ -108,12 +109,18 @@ class LengthPredictor:
     def _classify(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         import torch
 
-        input_ids, mask = pad_rows(rows, self._pad_token_id)
+        alike: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            alike.setdefault((len(row) - 1).bit_length(), []).append(place)
         device = self._classifier.device
-        with torch.inference_mode():
-            logits = self._classifier(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
-            probabilities: list[list[float]] = logits.double().softmax(dim=-1).tolist()
-        return probabilities
+        found: list[list[float]] = [[] for _ in rows]
+        for places in alike.values():
+            input_ids, mask = pad_rows([rows[place] for place in places], self._pad_token_id)
+            with torch.inference_mode():
+                logits = self._classifier(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
+            for place, probabilities in zip(places, logits.double().softmax(dim=-1).tolist(), strict=True):
+                found[place] = probabilities
+        return found
 
 
 class Retokenizer:

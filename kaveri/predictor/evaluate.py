@@ -28,7 +28,7 @@ class BatchLatency:
     p50_s: float
     p90_s: float
     prompt_tokens: float
-    """Mean length of these prompts, before padding to the longest of a batch."""
+    """Mean length of these prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,14 +91,11 @@ def evaluate(
 def predict_all(
     predictor: LengthPredictor, prompts: Sequence[Sequence[int]], advance: Callable[[int, int], None]
 ) -> list[list[float]]:
-    """predict() for any number of prompts, in their order, with prompts of like length in one batch."""
-    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-    rows: list[list[float]] = [[] for _ in prompts]
-    for start in range(0, len(order), _BATCH):
-        places = order[start : start + _BATCH]
-        for place, row in zip(places, predictor.predict([prompts[place] for place in places]), strict=True):
-            rows[place] = row
-        advance(start + len(places), len(order))
+    """predict() for any number of prompts, in their order."""
+    rows: list[list[float]] = []
+    while len(rows) < len(prompts):
+        rows += predictor.predict(prompts[len(rows) : len(rows) + _BATCH])
+        advance(len(rows), len(prompts))
     return rows
 
 

@@ -12,10 +12,10 @@ from typing import IO
 
 from kaveri.client.answer import ModelInfo
 from kaveri.client.async_client import AsyncClient
-from kaveri.errors import ConfigError, InvalidArgument, NoCapacity, Unavailable
+from kaveri.errors import ConfigError, InvalidArgument, NoCapacity, RequestCancelled, Unavailable
 from kaveri.predictor.labels import Label, read_labels
 from kaveri.predictor.prompts import Prompt
-from kaveri.sampling import SamplingParams
+from kaveri.sampling import FinishReason, SamplingParams
 
 _RETRY_AFTER_S = 1.0
 """When the cluster names no time."""
@@ -118,6 +118,9 @@ class _Run:
                 if asyncio.get_running_loop().time() + wait_s >= give_up_at_s:
                     raise
                 await asyncio.sleep(wait_s)
+        if answer.finish_reason is FinishReason.CANCELLED:
+            # By somebody else, who knows our request's id: its length says nothing.
+            raise RequestCancelled(answer.request_id)
         return Label(
             prompt=prompt,
             model=self._info.name,

@@ -68,10 +68,10 @@ def parse_label(line: str) -> Label:
     content = parse_object(line)
     prompt = parse_prompt(content)
     counts = {}
-    for name in ("vocab_size", "prompt_tokens", "output_tokens"):
+    for name, least in (("vocab_size", 1), ("prompt_tokens", 1), ("output_tokens", 0)):
         value = content.get(name)
-        if type(value) is not int or value < 1:
-            raise MalformedLine(f"{name} is {value!r:.40}; it must be a number of at least 1")
+        if type(value) is not int or value < least:
+            raise MalformedLine(f"{name} is {value!r:.40}; it must be a number of at least {least}")
         counts[name] = value
     model = content.get("model")
     if not isinstance(model, str) or not model:

@@ -89,7 +89,7 @@ def train(labels_path: Path, out: Path, settings: TrainSettings, say: Callable[[
     if checkpoint is not None:
         say(f"going on from {checkpoint.name}")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    epochs = [
+    history = [
         {"epoch": entry["epoch"], "validation_accuracy": entry["eval_accuracy"], "validation_loss": entry["eval_loss"]}
         for entry in trainer.state.log_history
         if "eval_accuracy" in entry
@@ -98,7 +98,7 @@ def train(labels_path: Path, out: Path, settings: TrainSettings, say: Callable[[
         **identity,
         "labels": {split: data.counts[split] for split in Split},
         "parameters": sum(weights.numel() for weights in trainer.model.parameters()),
-        "epochs": epochs,
+        "history": history,
         "best_validation_accuracy": trainer.state.best_metric,
         "resumed_from": checkpoint.name if checkpoint else None,
         "last_run_s": round(time.monotonic() - started_s, 1),
