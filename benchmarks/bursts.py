@@ -25,17 +25,19 @@ _LATE_S = 0.1
 
 
 @contextlib.asynccontextmanager
-async def timed_stack(report: Report, **settings: Any) -> AsyncIterator[LocalStack]:
-    """A stack on the timed engine while the context lasts. settings: StackConfig's. Notes when an instance could not
-    keep the latency model's time."""
+async def timed_stack(report: Report, name: str, **settings: Any) -> AsyncIterator[LocalStack]:
+    """A stack on the timed engine while the context lasts. settings: StackConfig's.
+
+    name: what is measured on it, for a note when an instance could not keep the latency model's time.
+    """
     defaults: dict[str, Any] = {"engine": "timed", "latency_model": LATENCY_MODEL, "restart": False}
     config = StackConfig(**defaults | {"drain_timeout_s": 2.0} | settings)
     async with LocalStack(config) as stack:
         yield stack
         logs = {name: stack.process(name).log_path.read_text(errors="replace") for name in stack.instance_ids}
-    slow = [name for name, log in logs.items() if _TOO_SLOW in log]
+    slow = [instance_id for instance_id, log in logs.items() if _TOO_SLOW in log]
     if slow:
-        report.note(f"this machine was too slow for the latency model at {', '.join(slow)} with {settings}")
+        report.note(f"{name}: this machine was too slow for the latency model at {', '.join(slow)}")
 
 
 async def send(

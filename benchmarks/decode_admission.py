@@ -24,6 +24,7 @@ from kaveri.loadgen.report import jct_s
 from kaveri.loadgen.workload import PlannedRequest, RequestLengths
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.length import RangeEnd
+from kaveri.predictor.prompts import Prompt
 from kaveri.rpc.server import RpcServer
 from kaveri.v1 import predictor_pb2
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceServicer, add_LengthPredictorServiceServicer_to_server
@@ -130,7 +131,7 @@ def plan(count: int, seed: int, most_tokens: int = MOST_ANSWER_TOKENS) -> list[P
     planned = []
     for number in range(count):
         prompt_tokens = round(least * (most / least) ** rng.random())
-        prompt = tuple(rng.randrange(1, MODEL.vocab_size) for _ in range(prompt_tokens))
+        prompt = Prompt("prompt_token_ids", [rng.randrange(1, MODEL.vocab_size) for _ in range(prompt_tokens)])
         lengths = RequestLengths(prompt_tokens, most_tokens)
         planned.append(PlannedRequest(number, number * GAP_S, lengths, prompt))
     return planned
@@ -163,6 +164,7 @@ async def served(
         serving(oracle) as address,
         timed_stack(
             report,
+            f"{policy}, {range_end} end",
             prefill_count=2,
             decode_count=1,
             max_model_len=MAX_MODEL_LEN,
@@ -197,8 +199,8 @@ async def served(
 
 
 def _token_ids(planned: PlannedRequest) -> tuple[int, ...]:
-    assert isinstance(planned.prompt, tuple)
-    return tuple(token_id for token_id in planned.prompt if isinstance(token_id, int))
+    assert planned.prompt is not None
+    return tuple(planned.prompt.content)
 
 
 def _preemptions(metrics_port: int) -> float:

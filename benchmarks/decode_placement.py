@@ -87,6 +87,7 @@ async def placed(
     async with (
         timed_stack(
             report,
+            f"{policy} on {instances}",
             prefill_count=instances // 2,
             decode_count=instances,
             prefill_flags=("--decode-placement", policy),

@@ -103,7 +103,12 @@ async def bursts(setting: Setting, count: int, repeats: int, report: Report) -> 
     taken = []
     async with (
         timed_stack(
-            report, prefill_count=1, decode_count=1, max_model_len=MAX_MODEL_LEN, prefill_flags=(*flags, *chunks)
+            report,
+            setting.name,
+            prefill_count=1,
+            decode_count=1,
+            max_model_len=MAX_MODEL_LEN,
+            prefill_flags=(*flags, *chunks),
         ) as stack,
         AsyncClient(stack.target) as client,
     ):

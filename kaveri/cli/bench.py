@@ -15,7 +15,6 @@ from kaveri.client.async_client import DEFAULT_TARGET
 from kaveri.errors import ConfigError
 from kaveri.loadgen.workload import (
     PlannedRequest,
-    Prompt,
     RequestLengths,
     WorkloadClass,
     draw_lengths,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from kaveri.loadgen.driver import LoadRun, RequestSettings
     from kaveri.loadgen.goodput import GoodputSearch
     from kaveri.loadgen.report import Slo
+    from kaveri.predictor.prompts import Prompt
 
 _WARM_UP_CONCURRENCY = 4
 _WARM_UP_SEED = 2**32
@@ -126,10 +126,12 @@ def bench(
     rng = random.Random(seed)
     texts: list[Prompt] = []
     if prompts is not None:
-        from kaveri.loadgen.prompts import read_prompts
+        from kaveri.predictor.prompts import read_prompts
 
-        texts = read_prompts(prompts, requests)
-        lengths = [RequestLengths(len(text) if _is_token_ids(text) else 0, max_output) for text in texts]
+        texts = [prompt for _, prompt in read_prompts(prompts)[:requests]]
+        lengths = [
+            RequestLengths(len(text.content) if text.kind == "prompt_token_ids" else 0, max_output) for text in texts
+        ]
         times_s: list[float] = []
     else:
         lengths, times_s = _lengths(workload, trace, requests, max_prompt, max_output, rng)
@@ -200,10 +202,6 @@ def _check_goodput(rate: float | None, slo: "Slo", attainment: float, repeats: i
         raise ConfigError("--attainment", f"is {attainment:g}; it must be more than 0 and at most 1")
     if repeats != 1:
         raise ConfigError("--repeats", "does not go with --find-goodput, which runs once at each rate")
-
-
-def _is_token_ids(prompt: Prompt) -> bool:
-    return isinstance(prompt, tuple) and isinstance(prompt[0], int)
 
 
 def _lengths(

@@ -4,14 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from kaveri.client.answer import ServerTiming
 from kaveri.client.async_client import AsyncClient
 from kaveri.errors import KaveriError
-from kaveri.loadgen.workload import PlannedRequest, Prompt, RequestLengths
+from kaveri.loadgen.workload import PlannedRequest, RequestLengths
+from kaveri.predictor.prompts import Prompt
 from kaveri.sampling import SamplingParams
 
 _PROBE_S = 0.02
@@ -154,7 +154,7 @@ class RequestSettings:
         token_ids: list[int] = rng.integers(
             0, min(self.vocab_size, _PROMPT_TOKEN_IDS), planned.lengths.prompt_tokens
         ).tolist()
-        return tuple(token_ids)
+        return Prompt("prompt_token_ids", token_ids)
 
 
 async def _send(
@@ -168,7 +168,7 @@ async def _send(
     )
     record.sent_s = clock.now_s()
     try:
-        stream = client.stream(**_as_argument(prompt), params=params, model=send.model, timeout_s=send.timeout_s)
+        stream = client.stream(**prompt.as_json(), params=params, model=send.model, timeout_s=send.timeout_s)
         async with stream:
             async for chunk in stream:
                 if chunk.token_ids:
@@ -185,13 +185,6 @@ async def _send(
                     record.prompt_tokens = chunk.usage.prompt_tokens
     except KaveriError as error:
         record.error, record.reason = type(error).__name__, str(error)
-
-
-def _as_argument(prompt: Prompt) -> dict[str, Any]:
-    """As AsyncClient.stream takes it."""
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    return {"prompt_token_ids" if isinstance(prompt[0], int) else "messages": prompt}
 
 
 class _Clock:

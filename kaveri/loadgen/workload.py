@@ -5,11 +5,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kaveri.client.request import MessageLike
 from kaveri.errors import ConfigError
+from kaveri.predictor.prompts import Prompt
 
-Prompt = str | tuple[int, ...] | tuple[MessageLike, ...]
-"""Text, token ids, or a conversation."""
 HEAVY_PROMPT_TOKENS = 512
 """A prompt of more tokens is heavy (TetriInfer, arXiv 2401.11181, section 5.1)."""
 HEAVY_OUTPUT_TOKENS = 128
