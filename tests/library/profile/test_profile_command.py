@@ -85,7 +85,8 @@ def test_a_real_model_is_profiled_and_its_instances_take_the_profile(tiny_profil
     model, out = tiny_profile
     found = read_profile(out)
     assert (found.engine.engine, found.engine.dtype, found.engine.device) == ("transformers", "float32", "cpu")
-    assert {point.times.repeats >= 3 for point in (*found.prefill, *found.decode)} == {True}
+    assert min(point.times.repeats for point in found.prefill) >= 3
+    assert min(point.times.repeats for point in found.decode) >= 3
     flags = ["--model", str(model), "--kv-cache-memory", "8MiB", "--profile", str(out)]
     config = parse_config(PrefillConfig, "prefill", flags, {})
     engine = build_engine(config.engine_settings(receives=False))

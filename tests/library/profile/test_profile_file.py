@@ -107,7 +107,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 )
 def test_another_engine_is_refused_with_what_differs(changed: dict[str, str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        make_profile().require_for(replace(FAKE, **changed))  # type: ignore[arg-type]
+        make_profile().require_for(replace(FAKE, **changed))
 
 
 def test_the_same_weights_under_another_name_are_the_same_model() -> None:
