@@ -152,8 +152,11 @@ async def _load_unless_stopped(
 
 def _load(config: PredictorConfig) -> LengthModel:
     # Brings torch, which takes seconds: only once it is known that there is something to do.
+    from transformers.utils import logging
+
     from kaveri.predictor.bundle import LengthPredictor
 
+    logging.disable_progress_bar()
     model = LengthPredictor.load(config.predictor_path, device=config.device)
     check_model(model, config)
     return model

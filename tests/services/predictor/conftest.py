@@ -156,12 +156,25 @@ def bundle_of(tmp_path: Path) -> Callable[..., Path]:
 
     def make(bucket: int, model: str = "fake", bucket_count: int = BUCKETS) -> Path:
         import torch
-
-        from kaveri.predictor.classifier import classifier_from_scratch
+        from transformers import ModernBertConfig, ModernBertForSequenceClassification
 
         folder = tmp_path / f"predictor-{bucket}"
         torch.manual_seed(0)
-        classifier = classifier_from_scratch(1000, 0, bucket_count, 64, 1, 32).model
+        config = ModernBertConfig(
+            vocab_size=1000,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            max_position_embeddings=64,
+            num_labels=bucket_count,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=None,
+            cls_token_id=None,
+            sep_token_id=None,
+        )
+        classifier = ModernBertForSequenceClassification(config)
         with torch.no_grad():
             classifier.classifier.weight.zero_()
             classifier.classifier.bias.copy_(torch.eye(bucket_count)[bucket] * 5)
