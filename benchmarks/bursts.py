@@ -25,7 +25,7 @@ _LATE_S = 0.1
 
 
 @contextlib.asynccontextmanager
-async def timed_stack(report: Report, name: str, **settings: Any) -> AsyncIterator[LocalStack]:
+async def timed_stack(report: Report, name: str = "", **settings: Any) -> AsyncIterator[LocalStack]:
     """A stack on the timed engine while the context lasts. settings: StackConfig's.
 
     name: what is measured on it, for a note when an instance could not keep the latency model's time.
@@ -37,7 +37,8 @@ async def timed_stack(report: Report, name: str, **settings: Any) -> AsyncIterat
         logs = {name: stack.process(name).log_path.read_text(errors="replace") for name in stack.instance_ids}
     slow = [instance_id for instance_id, log in logs.items() if _TOO_SLOW in log]
     if slow:
-        report.note(f"{name}: this machine was too slow for the latency model at {', '.join(slow)}")
+        where = f"{name}: " if name else ""
+        report.note(f"{where}this machine was too slow for the latency model at {', '.join(slow)}")
 
 
 async def send(

@@ -230,20 +230,19 @@ async def measure_async(options: Options, report: Report) -> None:
         "tokens_of_all_requests": [a + sum(b) for a, b in zip(prompt_tokens, lengths, strict=True)],
         "granularity": GRANULARITY,
     }
-    found = await served([GREEDY], bursts, blocks, report)
-    for policy in RESERVING:
-        low = [Setting(policy, accuracy) for accuracy in (PAPER_ACCURACY, 1.0)]
-        found |= await served(low, bursts, blocks, report)
+    policies = [[GREEDY], *([Setting(policy, accuracy) for accuracy in (PAPER_ACCURACY, 1.0)] for policy in RESERVING)]
     if not options.quick:
-        for policy in RESERVING:
-            found |= await served([Setting(policy, 1.0, RangeEnd.HIGH)], bursts, blocks, report)
-    for setting, taken in found.items():
-        report.row("preemptions", [each.preemptions for each in taken], "preemptions", admission=setting.name)
-        report.row("mean JCT", [each.jct_s for each in taken], "s", admission=setting.name)
-        report.row("duration of the burst", [each.duration_s for each in taken], "s", admission=setting.name)
-        asked = sum(each.predicted for each in taken)
-        if asked != count * len(bursts):
-            report.note(f"{setting.name}: the predictor was asked {asked} times for {count * len(bursts)} requests")
+        policies += [[Setting(policy, 1.0, RangeEnd.HIGH)] for policy in RESERVING]
+    found: dict[Setting, list[Served]] = {}
+    for settings in policies:
+        for setting, taken in (await served(settings, bursts, blocks, report)).items():
+            found[setting] = taken
+            report.row("preemptions", [each.preemptions for each in taken], "preemptions", admission=setting.name)
+            report.row("mean JCT", [each.jct_s for each in taken], "s", admission=setting.name)
+            report.row("duration of the burst", [each.duration_s for each in taken], "s", admission=setting.name)
+            asked = sum(each.predicted for each in taken)
+            if asked != count * len(bursts):
+                report.note(f"{setting.name}: the oracle was asked {asked} times for {count * len(bursts)} requests")
     for setting, taken in found.items():
         if setting is not GREEDY:
             pairs = zip(taken, found[GREEDY], strict=True)
