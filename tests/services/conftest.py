@@ -16,6 +16,7 @@ from kaveri.engine.factory import build_engine
 from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.instance.hosting import InstanceHost
 from kaveri.kv.layout import KvLayout
+from kaveri.kv.transports import TRANSPORT_NAMES
 from kaveri.rpc.messages import layout_to_proto, params_to_proto
 from kaveri.rpc.server import open_channel
 from kaveri.sampling import SamplingParams
@@ -217,13 +218,15 @@ class RouterStub:
 class InProcessCluster:
     """Servers that share one in-memory cluster state."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_transports: tuple[str, ...]) -> None:
+        self.kv_transports = kv_transports
         self.state = MemoryCluster()
         self.instances: list[RunningInstance] = []
         self.routers: list[RouterStub] = []
         self._stores: list[MemoryStore] = []
 
     async def prefill(self, instance_id: str = "prefill-0", **settings: Any) -> RunningInstance:
+        settings = {"kv_transports": self.kv_transports, **settings}
         config = PrefillConfig(instance_id=instance_id, engine="fake", **_small(settings))
         engine = build_engine(config.engine_settings(receives=False))
         registry = CollectorRegistry()
@@ -231,6 +234,7 @@ class InProcessCluster:
         return await self._run(instance_id, engine, host, registry)
 
     async def decode(self, instance_id: str = "decode-0", **settings: Any) -> RunningInstance:
+        settings = {"kv_transports": self.kv_transports, **settings}
         config = DecodeConfig(instance_id=instance_id, engine="fake", **_small(settings))
         engine = build_engine(config.engine_settings())
         registry = CollectorRegistry()
@@ -306,8 +310,14 @@ def by_hand() -> Any:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[InProcessCluster]:
-    cluster = InProcessCluster()
+def kv_transports() -> tuple[str, ...]:
+    """Those that the cluster's instances speak; tests of the hand-over itself go through all of them."""
+    return TRANSPORT_NAMES
+
+
+@pytest.fixture
+async def cluster(kv_transports: tuple[str, ...]) -> AsyncIterator[InProcessCluster]:
+    cluster = InProcessCluster(kv_transports)
     try:
         yield cluster
     finally:

@@ -9,6 +9,7 @@ import pytest
 from grpc import aio
 
 from kaveri.engine.fake import FakeModel
+from kaveri.kv.transports import TRANSPORT_NAMES
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
@@ -17,6 +18,11 @@ from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 
 BLOCK_BYTES = 4096  # of the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
+
+
+@pytest.fixture(params=TRANSPORT_NAMES)
+def kv_transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return (request.param,)
 
 
 def prompt(seed: int, token_count: int) -> list[int]:

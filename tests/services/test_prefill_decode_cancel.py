@@ -7,7 +7,14 @@ import grpc
 import pytest
 from grpc import aio
 
+from kaveri.kv.transports import TRANSPORT_NAMES
+
 BLOCK_BYTES = 4096
+
+
+@pytest.fixture(params=TRANSPORT_NAMES)
+def kv_transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return (request.param,)
 
 
 def prompt(seed: int, token_count: int) -> list[int]:
