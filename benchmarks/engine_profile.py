@@ -65,4 +65,4 @@ def profile_once(path: Path, flags: list[str], quick: bool) -> Profile:
 
 
 if __name__ == "__main__":
-    run("profile", measure, description=__doc__)
+    run("engine_profile", measure, description=__doc__)
