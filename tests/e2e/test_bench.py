@@ -1,0 +1,38 @@
+"""`kaveri bench` against a real cluster."""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from kaveri.testing.local_cluster import run_cluster
+
+BENCH = (sys.executable, "-c", "from kaveri.cli.main import main; main()", "bench", "--json")
+EOS = ("--fake-eos-probability", "0.2")
+
+
+async def bench(target: str, *flags: str) -> dict[str, Any]:
+    process = await asyncio.create_subprocess_exec(
+        *BENCH, "--target", target, *flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(90):
+        printed, complaints = await process.communicate()
+    assert process.returncode == 0, complaints.decode()
+    report: dict[str, Any] = json.loads(printed)
+    return report
+
+
+async def test_forced_and_natural_lengths_and_the_resource_time_of_every_instance() -> None:
+    async with run_cluster(decode_count=2, prefill_flags=EOS, decode_flags=EOS) as cluster:
+        load = ("--requests", "8", "--concurrency", "2", "--workload", "LPLD")
+        forced = (await bench(cluster.target, *load))["runs"][0]
+        natural = (await bench(cluster.target, *load, "--natural-length"))["runs"][0]
+    assert (forced["answered"], natural["answered"]) == (8, 8)
+    assert all(row["received_tokens"] == row["output_tokens"] for row in forced["rows"])
+    # Answers of five tokens on average, where 8 to 128 were planned.
+    assert any(row["received_tokens"] < row["output_tokens"] for row in natural["rows"])
+    for run in (forced, natural):
+        times = run["resource_time"]
+        assert {role: of_role["instances"] for role, of_role in times.items()} == {"prefill": 1, "decode": 2}
+        for of_role in times.values():
+            assert 0 < of_role["busy_s"] <= of_role["held_s"]

@@ -1,0 +1,42 @@
+"""What is drawn of runs."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from kaveri.errors import ConfigError
+from kaveri.loadgen.driver import LoadRun, RequestRecord
+from kaveri.loadgen.plot import check_plot, draw_runs
+from kaveri.loadgen.report import Slo
+from kaveri.loadgen.workload import PlannedRequest, RequestLengths
+
+ANSWERED = RequestRecord(PlannedRequest(0, 0.0, RequestLengths(5, 4)), 0.0, 0.0, 0.2, 0.8, 4, [0.2] * 3)
+ONE_TOKEN = RequestRecord(PlannedRequest(1, 0.1, RequestLengths(5, 1)), 0.1, 0.1, 0.3, 0.3, 1)
+FAILED = RequestRecord(PlannedRequest(2, 0.2, RequestLengths(5, 4)), 0.2, 0.2, error="Unavailable", reason="gone")
+
+
+@pytest.mark.parametrize(("name", "beginning"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a.pdf", b"%PDF")])
+def test_runs_are_drawn_in_the_format_of_the_file(tmp_path: Path, name: str, beginning: bytes) -> None:
+    path = tmp_path / name
+    check_plot(path)
+    runs = [("run 1", LoadRun((ANSWERED, ONE_TOKEN, FAILED), 1.0, ())), ("run 2", LoadRun((ANSWERED,), 1.0, ()))]
+    draw_runs(runs, Slo(ttft_s=0.3), "a title", path)
+    assert path.read_bytes().startswith(beginning)
+
+
+def test_runs_of_which_nothing_was_answered_are_drawn_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.svg"
+    draw_runs([("run 1", LoadRun((FAILED,), 1.0, ()))], Slo(), "a title", path)
+    assert path.exists()
+
+
+def test_a_plot_that_could_not_be_written_is_refused_before_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, complaint in ((tmp_path / "a.jpeg", "must end in"), (tmp_path / "none" / "a.svg", "no folder")):
+        with pytest.raises(ConfigError, match=complaint):
+            check_plot(path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        check_plot(tmp_path / "a.svg")
