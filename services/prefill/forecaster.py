@@ -34,7 +34,7 @@ _ANSWER_WITHIN_S = 1.0
 _MAX_CALL_PROMPTS = 64
 _MAX_CALL_TOKENS = 2**18
 """Of one call, but for a single longer prompt: well within the size limit of a message."""
-_LATE_IN_A_ROW = 32
+_LATE_IN_A_ROW = 8
 """Parallel: so many answers that came after their requests were placed are worth a line in the log."""
 _SLIPS = (DeadlineExceeded, InvalidArgument, NoCapacity)
 """What a sound predictor may answer now and then: busy, full, or an odd prompt."""
@@ -228,6 +228,8 @@ class LengthForecaster:
         self._metrics.prediction_seconds.observe(time.monotonic() - call.asked_s)
         if call.health.succeeded():
             get_logger().info("length predictor works", predictor=call.predictor.name, address=call.predictor.address)
+        if not call.wanted:
+            self._came_late()
         for request, predicted in zip(call.requests, ranges, strict=True):
             if request in call.wanted:
                 self._answers[request] = predicted
@@ -278,14 +280,16 @@ class LengthForecaster:
 
     def _count(self, outcome: PredictionOutcome) -> None:
         self._metrics.predictions.labels(outcome).inc()
-        if outcome is PredictionOutcome.LATE and not self.comes_first:
-            self._late_in_a_row += 1
-            if self._late_in_a_row == _LATE_IN_A_ROW:
-                get_logger().warning("length predictions come too late", in_a_row=_LATE_IN_A_ROW)
-        elif outcome is PredictionOutcome.USED:
+        if outcome is PredictionOutcome.USED:
             if self._late_in_a_row >= _LATE_IN_A_ROW:
                 get_logger().info("length predictions come in time again")
             self._late_in_a_row = 0
+
+    def _came_late(self) -> None:
+        """An answer came that nobody waited for any more: the predictor works, but is too slow."""
+        self._late_in_a_row += 1
+        if self._late_in_a_row == _LATE_IN_A_ROW:
+            get_logger().warning("length predictions come too late", in_a_row=_LATE_IN_A_ROW)
 
 
 def _has_room(call: _Call, request: PrefillRequest) -> bool:

@@ -1,0 +1,518 @@
+"""Predictions beside prefill: used when they are there, missed by nobody when they are not. Real gRPC all the way."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from grpc import aio
+from prometheus_client import CollectorRegistry
+
+from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.fake import FakeModel
+from kaveri.policy.length import TokenRange
+from kaveri.sampling import SamplingParams
+from kaveri.v1 import predictor_pb2
+from services.prefill.forecaster import LengthForecaster
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.prediction import PredictionMode
+from services.prefill.requests import PrefillRequest
+
+MODES = ["parallel", "sequential"]
+PATIENT = {"prediction_budget_s": 20.0}
+CHUNKS = {"chunk_tokens": 16, "fake_step_s": 0.05}
+"""A prompt of 60 tokens takes four steps."""
+
+NewPredictor = Callable[..., Awaitable[Any]]
+
+
+def prompt(seed: int, token_count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(token_count)]
+
+
+def expected(token_ids: list[int], token_count: int) -> list[int]:
+    return FakeModel().answer(token_ids, 0, token_count)
+
+
+def outcome(prefill: Any, name: str) -> float:
+    count: float = prefill.metric("kaveri_predictions_total", outcome=name)
+    return count
+
+
+@pytest.fixture
+def said() -> Iterator[Callable[[], list[str]]]:
+    """What the log says about predictors, so far."""
+    with structlog.testing.capture_logs() as entries:
+        yield lambda: [entry["event"] for entry in entries if entry["event"].startswith("length predict")]
+
+
+async def ask(router: Any, prefill: Any, name: str, seed: int = 1, tokens: int = 60, max_tokens: int = 5) -> None:
+    """One request, answered in full."""
+    token_ids = prompt(seed, tokens)
+    call = router.prefill(prefill, name, token_ids, max_tokens=max_tokens)
+    assert await router.answer(call, name) == expected(token_ids, max_tokens)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_prediction_that_is_there_in_time_reaches_the_decode_instance(
+    cluster: Any, by_hand: Any, new_predictor: NewPredictor, mode: str
+) -> None:
+    predictor = await new_predictor()
+    # Half a second for the first chunk, beside which the prediction runs.
+    prefill = await cluster.prefill(prediction=PredictionMode(mode), chunk_tokens=32, fake_step_s=0.5, **PATIENT)
+    decode = await cluster.decode(fake_step_s=0.01)
+    router = await cluster.router()
+    token_ids = prompt(1, 60)
+    call = router.prefill(prefill, "a", token_ids, max_tokens=300)
+    # Heavy: of more than 128 tokens, as predicted.
+    await by_hand.eventually(lambda: decode.load().heavy_requests == 1, "decode knows that it is long")
+    assert await router.answer(call, "a") == expected(token_ids, 300)
+    assert predictor.prompts == [token_ids]
+    assert outcome(prefill, "used") == 1
+    assert prefill.metric("kaveri_prediction_seconds_count") == 1
+
+
+async def test_a_prompt_of_one_chunk_is_placed_within_it_once_the_prediction_is_there(
+    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    prefill = await cluster.prefill(fake_step_s=3.0)
+    await cluster.decode()
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(1, 60), max_tokens=5)
+    await by_hand.eventually(lambda: call.seen("started") and predictor.calls, "the chunk has begun")
+    assert not call.seen("placed")
+    predictor.held.set()
+    await by_hand.eventually(lambda: call.seen("placed"), "it is placed")
+    assert not call.seen("first_token")
+    assert outcome(prefill, "used") == 1
+    assert await router.answer(call, "a") == expected(prompt(1, 60), 5)
+
+
+@pytest.mark.parametrize("settings", [{}, CHUNKS], ids=["one chunk", "four chunks"])
+async def test_in_parallel_nobody_waits_for_a_prediction(
+    cluster: Any, new_predictor: NewPredictor, settings: dict[str, Any]
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    prefill, decode = await cluster.prefill(**settings), await cluster.decode(fake_step_s=0.01)
+    router = await cluster.router()
+    await ask(router, prefill, "a", max_tokens=20)
+    assert len(predictor.calls) == 1
+    assert outcome(prefill, "late") == 1
+    assert outcome(prefill, "used") == 0
+    assert decode.metric("kaveri_decode_requests_total", outcome="finished") == 1
+
+
+async def test_in_sequence_a_request_is_queued_when_its_prediction_is_there(
+    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
+    await cluster.decode()
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(1, 60), max_tokens=5)
+    await by_hand.eventually(lambda: bool(predictor.calls), "the predictor is asked")
+    assert prefill.load().queued_prefill_tokens == 60
+    assert prefill.load().waiting_requests == 1
+    assert prefill.held_blocks == 0
+    assert not call.seen("started")
+    predictor.held.set()
+    assert await router.answer(call, "a") == expected(prompt(1, 60), 5)
+    assert outcome(prefill, "used") == 1
+
+
+async def test_in_sequence_a_request_goes_on_when_the_budget_is_over(
+    cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]]
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, prediction_budget_s=0.05)
+    await cluster.decode()
+    router = await cluster.router()
+    number = 0
+    # Until it has been late three times, with a rest after each.
+    while outcome(prefill, "late") < 3:
+        await ask(router, prefill, f"r{number}")
+        number += 1
+    await ask(router, prefill, "last")
+    assert outcome(prefill, "used") == 0
+    assert said() == ["length predictor does not work; requests go on with unknown length"]
+
+
+def nobody(_: Any) -> predictor_pb2.PredictResponse:
+    return predictor_pb2.PredictResponse(granularity=100)
+
+
+def empty_range(predicted: Any) -> predictor_pb2.PredictResponse:
+    one = predicted(3)
+    one.length.high = one.length.low
+    return predictor_pb2.PredictResponse(predictions=[one], granularity=100)
+
+
+def no_number(predicted: Any) -> predictor_pb2.PredictResponse:
+    one = predicted(3)
+    one.probabilities[3] = float("nan")
+    return predictor_pb2.PredictResponse(predictions=[one], granularity=100)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("garbage", [nobody, empty_range, no_number])
+async def test_garbage_is_not_used_and_said_once(
+    cluster: Any,
+    new_predictor: NewPredictor,
+    predicted: Any,
+    said: Callable[[], list[str]],
+    garbage: Callable[[Any], predictor_pb2.PredictResponse],
+    mode: str,
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.always(garbage(predicted))
+    prefill = await cluster.prefill(prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
+    await cluster.decode()
+    router = await cluster.router()
+    for number in range(6):
+        await ask(router, prefill, f"r{number}", seed=number)
+    assert outcome(prefill, "failed") + outcome(prefill, "late") >= 1
+    assert outcome(prefill, "used") == 0
+    assert said() == ["length predictor does not work; requests go on with unknown length"]
+    predictor.answer = predictor.bucket(3)
+    number = 6
+    while not outcome(prefill, "used"):
+        await ask(router, prefill, f"r{number}", seed=number)
+        number += 1
+    assert said()[1:] == ["length predictor works"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_predictor_for_another_model_is_said_once_and_rests(
+    cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]], mode: str
+) -> None:
+    predictor = await new_predictor(model="other")
+    prefill = await cluster.prefill(prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
+    await cluster.decode()
+    router = await cluster.router()
+    for number in range(6):
+        await ask(router, prefill, f"r{number}")
+    assert outcome(prefill, "failed") + outcome(prefill, "late") == len(predictor.calls)
+    assert len(predictor.calls) + outcome(prefill, "none") == 6
+    assert said() == ["length predictor does not work; requests go on with unknown length"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_dead_predictor_is_missed_by_nobody_and_used_again_when_it_is_back(
+    cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]], mode: str
+) -> None:
+    predictor = await new_predictor()
+    prefill = await cluster.prefill(prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
+    await cluster.decode()
+    router = await cluster.router()
+    number = 0
+    while not outcome(prefill, "used"):
+        await ask(router, prefill, f"first-{number}", seed=number)
+        number += 1
+    await predictor.die()
+    for number in range(6):
+        await ask(router, prefill, f"r{number}", seed=number)
+    assert outcome(prefill, "used") == 1
+    assert said()[1:] == ["length predictor does not work; requests go on with unknown length"]
+    await predictor.leave()
+    await ask(router, prefill, "gone")
+    await predictor.start()
+    number = 6
+    while outcome(prefill, "used") == 1:
+        await ask(router, prefill, f"r{number}", seed=number)
+        number += 1
+    assert said()[2:] == ["length predictor works"]
+
+
+async def test_a_predictor_that_hangs_is_found_out_although_nobody_waits_for_it(
+    cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]]
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    prefill = await cluster.prefill()
+    await cluster.decode()
+    router = await cluster.router()
+    number = 0
+    while not said():
+        await ask(router, prefill, f"r{number}")
+        number += 1
+    assert said() == ["length predictor does not work; requests go on with unknown length"]
+    predictor.held.set()
+    while "length predictor works" not in said():
+        await ask(router, prefill, f"r{number}")
+        number += 1
+
+
+async def test_one_predictor_of_several_may_be_dead(
+    cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]]
+) -> None:
+    predictors = [await new_predictor(f"predictor-{number}") for number in range(3)]
+    await predictors[1].die()
+    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
+    await cluster.decode()
+    router = await cluster.router()
+    for number in range(30):
+        await ask(router, prefill, f"r{number}", tokens=20)
+    assert outcome(prefill, "failed") >= 1
+    assert outcome(prefill, "used") + outcome(prefill, "failed") == 30
+    assert outcome(prefill, "used") == len(predictors[0].prompts) + len(predictors[2].prompts)
+    assert predictors[0].prompts
+    assert predictors[2].prompts
+    assert sum("does not work" in line for line in said()) == 1
+
+
+async def test_what_is_settled_or_needs_no_decode_is_not_asked_about(cluster: Any, new_predictor: NewPredictor) -> None:
+    predictor = await new_predictor()
+    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
+    await cluster.decode()
+    router = await cluster.router()
+    call = router.prefill(prefill, "settled", prompt(1, 20), max_tokens=9, ignore_eos=True)
+    await router.answer(call, "settled")
+    await ask(router, prefill, "one token", max_tokens=1)
+    assert not predictor.calls
+    await ask(router, prefill, "open")
+    assert len(predictor.calls) == 1
+
+
+async def test_switched_off_nobody_is_asked(cluster: Any, new_predictor: NewPredictor) -> None:
+    predictor = await new_predictor()
+    prefill = await cluster.prefill(prediction=PredictionMode.OFF)
+    await cluster.decode()
+    await ask(await cluster.router(), prefill, "a")
+    assert not predictor.calls
+
+
+async def test_without_a_predictor_of_its_model_a_request_goes_on(
+    cluster: Any, said: Callable[[], list[str]], new_predictor: NewPredictor
+) -> None:
+    prefill = await cluster.prefill(model="other", prediction=PredictionMode.SEQUENTIAL, **PATIENT)
+    await cluster.decode(model="other")
+    predictor = await new_predictor()  # registered for another model
+    await ask(await cluster.router(), prefill, "a")
+    assert not predictor.calls
+    assert outcome(prefill, "none") == 1
+    assert not said()
+
+
+async def test_the_predictor_that_an_operator_names_is_the_one_asked(cluster: Any, new_predictor: NewPredictor) -> None:
+    other, named = await new_predictor("other"), await new_predictor("named", registered=False)
+    settings = {"predictor_address": named.address, "prediction": PredictionMode.SEQUENTIAL, **PATIENT}
+    prefill = await cluster.prefill(**settings)
+    await cluster.decode()
+    router = await cluster.router()
+    for number in range(5):
+        await ask(router, prefill, f"r{number}")
+    assert (len(named.calls), len(other.calls)) == (5, 0)
+    assert outcome(prefill, "used") == 5
+
+
+async def test_a_later_attempt_is_asked_about_by_its_prompt_alone(cluster: Any, new_predictor: NewPredictor) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.bucket(1)
+    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
+    await cluster.decode()
+    router = await cluster.router()
+    token_ids = prompt(2, 30)
+    whole = expected(token_ids, 210)
+    for name, generated in (("within", 150), ("outlived", 205)):
+        call = router.prefill(
+            prefill, name, token_ids + whole[:generated], max_tokens=210, attempt=2, generated_count=generated
+        )
+        assert await router.answer(call, name, attempt=2) == whole[generated:]
+    assert predictor.prompts == [token_ids, token_ids]
+    # Predicted are 100 to 199 tokens of the whole answer.
+    assert (outcome(prefill, "used"), outcome(prefill, "outlived")) == (1, 1)
+
+
+async def test_a_prediction_is_cut_to_what_may_be_generated(
+    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    await new_predictor()  # says 300 and more
+    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
+    decode = await cluster.decode(fake_step_s=0.02)
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=50)
+    await by_hand.eventually(lambda: decode.load().light_requests == 1, "decode knows that it is short")
+    assert decode.load().heavy_requests == 0
+    await router.answer(call, "a")
+
+
+async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancelled(
+    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    prefill = await cluster.prefill(max_queue=2, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
+    await cluster.decode()
+    router = await cluster.router()
+    held = [router.prefill(prefill, f"held-{number}", prompt(number, 40), max_tokens=5) for number in range(2)]
+    await by_hand.eventually(lambda: prefill.load().waiting_requests == 2, "both are held")
+    refused = router.prefill(prefill, "refused", prompt(5, 40), max_tokens=5)
+    with pytest.raises(aio.AioRpcError) as full:
+        await refused.ended()
+    assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await by_hand.eventually(lambda: len(predictor.prompts) == 2, "the predictor is asked about both")
+    for call in held:
+        call.call.cancel()
+    await by_hand.eventually(lambda: prefill.load().queued_prefill_tokens == 0, "nothing is queued any more")
+    await by_hand.eventually(lambda: predictor.cancelled == len(predictor.calls), "the predictor is told")
+    predictor.held.set()
+    await ask(router, prefill, "next")
+
+
+async def test_a_draining_instance_finishes_what_waits_for_its_prediction(
+    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, drain_timeout_s=20.0, **PATIENT)
+    await cluster.decode()
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=5)
+    await by_hand.eventually(lambda: bool(predictor.calls), "it is held")
+    prefill.stopping.set()
+    predictor.held.set()
+    assert await router.answer(call, "a") == expected(prompt(1, 20), 5)
+    assert await prefill.stop() == 0
+
+
+async def test_a_colocated_instance_asks_too(cluster: Any, new_predictor: NewPredictor) -> None:
+    predictor = await new_predictor()
+    instance = await cluster.colocated(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
+    router = await cluster.router()
+    await router.subscribe(instance)
+    await ask(router, instance, "a")
+    assert len(predictor.calls) == 1
+    assert outcome(instance, "used") == 1
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    """The forecaster's."""
+    return CollectorRegistry()
+
+
+@pytest.fixture
+async def forecaster(cluster: Any, registry: CollectorRegistry) -> AsyncIterator[LengthForecaster]:
+    """A forecaster by itself, in parallel mode."""
+    prefill = await cluster.prefill(prediction=PredictionMode.OFF)
+    metrics = PrefillMetrics(prefill.engine, registry)
+    forecaster = LengthForecaster(
+        await cluster.store(), "fake", PredictionMode.PARALLEL, 1.0, "", 512, metrics, random.Random(0)
+    )
+    running = asyncio.create_task(forecaster.run())
+    await asyncio.sleep(0)
+    yield forecaster
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def request(number: int, tokens: int = 5) -> PrefillRequest:
+    key = AttemptKey(f"r{number}", number)
+    engine_request = EngineRequest(key, tuple(prompt(number, tokens)), 0, SamplingParams(max_tokens=400, seed=0))
+    now_s = time.monotonic()
+    return PrefillRequest(key, 1, "router", engine_request, now_s, now_s + 60.0)
+
+
+async def test_what_is_accepted_at_the_same_moment_is_asked_in_one_call(
+    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    predictor = await new_predictor()
+    requests = [request(number) for number in range(100)]
+    settled: list[PrefillRequest] = []
+    assert all(forecaster.ask(entry, settled.append) for entry in requests)
+    await by_hand.eventually(lambda: len(settled) == 100, "all are answered")
+    # Two calls, which may overtake one another.
+    assert sorted(len(call.prompts) for call in predictor.calls) == [36, 64]
+    assert sorted(predictor.prompts) == sorted(list(entry.engine_request.token_ids) for entry in requests)
+    assert set(settled) == set(requests)
+    for entry in requests:
+        forecaster.decide(entry)
+        assert entry.predicted_length == TokenRange(300, 400)
+
+
+async def test_a_call_ends_when_nobody_waits_for_any_of_it(
+    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    requests = [request(number) for number in range(3)]
+    settled: list[PrefillRequest] = []
+    for entry in requests:
+        assert forecaster.ask(entry, settled.append)
+    await by_hand.eventually(lambda: bool(predictor.calls), "the predictor is asked")
+    for entry in requests:
+        assert not predictor.cancelled
+        forecaster.forget(entry)
+    await by_hand.eventually(lambda: predictor.cancelled == 1, "the call is cancelled")
+    assert not settled
+
+
+async def test_an_answer_after_the_decision_changes_nothing(
+    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    late = request(1)
+    settled: list[PrefillRequest] = []
+    forecaster.ask(late, settled.append)
+    await by_hand.eventually(lambda: bool(predictor.calls), "the predictor is asked")
+    forecaster.decide(late)
+    predictor.held.set()
+    in_time = request(2)
+    forecaster.ask(in_time, settled.append)
+    await by_hand.eventually(lambda: settled == [in_time], "the next one is answered")
+    forecaster.decide(late)
+    assert late.predicted_length is None
+
+
+async def test_what_ends_before_it_is_sent_is_never_asked(
+    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    predictor = await new_predictor()
+    gone, stays = request(1), request(2)
+    settled: list[PrefillRequest] = []
+    forecaster.ask(gone, settled.append)
+    forecaster.forget(gone)
+    await asyncio.sleep(0)
+    forecaster.ask(stays, settled.append)
+    await by_hand.eventually(lambda: settled == [stays], "the other one is answered")
+    assert predictor.prompts == [list(stays.engine_request.token_ids)]
+
+
+async def test_answers_that_always_come_too_late_are_said_once(
+    forecaster: LengthForecaster,
+    registry: CollectorRegistry,
+    by_hand: Any,
+    new_predictor: NewPredictor,
+    said: Callable[[], list[str]],
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    settled: list[PrefillRequest] = []
+    for number in range(1, 11):
+        entry = request(number)
+        assert forecaster.ask(entry, settled.append)
+        await by_hand.eventually(lambda: len(predictor.calls) == number, "the predictor is asked")  # noqa: B023
+        forecaster.decide(entry)
+        predictor.held.set()
+        answered = "kaveri_prediction_seconds_count"
+        await by_hand.eventually(lambda: registry.get_sample_value(answered) == number, "it answers")  # noqa: B023
+        predictor.held.clear()
+    assert registry.get_sample_value("kaveri_predictions_total", {"outcome": "late"}) == 10
+    assert said() == ["length predictor works", "length predictions come too late"]
+    predictor.answer = predictor.bucket(3)
+    entry = request(11)
+    forecaster.ask(entry, settled.append)
+    await by_hand.eventually(lambda: settled == [entry], "it is answered")
+    forecaster.decide(entry)
+    assert said()[2:] == ["length predictions come in time again"]

@@ -1,0 +1,95 @@
+"""Whom to ask, when not to, and what an answer is worth: pure."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kaveri.policy.length import TokenRange
+from services.prefill.prediction import PredictorHealth, PredictorStatus, choose_predictor, usable_length
+
+
+def statuses(*waiting: int) -> list[PredictorStatus]:
+    return [PredictorStatus(f"p{number}", 1, f"h:{number}", count) for number, count in enumerate(waiting)]
+
+
+def test_of_two_predictors_the_one_with_fewer_prompts_is_asked() -> None:
+    rng = random.Random(0)
+    assert {choose_predictor(statuses(5, 4), rng) for _ in range(50)} == {statuses(5, 4)[1]}
+    assert choose_predictor([], rng) is None
+
+
+def test_the_busiest_of_many_is_never_asked() -> None:
+    rng = random.Random(0)
+    chosen = {choose_predictor(statuses(1, 2, 3, 4), rng) for _ in range(200)}
+    assert {status.name for status in chosen if status is not None} == {"p0", "p1", "p2"}
+
+
+def test_a_predictor_rests_longer_after_each_failure_and_is_then_asked_one_thing_at_a_time() -> None:
+    health = PredictorHealth()
+    now_s, rests = 10.0, []
+    for _ in range(8):
+        assert health.may_be_asked(now_s)
+        health.failed(now_s, now_s, slip=False)
+        rest_s = 0.0
+        while not health.may_be_asked(now_s + rest_s):
+            rest_s += 0.05
+        rests.append(round(rest_s, 2))
+        now_s += rest_s
+    assert rests == sorted(rests)
+    assert 0 < rests[0] < rests[-1] <= 2.05
+    health.outstanding_prompts = 1
+    assert not health.may_be_asked(now_s)
+    health.succeeded()
+    assert health.may_be_asked(now_s)
+
+
+def test_that_it_stopped_and_that_it_works_again_is_news_once() -> None:
+    health = PredictorHealth()
+    assert health.succeeded()
+    assert not health.succeeded()
+    assert health.failed(1.0, 1.1, slip=False)
+    assert not health.failed(2.0, 2.1, slip=False)
+    assert not health.left()
+    assert health.succeeded()
+
+
+def test_a_slip_now_and_then_is_no_news_three_in_a_row_are() -> None:
+    health = PredictorHealth()
+    for start in (1.0, 2.0, 3.0):
+        assert not health.failed(start, start, slip=True)
+        health.succeeded()
+    assert [health.failed(start, start, slip=True) for start in (4.0, 5.0, 6.0, 7.0)] == [False, False, True, False]
+
+
+def test_calls_that_fail_together_are_one_failure() -> None:
+    health = PredictorHealth()
+    for asked_s in (1.0, 1.01, 1.02):
+        health.failed(asked_s, 1.05, slip=False)
+    assert health.may_be_asked(1.05 + 0.11)
+
+
+def test_a_new_life_need_not_rest_for_the_former_one() -> None:
+    health = PredictorHealth()
+    health.reborn(1)
+    health.failed(1.0, 1.0, slip=False)
+    health.reborn(1)
+    assert not health.may_be_asked(1.01)
+    health.reborn(2)
+    assert health.may_be_asked(1.01)
+
+
+@given(st.integers(0, 400), st.integers(1, 100), st.integers(0, 600), st.integers(1, 600))
+def test_a_usable_length_is_within_what_may_be_generated_and_not_outlived(
+    low: int, width: int, generated: int, most: int
+) -> None:
+    predicted = TokenRange(low, low + width)
+    usable = usable_length(predicted, generated, most)
+    if usable is None:
+        # The answer goes on, so that it is longer than what it has.
+        assert generated + 1 >= min(predicted.high, most + 1)
+    else:
+        assert usable.low <= low
+        assert usable.high <= most + 1
+        assert usable.high - 1 > generated
+        assert usable.low == min(low, most)
