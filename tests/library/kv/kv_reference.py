@@ -1,0 +1,138 @@
+"""The plain reference of the tests of mapped layouts: one array of the whole model, no strides, no plan."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from kaveri.kv.layout import ELEMENT_BYTES, KvLayout
+from kaveri.kv.partition import ORDERS, KvPartition
+from kaveri.kv.pool import KvPool
+
+MARK = 0xEE
+"""What stands wherever nothing was written."""
+
+Reference = npt.NDArray[np.uint8]
+"""[layer, token, K or V, head, byte of the head], uint8."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The pools of all ranks of an instance, with one request in each."""
+
+    partition: KvPartition
+    pools: tuple[KvPool, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, partition: KvPartition, token_count: int, chance: np.random.Generator, spare: int = 3) -> "Instance":
+        """Pools full of MARK, blocks in an order of chance, some of them neighbours."""
+        count = partition.layout.block_count(token_count)
+        pools, ids = [], []
+        for rank in range(partition.rank_count):
+            pool = KvPool(partition.rank_layout(rank), count + spare)
+            pool.memory.fill(MARK)
+            order = np.arange(count + spare)
+            if chance.random() < 0.7:
+                cut = chance.integers(0, count + spare)
+                order = np.concatenate((chance.permutation(order[:cut]), order[cut:]))
+            pools.append(pool)
+            ids.append(tuple(order[:count].tolist()))
+        return cls(partition, tuple(pools), tuple(ids))
+
+    def write(self, reference: Reference) -> None:
+        """Stores all tokens of the reference, byte by byte's place."""
+        for rank in range(self.partition.rank_count):
+            for token in range(reference.shape[1]):
+                self.rows(rank, token)[:] = reference[:, token][self._part(rank)]
+
+    def read(self, rank: int, token_count: int) -> Reference:
+        """[the rank's layers, token, K or V, the rank's heads, byte]."""
+        return np.stack([self.rows(rank, token) for token in range(token_count)], axis=1)
+
+    def rows(self, rank: int, token: int) -> Reference:
+        """The KV of one token on one rank, [layer, K or V, head, byte]; a view."""
+        layout = self.pools[rank].layout
+        block = self.pools[rank].memory[:, self.block_ids[rank][token // layout.block_tokens]]
+        within = token % layout.block_tokens
+        row_bytes = layout.head_dim * ELEMENT_BYTES[layout.dtype]
+        if layout.order == "2NHD":
+            return block.reshape(-1, 2, layout.block_tokens, layout.kv_head_count, row_bytes)[:, :, within]
+        return block.reshape(-1, 2, layout.kv_head_count, layout.block_tokens, row_bytes)[:, :, :, within]
+
+    def expected(self, rank: int, reference: Reference) -> Reference:
+        """What read() should give."""
+        layers, heads = self.partition.layers(rank), self.partition.heads(rank)
+        return reference[layers.start : layers.stop, :, :, heads.start : heads.stop]
+
+    def assert_holds(self, reference: Reference, tokens: range) -> None:
+        """Those tokens are the reference's, and every other byte of every pool is a MARK."""
+        for rank, pool in enumerate(self.pools):
+            expected = self.expected(rank, reference)
+            for token in tokens:
+                assert np.array_equal(self.rows(rank, token), expected[:, token]), f"rank {rank}, token {token}"
+            kept = pool.memory.copy()
+            for token in tokens:
+                self.rows(rank, token)[:] = MARK
+            assert (pool.memory == MARK).all(), f"rank {rank}: something was written beside the tokens"
+            pool.memory[:] = kept
+
+    def _part(self, rank: int) -> tuple[slice, slice, slice]:
+        layers, heads = self.partition.layers(rank), self.partition.heads(rank)
+        return slice(layers.start, layers.stop), slice(None), slice(heads.start, heads.stop)
+
+
+def make_reference(layout: KvLayout, token_count: int, chance: np.random.Generator) -> Reference:
+    """Random bytes, none of them a MARK."""
+    row_bytes = layout.head_dim * ELEMENT_BYTES[layout.dtype]
+    shape = (layout.layer_count, token_count, 2, layout.kv_head_count, row_bytes)
+    return chance.integers(0, MARK, shape, dtype=np.uint8)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> KvLayout:
+    """Whole models, small ones."""
+    return KvLayout(
+        "model",
+        layer_count=draw(st.integers(1, 7)),
+        block_tokens=draw(st.sampled_from((16, 32, 48, 64, 128))),
+        kv_head_count=draw(st.sampled_from((1, 2, 4, 8))),
+        head_dim=draw(st.sampled_from((1, 3, 4, 8))),
+        dtype=draw(st.sampled_from(sorted(ELEMENT_BYTES))),
+        order=draw(st.sampled_from(ORDERS)),
+    )
+
+
+@st.composite
+def partitions(draw: st.DrawFn, layout: KvLayout) -> KvPartition:
+    """Ways to partition one model: its own block size and order each time."""
+    layout = replace(
+        layout,
+        block_tokens=draw(st.sampled_from((16, 32, 48, 64, 128))),
+        order=draw(st.sampled_from(ORDERS)),
+    )
+    stages = draw(st.integers(1, min(4, layout.layer_count)))
+    ends = (
+        draw(st.lists(st.integers(1, layout.layer_count - 1), min_size=stages - 1, max_size=stages - 1, unique=True))
+        if (stages > 1)
+        else []
+    )
+    edges = [0, *sorted(ends), layout.layer_count]
+    sizes = tuple(end - begin for begin, end in itertools.pairwise(edges))
+    return KvPartition(layout, sizes, draw(st.sampled_from((1, 2, 4))))
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[KvPartition, KvPartition]:
+    """Two partitions of one model."""
+    layout = draw(layouts())
+    return draw(partitions(layout)), draw(partitions(layout))
+
+
+@st.composite
+def token_ranges(draw: st.DrawFn, most: int = 300) -> range:
+    """Some of the tokens of a request, at least one."""
+    stop = draw(st.integers(1, most))
+    return range(draw(st.sampled_from((0, 0, draw(st.integers(0, stop - 1))))), stop)
