@@ -188,11 +188,16 @@ class DecodeInstance:
             light_requests=len(self._requests) - heavy_count,
         )
 
-    def kept_blocks(self) -> int:
-        """Free blocks that the policy keeps for what is here; nothing new may take them."""
+    def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
+        """Free blocks that the policy keeps for what is here; nothing new may take them.
+
+        coming: the request that will be adopted next, with its predicted length. It runs first when nobody is here.
+        """
         if self._policy is AdmissionPolicy.GREEDY:
             return 0
         batch = self._running() or tuple(map(self._running_request, itertools.islice(self._requests, 1)))
+        if not batch and coming is not None:
+            batch = (self._running_request(self._request(coming[0], attempt=0, router_id="", predicted=coming[1])),)
         return kept_blocks(self._policy, batch, self._info.layout.block_tokens, self._range_end)
 
     def drain(self) -> None:
@@ -264,24 +269,29 @@ class DecodeInstance:
         timeout_s: float,
         predicted_length: TokenRange | None,
     ) -> DecodeRequest:
-        token_count, generated_count = len(engine_request.token_ids), engine_request.generated_count
-        prompt_tokens = token_count - generated_count
-        request = DecodeRequest(
-            key=engine_request.key,
-            attempt=attempt,
-            router_id=router_id,
-            token_count=token_count,
-            generated_count=generated_count,
-            predicted_length=self._cut(predicted_length, prompt_tokens, engine_request.params),
-            heavy=self._thresholds.is_heavy(predicted_length, prompt_tokens),
-            reserved_s=time.monotonic(),
-        )
+        request = self._request(engine_request, attempt, router_id, predicted_length)
         timeout_s = min(timeout_s, _LONGEST_REQUEST_S)
         request.deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, request)
         self._requests.add(request)
         self._idle.clear()
         self.streams.expect(router_id)
         return request
+
+    def _request(
+        self, engine_request: EngineRequest, attempt: int, router_id: str, predicted: TokenRange | None
+    ) -> DecodeRequest:
+        token_count, generated_count = len(engine_request.token_ids), engine_request.generated_count
+        prompt_tokens = token_count - generated_count
+        return DecodeRequest(
+            key=engine_request.key,
+            attempt=attempt,
+            router_id=router_id,
+            token_count=token_count,
+            generated_count=generated_count,
+            predicted_length=self._cut(predicted, prompt_tokens, engine_request.params),
+            heavy=self._thresholds.is_heavy(predicted, prompt_tokens),
+            reserved_s=time.monotonic(),
+        )
 
     def _land(self, request: DecodeRequest, now_s: float) -> None:
         request.phase = Phase.LANDED

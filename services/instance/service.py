@@ -20,6 +20,7 @@ from services.decode.metrics import DecodeMetrics
 from services.instance.adoption import Adoption
 from services.instance.config import ColocatedConfig
 from services.instance.instance import ColocatedInstance
+from services.instance.room import PromptRoom
 from services.instance.server import ColocatedDecodeServer
 from services.prefill import server as prefill_server
 from services.prefill.forecaster import LengthForecaster
@@ -61,7 +62,7 @@ def colocated_host(
         metrics,
         lambda prefill: Adoption(config.instance_id, prefill, decode),
         scheduling_batch=config.prefill_sched_batch,
-        kept_blocks=decode.kept_blocks,
+        has_room=PromptRoom(engine, decode).has_room,
         forecaster=LengthForecaster.configured(config, store, engine, metrics),
     )
     incarnation = new_incarnation()

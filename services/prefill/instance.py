@@ -28,7 +28,7 @@ from kaveri.telemetry.logs import get_logger
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.hand_over import HandOver
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.queue import PrefillQueue
+from services.prefill.queue import HasRoom, PrefillQueue
 from services.prefill.requests import FirstTokenDrawn, HandedOver, PrefillRequest, Started
 
 _BLOCKS_RETRY_S = 0.02
@@ -51,19 +51,19 @@ class PrefillInstance:
         metrics: PrefillMetrics,
         hand_over: Callable[["PrefillInstance"], HandOver],
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
-        kept_blocks: Callable[[], int] = lambda: 0,
+        has_room: HasRoom | None = None,
         forecaster: LengthForecaster | None = None,
     ) -> None:
         """max_queue: requests that wait for the engine. hand_over: makes what takes the requests on from here.
 
-        scheduling_batch: most prompts that the policy orders together. kept_blocks: how many free blocks are not for
-        prompts, where the engine decodes as well. forecaster: says how long answers will be; None: nobody does.
+        scheduling_batch: most prompts that the policy orders together. has_room: asked before a prompt is submitted,
+        where the engine decodes as well. forecaster: says how long answers will be; None: nobody does.
         """
         self._engine = engine
         self._info = engine.info
         self._chunk_tokens = chunk_tokens
         self._metrics = metrics
-        self._queue = PrefillQueue(engine, policy, chunk_tokens, max_queue, scheduling_batch, kept_blocks)
+        self._queue = PrefillQueue(engine, policy, chunk_tokens, max_queue, scheduling_batch, has_room)
         self._hand_over = hand_over(self)
         self._forecaster = forecaster
         self._numbers = itertools.count(1)

@@ -5,7 +5,7 @@ work ahead: one that it computes, one so that it never idles.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kaveri.engine.contract import PrefillEngine
 from kaveri.errors import EngineError, InvalidArgument, NoCapacity
@@ -13,6 +13,9 @@ from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy, Pro
 from services.prefill.requests import PrefillRequest
 
 _CHUNKS_AHEAD = 2
+
+HasRoom = Callable[[PrefillRequest, Collection[PrefillRequest]], bool]
+"""Whether a prompt may be submitted beside those that are being computed, the earliest submitted first."""
 
 
 class PrefillQueue:
@@ -25,23 +28,23 @@ class PrefillQueue:
         chunk_tokens: int,
         max_waiting: int,
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
-        kept_blocks: Callable[[], int] = lambda: 0,
+        has_room: HasRoom | None = None,
     ) -> None:
         """max_waiting: requests not submitted yet; add() refuses more.
 
-        scheduling_batch: most prompts that the policy orders together. kept_blocks: how many of the engine's free
-        blocks no prompt may take now.
+        scheduling_batch: most prompts that the policy orders together. has_room: asked before a prompt is submitted,
+        where not all free blocks are for prompts.
         """
         self._engine = engine
         self._schedule = PromptSchedule(policy, scheduling_batch)
         self._limit_tokens = _CHUNKS_AHEAD * chunk_tokens
         self._max_waiting = max_waiting
-        self._kept_blocks = kept_blocks
+        self._has_room = has_room
         self._held: set[PrefillRequest] = set()
         self._waiting: dict[int, PrefillRequest] = {}
         self._prompts: dict[PrefillRequest, WaitingPrompt] = {}
         self._arrivals = itertools.count(1)
-        self._computing: set[PrefillRequest] = set()
+        self._computing: dict[PrefillRequest, None] = {}
         self._computing_tokens = 0
         self._waiting_tokens = 0
         self.out_of_blocks = False
@@ -81,7 +84,7 @@ class PrefillQueue:
         elif (prompt := self._prompts.get(request)) is not None:
             self._leave(request, prompt)
         elif request in self._computing:
-            self._computing.remove(request)
+            del self._computing[request]
             self._computing_tokens -= request.token_count - request.computed_tokens
 
     def advance(self, request: PrefillRequest, computed_tokens: int) -> None:
@@ -90,7 +93,7 @@ class PrefillQueue:
             self._computing_tokens -= computed_tokens - request.computed_tokens
             request.computed_tokens = computed_tokens
             if computed_tokens == request.token_count:
-                self._computing.remove(request)
+                del self._computing[request]
 
     def submit(self) -> list[tuple[PrefillRequest, InvalidArgument]]:
         """Gives the engine what it needs now. Returns the requests that it says can never fit; they wait no more."""
@@ -98,8 +101,10 @@ class PrefillQueue:
         self.out_of_blocks = False
         while self._computing_tokens < self._limit_tokens and (prompt := self._schedule.head()) is not None:
             request = self._waiting[prompt.arrival_number]
+            if self._has_room is not None and not self._has_room(request, self._computing):
+                self.out_of_blocks = True
+                break
             try:
-                self._require_room(request)
                 self._engine.prefill(request.engine_request)
             except NoCapacity:
                 self.out_of_blocks = True
@@ -109,7 +114,7 @@ class PrefillQueue:
             except InvalidArgument as error:
                 refused.append((request, error))
             else:
-                self._computing.add(request)
+                self._computing[request] = None
                 self._computing_tokens += request.token_count
             self._leave(request, prompt)
         return refused
@@ -119,11 +124,3 @@ class PrefillQueue:
         del self._waiting[prompt.arrival_number]
         del self._prompts[request]
         self._waiting_tokens -= request.token_count
-
-    def _require_room(self, request: PrefillRequest) -> None:
-        kept = self._kept_blocks()
-        if not kept:
-            return
-        needed = self._engine.info.layout.block_count(request.token_count)
-        if needed > self._engine.stats().free_blocks - kept:
-            raise NoCapacity("prefill", retry_after_s=0.5, reason=f"{kept} free KV blocks are kept for answers")
