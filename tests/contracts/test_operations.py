@@ -10,6 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 import services.router.metrics
 from kaveri.engine.factory import EngineSettings, build_engine
 from services.decode.metrics import DecodeMetrics
+from services.predictor.metrics import PredictorMetrics
 from services.prefill.metrics import PrefillMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,9 +31,10 @@ def _facts(registry: CollectorRegistry) -> Iterator[Facts]:
 def _registered() -> dict[str, set[Facts]]:
     engine = build_engine(EngineSettings(receives=False, engine="fake", kv_cache_memory_bytes=2**20))
     try:
-        of = {"prefill": CollectorRegistry(), "decode": CollectorRegistry()}
+        of = {role: CollectorRegistry() for role in ("prefill", "decode", "predictor")}
         PrefillMetrics(engine, of["prefill"])
         DecodeMetrics(engine, of["decode"])
+        PredictorMetrics(of["predictor"])
     finally:
         engine.close()
     routers = {id(metric) for metric in vars(services.router.metrics).values()}
@@ -44,11 +46,11 @@ def _registered() -> dict[str, set[Facts]]:
 
 
 def test_every_metric_is_documented_as_it_is() -> None:
-    documented: dict[str, set[Facts]] = {"router": set(), "prefill": set(), "decode": set()}
+    registered = _registered()
+    documented: dict[str, set[Facts]] = {role: set() for role in registered}
     for name, roles, kind, labels, _ in _ROW.findall((ROOT / "docs" / "operations.md").read_text()):
         for role in roles.split(", "):
             documented[role].add((name, kind, tuple(labels.split(", ")) if labels else ()))
-    registered = _registered()
     assert all(len(facts) > 5 for facts in registered.values()), "the registries were not read"
     assert documented == registered
 
