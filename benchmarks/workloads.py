@@ -193,9 +193,9 @@ async def measure_timed(options: Options, report: Report) -> None:
             labels = {"engine": "timed", "workload": WorkloadClass.MIXED, "arrivals": "Poisson"}
             await compare(systems, streamed, repeats, report, **labels, rate_per_s=round(rate, 2))
     report.note(
-        "Where TTFT is longer and in the paper shorter: there two instances are compared with one, and the one computes "
-        "whole prompts in fixed batches; here the numbers are equal and the colocated instances chunk. In a burst TTFT "
-        "is the time to get through the prompts, for which disaggregation has half of the engines."
+        "Where TTFT is longer and in the paper shorter: there two instances are compared with one, and the one "
+        "computes whole prompts in fixed batches; here the numbers are equal and the colocated instances chunk. In a "
+        "burst TTFT is the time to get through the prompts, for which disaggregation has half of the engines."
     )
     report.note(
         "Where resource time is lower: two decode engines run the batches of four, and in this latency model a step of "
@@ -204,9 +204,9 @@ async def measure_timed(options: Options, report: Report) -> None:
         "workload; the paper flips idle ones to the other role (section 3.5), and here none changes its role."
     )
     report.note(
-        "JCT gains less than in the paper at best: the KV pools are roomy here, so that nothing is preempted, and a "
-        "chunk of 512 beside a decode step costs at most about three of those, where a batch of whole prompts costs "
-        "many."
+        "Where JCT is not shorter, as it is in the paper: it has TTFT in it; the KV pools are roomy here, so that "
+        "nothing is preempted; and a chunk of 512 makes a decode step about three times as long, where a batch of "
+        "whole prompts makes it many times as long."
     )
 
 
