@@ -18,6 +18,9 @@ from kaveri.local.stack import LocalStack
 
 LATENCY_MODEL = "opt-13b-a100-tp2"
 PAPER = "TetriInfer (arXiv 2401.11181)"
+SHAREGPT_PROMPT_TOKENS = (14, 26, 45, 79, 134, 226, 351, 472, 589, 702, 822, 935, 1062, 1209, 1378, 1626)
+"""Prompt tokens of ShareGPT at the middle of each sixteenth: requests of at most 2048 tokens in all, from the lengths
+published with sarathi-serve (sharegpt_8k_filtered_stats_llama2_tokenizer.csv, Apache-2.0)."""
 _TIMEOUT_S = 300.0
 _MAX_IN_FLIGHT = 4096
 _TOO_SLOW = "this machine is too slow for the latency model"

@@ -1,7 +1,7 @@
 """Decode admission on a tight KV pool: greedy, reserve-static and reserve-dynamic, with predictions right or wrong.
 
 TetriInfer's section 5.2.3 and figure 18, on real services with the timed engine: 256 requests in one burst to one
-decode instance whose pool holds less than half of what they grow to. Answers end by themselves, so nothing but a
+decode instance whose pool holds a fifth of what they grow to. Answers end by themselves, so nothing but a
 prediction tells their lengths; it goes the real way: a predictor service, asked by the prefill instances, whose answer
 travels with each reservation. The predictor is an oracle. It can know the true lengths, because a made-up answer
 follows from its prompt, and it errs as often as it is told to, by a seeded draw per prompt.
@@ -16,10 +16,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.bursts import LATENCY_MODEL, PAPER, read_metric, send, timed_stack
+from benchmarks.bursts import LATENCY_MODEL, PAPER, SHAREGPT_PROMPT_TOKENS, read_metric, send, timed_stack
 from benchmarks.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.engine.fake import FakeModel
+from kaveri.loadgen.driver import LoadRun
 from kaveri.loadgen.report import jct_s
 from kaveri.loadgen.workload import PlannedRequest, RequestLengths
 from kaveri.policy.admission import AdmissionPolicy
@@ -32,12 +33,9 @@ from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceServicer, add_Len
 MEDIAN_ANSWER_TOKENS = 128
 """ShareGPT's in the paper (section 5.1)."""
 EOS_PROBABILITY = 1 - 0.5 ** (1 / MEDIAN_ANSWER_TOKENS)
-"""Makes answers of that median; their lengths are geometric, with a mean of 185."""
+"""Makes answers of that median; their lengths are geometric, with a mean of 185, before they are cut."""
 MODEL = FakeModel(eos_probability=EOS_PROBABILITY)
-PROMPT_TOKENS = (16, 512)
-"""Light prompts, uniform in their logarithm."""
-MOST_ANSWER_TOKENS = 1024
-MAX_MODEL_LEN = 2048
+MOST_ANSWER_TOKENS = 512
 POOL_BLOCKS = 2400
 """38 400 tokens, what two V100 of 32 GB hold beside OPT-13B's weights: 90 % of 64 GB, less 26 GB, at 819 200 bytes."""
 BLOCK_BYTES = MODEL.layout.layer_count * MODEL.layout.block_bytes
@@ -58,8 +56,9 @@ class Oracle(LengthPredictorServiceServicer):
         """requests: those that may come; a wrong bucket is one of theirs."""
         self.accuracy = 1.0
         self.asked = 0
-        self._most_tokens = requests[0].lengths.output_tokens
-        self._workload_buckets = [true_length(entry) // GRANULARITY for entry in requests]
+        # Made here, not while the burst is on its way through the same event loop.
+        self._lengths = {_token_ids(entry): true_length(entry) for entry in requests}
+        self._workload_buckets = [length // GRANULARITY for length in self._lengths.values()]
         self._bucket_count = 1 + MOST_ANSWER_TOKENS // GRANULARITY
 
     async def Predict(  # noqa: N802
@@ -70,7 +69,7 @@ class Oracle(LengthPredictorServiceServicer):
         return predictor_pb2.PredictResponse(predictions=predictions, granularity=GRANULARITY, version="oracle")
 
     def _prediction(self, token_ids: tuple[int, ...]) -> predictor_pb2.LengthPrediction:
-        bucket = answer_length(token_ids, self._most_tokens) // GRANULARITY
+        bucket = self._lengths[token_ids] // GRANULARITY
         rng = random.Random(",".join(map(str, token_ids)))
         others = [other for other in self._workload_buckets if other != bucket]
         if others and rng.random() >= self.accuracy:
@@ -109,28 +108,21 @@ class Served:
     jct_s: float
     """Mean, from when a request was due to its last token."""
     duration_s: float
-    predicted: int
-    """Prompts that the oracle was asked about."""
 
 
 def true_length(planned: PlannedRequest) -> int:
-    """Tokens of the answer that this request will get."""
-    return answer_length(_token_ids(planned), planned.lengths.output_tokens)
-
-
-def answer_length(token_ids: Sequence[int], most_tokens: int) -> int:
-    """Tokens of the answer to a prompt, its end-of-sequence token included."""
-    answer = MODEL.answer(token_ids, 0, most_tokens)
+    """Tokens of the answer that this request will get, its end-of-sequence token included."""
+    most_tokens = planned.lengths.output_tokens
+    answer = MODEL.answer(_token_ids(planned), 0, most_tokens)
     return answer.index(MODEL.eos_token_id) + 1 if MODEL.eos_token_id in answer else most_tokens
 
 
 def plan(count: int, seed: int, most_tokens: int = MOST_ANSWER_TOKENS) -> list[PlannedRequest]:
     """A burst. The planned answer length is the limit, as of a user who does not know it."""
     rng = random.Random(seed)
-    least, most = PROMPT_TOKENS
     planned = []
     for number in range(count):
-        prompt_tokens = round(least * (most / least) ** rng.random())
+        prompt_tokens = rng.choice(SHAREGPT_PROMPT_TOKENS)
         prompt = Prompt("prompt_token_ids", [rng.randrange(1, MODEL.vocab_size) for _ in range(prompt_tokens)])
         lengths = RequestLengths(prompt_tokens, most_tokens)
         planned.append(PlannedRequest(number, number * GAP_S, lengths, prompt))
@@ -156,8 +148,9 @@ async def served(
     """The bursts under settings that differ in accuracy only, on one stack; a few requests before are not counted."""
     (policy,) = {setting.policy for setting in settings}
     (range_end,) = {setting.range_end for setting in settings}
-    oracle = Oracle([entry for burst in bursts for entry in burst])
-    metrics_port = _free_port()
+    warm_up = plan(8, 0, 64)
+    oracle = Oracle([*warm_up, *(entry for burst in bursts for entry in burst)])
+    metrics_port = free_port()
     natural = ("--fake-eos-probability", str(EOS_PROBABILITY))
     taken: dict[Setting, list[Served]] = {setting: [] for setting in settings}
     async with (
@@ -165,9 +158,8 @@ async def served(
         timed_stack(
             report,
             f"{policy}, {range_end} end",
-            prefill_count=2,
+            prefill_count=4,
             decode_count=1,
-            max_model_len=MAX_MODEL_LEN,
             # Sequential, with time enough: what is compared is what the policies make of a prediction that is there.
             prefill_flags=(
                 *natural,
@@ -176,26 +168,67 @@ async def served(
             ),
             decode_flags=(
                 *natural,
-                *("--decode-policy", policy, "--decode-range-end", range_end),
-                *("--max-batch", str(MAX_BATCH), "--kv-cache-memory", str(blocks * BLOCK_BYTES)),
-                *("--metrics-port", str(metrics_port)),
+                *admission_flags(policy, range_end, blocks * BLOCK_BYTES, metrics_port),
             ),
         ) as stack,
         AsyncClient(stack.target) as client,
     ):
-        await send(client, plan(8, 0, 64), 0, report, natural_length=True)
+        await send(client, warm_up, 0, report, natural_length=True)
         for requests in bursts:
             for setting in settings:
                 oracle.accuracy, oracle.asked = setting.accuracy, 0
-                before = await asyncio.to_thread(_preemptions, metrics_port)
-                burst = await send(client, requests, 0, report, natural_length=True)
-                preemptions = await asyncio.to_thread(_preemptions, metrics_port) - before
-                for record in burst.records:
+                run, figures = await figures_of(client, requests, metrics_port, report)
+                for record in run.records:
                     assert record.received_tokens == true_length(record.planned), "the oracle is none"
-                times_s = [seconds for record in burst.records if (seconds := jct_s(record)) is not None]
-                mean_s = statistics.fmean(times_s)
-                taken[setting].append(Served(preemptions, mean_s, burst.duration_s, oracle.asked))
+                if oracle.asked != len(requests):
+                    report.note(
+                        f"{setting.name}: the oracle was asked {oracle.asked} times for {len(requests)} requests"
+                    )
+                taken[setting].append(figures)
     return taken
+
+
+def admission_flags(
+    policy: AdmissionPolicy, range_end: RangeEnd, kv_cache_bytes: int, metrics_port: int
+) -> tuple[str, ...]:
+    """Of the decode instance."""
+    return (
+        *("--decode-policy", policy, "--decode-range-end", range_end),
+        *("--max-batch", str(MAX_BATCH), "--kv-cache-memory", str(kv_cache_bytes)),
+        *("--metrics-port", str(metrics_port)),
+    )
+
+
+async def figures_of(
+    client: AsyncClient, requests: Sequence[PlannedRequest], metrics_port: int, report: Report
+) -> tuple[LoadRun, Served]:
+    """Sends a burst, whose answers end by themselves. metrics_port: of the decode instance."""
+    before = await asyncio.to_thread(_preemptions, metrics_port)
+    run = await send(client, requests, 0, report, natural_length=True)
+    preemptions = await asyncio.to_thread(_preemptions, metrics_port) - before
+    mean_s = statistics.fmean(seconds for record in run.records if (seconds := jct_s(record)) is not None)
+    return run, Served(preemptions, mean_s, run.duration_s)
+
+
+def add_rows(report: Report, name: str, taken: Sequence[Served]) -> None:
+    """The rows of one way to admit."""
+    report.row("preemptions", [each.preemptions for each in taken], "preemptions", admission=name)
+    report.row("mean JCT", [each.jct_s for each in taken], "s", admission=name)
+    report.row("duration of the burst", [each.duration_s for each in taken], "s", admission=name)
+
+
+def jct_ratio(report: Report, name: str, ours: Sequence[Served], greedy: Sequence[Served]) -> None:
+    """The ratio of mean JCTs on the same bursts."""
+    pairs = zip(ours, greedy, strict=True)
+    report.ratio(f"mean JCT, {name} / greedy", statistics.median(our.jct_s / other.jct_s for our, other in pairs))
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _token_ids(planned: PlannedRequest) -> tuple[int, ...]:
@@ -207,13 +240,6 @@ def _preemptions(metrics_port: int) -> float:
     return read_metric(metrics_port, "kaveri_decode_preemptions_total")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 async def measure_async(options: Options, report: Report) -> None:
     count, blocks = options.choose(256, 64), options.choose(POOL_BLOCKS, POOL_BLOCKS // 4)
     most_tokens = options.choose(MOST_ANSWER_TOKENS, 256)
@@ -223,7 +249,8 @@ async def measure_async(options: Options, report: Report) -> None:
     report.workload = {
         "engine": f"timed, {LATENCY_MODEL}",
         "requests": count,
-        "prompt_tokens": list(PROMPT_TOKENS),
+        "prompt_tokens": list(SHAREGPT_PROMPT_TOKENS),
+        "most_answer_tokens": most_tokens,
         "answer_tokens_mean": round(statistics.fmean(lengths[0]), 1),
         "answer_tokens_median": statistics.median(lengths[0]),
         "pool_tokens": blocks * MODEL.block_tokens,
@@ -237,17 +264,10 @@ async def measure_async(options: Options, report: Report) -> None:
     for settings in policies:
         for setting, taken in (await served(settings, bursts, blocks, report)).items():
             found[setting] = taken
-            report.row("preemptions", [each.preemptions for each in taken], "preemptions", admission=setting.name)
-            report.row("mean JCT", [each.jct_s for each in taken], "s", admission=setting.name)
-            report.row("duration of the burst", [each.duration_s for each in taken], "s", admission=setting.name)
-            asked = sum(each.predicted for each in taken)
-            if asked != count * len(bursts):
-                report.note(f"{setting.name}: the oracle was asked {asked} times for {count * len(bursts)} requests")
+            add_rows(report, setting.name, taken)
     for setting, taken in found.items():
         if setting is not GREEDY:
-            pairs = zip(taken, found[GREEDY], strict=True)
-            value = statistics.median(ours.jct_s / theirs.jct_s for ours, theirs in pairs)
-            report.ratio(f"mean JCT, {setting.name} / greedy", value)
+            jct_ratio(report, setting.name, taken, found[GREEDY])
     report.note(
         f"{PAPER}, section 5.2.3, lower end, mean JCT against greedy: at 74.9 % reserve-dynamic the same; at 100 % "
         "reserve-dynamic -12 %, reserve-static -10 %"

@@ -16,17 +16,14 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from benchmarks.bursts import LATENCY_MODEL, PAPER, send, timed_stack
+from benchmarks.bursts import LATENCY_MODEL, PAPER, SHAREGPT_PROMPT_TOKENS, send, timed_stack
 from benchmarks.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.loadgen.driver import LoadRun
 from kaveri.loadgen.workload import PlannedRequest, RequestLengths
 from kaveri.policy.ordering import OrderingPolicy, PromptSchedule, WaitingPrompt, order_prompts
 
-LENGTHS = (14, 26, 45, 79, 134, 226, 351, 472, 589, 702, 822, 935, 1062, 1209, 1378, 1626)
-"""Prompt tokens of ShareGPT at the middle of each sixteenth: requests of at most 2048 tokens in all, from the lengths
-published with sarathi-serve (sharegpt_8k_filtered_stats_llama2_tokenizer.csv, Apache-2.0)."""
-BATCH = len(LENGTHS)
+BATCH = len(SHAREGPT_PROMPT_TOKENS)
 CHUNK_TOKENS = 512
 BLOCKER_TOKENS = 8000
 MAX_MODEL_LEN = 16384
@@ -48,7 +45,7 @@ class Setting:
     chunk_tokens: int = CHUNK_TOKENS
 
 
-FIXED = Setting("fixed batch of 16", OrderingPolicy.FCFS, BATCH, sum(LENGTHS))
+FIXED = Setting("fixed batch of 16", OrderingPolicy.FCFS, BATCH, sum(SHAREGPT_PROMPT_TOKENS))
 SETTINGS = (
     *(Setting(f"{policy} {batch}", policy, batch) for batch in (16, 128) for policy in OrderingPolicy),
     FIXED,
@@ -72,7 +69,7 @@ class Burst:
 
 def plan(count: int, rng: random.Random) -> list[PlannedRequest]:
     """The long prompt, then `count` prompts."""
-    lengths = [length for _ in range(count // BATCH) for length in rng.sample(LENGTHS, BATCH)]
+    lengths = [length for _ in range(count // BATCH) for length in rng.sample(SHAREGPT_PROMPT_TOKENS, BATCH)]
     burst = [
         PlannedRequest(number, 0.05 + number * GAP_S, RequestLengths(length, 2))
         for number, length in enumerate(lengths, 1)
@@ -125,7 +122,7 @@ async def bursts(setting: Setting, count: int, repeats: int, report: Report) -> 
 def sorting_us(count: int, repeats: int) -> tuple[list[float], list[float]]:
     """Microseconds to order `count` prompts, and to take them through a schedule that orders them, per repeat."""
     rng = random.Random(count)
-    waiting = [WaitingPrompt(number, rng.choice(LENGTHS)) for number in range(count)]
+    waiting = [WaitingPrompt(number, rng.choice(SHAREGPT_PROMPT_TOKENS)) for number in range(count)]
     sort_us, schedule_us = [], []
     for _ in range(repeats):
         began_s = time.perf_counter()
@@ -145,7 +142,7 @@ async def measure_async(options: Options, report: Report) -> None:
     report.workload = {
         "engine": f"timed, {LATENCY_MODEL}",
         "prompts": count,
-        "prompt_tokens": list(LENGTHS),
+        "prompt_tokens": list(SHAREGPT_PROMPT_TOKENS),
         "chunk_tokens": CHUNK_TOKENS,
         "arrival": "a burst while one prompt of 8000 tokens is computed",
         "prefill_instances": 1,

@@ -80,7 +80,10 @@ def bench(
     slo_tpot_s: Annotated[float | None, typer.Option(help="Seconds per further token that count as met.")] = None,
     find_goodput: Annotated[
         bool,
-        typer.Option("--find-goodput", help="Search the highest rate that meets the SLOs, beginning at --rate."),
+        typer.Option(
+            "--find-goodput",
+            help="Search the highest rate that meets the SLOs, from --rate on; few --requests make bursts of high rates.",
+        ),
     ] = False,
     attainment: Annotated[float, typer.Option(help="--find-goodput: share of requests that must meet them.")] = 0.9,
     max_runs: Annotated[int, typer.Option(help="--find-goodput: rates to try at most.", min=1)] = 12,
