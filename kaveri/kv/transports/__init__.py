@@ -1,4 +1,5 @@
-"""The transports there are. `socket` serves "unix" and "tcp", `shm` processes of one host, `emulated` studies."""
+"""The transports there are. `socket` serves "unix" and "tcp", `shm` processes of one host, `nixl` whatever UCX reaches,
+`emulated` studies."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,6 +7,7 @@ from functools import partial
 from kaveri.kv.link_speed import parse_link_speed
 from kaveri.kv.transport import Transport
 from kaveri.kv.transports.emulated import EmulatedTransport, MockTransport
+from kaveri.kv.transports.nixl import NixlTransport
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
 
@@ -13,7 +15,9 @@ TRANSPORT_NAMES = ("shm", "unix", "tcp")
 """Fastest first: the order in which a sender prefers them."""
 MOCK = "mock"
 """Moves no bytes; only ever used when asked for."""
-_KNOWN_NAMES = (*TRANSPORT_NAMES, MOCK)
+OPTIONAL_NAMES = ("nixl",)
+"""Used when asked for: they need packages or devices that not every machine has."""
+_KNOWN_NAMES = (*TRANSPORT_NAMES, *OPTIONAL_NAMES, MOCK)
 
 
 def transport_names(text: str) -> tuple[str, ...]:
@@ -41,6 +45,11 @@ def tcp_transport(advertise_host: str | None = None) -> SocketTransport:
     return SocketTransport("tcp", advertise_host=advertise_host)
 
 
+def nixl_transport(advertise_host: str | None = None) -> NixlTransport:
+    """NIXL. advertise_host: see tcp_transport. Raises ConfigError when it is not installed."""
+    return NixlTransport(advertise_host=advertise_host)
+
+
 def slowed_tcp_transport() -> Transport:
     """TCP over an emulated link that is faster than this machine's: for the conformance suite."""
     return slowed((tcp_transport(),), "100Gbps,10us")[0]
@@ -52,6 +61,7 @@ def make_transports(names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str 
         "shm": shm_transport,
         "unix": unix_transport,
         "tcp": partial(tcp_transport, advertise_host),
+        "nixl": partial(nixl_transport, advertise_host),
         MOCK: partial(MockTransport, advertise_host=advertise_host),
     }
     return tuple(makers[name]() for name in names)

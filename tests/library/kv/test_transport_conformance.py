@@ -1,6 +1,9 @@
 """The transports are held to the suite of all transports."""
 
+import importlib.util
 from pathlib import Path
+
+import pytest
 
 from kaveri.testing.transport_conformance import TransportConformance
 
@@ -24,3 +27,11 @@ class TestShm(TransportConformance):
 
     def address(self, directory: Path) -> str:
         return str(directory / "kv.sock")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
+class TestNixl(TransportConformance):
+    factory = "kaveri.kv.transports:nixl_transport"
+
+    def address(self, directory: Path) -> str:
+        return "127.0.0.1:0"

@@ -1,0 +1,379 @@
+"""The NIXL transport, "nixl": one-sided writes from pool to pool through UCX, over whatever link UCX finds.
+
+A TCP connection carries the frames of frames.py, as shared memory's does, and is doorbell and sign of life; NIXL moves
+the bytes. Behind its hello the receiver says where its pool lies and how NIXL reaches it. A write is one transfer of
+NIXL's, named by block numbers in descriptor lists that were prepared when the two connected, and driven by the thread
+that waits for it: there is no progress thread, which would poll without a pause. DATA without blocks says that a write
+begins, so that the receiver drives its own side just while it has to; DATA with blocks says that they are written.
+
+One-sided: what shm.py says of grants, quarantine and strangers holds here too. Giving a write up does not undo it: what
+UCX has queued may land when the receiver next drives its side. Therefore each connection has an agent of its own on
+both sides. Before the sender says that it has let go, each of its writes is complete. Where one does not complete in
+time, its agent is destroyed, and then the connection ended; and the receiver destroys the agent of an ended connection
+before it gives blocks back. With it goes the permission: queues, sockets and memory registration.
+
+Ran here: DRAM to DRAM on one host, UCX choosing its way (it copies between processes) and over TCP. Never ran, for lack
+of hardware: RDMA. GPU memory is not served: pools are host memory.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kaveri.errors import ConfigError
+from kaveri.kv.digest import Digest
+from kaveri.kv.pool import KvPool
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transport import Capabilities, Intake, Landing, LinkListener, LinkLost
+from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
+from kaveri.kv.transports.shm import ShmLink, ShmReceivingConnection
+from kaveri.kv.transports.socket import SocketTransport
+from kaveri.kv.transports.socket_listener import SocketListener
+from kaveri.kv.transports.stream import Stream, never
+
+_OFFER = struct.Struct("<QII")
+"""Address of the receiver's pool, its blocks per layer, and how many bytes of NIXL's own follow."""
+_OFFER_BYTES_MAX = 1 << 20
+
+_LET_GO_WITHIN_S = 0.5
+"""How long a write that is not wanted any more may take to complete before it costs the connection."""
+_SPIN_S = 0.002
+"""How long a wait polls without a pause: longer than a write on one host takes to begin moving."""
+_PAUSE_S = 1e-4
+"""Between polls from then on. The kernel's and UCX's buffers hold what arrives meanwhile."""
+_LONG_PAUSE_S = 1e-3
+"""Between polls after _PATIENCE_S: the sender is stopped, or the network is."""
+_PATIENCE_S = 0.5
+
+
+class NixlTransport(SocketTransport):
+    """Makes links and listeners. Addresses are those of the TCP connection.
+
+    Raises ConfigError when NIXL is not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        advertise_host: str | None = None,
+        connect_timeout_s: float = 5.0,
+        progress_timeout_s: float = 10.0,
+        connection_limit: int = 64,
+    ) -> None:
+        """progress_timeout_s: most that one write may take, too; NIXL does not tell how far it is."""
+        _import_nixl()
+        super().__init__(
+            "tcp",
+            advertise_host=advertise_host,
+            connect_timeout_s=connect_timeout_s,
+            progress_timeout_s=progress_timeout_s,
+            connection_limit=connection_limit,
+        )
+        self.name = self.label = "nixl"
+        self.capabilities = Capabilities(
+            one_sided=True,
+            needs_posted_receives=False,
+            memory_kinds=frozenset({"host"}),
+            same_host_only=False,
+            can_revoke=False,
+            # Each write costs a round trip between two processes that poll.
+            write_bytes=16 << 20,
+        )
+
+    def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "NixlLink":
+        """See Transport.connect."""
+        connection = self._connected(endpoint)
+        agent: _SendingAgent | None = None
+        try:
+            stream = self.stream(connection, self.connect_timeout_s)
+            stream.send_bytes(pack_hello(0))
+            self._require_epoch(unpack_hello(stream.receive_bytes(HELLO_BYTES)), epoch, endpoint)
+            address, block_count, metadata_bytes = _OFFER.unpack(stream.receive_bytes(_OFFER.size))
+            if metadata_bytes > _OFFER_BYTES_MAX:
+                raise LinkLost(f"protocol error: an offer of {metadata_bytes} bytes")
+            agent = _SendingAgent(pool, address, block_count, bytes(stream.receive_bytes(metadata_bytes)))
+            stream = self.stream(connection, self.progress_timeout_s)
+            return NixlLink(stream, pool, agent, listener, endpoint, self.progress_timeout_s)
+        except BaseException:
+            if agent is not None:
+                agent.close()
+            connection.close()
+            raise
+
+    def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
+        """See Transport.listen. The pool is registered once for each connection."""
+        return self._listener(address, pool, intake, NixlReceivingConnection)
+
+    def stream(self, connected: socket.socket, progress_timeout_s: float) -> "_PolledStream":
+        """See SocketTransport.stream."""
+        super().stream(connected, progress_timeout_s)
+        return _PolledStream(connected, progress_timeout_s)
+
+
+class NixlLink(ShmLink):
+    """A sender's connection; see Link and ShmLink. The agent is used by the thread that writes, under the lock."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        pool: KvPool,
+        agent: "_SendingAgent",
+        listener: LinkListener,
+        endpoint: KvEndpoint,
+        progress_timeout_s: float,
+    ) -> None:
+        self._agent = agent
+        self._progress_timeout_s = progress_timeout_s
+        # Nothing of the receiver's pool is mapped here.
+        super().__init__(stream, pool, np.empty((0, 0, 0), np.uint8), listener, endpoint, progress_timeout_s)
+
+    def write(
+        self,
+        ticket: Ticket,
+        layer: int,
+        first_index: int,
+        source_blocks: Sequence[int],
+        digest: Digest,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        """See Link.write. Raises LinkLost, too, when a write that was stopped does not complete soon."""
+        places = ticket.block_ids[first_index : first_index + len(source_blocks)]
+        if max(places) >= self._agent.target_block_count:
+            raise LinkLost(f"a ticket for block {max(places)} of the receiver's {self._agent.target_block_count}")
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer))
+        with self._locked():
+            if self._is_broken or is_stopped() or ticket.transfer_id not in self._granted:
+                return
+            try:
+                self._agent.post(layer, source_blocks, places)
+                # Both only read the source.
+                for region in self._pool.regions(layer, source_blocks):
+                    digest.update(region)
+                self._wait(is_stopped)
+            except LinkLost:
+                # Before the connection ends: its end says that nothing is written any more.
+                self._agent.close()
+                raise
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index, len(source_blocks)))
+
+    def close(self) -> None:
+        """See Link.close."""
+        self._is_broken = True
+        self._agent.close()
+        super().close()
+
+    def _wait(self, is_stopped: Callable[[], bool]) -> None:
+        give_up_at_s = time.monotonic() + self._progress_timeout_s
+        for now_s in _polls():
+            if self._agent.is_written():
+                return
+            if self._is_broken:
+                raise LinkLost("the connection was closed")
+            if is_stopped():
+                give_up_at_s = min(give_up_at_s, now_s + _LET_GO_WITHIN_S)
+                is_stopped = never
+            if now_s > give_up_at_s:
+                raise LinkLost("a write did not complete in time")
+
+
+class NixlReceivingConnection(ShmReceivingConnection):
+    """One sender's connection, on the receiving side; see ShmReceivingConnection. Its thread alone uses its agent."""
+
+    _agent: "_Agent | None" = None
+    # The transfer of which the sender writes something just now.
+    _written_into: bytes | None = None
+
+    def _greet(self, hello: bytes) -> None:
+        self._agent = _Agent(self._pool)
+        metadata = self._agent.metadata()
+        offer = _OFFER.pack(self._pool.memory.ctypes.data, self._pool.block_count, len(metadata))
+        self._stream.send_bytes(hello + offer + metadata)
+
+    def _take_frame(self) -> None:
+        super()._take_frame()
+        assert isinstance(self._stream, _PolledStream)
+        assert self._agent is not None
+        if self._written_into is not None:
+            for _ in _polls():
+                if self._stream.is_readable():
+                    return
+                self._agent.progress()
+
+    def _take_blocks(self, header: Header, landing: Landing | None) -> None:
+        if header.block_count:
+            self._written_into = None
+            super()._take_blocks(header, landing)
+        else:
+            self._stream.discard(header.payload_bytes)
+            self._written_into = header.transfer_id
+
+    def _finish(self, header: Header, landing: Landing | None) -> None:
+        self._written_into = None
+        super()._finish(header, landing)
+
+    def _let_go(self, transfer_id: bytes) -> Landing | None:
+        if transfer_id == self._written_into:
+            self._written_into = None
+        return super()._let_go(transfer_id)
+
+    def _end(self, reason: str) -> None:
+        for landing in self._landings.values():
+            landing.abort(reason)
+        # What the sender has left in queues and sockets ends here, and with the wait what its process does by itself.
+        if self._agent is not None:
+            self._agent.close()
+        super()._end(reason)
+
+
+class _Agent:
+    """A NIXL agent that knows one pool. Used by one thread, and closed by it."""
+
+    def __init__(self, pool: KvPool) -> None:
+        nixl = _import_nixl()
+        self._agent: Any = None
+        self._memory: Any = None
+        with _nixl_errors("starting"):
+            settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent = nixl.nixl_agent(f"kaveri-{os.getpid()}-{secrets.token_hex(8)}", settings)
+            region = (pool.memory.ctypes.data, pool.memory.nbytes, 0, "")
+            self._memory = self._agent.register_memory([region], "DRAM")
+
+    def metadata(self) -> bytes:
+        """What lets another agent write into the pool."""
+        with _nixl_errors("describing the pool"):
+            return bytes(self._agent.get_agent_metadata())
+
+    def progress(self) -> None:
+        """Does what is due on this side of other agents' writes."""
+        with _nixl_errors("receiving"):
+            self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """Destroys the agent: nothing is read, written or received through it any more. Idempotent."""
+        agent, self._agent = self._agent, None
+        memory, self._memory = self._memory, None
+        if agent is not None:
+            with contextlib.suppress(Exception):
+                agent.deregister_memory(memory)
+
+
+class _SendingAgent(_Agent):
+    """The agent of a sender, which writes into one receiver's pool, one write at a time."""
+
+    def __init__(self, pool: KvPool, target_address: int, target_block_count: int, target_metadata: bytes) -> None:
+        super().__init__(pool)
+        self.target_block_count = target_block_count
+        self._source_block_count = pool.block_count
+        self._source: Any = None
+        self._target: Any = None
+        self._write: Any = None
+        self._status = "DONE"
+        try:
+            with _nixl_errors("meeting the receiver's agent"):
+                target = self._agent.add_remote_agent(target_metadata)
+                layers, block_bytes = pool.layout.layer_count, pool.layout.block_bytes
+                own = _descriptors(pool.memory.ctypes.data, layers * pool.block_count, block_bytes)
+                self._source = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, "DRAM")
+                theirs = _descriptors(target_address, layers * target_block_count, block_bytes)
+                self._target = self._agent.prep_xfer_dlist(target, theirs, "DRAM")
+        except BaseException:
+            self.close()
+            raise
+
+    def post(self, layer: int, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
+        """Begins a write. Raises LinkLost."""
+        sources = np.asarray(source_blocks, np.int32) + layer * self._source_block_count
+        targets = np.asarray(target_blocks, np.int32) + layer * self.target_block_count
+        with _nixl_errors("writing"):
+            self._write = self._agent.make_prepped_xfer("WRITE", self._source, sources, self._target, targets)
+            self._status = self._agent.transfer(self._write)
+
+    def is_written(self) -> bool:
+        """Brings the write on; whether all its bytes are in the receiver's pool. Raises LinkLost."""
+        with _nixl_errors("writing"):
+            if self._status == "PROC":
+                self._status = self._agent.check_xfer_state(self._write)
+            if self._status == "DONE":
+                write, self._write = self._write, None
+                write.release()
+                return True
+        if self._status != "PROC":
+            raise LinkLost(f"nixl: writing: {self._status}")
+        return False
+
+    def close(self) -> None:
+        """See _Agent.close."""
+        # Each holds on to the agent. A write under way cannot be released; it goes with the agent.
+        for name in ("_write", "_source", "_target"):
+            handle = getattr(self, name)
+            setattr(self, name, None)
+            if handle is not None:
+                with contextlib.suppress(Exception):
+                    handle.release()
+        super().close()
+
+
+class _PolledStream(Stream):
+    def is_readable(self) -> bool:
+        """Whether wait_readable() would return at once."""
+        return bool(self._readable.poll(0))
+
+
+def _polls() -> Iterator[float]:
+    """The times at which a wait looks again, [s] of time.monotonic(): at first without a pause, later with."""
+    began_s = now_s = time.monotonic()
+    while True:
+        yield now_s
+        waited_s = now_s - began_s
+        # Also where there is no pause, another thread may want the interpreter.
+        time.sleep(0 if waited_s < _SPIN_S else _PAUSE_S if waited_s < _PATIENCE_S else _LONG_PAUSE_S)
+        now_s = time.monotonic()
+
+
+def _descriptors(address: int, count: int, block_bytes: int) -> npt.NDArray[np.uint64]:
+    """[count, 3]: address, bytes and device of each block of a pool."""
+    rows = np.zeros((count, 3), np.uint64)
+    rows[:, 0] = address + np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
+    rows[:, 1] = block_bytes
+    return rows
+
+
+@contextlib.contextmanager
+def _nixl_errors(doing: str) -> Iterator[None]:
+    """Makes a LinkLost of NIXL's errors, which have no common base."""
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        problem = f"nixl: {doing}: {error or type(error).__name__}"
+    if problem is not None:
+        # Not from within: the frames of NIXL's own error hold on to the agent, which would outlive close().
+        raise LinkLost(problem)
+
+
+def _import_nixl() -> ModuleType:
+    if not os.path.isdir("/sys/class/infiniband"):
+        # Without an RDMA device UCX's modules for them crash at the end of the process. Read when the first agent is
+        # made.
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    try:
+        nixl = importlib.import_module("nixl_cu13._api")
+    except ImportError as error:
+        raise ConfigError("kv_transports", f"nixl needs the package nixl-cu13, in the extra [nixl]: {error}") from error
+    # It would write to stdout, every agent's start even.
+    log = logging.getLogger("nixl")
+    log.handlers.clear()
+    log.propagate = True
+    log.setLevel(logging.WARNING)
+    return nixl
