@@ -82,7 +82,7 @@ def bench(
         bool,
         typer.Option(
             "--find-goodput",
-            help="Search the highest rate that meets the SLOs, from --rate on; few --requests make bursts of high rates.",
+            help="Search for the highest rate that meets the SLOs, from --rate on. It takes --requests for long runs.",
         ),
     ] = False,
     attainment: Annotated[float, typer.Option(help="--find-goodput: share of requests that must meet them.")] = 0.9,
