@@ -145,7 +145,7 @@ def plot(evaluation: Evaluation, path: Path) -> None:
     left.set_xlabel("granularity, tokens")
     left.set_ylabel("prompts, %")
     left.set_ylim(0, 105)
-    left.legend(loc="lower right")
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=3, frameon=False, fontsize="small")
     own = next(entry for entry in evaluation.accuracies if entry.granularity == evaluation.granularity)
     bins = [entry for entry in own.bins if entry.count]
     middle.plot([0, 1], [0, 1], color="#888888", linewidth=1)
@@ -164,6 +164,7 @@ def plot(evaluation: Evaluation, path: Path) -> None:
             values = [1e3 * getattr(entry, name) for entry in evaluation.latencies]
             right.plot(sizes, values, marker="o", label=name[:3], color=color)
         right.set_xscale("log", base=2)
+        right.set_xticks(sizes, [str(size) for size in sizes])
         right.legend()
     right.set_xlabel("prompts per batch")
     right.set_ylabel("ms per batch")

@@ -86,7 +86,7 @@ def _parse(path: Path, content: Any) -> Manifest:
         wanted: type = {"model": str, "own_tokenizer": bool, "files": dict}.get(name, int)
         if type(value) is not wanted:
             raise ConfigError(
-                "predictor", f"{path} is corrupt: {name} is {value!r:.40}; it must be a {wanted.__name__}"
+                "predictor", f"{path} is corrupt: {name} is {value!r:.40}; it must be of type {wanted.__name__}"
             )
         if isinstance(value, int) and value < 1 and name != "own_tokenizer":
             raise ConfigError("predictor", f"{path} is corrupt: {name} is {value}; it must be at least 1")
