@@ -53,21 +53,22 @@ class PredictorHealth:
 
     def __init__(self) -> None:
         self.outstanding_prompts = 0
-        self.incarnation: int | None = None
+        self._incarnation: int | None = None
         self._working: bool | None = None
         self._failures = 0
         self._failed_at_s = -1.0
+        self._rests = 0
         self._resting_until_s = -1.0
 
     def reborn(self, incarnation: int) -> None:
-        """Takes in which life of it is there; a new one need not rest for the old one's failures."""
-        if incarnation != self.incarnation:
-            self.incarnation = incarnation
-            self._failures = 0
+        """Takes in which life of it is there; a new one need not rest for the former one's failures."""
+        if incarnation != self._incarnation:
+            self._incarnation = incarnation
+            self._failures = self._rests = 0
 
     def may_be_asked(self, now_s: float) -> bool:
         """Not while it rests; after that one question at a time until it answers again."""
-        return not self._failures or (now_s >= self._resting_until_s and not self.outstanding_prompts)
+        return not self._rests or (now_s >= self._resting_until_s and not self.outstanding_prompts)
 
     def left(self) -> bool:
         """Takes in that it is gone from the cluster. Returns whether it is news that it does not work."""
@@ -79,11 +80,11 @@ class PredictorHealth:
         """Takes in a good answer. Returns whether it is news that it works."""
         news = self._working is not True
         self._working = True
-        self._failures = 0
+        self._failures = self._rests = 0
         return news
 
     def failed(self, asked_s: float, now_s: float, slip: bool) -> bool:
-        """Takes in a failure; the rest after it doubles from one to the next.
+        """Takes in a failure. It rests after it, twice as long each time; only a slip may pass now and then.
 
         asked_s: when the question was sent. slip: it may happen to a sound predictor too. Returns whether it is news
         that it does not work.
@@ -91,11 +92,13 @@ class PredictorHealth:
         if asked_s < self._failed_at_s:
             return False  # sent before the last failure: the same one again
         self._failed_at_s = now_s
-        self._resting_until_s = now_s + min(_FIRST_REST_S * 2.0**self._failures, _LONGEST_REST_S)
         self._failures += 1
-        news = self._working is not False and (not slip or self._failures > _SLIPS_ALLOWED)
-        if news:
-            self._working = False
+        if slip and self._failures <= _SLIPS_ALLOWED:
+            return False
+        self._resting_until_s = now_s + min(_FIRST_REST_S * 2.0**self._rests, _LONGEST_REST_S)
+        self._rests += 1
+        news = self._working is not False
+        self._working = False
         return news
 
 

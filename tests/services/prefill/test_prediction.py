@@ -58,8 +58,10 @@ def test_a_slip_now_and_then_is_no_news_three_in_a_row_are() -> None:
     health = PredictorHealth()
     for start in (1.0, 2.0, 3.0):
         assert not health.failed(start, start, slip=True)
+        assert health.may_be_asked(start)
         health.succeeded()
     assert [health.failed(start, start, slip=True) for start in (4.0, 5.0, 6.0, 7.0)] == [False, False, True, False]
+    assert not health.may_be_asked(7.01)
 
 
 def test_calls_that_fail_together_are_one_failure() -> None:
