@@ -324,6 +324,7 @@ class ScriptedCluster:
     instances: dict[str, Instance] = field(default_factory=dict)
     decodes: dict[str, ScriptedDecode] = field(default_factory=dict)
     prefills: dict[str, ScriptedPrefill] = field(default_factory=dict)
+    colocated: dict[str, tuple[ScriptedPrefill, ScriptedDecode]] = field(default_factory=dict)
     incarnations: int = 0
     place_on: str = ""
     """Decode instance that prefill instances place on; empty: the first one that lives."""
@@ -345,6 +346,20 @@ class ScriptedCluster:
         register = partial(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
         self.instances[instance_id] = await self._start(instance_id, Role.PREFILL, register)
         return prefill
+
+    async def add_colocated(self, instance_id: str) -> tuple[ScriptedPrefill, ScriptedDecode]:
+        """One server for both; what it prefills it decodes itself."""
+        decode = ScriptedDecode(instance_id)
+        prefill = ScriptedPrefill(instance_id, lambda: decode)
+        self.colocated[instance_id] = prefill, decode
+
+        def register(server: aio.Server) -> None:
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+
+        self.instances[instance_id] = await self._start(instance_id, Role.COLOCATED, register)
+        decode.incarnation = self.instances[instance_id].record.incarnation
+        return prefill, decode
 
     def taken(self) -> list[prefill_pb2.PrefillRequest]:
         """Every request that any prefill instance has got, an instance at a time."""
@@ -377,7 +392,8 @@ class ScriptedCluster:
             open_channel(router.address) as channel,
         ):
             under_test = RouterUnderTest(router, inference_pb2_grpc.InferenceServiceStub(channel), channel)
-            alive = [decode for name, decode in self.decodes.items() if name in self.instances]
+            decodes = self.decodes | {name: decode for name, (_, decode) in self.colocated.items()}
+            alive = [decode for name, decode in decodes.items() if name in self.instances]
             await eventually(lambda: all(decode.subscribers for decode in alive))
             yield under_test
             await under_test.check_integrity()

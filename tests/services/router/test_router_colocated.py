@@ -1,0 +1,116 @@
+"""Colocated instances as a router sees them: one address for both phases, tied to a request from the first moment."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc import aio
+
+from kaveri.policy.placement import PlacementPolicy
+from kaveri.v1 import inference_pb2
+from services.router.tokenizer import ModelTokenizer
+from tests.services.router.cluster_script import (
+    MAX_MODEL_LEN,
+    MODEL,
+    PROMPT,
+    ScriptedCluster,
+    answer,
+    ask,
+    collect,
+    eventually,
+    rest_of,
+    tokens_of,
+)
+
+
+@pytest_asyncio.fixture
+async def colocated(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
+    """Two scripted colocated instances and nobody else."""
+    cluster = ScriptedCluster(tokenizer)
+    for name in ("colocated-0", "colocated-1"):
+        await cluster.add_colocated(name)
+    yield cluster
+    await cluster.close()
+
+
+def requests_of(cluster: ScriptedCluster) -> dict[str, list[int]]:
+    """The attempts that each instance has got."""
+    return {name: [request.attempt for request in prefill.requests] for name, (prefill, _) in cluster.colocated.items()}
+
+
+async def test_colocated_instances_alone_make_a_model_ready_and_answer(colocated: ScriptedCluster) -> None:
+    async with colocated.router() as router:
+        response = await router.stub.GetModel(inference_pb2.GetModelRequest(model=MODEL), timeout=5)
+        assert response.model.ready
+        assert response.model.max_model_len == MAX_MODEL_LEN
+        responses = await collect(router.stub.Generate(ask(), timeout=5))
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        timing = responses[-1].timing
+        assert timing.prefill_instance_id == timing.decode_instance_id
+        await collect(router.stub.Generate(ask(max_tokens=1), timeout=5))
+
+
+@pytest.mark.parametrize("step", ["started", "placed", "first_token", "handed_over"])
+async def test_one_that_is_killed_at_any_step_costs_no_token(colocated: ScriptedCluster, step: str) -> None:
+    for prefill, decode in colocated.colocated.values():
+        prefill.hold.add(step)
+        decode.may_step.clear()
+    async with colocated.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
+        calls = [router.stub.Generate(ask((300 + number,)), timeout=10) for number in range(4)]
+        held = [prefill for prefill, _ in colocated.colocated.values()]
+        await eventually(lambda: sum(prefill.waiting_requests for prefill in held) == 4)
+        await colocated.kill("colocated-0")
+        for prefill, decode in colocated.colocated.values():
+            prefill.release.set()
+            decode.may_step.set()
+        for number, call in enumerate(calls):
+            assert tokens_of(await collect(call)) == answer((300 + number,), 20)
+
+
+async def test_an_abort_reaches_it_before_it_has_said_that_it_decodes(colocated: ScriptedCluster) -> None:
+    for prefill, _ in colocated.colocated.values():
+        prefill.hold.add("placed")
+    async with colocated.router() as router:
+        call = router.stub.Generate(ask(request_id="a"), timeout=10)
+        await eventually(lambda: any(prefill.waiting_requests for prefill, _ in colocated.colocated.values()))
+        call.cancel()
+        await eventually(lambda: any(decode.aborted == [("a", 1)] for _, decode in colocated.colocated.values()))
+
+
+async def test_an_answer_that_it_gives_up_goes_on_elsewhere(colocated: ScriptedCluster) -> None:
+    for _, decode in colocated.colocated.values():
+        decode.pause_at = 8
+    async with colocated.router() as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        responses = [await call.read()]
+        await eventually(lambda: any(decode.is_paused for _, decode in colocated.colocated.values()))
+        (first,) = (decode for _, decode in colocated.colocated.values() if decode.is_paused)
+        first.fail_next = "out of order"
+        first.may_step.set()
+        (second,) = (decode for _, decode in colocated.colocated.values() if decode is not first)
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert requests_of(colocated) == {first.instance_id: [1], second.instance_id: [2]}
+
+
+async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_one(
+    colocated: ScriptedCluster,
+) -> None:
+    prefill = await colocated.add_prefill("prefill-0")
+    async with colocated.router(placement_policy=PlacementPolicy.RANDOM) as router:
+        await eventually(lambda: "prefill-0" in router.router.store.view().instances)
+        for number in range(8):
+            assert tokens_of(await collect(router.stub.Generate(ask((300 + number,)), timeout=5)))
+        assert not prefill.requests
+
+
+async def test_with_no_instance_of_either_kind_requests_are_unavailable(tokenizer: ModelTokenizer) -> None:
+    cluster = ScriptedCluster(tokenizer)
+    await cluster.add_prefill("prefill-0")
+    async with cluster.router(unavailable_after_s=0.2) as router:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(), timeout=5))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "decode" in caught.value.details()
+    await cluster.close()
