@@ -1,6 +1,7 @@
 """kaveri predictor label, as a process against a real gRPC server: what it writes, and how it goes on once killed."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from kaveri.errors import InvalidArgument, NoCapacity
 from kaveri.rpc.status import abort
 from kaveri.v1 import inference_pb2 as pb
 from kaveri.v1 import sampling_pb2
-from tests.library.client.inference_double import WAIT_S, InferenceDouble, serving_in_a_thread
+from tests.library.client.inference_double import WAIT_S, InferenceDouble, serving_in_a_thread, wait_until
 
 COMMAND = [sys.executable, "-c", "from kaveri.cli.main import main; main()", "predictor", "label"]
 # Its processes share two cores with many others.
@@ -75,6 +76,23 @@ def label(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=RUN_S)
 
 
+@contextlib.contextmanager
+def running(service: AnsweringDouble, asked: int, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A run that has asked for so many answers and is still at it."""
+    command = [*COMMAND, *map(str, arguments)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        give_up_at_s = time.monotonic() + RUN_S
+        while service.asked().total() < asked:
+            assert process.poll() is None, "it ended"
+            assert time.monotonic() < give_up_at_s, f"{service.asked().total()} of {asked} asked"
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def write_prompts(path: Path, prompts: list[str]) -> Path:
     path.write_text("".join(f"{prompt}\n" for prompt in prompts))
     return path
@@ -108,15 +126,8 @@ def test_a_killed_run_goes_on_where_it_was(service: AnsweringDouble, target: str
     service.held = set(prompts[6:])
     out = tmp_path / "labels.jsonl"
     command = ["--prompts", write_prompts(tmp_path / "p.txt", prompts), "--target", target, "--out", out]
-    process = subprocess.Popen([*COMMAND, *map(str, command), "--concurrency", "2"], stderr=subprocess.DEVNULL)
-    try:
-        give_up_at_s = time.monotonic() + RUN_S
-        while service.asked().total() < 8:
-            assert process.poll() is None, "it ended"
-            assert time.monotonic() < give_up_at_s, "six prompts answered, two held back"
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
+    with running(service, 8, *command, "--concurrency", 2) as process:
+        process.kill()
         process.wait(WAIT_S)
     assert len(labels_in(out)) == 6
     # A death in the middle of a write leaves a part of a line.
@@ -129,6 +140,20 @@ def test_a_killed_run_goes_on_where_it_was(service: AnsweringDouble, target: str
     assert labels_in(out) == {prompt: len(prompt) for prompt in prompts}
     again = {prompt for prompt, times in service.asked().items() if times > 1}
     assert again == set(prompts[6:8]), "only what was in flight is asked twice"
+
+
+def test_ctrl_c_keeps_the_labels_and_cancels_the_rest(service: AnsweringDouble, target: str, tmp_path: Path) -> None:
+    service.held = {"bb"}
+    out = tmp_path / "labels.jsonl"
+    prompts = write_prompts(tmp_path / "p.txt", ["a", "bb"])
+    with running(service, 2, "--prompts", prompts, "--target", target, "--out", out, "--concurrency", 1) as process:
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=RUN_S)
+    assert process.returncode == 130
+    assert "the same command goes on from here" in shown
+    assert "Traceback" not in shown
+    assert labels_in(out) == {"a": 1}
+    wait_until(lambda: len(service.cancelled) == 1, "the request in flight is cancelled")
 
 
 def test_no_more_prompts_are_in_flight_than_asked_for(service: AnsweringDouble, target: str, tmp_path: Path) -> None:
