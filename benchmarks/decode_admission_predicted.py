@@ -68,7 +68,7 @@ async def served(
             prefill_count=1,
             decode_count=1,
             max_model_len=MAX_MODEL_LEN,
-            decode_flags=admission_flags(setting.policy, setting.range_end, blocks * BLOCK_BYTES, metrics_port),
+            decode_flags=admission_flags(setting.policy, blocks * BLOCK_BYTES, metrics_port),
         ) as stack,
         AsyncClient(stack.target) as client,
     ):
@@ -85,7 +85,7 @@ async def measure_async(options: Options, report: Report) -> None:
     if predictor is None:
         report.note("there is no predictor bundled with kaveri-tiny; nothing was measured")
         return
-    count, blocks = options.choose(256, 48), options.choose(POOL_BLOCKS, POOL_BLOCKS // 4)
+    count, blocks = options.choose(256, 32), options.choose(POOL_BLOCKS, POOL_BLOCKS // 4)
     bursts = [plan(count, repeat) for repeat in range(1, 1 + options.choose(3, 1))]
     found: dict[Setting, list[Served]] = {}
     for policy in (GREEDY.policy, *RESERVING):

@@ -113,7 +113,7 @@ async def measure_async(options: Options, report: Report) -> None:
         "light_output_tokens": [8, 128],
         "prefill_instances": "half as many as decode instances",
     }
-    for instances in options.choose((2, 4, 8), (2, 4)):
+    for instances in options.choose((2, 4, 8), (4,)):
         found = {}
         for policy in POLICIES:
             found[policy] = await placed(policy, instances, most_output_tokens, repeats, report)
