@@ -261,8 +261,9 @@ def study_prefill_and_decode(lab: Lab, report: Report, options: Options, engine:
             decode_beside_prefill(lab, tokens, count)
             pairs = [decode_beside_prefill(lab, tokens, count) for _ in range(repeats)]
             report.row(name, [1e3 * beside for _, beside in pairs], "ms", engine=engine, step=mode, others=count)
-            slowdown = statistics.median(beside / alone for alone, beside in pairs)
-            report.ratio(f"{name}: slowdown by {count}, {engine}, {mode}", slowdown)
+            if count in _shown(few, mode):
+                slowdown = statistics.median(beside / alone for alone, beside in pairs)
+                report.ratio(f"{name}: slowdown by {count}, {engine}, {mode}", slowdown)
     for kind, tokens in (("light", LIGHT_PROMPT), ("heavy", HEAVY_PROMPT)):
 
         def measured(count: int, tokens: int = tokens) -> float:
@@ -289,6 +290,12 @@ def study_decode(lab: Lab, report: Report, options: Options, engine: str) -> Non
             report.ratio(f"{name}, throughput", medians[0.0] / median)
 
 
+def _shown(others: Sequence[int], mode: str) -> tuple[int, ...]:
+    """Of which there is a ratio; the rows have all."""
+    ends = (others[0], others[-1]) if mode == "whole" else (others[-1],)
+    return tuple(dict.fromkeys(ends))
+
+
 def _slowdowns(
     report: Report,
     options: Options,
@@ -309,7 +316,7 @@ def _slowdowns(
                 taken_s.append(seconds)
     for count, taken_s in times_s.items():
         report.row(name, [1e3 * seconds for seconds in taken_s], "ms", engine=engine, step=mode, others=count)
-    for count in others:
+    for count in _shown(others, mode):
         pairs = zip(times_s[count], times_s[0], strict=True)
         slowdown = statistics.median(beside / alone for beside, alone in pairs)
         report.ratio(f"{name}: slowdown by {count}, {engine}, {mode}", slowdown)
