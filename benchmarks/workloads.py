@@ -155,7 +155,7 @@ def _figures(runs: Sequence[LoadRun], roles: dict[str, Role]) -> dict[str, list[
 
 async def measure_timed(options: Options, report: Report) -> None:
     """The five classes in a burst each, and Mixed as a stream."""
-    count, repeats = options.choose((REQUESTS, 2), (16, 1))
+    count, repeats = options.choose((REQUESTS, 2), (12, 1))
     most_output_tokens = options.choose(MOST_OUTPUT_TOKENS, 136)
     half_flags = (*_FLAGS["colocated_flags"], *WHOLE_PROMPTS)
     only_colocated = {"prefill_count": 0, "decode_count": 0}
@@ -212,7 +212,7 @@ async def measure_timed(options: Options, report: Report) -> None:
 
 async def measure_tiny(options: Options, report: Report) -> None:
     """Mixed on the transformers engine, a core for each instance."""
-    count, repeats = options.choose((48, 3), (12, 1))
+    count, repeats = options.choose((48, 3), (8, 1))
     most_output_tokens = options.choose(256, 136)
     async with AsyncExitStack() as resources:
         systems = []
@@ -241,7 +241,7 @@ async def measure_async(options: Options, report: Report) -> None:
     report.workload = {
         "timed": f"{LATENCY_MODEL}, 2 prefill + 2 decode against 4 colocated",
         "transformers": f"{options.model}, 1 prefill + 1 decode against 2 colocated, a core for each instance",
-        "requests": options.choose(REQUESTS, 16),
+        "requests": options.choose(REQUESTS, 12),
         "prompt_tokens": {"light": [16, 512], "heavy": [513, MOST_PROMPT_TOKENS]},
         "output_tokens": {"light": [8, 128], "heavy": [129, options.choose(MOST_OUTPUT_TOKENS, 136)]},
         "policies": "sjf over 16 prompts, heavy-light placement, reserve-dynamic, max batch 256",
