@@ -93,6 +93,9 @@ class PeerProcess:
         self._process.send_signal(number)
         if number == signal.SIGKILL:
             self._process.wait()
+        if number == signal.SIGSTOP:
+            # On a busy machine its threads go on until one of them has taken the signal.
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def ticket_to_json(ticket: Ticket) -> dict[str, Any]:

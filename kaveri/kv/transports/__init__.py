@@ -1,11 +1,12 @@
 """The transports there are. `socket` serves "unix" and "tcp", `shm` processes of one host, `nixl` whatever UCX reaches,
-`emulated` studies."""
+`collective` "gloo" and "nccl", `emulated` studies."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from kaveri.kv.link_speed import parse_link_speed
 from kaveri.kv.transport import Transport
+from kaveri.kv.transports.collective import CollectiveTransport
 from kaveri.kv.transports.emulated import EmulatedTransport, MockTransport
 from kaveri.kv.transports.nixl import NixlTransport
 from kaveri.kv.transports.shm import ShmTransport
@@ -15,7 +16,7 @@ TRANSPORT_NAMES = ("shm", "unix", "tcp")
 """Fastest first: the order in which a sender prefers them."""
 MOCK = "mock"
 """Moves no bytes; only ever used when asked for."""
-OPTIONAL_NAMES = ("nixl",)
+OPTIONAL_NAMES = ("nixl", "nccl", "gloo")
 """Used when asked for: they need packages or devices that not every machine has."""
 _KNOWN_NAMES = (*TRANSPORT_NAMES, *OPTIONAL_NAMES, MOCK)
 
@@ -50,6 +51,16 @@ def nixl_transport(advertise_host: str | None = None) -> NixlTransport:
     return NixlTransport(advertise_host=advertise_host)
 
 
+def gloo_transport(advertise_host: str | None = None) -> CollectiveTransport:
+    """gloo. advertise_host: see tcp_transport. Raises ConfigError without torch."""
+    return CollectiveTransport("gloo", advertise_host=advertise_host)
+
+
+def nccl_transport(advertise_host: str | None = None) -> CollectiveTransport:
+    """NCCL. advertise_host: see tcp_transport. Raises ConfigError without a GPU and a torch that is built for it."""
+    return CollectiveTransport("nccl", advertise_host=advertise_host)
+
+
 def slowed_tcp_transport() -> Transport:
     """TCP over an emulated link that is faster than this machine's: for the conformance suite."""
     return slowed((tcp_transport(),), "100Gbps,10us")[0]
@@ -62,6 +73,8 @@ def make_transports(names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str 
         "unix": unix_transport,
         "tcp": partial(tcp_transport, advertise_host),
         "nixl": partial(nixl_transport, advertise_host),
+        "gloo": partial(gloo_transport, advertise_host),
+        "nccl": partial(nccl_transport, advertise_host),
         MOCK: partial(MockTransport, advertise_host=advertise_host),
     }
     return tuple(makers[name]() for name in names)

@@ -35,3 +35,10 @@ class TestNixl(TransportConformance):
 
     def address(self, directory: Path) -> str:
         return "127.0.0.1:0"
+
+
+class TestGloo(TransportConformance):
+    factory = "kaveri.kv.transports:gloo_transport"
+
+    def address(self, directory: Path) -> str:
+        return "127.0.0.1:0"
