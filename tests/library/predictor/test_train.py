@@ -149,6 +149,15 @@ def test_what_cannot_be_trained_is_said_before_it_is(labels_path: Path, tmp_path
         app(["train", "--labels", str(few), "--out", str(tmp_path / "d"), "--width", "40"])
 
 
+def test_a_missing_extra_is_said_in_one_line(
+    labels_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # None is how Python says, to `import` and to find_spec alike, that there is no such module.
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ConfigError, match=r"train: needs accelerate: install kaveri\[transformers,predictor\]"):
+        app(["train", "--labels", str(labels_path), "--out", str(tmp_path)])
+
+
 def test_the_evaluate_command_writes_figures_and_a_plot(
     trained: Path, labels_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
