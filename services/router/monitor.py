@@ -18,7 +18,9 @@ LEADER_LEASE_S = 1.0
 _CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 10
 """Between two campaigns: most of the 2 s within which a dead leader is replaced are left to a busy machine."""
 _MIN_PAUSE_S = 0.02
-"""Between two broadcasts, however fast instances come and go."""
+"""Between two broadcasts, however fast instances come and go and blocks come free."""
+_TIGHT = 4
+"""An instance is tight when less than one block in so many was free at the last broadcast."""
 
 
 class Monitor:
@@ -33,6 +35,8 @@ class Monitor:
         self._sequence_number = 0
         self._campaign_at_s = 0.0
         self._members: set[tuple[str, int, InstanceState]] = set()
+        # Free blocks as last told, of the instances that were tight then.
+        self._told_tight: dict[str, int] = {}
         self._due = asyncio.Event()
         self._stopping = False
 
@@ -59,16 +63,20 @@ class Monitor:
             self._set_token(None, "stopping")
 
     def update(self, view: ClusterView) -> None:
-        """Takes in a view; while leading, broadcasts at once when somebody came, began to drain or left."""
+        """Takes in a view; while leading, broadcasts at once when somebody came, began to drain or left, and when
+        blocks came free on an instance that was tight: requests may wait for just those."""
         members = {
             (status.record.instance_id, status.record.incarnation, status.load.state)
             for status in view.instances.values()
             if status.record.role in BROADCAST_ROLES
         }
-        if members != self._members:
-            self._members = members
-            if self.leading:
-                self._due.set()
+        eased = any(
+            instance_id in view.instances and view.instances[instance_id].load.free_blocks > told
+            for instance_id, told in self._told_tight.items()
+        )
+        if self.leading and (eased or members != self._members):
+            self._due.set()
+        self._members = members
 
     def stop(self) -> None:
         """Asks run() to resign and return."""
@@ -85,6 +93,11 @@ class Monitor:
         self._sequence_number += 1
         instances = self._store.view().instances.values()
         named = tuple(status for status in instances if status.record.role in BROADCAST_ROLES)
+        self._told_tight = {
+            status.record.instance_id: status.load.free_blocks
+            for status in named
+            if status.load.free_blocks * _TIGHT < status.load.total_blocks
+        }
         if await self._store.broadcast(LoadBroadcast(self._router_id, fencing_token, self._sequence_number, named)):
             metrics.MONITOR_BROADCASTS.inc()
         else:
