@@ -33,7 +33,8 @@ class DecodePlacementPolicy(enum.StrEnum):
     POWER_OF_TWO = "power-of-two"
     """Of two at random the one with fewer requests."""
     HEAVY_LIGHT = "heavy-light"
-    """Of two at random, with room for the predicted answer, the one with fewer heavy requests to each light one."""
+    """Of two at random, with room for the predicted answer: a heavy request goes to the one with fewer heavy requests to
+    each light one, a light request to the one with fewer requests."""
     LEAST_LOADED = "least-loaded"
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
@@ -180,9 +181,10 @@ def choose_decode(
     layout: when given, only instances with the very same KV layout. avoid: taken only when nothing else has room.
 
     Heavy-light is TetriInfer's algorithm (section 3.3.4): it draws two instances that have room for `predicted_blocks`,
-    if there are any, else for `needed_blocks`, and takes the one with the lower ratio of heavy to light requests; load
-    breaks ties. unconfirmed_heavy: the pieces of unconfirmed_blocks again, with amount 1 for heavy ones, else 0.
-    heavy: whether this request is; for imbalance. turn: rises by one with each choice; for round-robin.
+    if there are any, else for `needed_blocks`. A heavy request takes the one with the lower ratio of heavy to light
+    requests, load breaking ties, so that heavy ones are spread evenly; a light one takes the less loaded.
+    unconfirmed_heavy: the pieces of unconfirmed_blocks again, with amount 1 for heavy ones, else 0.
+    heavy: whether this request is; for heavy-light and imbalance. turn: rises by one with each choice; for round-robin.
     """
 
     def room(status: InstanceStatus) -> int:
@@ -213,7 +215,8 @@ def choose_decode(
             return _better_of_two(candidates, load, rng)
         case DecodePlacementPolicy.HEAVY_LIGHT:
             enough = [status for status in candidates if room(status) >= predicted_blocks]
-            return _better_of_two(enough or candidates, heavy_share, rng)
+            # Light ones go by load: by the ratio, each would lower it where it is low already, and draw all others there.
+            return _better_of_two(enough or candidates, heavy_share if heavy else load, rng)
         case DecodePlacementPolicy.LEAST_LOADED:
             return min(candidates, key=load)
         case DecodePlacementPolicy.ROUND_ROBIN:

@@ -229,7 +229,8 @@ def test_heavy_light_takes_the_lower_ratio_whatever_the_number_of_requests() -> 
     many_and_light = status("d1", Role.DECODE, free_blocks=9, heavy_requests=1, light_requests=20, running_requests=21)
     view = view_of(few_but_heavy, many_and_light)
     for seed in range(20):
-        assert decode_choice(view, DecodePlacementPolicy.HEAVY_LIGHT, seed) == "d1", seed
+        assert decode_choice(view, DecodePlacementPolicy.HEAVY_LIGHT, seed, heavy=True) == "d1", seed
+        assert decode_choice(view, DecodePlacementPolicy.HEAVY_LIGHT, seed, heavy=False) == "d0", seed
         assert decode_choice(view, DecodePlacementPolicy.POWER_OF_TWO, seed) == "d0", seed
 
 
@@ -238,7 +239,35 @@ def test_heavy_light_breaks_ties_by_load_so_that_an_idle_instance_is_used() -> N
         status("d0", Role.DECODE, free_blocks=9),
         status("d1", Role.DECODE, free_blocks=9, light_requests=5, running_requests=5),
     )
-    assert {decode_choice(view, DecodePlacementPolicy.HEAVY_LIGHT, seed) for seed in range(20)} == {"d0"}
+    for heavy in (False, True):
+        policy = DecodePlacementPolicy.HEAVY_LIGHT
+        assert {decode_choice(view, policy, seed, heavy=heavy) for seed in range(20)} == {"d0"}
+
+
+@given(st.integers(0, 2**32), st.sampled_from((2, 4, 8)))
+def test_heavy_light_spreads_a_burst_of_both_kinds_evenly(seed: int, instances: int) -> None:
+    rng = random.Random(seed)
+    kinds = [True, False] * (16 * instances)
+    rng.shuffle(kinds)
+    view = view_of(*(status(f"d{number}", Role.DECODE, free_blocks=1000) for number in range(instances)))
+    blocks, heavies = UnconfirmedWork[int](), UnconfirmedWork[int]()
+    for number, heavy in enumerate(kinds):
+        chosen = choose_decode(
+            view,
+            MODEL,
+            1,
+            blocks,
+            rng,
+            policy=DecodePlacementPolicy.HEAVY_LIGHT,
+            unconfirmed_heavy=heavies,
+            heavy=heavy,
+        )
+        assert chosen is not None
+        blocks.add(number, chosen, 1)
+        heavies.add(number, chosen, int(heavy))
+    for entry in view.instances.values():
+        assert abs(heavies.amount(entry) - 16) <= 10
+        assert abs(blocks.count(entry) - 32) <= 16
 
 
 def test_heavy_light_wants_room_for_the_predicted_answer_and_does_without_when_there_is_none() -> None:
@@ -267,6 +296,7 @@ def test_heavy_requests_just_placed_count_in_the_ratio() -> None:
             random.Random(seed),
             policy=DecodePlacementPolicy.HEAVY_LIGHT,
             unconfirmed_heavy=heavy,
+            heavy=True,
         )
         assert chosen is other, seed
 
