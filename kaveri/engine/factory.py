@@ -18,7 +18,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import Transport
-from kaveri.kv.transports import MOCK, TRANSPORT_NAMES, make_transports, slowed
+from kaveri.kv.transports import MOCK, PATH_NAMES, TRANSPORT_NAMES, make_transports, slowed
 from kaveri.profile.file import Profile, ProfiledEngine
 from kaveri.profile.machine import this_machine
 from kaveri.telemetry.logs import get_logger
@@ -208,7 +208,7 @@ def _listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
 
 
 def _listen_address(transport: str, settings: EngineSettings) -> str:
-    if transport in ("tcp", MOCK):
+    if transport not in PATH_NAMES:
         return f"{settings.kv_host}:{settings.kv_port}"
     return os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
 

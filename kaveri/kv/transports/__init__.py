@@ -14,6 +14,8 @@ from kaveri.kv.transports.socket import SocketTransport
 
 TRANSPORT_NAMES = ("shm", "unix", "tcp")
 """Fastest first: the order in which a sender prefers them."""
+PATH_NAMES = ("shm", "unix")
+"""Their addresses are paths of Unix sockets; all others' are HOST:PORT."""
 MOCK = "mock"
 """Moves no bytes; only ever used when asked for."""
 OPTIONAL_NAMES = ("nixl", "nccl", "gloo")

@@ -49,6 +49,8 @@ class SocketListener:
         self._intake = intake
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, ReceivingConnection] = {}
+        # Threads that have given their connection back, and may not have ended yet.
+        self._leaving: set[threading.Thread] = set()
         self._closing = threading.Event()
         self.endpoint = KvEndpoint(transport, _address_of(listening, advertise_host))
         self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{transport}", daemon=True)
@@ -67,7 +69,7 @@ class SocketListener:
         self._thread.join()
         self._listening.close()
         with self._lock:
-            threads = tuple(self._connections)
+            threads = (*self._connections, *self._leaving)
             for connection in self._connections.values():
                 connection.break_off()
         for thread in threads:
@@ -102,6 +104,8 @@ class SocketListener:
         finally:
             # Under the lock, so that close() never breaks off a descriptor that has been given to somebody else.
             with self._lock:
+                self._leaving = {thread for thread in self._leaving if thread.is_alive()}
+                self._leaving.add(threading.current_thread())
                 del self._connections[threading.current_thread()]
                 connection.close()
 

@@ -1,0 +1,241 @@
+"""gloo and NCCL: messages that never come cost the connection and no more; memory is bounded; torch comes late."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.errors import ConfigError
+from kaveri.kv.digest import xxh3
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transports import make_transports, transport_names
+from kaveri.kv.transports.collective import _BUFFER_COUNT, _MESSAGE_BYTES, CollectiveLink, CollectiveTransport
+from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
+from kaveri.testing.transport_conformance import WAIT_S, Recorder, wait_until
+
+LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
+LARGE_LAYOUT = KvLayout("m", 2, block_tokens=64, kv_head_count=4, head_dim=128, dtype="float32")
+"""256 KiB blocks, four to a message."""
+EPOCH = 7
+HALF_A_SECOND = 0.5
+
+
+class Listening:
+    """What a link says of itself."""
+
+    def __init__(self) -> None:
+        self.is_lost = threading.Event()
+
+    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
+        """Of no interest."""
+
+    def lost(self, reason: str) -> None:
+        self.is_lost.set()
+
+
+@pytest.fixture
+def landed() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def receiver(landed: Recorder) -> Iterator[KvReceiver]:
+    transport = CollectiveTransport("gloo", progress_timeout_s=HALF_A_SECOND)
+    listen = [KvEndpoint("gloo", "127.0.0.1:0")]
+    pool = KvPool(LAYOUT, 8)
+    with contextlib.closing(KvReceiver(pool, landed, listen=listen, epoch=EPOCH, transports=[transport])) as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def link(receiver: KvReceiver) -> Iterator[CollectiveLink]:
+    """The sending end of a pair, to break rules with."""
+    listening = Listening()
+    link = CollectiveTransport("gloo").connect(receiver.endpoints[0], EPOCH, KvPool(LAYOUT, 8), listening)
+    yield link
+    # Whatever was done, the receiver has ended the connection.
+    assert listening.is_lost.wait(WAIT_S)
+    link.close()
+
+
+def push(sender: KvSender, ticket: Ticket, source: list[int]) -> None:
+    sender.open(ticket)
+    for layer in range(ticket.layout.layer_count):
+        sender.write(ticket.transfer_id, layer, 0, source)
+    sender.finish(ticket.transfer_id, b"")
+
+
+def require_lands(receiver: KvReceiver, landed: Recorder) -> None:
+    source, pushed = KvPool(LAYOUT, 8), Recorder()
+    source.memory[:] = 7
+    with contextlib.closing(KvSender(source, pushed, transports=[CollectiveTransport("gloo")])) as sender:
+        ticket = receiver.grant([5, 1], 8, 60.0)
+        push(sender, ticket, [1, 2])
+        assert isinstance(pushed.wait(ticket), PushAccepted)
+        assert isinstance(landed.wait(ticket), TransferLanded)
+    assert (receiver.pool.memory[:, [5, 1]] == 7).all()
+
+
+def test_a_message_that_never_comes_costs_its_connection_and_the_next_pair_works(
+    receiver: KvReceiver, landed: Recorder, link: CollectiveLink
+) -> None:
+    ticket = receiver.grant([0, 2], 8, 60.0)
+    link.open(ticket)
+    link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 2))
+    released = landed.wait(ticket)
+    assert isinstance(released, TransferReleased)
+    assert "connection lost" in released.reason
+    assert not receiver.pool.memory.any()
+    require_lands(receiver, landed)
+
+
+@pytest.mark.parametrize("block_count", [0, _MESSAGE_BYTES // LAYOUT.block_bytes + 1, 2**31])
+def test_a_message_that_fits_no_buffer_ends_the_connection(
+    receiver: KvReceiver, landed: Recorder, link: CollectiveLink, block_count: int
+) -> None:
+    ticket = receiver.grant([0, 2], 8, 60.0)
+    link.open(ticket)
+    link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, block_count))
+    released = landed.wait(ticket)
+    assert isinstance(released, TransferReleased)
+    assert "protocol error" in released.reason
+
+
+def test_more_announcements_than_buffers_end_the_connection(
+    receiver: KvReceiver, landed: Recorder, link: CollectiveLink
+) -> None:
+    ticket = receiver.grant([0, 2], 8, 60.0)
+    link.open(ticket)
+    for _ in range(_BUFFER_COUNT + 1):
+        link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 2))
+    assert isinstance(landed.wait(ticket), TransferReleased)
+    require_lands(receiver, landed)
+
+
+def test_a_stranger_that_does_not_join_the_pair_holds_nobody_up(receiver: KvReceiver, landed: Recorder) -> None:
+    host, port = receiver.endpoints[0].address.split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.settimeout(WAIT_S)
+        stranger.sendall(pack_hello(0))
+        hello = b""
+        while len(hello) < HELLO_BYTES:
+            hello += stranger.recv(HELLO_BYTES - len(hello))
+        assert unpack_hello(hello) == EPOCH
+        require_lands(receiver, landed)
+
+
+def test_a_sender_whose_receiver_takes_nothing_gives_its_blocks_back_and_reads_no_more() -> None:
+    source, target = KvPool(LARGE_LAYOUT, 64), KvPool(LARGE_LAYOUT, 64)
+    takes = threading.Event()
+
+    class Slow:
+        """A digest that takes nothing before it may."""
+
+        def __init__(self) -> None:
+            self._digest = xxh3()
+
+        def update(self, data: memoryview, /) -> None:
+            assert takes.wait(WAIT_S)
+            self._digest.update(data)
+
+        def intdigest(self) -> int:
+            return self._digest.intdigest()
+
+    read_bytes: list[int] = []
+
+    class Counted(Slow):
+        def update(self, data: memoryview, /) -> None:
+            read_bytes.append(len(data))
+
+    pushed, landed = Recorder(), Recorder()
+    listen = [KvEndpoint("gloo", "127.0.0.1:0")]
+    transports = make_transports(("gloo",))
+    with (
+        contextlib.closing(
+            KvReceiver(target, landed, listen=listen, epoch=1, transports=transports, digest=Slow)
+        ) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=transports, digest=Counted)) as sender,
+    ):
+        ticket = receiver.grant(range(64), 64, 60.0)
+        push(sender, ticket, list(range(64)))
+        wait_until(lambda: len(read_bytes) == _BUFFER_COUNT, "all buffers are full")
+        sender.abort(ticket.transfer_id)
+        assert isinstance(pushed.wait(ticket), PushFailed)
+        assert sum(read_bytes) == _BUFFER_COUNT * _MESSAGE_BYTES
+        takes.set()
+        assert isinstance(landed.wait(ticket), TransferReleased)
+
+
+def test_blocks_larger_than_a_message_land() -> None:
+    layout = replace(LARGE_LAYOUT, block_tokens=384)
+    assert layout.block_bytes > _MESSAGE_BYTES
+    source, target = KvPool(layout, 8), KvPool(layout, 8)
+    source.memory[:] = np.random.default_rng(5).integers(0, 256, source.memory.shape, dtype=np.uint8)
+    pushed, transports = Recorder(), make_transports(("gloo",))
+    listen = [KvEndpoint("gloo", "127.0.0.1:0")]
+    with (
+        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=transports)) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
+    ):
+        ticket = receiver.grant([6, 2, 3, 0, 7], 5, 60.0)
+        push(sender, ticket, [0, 1, 5, 3, 2])
+        assert isinstance(pushed.wait(ticket), PushAccepted)
+    assert (target.memory[:, [6, 2, 3, 0, 7]] == source.memory[:, [0, 1, 5, 3, 2]]).all()
+    assert not target.memory[:, [1, 4, 5]].any()
+
+
+def test_the_pair_meets_on_the_listening_host_only(receiver: KvReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[tuple[str, int]] = []
+    bind: Callable[..., None] = socket.socket.bind
+
+    def recorded(self: socket.socket, address: tuple[str, int]) -> None:
+        bind(self, address)
+        bound.append(address)
+
+    monkeypatch.setattr(socket.socket, "bind", recorded)
+    listening = Listening()
+    link = CollectiveTransport("gloo").connect(receiver.endpoints[0], EPOCH, KvPool(LAYOUT, 8), listening)
+    link.close()
+    assert bound == [("127.0.0.1", 0)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nccl_is_refused() -> None:
+    with pytest.raises(ConfigError, match="GPU") as raised:
+        make_transports(("nccl",))
+    assert raised.value.field == "kv_transports"
+
+
+def test_gloo_and_nixl_are_used_only_when_asked_for() -> None:
+    assert [transport.name for transport in make_transports()] == ["shm", "unix", "tcp"]
+    assert transport_names("gloo,tcp") == ("gloo", "tcp")
+
+
+def test_an_engine_listens_for_gloo_beside_tcp() -> None:
+    settings = EngineSettings(
+        receives=True, engine="fake", kv_transports=("gloo", "tcp"), kv_host="127.0.0.1", kv_cache_memory_bytes=2**20
+    )
+    with contextlib.closing(build_engine(settings)) as engine:
+        assert [endpoint.transport for endpoint in engine.info.kv_endpoints] == ["gloo", "tcp"]
+
+
+def test_the_library_without_these_transports_imports_neither_torch_nor_nixl() -> None:
+    program = """
+import sys
+from kaveri.kv.transports import make_transports
+make_transports()
+assert not {"torch", "nixl_cu13"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,195 @@
+"""NIXL: a write that is given up never lands later, strangers' offers are refused, the process stays clean."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kaveri.errors import ConfigError
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transport import LinkLost
+from kaveri.kv.transports import make_transports
+from kaveri.kv.transports.frames import pack_hello
+from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent
+from kaveri.testing.transport_conformance import MARK, Recorder, wait_until
+
+LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
+EPOCH = 7
+
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
+
+
+def write_all(sender: KvSender, ticket: Ticket, source: list[int]) -> None:
+    sender.open(ticket)
+    for layer in range(LAYOUT.layer_count):
+        sender.write(ticket.transfer_id, layer, 0, source)
+    sender.finish(ticket.transfer_id, b"")
+
+
+@pytest.fixture
+def source() -> KvPool:
+    source = KvPool(LAYOUT, 8)
+    source.memory[:] = 7
+    return source
+
+
+@pytest.fixture
+def landed() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def receiver(landed: Recorder) -> Iterator[KvReceiver]:
+    listen = [KvEndpoint("nixl", "127.0.0.1:0")]
+    transports = make_transports(("nixl",))
+    with contextlib.closing(
+        KvReceiver(KvPool(LAYOUT, 4), landed, listen=listen, epoch=EPOCH, transports=transports)
+    ) as receiver:
+        yield receiver
+
+
+@needs_nixl
+def test_a_write_that_is_given_up_costs_the_connection_and_never_lands(
+    source: KvPool, receiver: KvReceiver, landed: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+    with monkeypatch.context() as patch:
+        # A receiver that does not drive its side, as if it were frozen: what UCX has queued for it waits.
+        patch.setattr(_Agent, "progress", lambda self: asked.set())
+        pushed = Recorder()
+        with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
+            ticket = receiver.grant([2, 0], 8, 60.0)
+            write_all(sender, ticket, [1, 3])
+            assert asked.wait(20.0)
+            sender.abort(ticket.transfer_id)
+            assert isinstance(pushed.wait(ticket), PushFailed)
+            released = landed.wait(ticket)
+            assert isinstance(released, TransferReleased)
+            assert "connection lost" in released.reason
+    receiver.pool.memory[:] = MARK
+    with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
+        after = receiver.grant([1, 3], 8, 60.0)
+        write_all(sender, after, [1, 3])
+        assert isinstance(pushed.wait(after), PushAccepted)
+        assert isinstance(landed.wait(after), TransferLanded)
+    assert (receiver.pool.memory[:, [1, 3]] == 7).all()
+    assert (receiver.pool.memory[:, [0, 2]] == MARK).all()
+
+
+@needs_nixl
+def test_a_receiver_polls_only_while_something_is_written(
+    source: KvPool, receiver: KvReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls: list[bool] = []
+    progress = _Agent.progress
+    idle = threading.Event()
+
+    def counted(agent: _Agent) -> None:
+        polls.append(idle.is_set())
+        progress(agent)
+
+    monkeypatch.setattr(_Agent, "progress", counted)
+    pushed = Recorder()
+    with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
+        ticket = receiver.grant([2, 0], 8, 60.0)
+        sender.open(ticket)
+        sender.write(ticket.transfer_id, 0, 0, [1, 3])
+        wait_until(lambda: bool((receiver.pool.memory[0, [2, 0]] == 7).all()), "the first layer has arrived")
+        # Its doorbell has been heard once a second transfer over the same connection has landed.
+        second = receiver.grant([1], 4, 60.0)
+        write_all(sender, second, [0])
+        assert isinstance(pushed.wait(second), PushAccepted)
+        idle.set()
+        third = receiver.grant([3], 4, 60.0)
+        sender.open(third)
+        sender.abort(third.transfer_id)
+        pushed.wait(third)
+        assert polls
+        assert not any(polls)
+
+
+@needs_nixl
+def test_a_ticket_for_blocks_beyond_the_pool_fails_and_writes_nothing(source: KvPool, receiver: KvReceiver) -> None:
+    pushed = Recorder()
+    with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
+        ticket = dataclasses.replace(receiver.grant([3], 4, 30.0), block_ids=(4,))
+        sender.open(ticket)
+        sender.write(ticket.transfer_id, 0, 0, [1])
+        event = pushed.wait(ticket)
+        assert isinstance(event, PushFailed)
+        assert "block 4" in event.reason
+    assert not receiver.pool.memory.any()
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("offer", "problem"),
+    [
+        (_OFFER.pack(0, 4, 1 << 31), "an offer of 2147483648 bytes"),
+        (_OFFER.pack(0, 4, 8) + b"garbage!", "meeting the receiver's agent"),
+        (_OFFER.pack(0, 4, 100) + b"half", "receiving|closed"),
+    ],
+)
+def test_a_receiver_with_a_bad_offer_is_not_connected_to(source: KvPool, offer: bytes, problem: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            accepted, _ = server.accept()
+            with accepted:
+                accepted.sendall(pack_hello(EPOCH) + offer)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        endpoint = KvEndpoint("nixl", f"127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(LinkLost, match=problem):
+            NixlTransport().connect(endpoint, EPOCH, source, _NoListener())
+        thread.join()
+
+
+@needs_nixl
+def test_a_process_that_used_nixl_ends_well_and_has_printed_nothing() -> None:
+    program = f"""
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+from kaveri.kv.transports.nixl import NixlTransport, _Agent
+NixlTransport()
+agent = _Agent(KvPool({LAYOUT!r}, 4))
+assert agent.metadata()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@needs_nixl
+def test_nixl_says_what_it_cannot_do() -> None:
+    capabilities = NixlTransport().capabilities
+    assert capabilities.one_sided
+    assert not capabilities.can_revoke
+    assert not capabilities.same_host_only
+    assert capabilities.memory_kinds == {"host"}
+
+
+def test_without_the_package_nixl_is_refused_with_the_name_of_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu13", None)
+    monkeypatch.delitem(sys.modules, "nixl_cu13._api", raising=False)
+    with pytest.raises(ConfigError, match=r"\[nixl\]") as raised:
+        make_transports(("nixl",))
+    assert raised.value.field == "kv_transports"
+
+
+class _NoListener:
+    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
+        raise AssertionError("nothing was sent")
+
+    def lost(self, reason: str) -> None:
+        """Of no interest."""
