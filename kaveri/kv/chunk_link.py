@@ -112,7 +112,8 @@ class ChunkReceiver:
     """The fetching end: a FetchPlace. Its pool of `block_count` blocks is all the memory it takes; a chunk stays there
     until it is discarded, and whoever asks for a ticket meanwhile is told NoCapacity.
 
-    epoch, listen, transports: as of KvReceiver.
+    epoch, listen, transports: as of KvReceiver. on_landed: called with the name and the size of each chunk, in the
+    order of landing, on a thread of the receiver; it may fetch and discard, not close.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class ChunkReceiver:
         block_count: int,
         block_bytes: int = CHUNK_BLOCK_BYTES,
         transports: Sequence[Transport] | None = None,
+        on_landed: Callable[[str, int], None] = lambda name, byte_count: None,
     ) -> None:
+        self._on_landed = on_landed
         self._pool = KvPool(_chunk_layout(block_bytes), block_count)
         self._allocator = BlockAllocator(block_count)
         self._changed = threading.Condition()
@@ -190,6 +193,7 @@ class ChunkReceiver:
             self._allocator.release(replaced)
             self._landed[name] = event.transfer_id, byte_count
             self._changed.notify_all()
+        self._on_landed(name, byte_count)
 
 
 def _chunk_layout(block_bytes: int) -> KvLayout:

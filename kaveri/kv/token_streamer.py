@@ -1,0 +1,302 @@
+"""Streams the KV lines that decode steps write, beside the compute (DéjàVu, section 4.1.1, optimisation 3).
+
+The step loop says how far its requests have come and goes on; one thread copies the new lines of all of them together
+and gives them to a sink: a disk, another pool, another instance.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError
+from kaveri.kv.lines import LineRun, PoolLines
+from kaveri.kv.pool import KvPool
+from kaveri.kv.staging import StagingBuffers
+from kaveri.telemetry.logs import get_logger
+
+
+class LineSink(Protocol):
+    """Where lines go. Called from one thread at a time."""
+
+    def write(self, runs: Sequence[LineRun], timeout_s: float) -> None:
+        """Takes lines, of several requests; on return their memory may be used again. Raises KaveriError; the same
+        lines come once more then, or longer runs that begin with them, and to take some twice must do no harm."""
+
+    def end(self, request: str) -> None:
+        """The request is over, and its lines are of no use any more. Comes behind all of its lines."""
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until all lines are as safe as the sink can make them. Raises KaveriError."""
+
+    def close(self) -> None:
+        """Ends it. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """How far a request's stream is."""
+
+    written_tokens: int
+    """Tokens whose KV is in the pool."""
+    streamed_tokens: int
+    """Of these, the ones that the sink has: all before this number."""
+    behind: bool
+    """The sink is more than the streamer's `behind_tokens` late."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    request: str
+    block_ids: list[int]
+    written: int
+    streamed: int
+    behind: bool = False
+    # Its blocks are being read.
+    reading: bool = False
+    # The sink may have some of its lines.
+    offered: bool = False
+
+
+@dataclass(slots=True)
+class _Work:
+    runs: list[tuple[_Stream, range]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    settle: int = 0
+
+
+class TokenStreamer:
+    """Streams lines of `pool` to `sink`. Every method may be called from any thread; the step loop never waits for the
+    sink, however slow.
+
+    What is still to be streamed stays in the pool, so the queue is two numbers per open request and cannot run over: a
+    slow sink makes requests `behind`, and they catch up by themselves, many tokens at a time. A sink that fails is
+    tried again every retry_s. Memory: one staging buffer of staging_bytes, at least one token's KV.
+
+    A request's tokens reach the sink in order. Only between open() and end() are its blocks read; a block is not to be
+    given to anyone else before end() has returned.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        sink: LineSink,
+        *,
+        staging_bytes: int = 8 << 20,
+        behind_tokens: int = 64,
+        write_timeout_s: float = 10.0,
+        retry_s: float = 1.0,
+    ) -> None:
+        self._lines = PoolLines(pool)
+        if staging_bytes < self._lines.line_bytes:
+            raise InvalidArgument("staging_bytes", staging_bytes, f"at least {self._lines.line_bytes}, a token's KV")
+        self._sink = sink
+        self._staging = StagingBuffers(staging_bytes, 1)
+        self._behind_tokens = behind_tokens
+        self._write_timeout_s = write_timeout_s
+        self._retry_s = retry_s
+        self._changed = threading.Condition()
+        self._streams: dict[str, _Stream] = {}
+        # Streams with something to do, in turn.
+        self._due: dict[_Stream, None] = {}
+        # Ended requests that the sink has yet to be told of, and how many it has been. While a sink fails, a name for
+        # each request that it was offered before.
+        self._ended: list[str] = []
+        self._told_count = 0
+        # Calls of flush() that want the sink to settle, and those that have been served.
+        self._settle_wanted = self._settle_done = 0
+        self._failure: str | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-token-streamer", daemon=True)
+        self._thread.start()
+
+    def open(self, request: str, block_ids: Sequence[int], first_token: int = 0) -> None:
+        """Begins a request's stream: its tokens from first_token on will be streamed as they are written.
+
+        Raises InvalidArgument when a block is none of the pool's.
+        """
+        self._require_blocks(block_ids)
+        with self._changed:
+            assert request not in self._streams, "a request is streamed once at a time"
+            self._streams[request] = _Stream(request, list(block_ids), first_token, first_token)
+
+    def add_blocks(self, request: str, block_ids: Sequence[int]) -> None:
+        """The request has got more blocks, behind those that it had. Unknown requests are ignored."""
+        self._require_blocks(block_ids)
+        with self._changed:
+            stream = self._streams.get(request)
+            if stream is not None:
+                stream.block_ids.extend(block_ids)
+
+    def advance(self, token_counts: Mapping[str, int]) -> None:
+        """A step has ended: of each of these requests, the KV of so many tokens, from the first, is in the pool.
+
+        Unknown requests are ignored. Raises InvalidArgument, having taken none, when a request has too few blocks.
+        """
+        with self._changed:
+            for request, token_count in token_counts.items():
+                stream = self._streams.get(request)
+                if stream is not None:
+                    self._lines.require_room(stream.block_ids, token_count)
+            newly_behind = []
+            for request, token_count in token_counts.items():
+                stream = self._streams.get(request)
+                if stream is not None and token_count > stream.written:
+                    stream.written = token_count
+                    self._due[stream] = None
+                    if not stream.behind and token_count - stream.streamed > self._behind_tokens:
+                        stream.behind = True
+                        newly_behind.append(request)
+            self._changed.notify_all()
+            failure = self._failure
+        if newly_behind:
+            get_logger().warning("kv streams are behind", request_ids=newly_behind, reason=failure)
+
+    def end(self, request: str) -> None:
+        """Ends a request's stream: what was not streamed yet never will be, and the sink forgets the rest.
+
+        On return the request's blocks are not read any more: waits for a copy under way, at most a staging buffer's.
+        Unknown requests are ignored.
+        """
+        with self._changed:
+            stream = self._streams.pop(request, None)
+            if stream is None:
+                return
+            self._due.pop(stream, None)
+            if stream.offered:
+                self._ended.append(request)
+            self._changed.notify_all()
+            while stream.reading:
+                self._changed.wait()
+
+    def position(self, request: str) -> StreamPosition | None:
+        """How far a request's stream is; None when it is not open."""
+        with self._changed:
+            stream = self._streams.get(request)
+            if stream is None:
+                return None
+            return StreamPosition(stream.written, stream.streamed, stream.behind)
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until the sink has everything that was written before this call, and has settled it.
+
+        Raises DeadlineExceeded, with the sink's own trouble when it has any.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            marks = [(stream, stream.written) for stream in self._streams.values()]
+            told_mark = self._told_count + len(self._ended)
+
+            def reached() -> bool:
+                return self._told_count >= told_mark and all(
+                    stream.streamed >= written or self._streams.get(stream.request) is not stream
+                    for stream, written in marks
+                )
+
+            self._wait(reached, deadline_s)
+            self._settle_wanted += 1
+            wanted = self._settle_wanted
+            self._changed.notify_all()
+            self._wait(lambda: self._settle_done >= wanted, deadline_s)
+
+    def close(self) -> None:
+        """Ends the thread, after what it is at, and then the sink; streams nothing more. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._sink.close()
+
+    def _wait(self, condition: Callable[[], bool], deadline_s: float) -> None:
+        if not self._changed.wait_for(condition, max(0.0, deadline_s - time.monotonic())):
+            raise DeadlineExceeded(f"streaming KV lines{f' ({self._failure})' if self._failure else ''}")
+
+    def _require_blocks(self, block_ids: Sequence[int]) -> None:
+        count = self._lines.pool.block_count
+        if any(not 0 <= block < count for block in block_ids):
+            raise InvalidArgument("block_ids", tuple(block_ids), f"in [0, {count})")
+
+    def _run(self) -> None:
+        while (work := self._take()) is not None:
+            try:
+                self._stream(work)
+                failure = None
+            except KaveriError as error:
+                failure = str(error)
+            except Exception as error:
+                # A sink's own trouble must not end all streams for good without a word.
+                get_logger().exception("kv line sink failed")
+                failure = repr(error)
+            self._conclude(work, failure)
+
+    def _take(self) -> _Work | None:
+        """The next lines to stream, as many as go into the staging buffer; None when closing."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._has_work())
+            if self._closing:
+                return None
+            work = _Work(ended=list(self._ended), settle=self._settle_wanted)
+            room = self._staging.buffer_bytes // self._lines.line_bytes
+            for stream in list(self._due):
+                if not room:
+                    break
+                # Out, and in again at the end of the queue if there is more of it: everyone gets a turn.
+                del self._due[stream]
+                tokens = range(stream.streamed, min(stream.written, stream.streamed + room))
+                room -= len(tokens)
+                stream.reading = stream.offered = True
+                work.runs.append((stream, tokens))
+            return work
+
+    def _has_work(self) -> bool:
+        return bool(self._due or self._ended) or self._settle_wanted > self._settle_done
+
+    def _stream(self, work: _Work) -> None:
+        runs, position = [], 0
+        with self._staging.lend(0.0) as buffer:
+            try:
+                for stream, tokens in work.runs:
+                    lines = buffer[position : position + len(tokens) * self._lines.line_bytes]
+                    position += lines.nbytes
+                    self._lines.gather(stream.block_ids, tokens, lines)
+                    runs.append(LineRun(stream.request, tokens, lines))
+            finally:
+                with self._changed:
+                    for stream, _ in work.runs:
+                        stream.reading = False
+                    self._changed.notify_all()
+            # Ends first: the same name may have been opened anew, and these are its lines then.
+            for request in work.ended:
+                self._sink.end(request)
+                with self._changed:
+                    del self._ended[0]
+                    self._told_count += 1
+            if runs:
+                self._sink.write(runs, self._write_timeout_s)
+        if work.settle > self._settle_done:
+            self._sink.settle(self._write_timeout_s)
+            with self._changed:
+                self._settle_done = work.settle
+
+    def _conclude(self, work: _Work, failure: str | None) -> None:
+        caught_up: list[str] = []
+        with self._changed:
+            for stream, tokens in work.runs:
+                if failure is None:
+                    stream.streamed = tokens.stop
+                if stream.streamed < stream.written and self._streams.get(stream.request) is stream:
+                    self._due[stream] = None
+                if stream.behind and stream.written - stream.streamed <= self._behind_tokens:
+                    stream.behind = False
+                    caught_up.append(stream.request)
+            repeated = failure == self._failure
+            self._failure = failure
+            self._changed.notify_all()
+        if caught_up:
+            get_logger().info("kv streams have caught up", request_ids=caught_up)
+        if failure is not None:
+            if not repeated:
+                get_logger().warning("kv streaming failed, trying again", reason=failure, retry_s=self._retry_s)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, self._retry_s)

@@ -1,0 +1,378 @@
+"""Token streaming beside a step loop: what reaches the sink, and what the loop does not have to wait for."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kaveri.errors import DeadlineExceeded, InvalidArgument, TransferFailed
+from kaveri.kv.blocks import BlockAllocator
+from kaveri.kv.chunk_link import ChunkSender
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.line_file import LineDisk, read_line_file
+from kaveri.kv.line_link import LineReceiver, LineSender
+from kaveri.kv.line_pool import LinePool
+from kaveri.kv.lines import LineRun, PoolLines
+from kaveri.kv.pool import KvPool
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.token_streamer import LineSink, StreamPosition, TokenStreamer
+from kaveri.testing.transport_conformance import MARK, WAIT_S, wait_until
+
+LAYOUT = KvLayout("model", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="bfloat16")
+LINE_BYTES = LAYOUT.token_bytes
+
+
+class MemorySink:
+    """Keeps lines by request and token; may be shut, and may fail."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, dict[int, bytes]] = {}
+        self.ended: list[str] = []
+        self.run_counts: list[int] = []
+        self.settled = 0
+        self.given_back = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.fail: Callable[[], bool] = lambda: False
+
+    def write(self, runs: Sequence[LineRun], timeout_s: float) -> None:
+        self.entered.set()
+        assert self.gate.wait(WAIT_S)
+        self.run_counts.append(len(runs))
+        for run in runs:
+            if self.fail():
+                raise TransferFailed("the sink is ill")
+            lines = run.lines.reshape(LAYOUT.layer_count, 2, len(run.tokens), -1)
+            kept = self.lines.setdefault(run.request, {})
+            for index, token in enumerate(run.tokens):
+                kept[token] = lines[:, :, index].tobytes()
+                self.given_back |= bytes([MARK]) in kept[token]
+
+    def end(self, request: str) -> None:
+        self.ended.append(request)
+        self.lines.pop(request, None)
+
+    def settle(self, timeout_s: float) -> None:
+        self.settled += 1
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def pool() -> KvPool:
+    pool = KvPool(LAYOUT, 24)
+    pool.memory[:] = np.random.default_rng(0).integers(0, MARK, pool.memory.shape, dtype=np.uint8)
+    return pool
+
+
+@pytest.fixture
+def sink() -> MemorySink:
+    return MemorySink()
+
+
+@pytest.fixture
+def streamer(pool: KvPool, sink: MemorySink) -> Iterator[TokenStreamer]:
+    streamer = TokenStreamer(pool, sink, behind_tokens=5, staging_bytes=7 * LINE_BYTES, retry_s=0.01)
+    yield streamer
+    sink.gate.set()
+    streamer.close()
+
+
+def line_of(pool: KvPool, block_ids: Sequence[int], token: int) -> bytes:
+    blocks = pool.memory[:, block_ids[token // LAYOUT.block_tokens]]
+    return blocks.reshape(LAYOUT.layer_count, 2, LAYOUT.block_tokens, -1)[:, :, token % LAYOUT.block_tokens].tobytes()
+
+
+def lines_of(pool: KvPool, block_ids: Sequence[int], tokens: range) -> dict[int, bytes]:
+    return {token: line_of(pool, block_ids, token) for token in tokens}
+
+
+def test_the_lines_of_all_requests_of_a_step_reach_the_sink(
+    pool: KvPool, sink: MemorySink, streamer: TokenStreamer
+) -> None:
+    blocks = {"a": [3, 9], "b": [1], "c": [7, 2, 5]}
+    first = {"a": 4, "b": 0, "c": 9}
+    for request, block_ids in blocks.items():
+        streamer.open(request, block_ids, first[request])
+    for step in range(1, 4):
+        streamer.advance({request: token + step for request, token in first.items()})
+    streamer.flush(WAIT_S)
+    for request, block_ids in blocks.items():
+        expected = lines_of(pool, block_ids, range(first[request], first[request] + 3))
+        assert sink.lines[request] == expected
+        assert streamer.position(request) == StreamPosition(first[request] + 3, first[request] + 3, behind=False)
+    assert sink.settled == 1
+
+
+def test_a_request_that_grows_gives_its_new_blocks(pool: KvPool, sink: MemorySink, streamer: TokenStreamer) -> None:
+    streamer.open("a", [3])
+    with pytest.raises(InvalidArgument, match="block_ids"):
+        streamer.advance({"a": 5})
+    streamer.add_blocks("a", [8])
+    streamer.advance({"a": 5})
+    streamer.flush(WAIT_S)
+    assert sink.lines["a"] == lines_of(pool, [3, 8], range(5))
+
+
+def test_steps_go_on_while_the_sink_stands_still_and_streams_catch_up(
+    pool: KvPool, sink: MemorySink, streamer: TokenStreamer
+) -> None:
+    sink.gate.clear()
+    streamer.open("a", range(10))
+    streamer.open("b", range(10, 20))
+    # Every one of these returns, though nobody opens the gate.
+    for token_count in range(1, 40):
+        streamer.advance({"a": token_count, "b": token_count})
+    position = streamer.position("a")
+    assert position is not None
+    assert position.behind
+    assert position.written_tokens == 39
+    with pytest.raises(DeadlineExceeded):
+        streamer.flush(0.01)
+    sink.gate.set()
+    streamer.flush(WAIT_S)
+    assert streamer.position("a") == streamer.position("b") == StreamPosition(39, 39, behind=False)
+    assert sink.lines == {"a": lines_of(pool, range(10), range(39)), "b": lines_of(pool, range(10, 20), range(39))}
+
+
+def test_a_sink_that_fails_is_tried_again_until_it_has_everything(
+    pool: KvPool, sink: MemorySink, streamer: TokenStreamer
+) -> None:
+    ill = True
+    sink.fail = lambda: ill
+    streamer.open("a", range(10))
+    streamer.advance({"a": 30})
+    # Long enough for a first try.
+    assert sink.entered.wait(WAIT_S)
+    with pytest.raises(DeadlineExceeded, match="the sink is ill"):
+        streamer.flush(0.5)
+    ill = False
+    streamer.flush(WAIT_S)
+    assert sink.lines["a"] == lines_of(pool, range(10), range(30))
+
+
+def test_ended_requests_are_forgotten_behind_their_lines(sink: MemorySink, streamer: TokenStreamer) -> None:
+    streamer.open("a", [1])
+    streamer.open("never-streamed", [2])
+    streamer.advance({"a": 2})
+    streamer.flush(WAIT_S)
+    streamer.end("a")
+    streamer.end("never-streamed")
+    streamer.end("unknown")
+    streamer.flush(WAIT_S)
+    assert sink.ended == ["a"]
+    assert sink.lines == {}
+    assert streamer.position("a") is None
+
+
+def test_an_end_returns_while_the_sink_stands_still(sink: MemorySink, streamer: TokenStreamer) -> None:
+    sink.gate.clear()
+    streamer.open("a", [1])
+    streamer.advance({"a": 2})
+    assert sink.entered.wait(WAIT_S)
+    streamer.end("a")
+    sink.gate.set()
+    streamer.flush(WAIT_S)
+    assert sink.ended == ["a"]
+
+
+@pytest.mark.parametrize("blocks", [[24], [-1]])
+def test_blocks_outside_the_pool_are_refused(streamer: TokenStreamer, blocks: list[int]) -> None:
+    with pytest.raises(InvalidArgument, match="block_ids"):
+        streamer.open("a", blocks)
+
+
+def test_staging_that_holds_no_token_is_refused(pool: KvPool, sink: MemorySink) -> None:
+    with pytest.raises(InvalidArgument, match="staging_bytes"):
+        TokenStreamer(pool, sink, staging_bytes=LINE_BYTES - 1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_line_is_lost_or_of_a_block_given_back_under_random_loads(
+    pool: KvPool, sink: MemorySink, streamer: TokenStreamer, seed: int
+) -> None:
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    bytes_of_chance = np.random.default_rng(seed)
+    sink_chance = random.Random(seed + 1)
+    sink.fail = lambda: sink_chance.random() < 0.1
+    allocator = BlockAllocator(pool.block_count)
+    running: dict[str, int] = {}
+    number = 0
+
+    def fill(blocks: Sequence[int]) -> None:
+        shape = pool.memory[:, blocks].shape
+        pool.memory[:, blocks] = bytes_of_chance.integers(0, MARK, shape, dtype=np.uint8)
+
+    for _ in range(150):
+        if len(running) < 4 and chance.random() < 0.3:
+            # A few names, used again and again.
+            request = f"request-{number % 6}"
+            number += 1
+            if request not in running:
+                first = chance.randrange(4)
+                blocks = allocator.allocate(request, 1)
+                fill(blocks)
+                streamer.open(request, blocks, first)
+                running[request] = first
+        for request in list(running):
+            if chance.random() < 0.1 or running[request] >= 20:
+                streamer.end(request)
+                # From here on the blocks are anyone's.
+                pool.memory[:, list(allocator.blocks_of(request))] = MARK
+                allocator.release(request)
+                del running[request]
+        for request in running:
+            running[request] += chance.choice((1, 1, 1, 3))
+            new = LAYOUT.block_count(running[request]) - len(allocator.blocks_of(request))
+            blocks = allocator.allocate(request, max(0, new))
+            fill(blocks)
+            streamer.add_blocks(request, blocks)
+        streamer.advance(running)
+    streamer.flush(WAIT_S)
+    assert not sink.given_back
+    for request, token_count in running.items():
+        kept = sink.lines.get(request, {})
+        first = min(kept, default=token_count)
+        assert kept == lines_of(pool, allocator.blocks_of(request), range(first, token_count))
+    assert set(sink.lines) <= set(running)
+
+
+def far_pool() -> tuple[LinePool, KvPool, BlockAllocator]:
+    """Of another instance: larger blocks in another order."""
+    pool = KvPool(replace(LAYOUT, block_tokens=8, order="2HND"), 20)
+    allocator = BlockAllocator(20)
+
+    def blocks_of(request: str, token_count: int) -> Sequence[int]:
+        missing = pool.layout.block_count(token_count) - len(allocator.blocks_of(request))
+        allocator.allocate(request, max(0, missing))
+        return allocator.blocks_of(request)
+
+    return LinePool(pool, LAYOUT, blocks_of, allocator.release), pool, allocator
+
+
+def assert_copied(
+    source: KvPool, block_ids: Sequence[int], target: KvPool, target_ids: Sequence[int], count: int
+) -> None:
+    ours, theirs = np.empty(count * LINE_BYTES, np.uint8), np.empty(count * LINE_BYTES, np.uint8)
+    PoolLines(source).gather(block_ids, range(count), ours)
+    PoolLines(target).gather(target_ids, range(count), theirs)
+    assert np.array_equal(ours, theirs)
+
+
+def stream_two_requests(pool: KvPool, sink: LineSink) -> TokenStreamer:
+    streamer = TokenStreamer(pool, sink, staging_bytes=20 * LINE_BYTES, retry_s=0.01)
+    streamer.open("a", [5, 3, 4])
+    streamer.open("b", [0, 7])
+    streamer.advance({"a": 4, "b": 2})
+    for step in range(1, 7):
+        streamer.advance({"a": 4 + step, "b": 2 + step})
+    return streamer
+
+
+def test_a_copy_is_kept_current_in_a_pool_of_another_layout(pool: KvPool) -> None:
+    copy, target, allocator = far_pool()
+    streamer = stream_two_requests(pool, copy)
+    streamer.flush(WAIT_S)
+    assert (copy.held("a"), copy.held("b")) == (range(10), range(8))
+    assert_copied(pool, [5, 3, 4], target, allocator.blocks_of("a"), 10)
+    assert_copied(pool, [0, 7], target, allocator.blocks_of("b"), 8)
+    streamer.end("a")
+    streamer.flush(WAIT_S)
+    allocator.check_integrity(["b"])
+    streamer.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
+def test_a_copy_is_kept_current_on_another_instance(pool: KvPool, tmp_path: Path, transport: str) -> None:
+    copy, target, allocator = far_pool()
+    address = "127.0.0.1:0" if transport == "tcp" else str(tmp_path / "kv.sock")
+    receiver = LineReceiver(copy, listen=[KvEndpoint(transport, address)], epoch=1, chunk_bytes=1 << 16)
+    sender = ChunkSender(receiver.grant, block_count=2)
+    streamer = stream_two_requests(pool, LineSender(sender, "prefill-1", chunk_bytes=1 << 16))
+    streamer.flush(WAIT_S)
+    wait_until(lambda: (copy.held("a"), copy.held("b")) == (range(10), range(8)), "the copy")
+    assert_copied(pool, [5, 3, 4], target, allocator.blocks_of("a"), 10)
+    streamer.end("a")
+    streamer.flush(WAIT_S)
+    wait_until(lambda: allocator.owners() == ("b",), "the end of a")
+    streamer.close()
+    sender.close()
+    receiver.close()
+
+
+def test_another_instance_that_goes_away_stops_no_step_and_is_told_of(pool: KvPool, tmp_path: Path) -> None:
+    copy, _, _ = far_pool()
+    receiver = LineReceiver(copy, listen=[KvEndpoint("tcp", "127.0.0.1:0")], epoch=1, chunk_bytes=1 << 16)
+    sender = ChunkSender(receiver.grant, block_count=2)
+    streamer = stream_two_requests(pool, LineSender(sender, "prefill-1", chunk_bytes=1 << 16))
+    streamer.flush(WAIT_S)
+    receiver.close()
+    streamer.advance({"a": 12})
+    with pytest.raises(DeadlineExceeded, match="closed"):
+        streamer.flush(1.0)
+    streamer.close()
+    sender.close()
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+import numpy as np
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.line_file import LineDisk
+from kaveri.kv.pool import KvPool
+from kaveri.kv.token_streamer import TokenStreamer
+layout = KvLayout("model", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="bfloat16")
+pool = KvPool(layout, 2000)
+pool.memory[:] = np.random.default_rng(7).integers(0, 256, pool.memory.shape, dtype=np.uint8)
+streamer = TokenStreamer(pool, LineDisk(Path(sys.argv[1]), layout, 10**9))
+for request in range(4):
+    streamer.open(f"request-{request}", range(500 * request, 500 * request + 500))
+for token_count in range(1, 2001):
+    streamer.advance({f"request-{request}": token_count for request in range(4)})
+    if token_count == 20:
+        streamer.flush(20.0)
+        print("flushed", flush=True)
+streamer.flush(20.0)
+sys.stdin.read()
+"""
+
+
+def test_after_a_kill_every_file_holds_whole_lines_from_the_first(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "flushed\n"
+    # Somewhere among the steps that follow.
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate(timeout=WAIT_S)
+    pool = KvPool(LAYOUT, 2000)
+    pool.memory[:] = np.random.default_rng(7).integers(0, 256, pool.memory.shape, dtype=np.uint8)
+    for request in range(4):
+        file = read_line_file(tmp_path / f"request-{request}.kvlines")
+        position = 0
+        restored = KvPool(LAYOUT, 500)
+        for run in file.runs:
+            assert run.tokens.start == position
+            position = run.tokens.stop
+            PoolLines(restored).store(range(500), run)
+        assert position >= 20
+        assert_copied(pool, range(500 * request, 500 * request + 500), restored, range(500), position)
+        # And whoever comes back goes on from there.
+        disk = LineDisk(tmp_path, LAYOUT, 10**9)
+        disk.write(
+            [LineRun(f"request-{request}", range(position, position + 1), np.zeros(LINE_BYTES, np.uint8))], WAIT_S
+        )
+        disk.close()
+        assert read_line_file(tmp_path / f"request-{request}.kvlines").runs[-1].tokens.start == position
