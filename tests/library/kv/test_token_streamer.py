@@ -185,6 +185,31 @@ def test_an_end_returns_while_the_sink_stands_still(sink: MemorySink, streamer: 
     assert sink.ended == ["a"]
 
 
+def test_an_end_does_not_return_while_its_blocks_are_being_copied(
+    sink: MemorySink, streamer: TokenStreamer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    gather = PoolLines.gather
+
+    def slow_gather(lines: PoolLines, block_ids: Sequence[int], tokens: range, into: np.ndarray) -> None:
+        copying.set()
+        assert go_on.wait(WAIT_S)
+        gather(lines, block_ids, tokens, into)
+
+    monkeypatch.setattr(PoolLines, "gather", slow_gather)
+    streamer.open("a", [1])
+    streamer.advance({"a": 2})
+    assert copying.wait(WAIT_S)
+    ending = threading.Thread(target=streamer.end, args=("a",))
+    ending.start()
+    wait_until(lambda: streamer.position("a") is None, "the end")
+    ending.join(0.05)
+    assert ending.is_alive()
+    go_on.set()
+    ending.join(WAIT_S)
+    assert not ending.is_alive()
+
+
 @pytest.mark.parametrize("blocks", [[24], [-1]])
 def test_blocks_outside_the_pool_are_refused(streamer: TokenStreamer, blocks: list[int]) -> None:
     with pytest.raises(InvalidArgument, match="block_ids"):
