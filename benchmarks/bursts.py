@@ -65,11 +65,15 @@ async def send(
     return run
 
 
-def read_metric(port: int, name: str) -> float:
-    """The sum of a metric's samples at a service's metrics port. Blocks for a moment."""
+def read_metric(port: int, name: str, **labels: str) -> float:
+    """The sum of a metric's samples, those with `labels`, at a service's metrics port. Blocks for a moment.
+
+    0 when the metric is there and no sample has the labels yet.
+    """
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     samples = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
     if not samples:
         raise RuntimeError(f"no metric {name} at port {port}")
-    return sum(float(line.rpartition(" ")[2]) for line in samples)
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(float(line.rpartition(" ")[2]) for line in samples if all(text in line for text in wanted))
