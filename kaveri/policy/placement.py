@@ -33,8 +33,8 @@ class DecodePlacementPolicy(enum.StrEnum):
     POWER_OF_TWO = "power-of-two"
     """Of two at random the one with fewer requests."""
     HEAVY_LIGHT = "heavy-light"
-    """Of two at random, with room for the predicted answer: a heavy request goes to the one with fewer heavy requests to
-    each light one, a light request to the one with fewer requests."""
+    """Of two at random, with room for the predicted answer: a heavy request goes to the one with fewer heavy requests
+    to each light one, a light request to the one with fewer requests."""
     LEAST_LOADED = "least-loaded"
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
@@ -215,7 +215,7 @@ def choose_decode(
             return _better_of_two(candidates, load, rng)
         case DecodePlacementPolicy.HEAVY_LIGHT:
             enough = [status for status in candidates if room(status) >= predicted_blocks]
-            # Light ones go by load: by the ratio, each would lower it where it is low already, and draw all others there.
+            # Light ones go by load: by the ratio, each would lower it where it is low already, and draw the others there.
             return _better_of_two(enough or candidates, heavy_share if heavy else load, rng)
         case DecodePlacementPolicy.LEAST_LOADED:
             return min(candidates, key=load)
