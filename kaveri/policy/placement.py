@@ -215,7 +215,7 @@ def choose_decode(
             return _better_of_two(candidates, load, rng)
         case DecodePlacementPolicy.HEAVY_LIGHT:
             enough = [status for status in candidates if room(status) >= predicted_blocks]
-            # Light ones go by load: by the ratio, each would lower it where it is low already, and draw the others there.
+            # Light ones go by load: by the ratio, each would lower it where it is low, and draw all others there.
             return _better_of_two(enough or candidates, heavy_share if heavy else load, rng)
         case DecodePlacementPolicy.LEAST_LOADED:
             return min(candidates, key=load)
