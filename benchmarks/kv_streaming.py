@@ -160,7 +160,8 @@ def _run_offsets(copy: RegionCopy) -> Iterator[int]:
 
 def _measure_copies(report: Report, repeats: int, cache: Cache, places: dict[str, FlushPlace]) -> None:
     lines_bytes, prompt_bytes = BATCH * LAYOUT.token_bytes, PROMPT_TOKENS * LAYOUT.token_bytes
-    staging, target = np.zeros(prompt_bytes, np.uint8), np.ones(prompt_bytes, np.uint8)
+    buffers = StagingBuffers(prompt_bytes, 2)
+    staging, target = buffers.acquire(WAIT_S), buffers.acquire(WAIT_S)
     works: dict[str, tuple[list[Region], Callable[[Region], None], int]] = {
         "prompt": (cache.prompt_regions(), cache.gather_prompt, prompt_bytes),
         "lines of a step": (cache.line_regions(3), lambda into: cache.gather_lines(3, into), lines_bytes),

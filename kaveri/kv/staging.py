@@ -19,8 +19,9 @@ from kaveri.errors import DeadlineExceeded, InvalidArgument
 class StagingBuffers:
     """`buffer_count` buffers of `buffer_bytes`, used again and again. Any thread.
 
-    buffers: uint8, page-aligned, prefaulted: first touch of fresh memory is several times slower than copying. Never
-    more memory than buffer_count * buffer_bytes, rounded up to pages; whoever finds none waits.
+    buffers: uint8, prefaulted: first touch of fresh memory is several times slower than copying. Page-aligned, as pools
+    are: between places that differ by a few bytes within their pages a copy is half as fast. Never more memory than
+    buffer_count * buffer_bytes, rounded up to pages; whoever finds none waits.
     """
 
     def __init__(self, buffer_bytes: int, buffer_count: int = 2) -> None:

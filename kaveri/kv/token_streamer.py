@@ -1,7 +1,29 @@
 """Streams the KV lines that decode steps write, beside the compute (DéjàVu, section 4.1.1, optimisation 3).
 
 The step loop says how far its requests have come and goes on; one thread copies the new lines of all of them together
-and gives them to a sink: a disk, another pool, another instance.
+and gives them to a sink:
+
+    kaveri.kv.line_file.LineDisk      a local disk, readable after a crash
+    kaveri.kv.line_pool.LinePool      another pool of this process
+    kaveri.kv.line_link.LineSender    another instance, whose LineReceiver has a sink of its own
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> from kaveri.kv.layout import KvLayout
+>>> from kaveri.kv.line_file import LineDisk, read_line_file
+>>> layout = KvLayout("model", layer_count=2, block_tokens=16, kv_head_count=2, head_dim=4, dtype="float16")
+>>> pool, folder = KvPool(layout, block_count=4), tempfile.TemporaryDirectory()
+>>> streamer = TokenStreamer(pool, LineDisk(Path(folder.name), layout, byte_limit=1 << 20))
+>>> streamer.open("request-1", block_ids=[3, 1])
+>>> for token_count in range(1, 21):
+...     # ... a decode step writes the KV of one more token ...
+...     streamer.advance({"request-1": token_count})
+>>> streamer.flush(timeout_s=10.0)
+>>> read_line_file(Path(folder.name) / "request-1.kvlines").runs[-1].tokens.stop
+20
+>>> streamer.end("request-1")
+>>> streamer.close()
+>>> folder.cleanup()
 """
 
 import threading

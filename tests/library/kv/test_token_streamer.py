@@ -20,7 +20,8 @@ from kaveri.kv.layout import KvLayout
 from kaveri.kv.line_file import LineDisk, read_line_file
 from kaveri.kv.line_link import LineReceiver, LineSender
 from kaveri.kv.line_pool import LinePool
-from kaveri.kv.lines import LineRun, PoolLines
+from kaveri.kv.lines import LineRun, PoolLines, decode_record, encode_header
+from kaveri.kv.places import HostMemory
 from kaveri.kv.pool import KvPool
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.token_streamer import LineSink, StreamPosition, TokenStreamer
@@ -158,6 +159,18 @@ def test_a_sink_that_fails_is_tried_again_until_it_has_everything(
     ill = False
     streamer.flush(WAIT_S)
     assert sink.lines["a"] == lines_of(pool, range(10), range(30))
+
+
+def test_an_unforeseen_error_of_a_sink_ends_no_stream(pool: KvPool, sink: MemorySink, streamer: TokenStreamer) -> None:
+    def fail_once() -> bool:
+        sink.fail = lambda: False
+        raise ZeroDivisionError
+
+    sink.fail = fail_once
+    streamer.open("a", [1])
+    streamer.advance({"a": 4})
+    streamer.flush(WAIT_S)
+    assert sink.lines["a"] == lines_of(pool, [1], range(4))
 
 
 def test_ended_requests_are_forgotten_behind_their_lines(sink: MemorySink, streamer: TokenStreamer) -> None:
@@ -331,6 +344,50 @@ def test_a_copy_is_kept_current_on_another_instance(pool: KvPool, tmp_path: Path
     streamer.flush(WAIT_S)
     wait_until(lambda: allocator.owners() == ("b",), "the end of a")
     streamer.close()
+    sender.close()
+    receiver.close()
+
+
+def test_lines_go_in_as_many_chunks_as_they_need() -> None:
+    place, landed = HostMemory(1000, 10), {}
+    sender = LineSender(place, "s", chunk_bytes=700)
+    runs = [
+        LineRun(f"request-{i}", range(i, i + 2), np.full(2 * LINE_BYTES, i, np.uint8)) for i in range(5)
+    ]  # of which two go into a chunk
+    sender.end("ended")
+    sender.write(runs, WAIT_S)
+    record_bytes = len(encode_header(runs[0])) + runs[0].lines.nbytes
+    end_bytes = len(encode_header(LineRun("ended", range(0), np.empty(0, np.uint8))))
+    for sequence, (first, count) in enumerate(((0, 2), (2, 2), (4, 1))):
+        chunk = np.empty(count * record_bytes + (end_bytes if sequence == 0 else 0), np.uint8)
+        place.fetch(f"s.{sequence}", chunk, 0.0)
+        position = 0
+        while position < chunk.nbytes:
+            run, position = decode_record(chunk, position)
+            landed[run.request] = run
+        assert set(landed) >= {f"request-{i}" for i in range(first, first + count)}
+    assert len(landed["ended"].tokens) == 0
+    assert all(np.array_equal(landed[run.request].lines, run.lines) for run in runs)
+
+
+def test_a_run_larger_than_a_chunk_is_refused() -> None:
+    sender = LineSender(HostMemory(1000, 10), "s", chunk_bytes=1000)
+    with pytest.raises(InvalidArgument, match="chunk_bytes"):
+        sender.write([LineRun("a", range(9), np.zeros(9 * LINE_BYTES, np.uint8))], WAIT_S)
+
+
+def test_a_receiver_that_refuses_lines_keeps_those_of_others(tmp_path: Path) -> None:
+    copy, _, _ = far_pool()
+    receiver = LineReceiver(copy, listen=[KvEndpoint("unix", str(tmp_path / "kv.sock"))], epoch=1, chunk_bytes=1 << 16)
+    sender = ChunkSender(receiver.grant, block_count=2)
+    lines = LineSender(sender, "s", chunk_bytes=1 << 16)
+    line = np.zeros(LINE_BYTES, np.uint8)
+    lines.write([LineRun("a", range(1), line)], WAIT_S)
+    lines.write([LineRun("a", range(2, 3), line), LineRun("b", range(1), line)], WAIT_S)  # a has a gap
+    wait_until(lambda: copy.held("b") == range(1), "b")
+    assert copy.held("a") == range(1)
+    with pytest.raises(InvalidArgument, match="byte_count"):
+        receiver.grant("too-large", (1 << 16) + 1, WAIT_S)
     sender.close()
     receiver.close()
 
