@@ -1,18 +1,18 @@
-"""Speed of a KV push between two processes: against memcpy, and against a bare socket copy of the same bytes.
+"""Speed of a KV push between two processes: against memcpy, and against a bare link moving the same bytes.
 
 Each repeat moves the same bytes in every way, one after the other, so that ratios compare neighbours in time:
 
     memcpy   np.copyto within one process, one block at a time
-    bare     sendmsg / recvmsg_into between the same blocks over the same kind of socket with the same buffers, up to
-             1024 blocks a call; no frames, no digests
+    bare     the same kind of link with nothing around it; see bare_links.py
+    grpc     gRPC bytes, beside tcp
     kv       KvSender to KvReceiver, from open() to PushAccepted, with the digests and without
 """
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import queue
-import socket
 import statistics
 import tempfile
 import time
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.bare_links import BareSender, bare_receiver, bare_sender
 from benchmarks.harness import Options, Report, run
 from kaveri.kv.digest import DigestFactory, NoDigest, xxh3
 from kaveri.kv.layout import KvLayout
@@ -29,24 +30,36 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transports.socket import set_buffers
+from kaveri.kv.transports import PATH_NAMES, make_transports
 from kaveri.telemetry.logs import configure_logs
 
 LAYOUT = KvLayout("benchmark", 8, block_tokens=16, kv_head_count=4, head_dim=32, dtype="float32")
 PUSHED_BLOCKS = 512
 POOL_BLOCKS = 2 * PUSHED_BLOCKS
 KV_BYTES = LAYOUT.layer_count * PUSHED_BLOCKS * LAYOUT.block_bytes
-BUFFERS_PER_CALL = 1024
 WAIT_S = 30.0
 
 DIGESTS: dict[str, DigestFactory] = {"xxh3": xxh3, "none": NoDigest}
 
-_TARGETS = {
-    ("kv", "bare", False, "blocks"): 0.8,
-    ("kv without digests", "memcpy", True, "contiguous"): 0.85,
-    ("kv without digests", "memcpy", True, "blocks"): 0.8,
+BARE_LINKS = {
+    "tcp": {"bare": "tcp", "grpc": "grpc"},
+    "unix": {"bare": "unix"},
+    # No kernel copies its bytes, so there is no bare link to compare with.
+    "shm": {},
+    "nixl": {"bare": "nixl"},
+    "gloo": {"bare": "gloo"},
 }
-"""Least ratio of (what, to what, whether over shared memory, shape)."""
+"""For each transport: what is measured beside it, as whose kind in bare_links.py."""
+
+_PLAIN = "kv without digests"
+_TARGETS = {
+    ("kv", "bare", "blocks"): {"tcp": 0.8, "unix": 0.8},
+    (_PLAIN, "bare", "blocks"): {"nixl": 0.9, "gloo": 0.9},
+    (_PLAIN, "bare", "contiguous"): {"nixl": 0.9, "gloo": 0.9},
+    (_PLAIN, "memcpy", "blocks"): {"shm": 0.8},
+    (_PLAIN, "memcpy", "contiguous"): {"shm": 0.85},
+}
+"""Least ratio of (what, to what, shape) for a transport."""
 
 
 def measure(options: Options, report: Report) -> None:
@@ -66,9 +79,12 @@ def measure(options: Options, report: Report) -> None:
     contiguous = list(range(PUSHED_BLOCKS)), list(range(PUSHED_BLOCKS))
     pool = KvPool(LAYOUT, POOL_BLOCKS)
     pool.memory[:] = np.random.default_rng(1).integers(0, 256, pool.memory.shape, dtype=np.uint8)
-    for transport in ("tcp", "unix", "shm"):
+    for transport in BARE_LINKS:
+        if transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
+            report.note("nixl-cu13 is not installed: nixl was not measured")
+            continue
         for shape, (source, target) in (("blocks", scattered), ("contiguous", contiguous)):
-            with _receiving_process(transport) as receiving:
+            with _receiving_process(transport, pool) as receiving:
                 _measure_case(report, repeats, pool, receiving, transport, shape, source, target)
     report.note(
         f"{POOL_BLOCKS} blocks in each pool; the two processes share {os.cpu_count()} cores with whatever else runs"
@@ -86,10 +102,7 @@ def _measure_case(
     target: Sequence[int],
 ) -> None:
     twin = KvPool(LAYOUT, POOL_BLOCKS)
-    elapsed_s: dict[str, list[float]] = {"memcpy": [], "bare": [], "kv": [], "kv without digests": []}
-    if transport == "shm":
-        # No kernel copies its bytes, so there is no bare socket to compare with.
-        del elapsed_s["bare"]
+    elapsed_s: dict[str, list[float]] = {name: [] for name in ("memcpy", *BARE_LINKS[transport], "kv", _PLAIN)}
     cpu_s: dict[str, list[float]] = {name: [] for name in elapsed_s}
     for repeat in range(-1, repeats):  # the first one warms up
         for name in elapsed_s:
@@ -97,8 +110,8 @@ def _measure_case(
             began_s = time.perf_counter()
             if name == "memcpy":
                 _copy(pool, twin, source, target)
-            elif name == "bare":
-                began_s = receiving.bare_copy(pool, source, target)
+            elif name in BARE_LINKS[transport]:
+                began_s = receiving.bare_copy(name, pool, source, target)
             else:
                 began_s = receiving.push(pool, source, target, "xxh3" if name == "kv" else "none")
             seconds = time.perf_counter() - began_s
@@ -111,14 +124,12 @@ def _measure_case(
     for name, values in elapsed_s.items():
         report.row(name, [gib / value for value in values], "GiB/s", **labels)
         report.row(f"{name}: cpu of both processes", [value / gib for value in cpu_s[name]], "s/GiB", **labels)
-    for other in ("bare", "memcpy"):
-        if other not in elapsed_s:
-            continue
-        for name in ("kv", "kv without digests"):
+    for other in (*BARE_LINKS[transport], "memcpy"):
+        for name in ("kv", _PLAIN):
             # Neighbours in time are compared, then the median is taken: the machine's load changes between repeats.
             pairs = zip(elapsed_s[other], elapsed_s[name], strict=True)
             ratio = statistics.median(theirs / ours for theirs, ours in pairs)
-            target_ratio = _TARGETS.get((name, other, transport == "shm", shape))
+            target_ratio = _TARGETS.get((name, other, shape), {}).get(transport)
             report.ratio(f"{name} / {other}, {transport}, {shape}", ratio, target=target_ratio)
 
 
@@ -133,10 +144,12 @@ def _copy(pool: KvPool, twin: KvPool, source: Sequence[int], target: Sequence[in
 
 
 class _ReceivingProcess:
-    """The other process, with a receiver, and a bare socket beside it."""
+    """The other process, with receivers, and bare links beside them."""
 
-    def __init__(self, control: Connection, bare: socket.socket) -> None:
+    def __init__(self, control: Connection, transport: str, bare: dict[str, BareSender]) -> None:
+        """bare: by name."""
         self._control = control
+        self._transport = transport
         self._bare = bare
         self._events: queue.Queue[PushAccepted | PushFailed] = queue.Queue()
         self._senders: dict[str, KvSender] = {}
@@ -145,16 +158,11 @@ class _ReceivingProcess:
         """What it has used so far."""
         return float(self._ask("cpu"))  # type: ignore[arg-type]
 
-    def bare_copy(self, pool: KvPool, source: Sequence[int], target: Sequence[int]) -> float:
-        """Sends the blocks and waits for one byte back; returns when that began."""
-        self._control.send(("bare", list(target)))
-        self._control.recv()
+    def bare_copy(self, name: str, pool: KvPool, source: Sequence[int], target: Sequence[int]) -> float:
+        """Sends the blocks over a bare link; returns when that began."""
+        self._ask("bare", list(target), name)
         began_s = time.perf_counter()
-        for layer in range(LAYOUT.layer_count):
-            regions = pool.regions(layer, source)
-            while regions:
-                _drop(regions, self._bare.sendmsg(regions[:BUFFERS_PER_CALL]))
-        self._bare.recv(1)
+        self._bare[name].send(pool, source, target)
         return began_s
 
     def push(self, pool: KvPool, source: Sequence[int], target: Sequence[int], digest: str) -> float:
@@ -162,7 +170,8 @@ class _ReceivingProcess:
         ticket = self._ask("grant", list(target), digest)
         assert isinstance(ticket, Ticket)
         if digest not in self._senders:
-            self._senders[digest] = KvSender(pool, self._events.put, digest=DIGESTS[digest])
+            transports = make_transports((self._transport,))
+            self._senders[digest] = KvSender(pool, self._events.put, transports=transports, digest=DIGESTS[digest])
         sender = self._senders[digest]
         began_s = time.perf_counter()
         sender.open(ticket)
@@ -178,7 +187,8 @@ class _ReceivingProcess:
         for sender in self._senders.values():
             sender.close()
         self._control.send(("end",))
-        self._bare.close()
+        for bare in self._bare.values():
+            bare.close()
 
     def _ask(self, *question: object) -> object:
         self._control.send(question)
@@ -186,21 +196,15 @@ class _ReceivingProcess:
 
 
 @contextlib.contextmanager
-def _receiving_process(transport: str) -> Iterator[_ReceivingProcess]:
+def _receiving_process(transport: str, pool: KvPool) -> Iterator[_ReceivingProcess]:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         control, their_control = spawn.Pipe()
         process = spawn.Process(target=_receive, args=(their_control, transport, folder), daemon=True)
         process.start()
         their_control.close()
-        address = control.recv()
-        family = socket.AF_INET if transport == "tcp" else socket.AF_UNIX
-        bare = socket.socket(family)
-        bare.connect(address)
-        set_buffers(bare)
-        if transport == "tcp":
-            bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        receiving = _ReceivingProcess(control, bare)
+        bare = {name: bare_sender(kind, pool, control.recv()) for name, kind in BARE_LINKS[transport].items()}
+        receiving = _ReceivingProcess(control, transport, bare)
         try:
             yield receiving
         finally:
@@ -215,15 +219,20 @@ def _receive(control: Connection, transport: str, folder: str) -> None:
     pool = KvPool(LAYOUT, POOL_BLOCKS)
     receivers: dict[str, KvReceiver] = {}
     for epoch, (name, digest) in enumerate(DIGESTS.items()):
-        address = "127.0.0.1:0" if transport == "tcp" else str(Path(folder) / f"{name}.sock")
-        listen = [KvEndpoint(transport, address)]
-        receivers[name] = KvReceiver(pool, lambda _: None, listen=listen, epoch=epoch, digest=digest)
-    listening = socket.socket(socket.AF_INET if transport == "tcp" else socket.AF_UNIX)
-    listening.bind(("127.0.0.1", 0) if transport == "tcp" else str(Path(folder) / "bare.sock"))
-    listening.listen(1)
-    control.send(listening.getsockname())
-    bare, _ = listening.accept()
-    set_buffers(bare)
+        address = str(Path(folder) / f"{name}.sock") if transport in PATH_NAMES else "127.0.0.1:0"
+        receivers[name] = KvReceiver(
+            pool,
+            lambda _: None,
+            listen=[KvEndpoint(transport, address)],
+            epoch=epoch,
+            transports=make_transports((transport,)),
+            digest=digest,
+        )
+    bare = {}
+    for name, kind in BARE_LINKS[transport].items():
+        bare[name] = bare_receiver(kind, pool, folder)
+        control.send(bare[name].address)
+        bare[name].accept()
     while (order := control.recv())[0] != "end":
         if order[0] == "cpu":
             control.send(time.process_time())
@@ -231,25 +240,11 @@ def _receive(control: Connection, transport: str, folder: str) -> None:
             control.send(receivers[order[2]].grant(order[1], 1, WAIT_S))
         else:
             control.send("ready")
-            for layer in range(LAYOUT.layer_count):
-                regions = pool.regions(layer, order[1])
-                while regions:
-                    _drop(regions, bare.recvmsg_into(regions[:BUFFERS_PER_CALL], 0, socket.MSG_WAITALL)[0])
-            bare.send(b"!")
+            bare[order[2]].receive(order[1])
     for receiver in receivers.values():
         receiver.close()
-    bare.close()
-    listening.close()
-
-
-def _drop(regions: list[memoryview], byte_count: int) -> None:
-    done = 0
-    while done < len(regions) and byte_count >= len(regions[done]):
-        byte_count -= len(regions[done])
-        done += 1
-    del regions[:done]
-    if byte_count:
-        regions[0] = regions[0][byte_count:]
+    for link in bare.values():
+        link.close()
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ announced by a DATA frame of its own, whose blocks are its content: the receiver
 frames that are there, and only then waits for the message. GRANTED says that a message has arrived, and that one more
 may be announced: messages under way are bounded by the staging buffers of both sides.
 
-Blocks are gathered into and scattered out of those buffers, reused and prefaulted, in messages of a mebibyte where a
-write brings so much. Neither library ever sees a pool: a late message can hit staging memory only, and the receiver
+Blocks are gathered into and scattered out of those buffers, reused and prefaulted, in messages of two mebibytes where
+a write brings so much. Neither library ever sees a pool: a late message can hit staging memory only, and the receiver
 alone decides what goes on from there. Neither library can give up one message either: one that does not come in time
 ends the group and the connection, and the next transfer makes a new pair.
 
@@ -46,8 +46,8 @@ from kaveri.kv.transports.stream import Stream
 
 _MEETING = struct.Struct("<H6x16s")
 """Behind the receiver's hello: the port of the store, and the prefix of the pair's keys in it."""
-_MESSAGE_BYTES = 1 << 20
-"""Larger ones are no faster over loopback, and leave the second-level cache."""
+_MESSAGE_BYTES = 2 << 20
+"""Half as much takes a quarter more processor time over loopback, twice as much hardly less."""
 _BUFFER_COUNT = 4
 """Staging buffers of each side of a connection, each of a message or of one block where that is more."""
 _MEET_WITHIN_S = 5.0

@@ -27,7 +27,7 @@ from kaveri.testing.transport_conformance import WAIT_S, Recorder, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 LARGE_LAYOUT = KvLayout("m", 2, block_tokens=64, kv_head_count=4, head_dim=128, dtype="float32")
-"""256 KiB blocks, four to a message."""
+"""256 KiB blocks, eight to a message."""
 EPOCH = 7
 HALF_A_SECOND = 0.5
 
@@ -179,7 +179,7 @@ def test_a_sender_whose_receiver_takes_nothing_gives_its_blocks_back_and_reads_n
 
 
 def test_blocks_larger_than_a_message_land() -> None:
-    layout = replace(LARGE_LAYOUT, block_tokens=384)
+    layout = replace(LARGE_LAYOUT, block_tokens=640)
     assert layout.block_bytes > _MESSAGE_BYTES
     source, target = KvPool(layout, 8), KvPool(layout, 8)
     source.memory[:] = np.random.default_rng(5).integers(0, 256, source.memory.shape, dtype=np.uint8)

@@ -1,13 +1,14 @@
 """NIXL: a write that is given up never lands later, strangers' offers are refused, the process stays clean."""
 
 import contextlib
-import dataclasses
 import importlib.util
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -20,8 +21,8 @@ from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import LinkLost
 from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import pack_hello
-from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent
-from kaveri.testing.transport_conformance import MARK, Recorder, wait_until
+from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent, _SendingAgent
+from kaveri.testing.transport_conformance import MARK, WAIT_S, Recorder, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 7
@@ -34,6 +35,14 @@ def write_all(sender: KvSender, ticket: Ticket, source: list[int]) -> None:
     for layer in range(LAYOUT.layer_count):
         sender.write(ticket.transfer_id, layer, 0, source)
     sender.finish(ticket.transfer_id, b"")
+
+
+def require_lands(sender: KvSender, receiver: KvReceiver, pushed: Recorder, landed: Recorder) -> None:
+    ticket = receiver.grant([1, 3], 8, 60.0)
+    write_all(sender, ticket, [1, 3])
+    assert isinstance(pushed.wait(ticket), PushAccepted)
+    assert isinstance(landed.wait(ticket), TransferLanded)
+    assert (receiver.pool.memory[:, [1, 3]] == 7).all()
 
 
 @pytest.fixture
@@ -59,31 +68,69 @@ def receiver(landed: Recorder) -> Iterator[KvReceiver]:
 
 
 @needs_nixl
+@pytest.mark.parametrize(("way", "is_warm"), [("tcp", True), ("posix,self,tcp", True), ("all", False)])
 def test_a_write_that_is_given_up_costs_the_connection_and_never_lands(
-    source: KvPool, receiver: KvReceiver, landed: Recorder, monkeypatch: pytest.MonkeyPatch
+    source: KvPool,
+    receiver: KvReceiver,
+    landed: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    is_warm: bool,
 ) -> None:
-    asked = threading.Event()
-    with monkeypatch.context() as patch:
-        # A receiver that does not drive its side, as if it were frozen: what UCX has queued for it waits.
-        patch.setattr(_Agent, "progress", lambda self: asked.set())
-        pushed = Recorder()
-        with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
+    """is_warm: UCX has its connection, and has sent the bytes to where the receiver has only to take them."""
+    monkeypatch.setenv("UCX_TLS", way)
+    pushed = Recorder()
+    with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
+        if is_warm:
+            require_lands(sender, receiver, pushed, landed)
+        posted = threading.Event()
+        post = _SendingAgent.post
+
+        def recorded(agent: _SendingAgent, layer: int, sources: list[int], targets: list[int]) -> None:
+            post(agent, layer, sources, targets)
+            posted.set()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_SendingAgent, "post", recorded)
+            # A receiver that does not drive its side, as if it were frozen.
+            patch.setattr(_Agent, "progress", lambda _: None)
             ticket = receiver.grant([2, 0], 8, 60.0)
             write_all(sender, ticket, [1, 3])
-            assert asked.wait(20.0)
+            assert posted.wait(WAIT_S)
             sender.abort(ticket.transfer_id)
             assert isinstance(pushed.wait(ticket), PushFailed)
             released = landed.wait(ticket)
             assert isinstance(released, TransferReleased)
             assert "connection lost" in released.reason
-    receiver.pool.memory[:] = MARK
-    with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
-        after = receiver.grant([1, 3], 8, 60.0)
-        write_all(sender, after, [1, 3])
-        assert isinstance(pushed.wait(after), PushAccepted)
-        assert isinstance(landed.wait(after), TransferLanded)
-    assert (receiver.pool.memory[:, [1, 3]] == 7).all()
+        receiver.pool.memory[:] = MARK
+        require_lands(sender, receiver, pushed, landed)
     assert (receiver.pool.memory[:, [0, 2]] == MARK).all()
+
+
+@needs_nixl
+@pytest.mark.parametrize("block_bytes", [320, 16384])
+@pytest.mark.parametrize("way", ["tcp", "posix,self,tcp", "all"])
+def test_what_nixl_calls_written_is_there(monkeypatch: pytest.MonkeyPatch, way: str, block_bytes: int) -> None:
+    """On this rests what the sender says before blocks are given back."""
+    monkeypatch.setenv("UCX_TLS", way)
+    layout = replace(LAYOUT, head_dim=block_bytes // 64)
+    source, target = KvPool(layout, 64), KvPool(layout, 64)
+    source.memory[:] = 7
+    with contextlib.ExitStack() as stack:
+        receiving = stack.enter_context(contextlib.closing(_Agent(target)))
+        address = target.memory.ctypes.data
+        sending = stack.enter_context(contextlib.closing(_SendingAgent(source, address, 64, receiving.metadata())))
+        for layer, polls_before_progress in ((0, 0), (1, 1000)):
+            polls = 0
+            sending.post(layer, range(0, 64, 2), range(1, 64, 2))
+            give_up_at_s = time.monotonic() + WAIT_S
+            while not sending.is_written():
+                polls += 1
+                if polls > polls_before_progress:
+                    receiving.progress()
+                assert time.monotonic() < give_up_at_s
+            assert (target.memory[layer, 1::2] == 7).all()
+    assert not target.memory[:, 0::2].any()
 
 
 @needs_nixl
@@ -122,7 +169,7 @@ def test_a_receiver_polls_only_while_something_is_written(
 def test_a_ticket_for_blocks_beyond_the_pool_fails_and_writes_nothing(source: KvPool, receiver: KvReceiver) -> None:
     pushed = Recorder()
     with contextlib.closing(KvSender(source, pushed, transports=make_transports(("nixl",)))) as sender:
-        ticket = dataclasses.replace(receiver.grant([3], 4, 30.0), block_ids=(4,))
+        ticket = replace(receiver.grant([3], 4, 30.0), block_ids=(4,))
         sender.open(ticket)
         sender.write(ticket.transfer_id, 0, 0, [1])
         event = pushed.wait(ticket)
