@@ -29,11 +29,15 @@ and gives them to a sink:
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError
-from kaveri.kv.lines import LineRun, PoolLines
+from kaveri.kv.lines import REQUEST_BYTES_MAX, LineRun, PoolLines
+from kaveri.kv.places import require_name
 from kaveri.kv.pool import KvPool
 from kaveri.kv.staging import StagingBuffers
 from kaveri.telemetry.logs import get_logger
@@ -79,12 +83,18 @@ class _Stream:
     reading: bool = False
     # The sink may have some of its lines.
     offered: bool = False
+    # Why the sink did not take its lines the last time, and when it is offered them again: alone, so that one request
+    # with a trouble of its own holds up no other.
+    failure: str | None = None
+    retry_at_s: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Work:
-    runs: list[tuple[_Stream, range]] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
+    """One thing for the sink to do: take lines, forget a request, or settle."""
+
+    runs: tuple[tuple[_Stream, range], ...] = ()
+    ended: str | None = None
     settle: int = 0
 
 
@@ -93,8 +103,9 @@ class TokenStreamer:
     sink, however slow.
 
     What is still to be streamed stays in the pool, so the queue is two numbers per open request and cannot run over: a
-    slow sink makes requests `behind`, and they catch up by themselves, many tokens at a time. A sink that fails is
-    tried again every retry_s. Memory: one staging buffer of staging_bytes, at least one token's KV.
+    slow sink makes requests `behind`, and they catch up by themselves, many tokens at a time. What a sink refuses it is
+    offered again every retry_s, each request by itself. Memory: one staging buffer of staging_bytes, at least one
+    token's KV.
 
     A request's tokens reach the sink in order. Only between open() and end() are its blocks read; a block is not to be
     given to anyone else before end() has returned.
@@ -128,7 +139,9 @@ class TokenStreamer:
         self._told_count = 0
         # Calls of flush() that want the sink to settle, and those that have been served.
         self._settle_wanted = self._settle_done = 0
+        # Of ends and settling, what _Stream has for lines.
         self._failure: str | None = None
+        self._retry_at_s = 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-token-streamer", daemon=True)
         self._thread.start()
@@ -136,9 +149,12 @@ class TokenStreamer:
     def open(self, request: str, block_ids: Sequence[int], first_token: int = 0) -> None:
         """Begins a request's stream: its tokens from first_token on will be streamed as they are written.
 
-        Raises InvalidArgument when a block is none of the pool's.
+        Raises InvalidArgument when a block is none of the pool's, or the name is longer than REQUEST_BYTES_MAX or
+        none for a file (places.require_name): sinks name things after requests.
         """
         self._require_blocks(block_ids)
+        if len(require_name(request)) > REQUEST_BYTES_MAX:
+            raise InvalidArgument("request", request, f"at most {REQUEST_BYTES_MAX} letters")
         with self._changed:
             assert request not in self._streams, "a request is streamed once at a time"
             self._streams[request] = _Stream(request, list(block_ids), first_token, first_token)
@@ -171,9 +187,8 @@ class TokenStreamer:
                         stream.behind = True
                         newly_behind.append(request)
             self._changed.notify_all()
-            failure = self._failure
         if newly_behind:
-            get_logger().warning("kv streams are behind", request_ids=newly_behind, reason=failure)
+            get_logger().warning("kv streams are behind", request_ids=newly_behind)
 
     def end(self, request: str) -> None:
         """Ends a request's stream: what was not streamed yet never will be, and the sink forgets the rest.
@@ -232,7 +247,9 @@ class TokenStreamer:
 
     def _wait(self, condition: Callable[[], bool], deadline_s: float) -> None:
         if not self._changed.wait_for(condition, max(0.0, deadline_s - time.monotonic())):
-            raise DeadlineExceeded(f"streaming KV lines{f' ({self._failure})' if self._failure else ''}")
+            failures = (stream.failure for stream in self._streams.values())
+            failure = next(filter(None, failures), self._failure)
+            raise DeadlineExceeded(f"streaming KV lines{f' ({failure})' if failure else ''}")
 
     def _require_blocks(self, block_ids: Sequence[int]) -> None:
         count = self._lines.pool.block_count
@@ -241,9 +258,9 @@ class TokenStreamer:
 
     def _run(self) -> None:
         while (work := self._take()) is not None:
+            failure = None
             try:
-                self._stream(work)
-                failure = None
+                self._do(work)
             except KaveriError as error:
                 failure = str(error)
             except Exception as error:
@@ -253,72 +270,93 @@ class TokenStreamer:
             self._conclude(work, failure)
 
     def _take(self) -> _Work | None:
-        """The next lines to stream, as many as go into the staging buffer; None when closing."""
+        """Waits for something to do; None when closing."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._has_work())
-            if self._closing:
-                return None
-            work = _Work(ended=list(self._ended), settle=self._settle_wanted)
-            room = self._staging.buffer_bytes // self._lines.line_bytes
-            for stream in list(self._due):
-                if not room:
-                    break
-                # Out, and in again at the end of the queue if there is more of it: everyone gets a turn.
-                del self._due[stream]
-                tokens = range(stream.streamed, min(stream.written, stream.streamed + room))
-                room -= len(tokens)
-                stream.reading = stream.offered = True
-                work.runs.append((stream, tokens))
-            return work
+            while not self._closing:
+                now_s = time.monotonic()
+                work = self._choose(now_s)
+                if work is not None:
+                    return work
+                retries_s = [stream.retry_at_s for stream in self._due]
+                if self._ended or self._settle_wanted > self._settle_done:
+                    retries_s.append(self._retry_at_s)
+                self._changed.wait(max(0.0, min(retries_s) - now_s) if retries_s else None)
+            return None
 
-    def _has_work(self) -> bool:
-        return bool(self._due or self._ended) or self._settle_wanted > self._settle_done
+    def _choose(self, now_s: float) -> _Work | None:
+        if self._retry_at_s <= now_s:
+            if self._ended:
+                return _Work(ended=self._ended[0])
+            if self._settle_wanted > self._settle_done:
+                return _Work(settle=self._settle_wanted)
+        # Lines of a name that was used before come behind its end.
+        ready = [stream for stream in self._due if stream.retry_at_s <= now_s and stream.request not in self._ended]
+        if not ready:
+            return None
+        together = ready[:1] if ready[0].failure else [stream for stream in ready if not stream.failure]
+        runs = []
+        room = self._staging.buffer_bytes // self._lines.line_bytes
+        for stream in together:
+            if not room:
+                break
+            # Out, and in again at the end of the queue if there is more of it: everyone gets a turn.
+            del self._due[stream]
+            tokens = range(stream.streamed, min(stream.written, stream.streamed + room))
+            room -= len(tokens)
+            stream.reading = stream.offered = True
+            runs.append((stream, tokens))
+        return _Work(runs=tuple(runs))
 
-    def _stream(self, work: _Work) -> None:
-        runs, position = [], 0
-        with self._staging.lend(0.0) as buffer:
-            try:
-                for stream, tokens in work.runs:
-                    lines = buffer[position : position + len(tokens) * self._lines.line_bytes]
-                    position += lines.nbytes
-                    self._lines.gather(stream.block_ids, tokens, lines)
-                    runs.append(LineRun(stream.request, tokens, lines))
-            finally:
-                with self._changed:
-                    for stream, _ in work.runs:
-                        stream.reading = False
-                    self._changed.notify_all()
-            # Ends first: the same name may have been opened anew, and these are its lines then.
-            for request in work.ended:
-                self._sink.end(request)
-                with self._changed:
-                    del self._ended[0]
-                    self._told_count += 1
-            if runs:
-                self._sink.write(runs, self._write_timeout_s)
-        if work.settle > self._settle_done:
+    def _do(self, work: _Work) -> None:
+        if work.ended is not None:
+            self._sink.end(work.ended)
+        elif work.settle:
             self._sink.settle(self._write_timeout_s)
+        else:
+            with self._staging.lend(0.0) as buffer:
+                self._sink.write(self._gather(work, buffer), self._write_timeout_s)
+
+    def _gather(self, work: _Work, buffer: npt.NDArray[np.uint8]) -> list[LineRun]:
+        runs, position = [], 0
+        try:
+            for stream, tokens in work.runs:
+                lines = buffer[position : position + len(tokens) * self._lines.line_bytes]
+                position += lines.nbytes
+                self._lines.gather(stream.block_ids, tokens, lines)
+                runs.append(LineRun(stream.request, tokens, lines))
+        finally:
             with self._changed:
-                self._settle_done = work.settle
+                for stream, _ in work.runs:
+                    stream.reading = False
+                self._changed.notify_all()
+        return runs
 
     def _conclude(self, work: _Work, failure: str | None) -> None:
-        caught_up: list[str] = []
+        caught_up, newly_failed = [], []
         with self._changed:
+            retry_at_s = 0.0 if failure is None else time.monotonic() + self._retry_s
+            if not work.runs:
+                self._failure, self._retry_at_s = failure, retry_at_s
+                if failure is None and work.ended is not None:
+                    del self._ended[0]
+                    self._told_count += 1
+                elif failure is None:
+                    self._settle_done = work.settle
             for stream, tokens in work.runs:
                 if failure is None:
                     stream.streamed = tokens.stop
+                elif stream.failure is None:
+                    newly_failed.append(stream.request)
+                stream.failure, stream.retry_at_s = failure, retry_at_s
                 if stream.streamed < stream.written and self._streams.get(stream.request) is stream:
                     self._due[stream] = None
                 if stream.behind and stream.written - stream.streamed <= self._behind_tokens:
                     stream.behind = False
                     caught_up.append(stream.request)
-            repeated = failure == self._failure
-            self._failure = failure
             self._changed.notify_all()
         if caught_up:
             get_logger().info("kv streams have caught up", request_ids=caught_up)
-        if failure is not None:
-            if not repeated:
-                get_logger().warning("kv streaming failed, trying again", reason=failure, retry_s=self._retry_s)
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing, self._retry_s)
+        if newly_failed:
+            get_logger().warning(
+                "kv lines were refused, and will be offered again", request_ids=newly_failed, reason=failure
+            )

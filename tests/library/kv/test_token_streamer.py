@@ -161,6 +161,74 @@ def test_a_sink_that_fails_is_tried_again_until_it_has_everything(
     assert sink.lines["a"] == lines_of(pool, range(10), range(30))
 
 
+def test_a_request_that_the_sink_refuses_holds_up_no_other(
+    pool: KvPool, sink: MemorySink, streamer: TokenStreamer
+) -> None:
+    refused = True
+    write = sink.write
+
+    def refuse_one(runs: Sequence[LineRun], timeout_s: float) -> None:
+        for run in runs:
+            if run.request == "refused" and refused:
+                raise TransferFailed("not this one")
+            write((run,), timeout_s)
+
+    sink.write = refuse_one  # type: ignore[method-assign]
+    blocks = {"refused": range(8), "a": range(8, 16), "b": range(16, 24)}
+    for request, block_ids in blocks.items():
+        streamer.open(request, block_ids)
+    for token_count in range(1, 31):
+        streamer.advance(dict.fromkeys(blocks, token_count))
+    wait_until(lambda: positions(streamer, "a", "b") == [30, 30], "the others")
+    with pytest.raises(DeadlineExceeded, match="not this one"):
+        streamer.flush(0.0)
+    refused = False
+    streamer.flush(WAIT_S)
+    assert sink.lines == {request: lines_of(pool, block_ids, range(30)) for request, block_ids in blocks.items()}
+
+
+def positions(streamer: TokenStreamer, *requests: str) -> list[int]:
+    found = [streamer.position(request) for request in requests]
+    return [position.streamed_tokens for position in found if position is not None]
+
+
+def test_an_end_and_a_settling_that_fail_are_tried_again(sink: MemorySink, streamer: TokenStreamer) -> None:
+    troubles = {"end": 2, "settle": 2}
+    end, settle = sink.end, sink.settle
+
+    def trouble(what: str) -> None:
+        if troubles[what]:
+            troubles[what] -= 1
+            raise TransferFailed(what)
+
+    def end_at_last(request: str) -> None:
+        trouble("end")
+        end(request)
+
+    def settle_at_last(timeout_s: float) -> None:
+        trouble("settle")
+        settle(timeout_s)
+
+    sink.end, sink.settle = end_at_last, settle_at_last  # type: ignore[method-assign]
+    streamer.open("a", [1])
+    streamer.advance({"a": 4})
+    streamer.flush(WAIT_S)
+    streamer.end("a")
+    # The same name anew: its lines come behind the end.
+    streamer.open("a", [2])
+    streamer.advance({"a": 1})
+    streamer.flush(WAIT_S)
+    assert troubles == {"end": 0, "settle": 0}
+    assert sink.ended == ["a"]
+    assert list(sink.lines["a"]) == [0]
+
+
+@pytest.mark.parametrize("request_name", ["", "../up", "a b", "a" * 121])
+def test_names_that_no_sink_could_use_are_refused(streamer: TokenStreamer, request_name: str) -> None:
+    with pytest.raises(InvalidArgument):
+        streamer.open(request_name, [1])
+
+
 def test_an_unforeseen_error_of_a_sink_ends_no_stream(pool: KvPool, sink: MemorySink, streamer: TokenStreamer) -> None:
     def fail_once() -> bool:
         sink.fail = lambda: False
