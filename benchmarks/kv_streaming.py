@@ -319,17 +319,19 @@ def _measure_steps(
 
     sinks: dict[str, Callable[[], LineSink] | None] = {"nothing": None, "disk": disk, "process": process}
     elapsed_s: dict[str, list[float]] = {name: [] for name in sinks}
+    cpu_s: dict[str, list[float]] = {name: [] for name in sinks}
     late: dict[str, list[float]] = {name: [] for name in sinks if name != "nothing"}
     for repeat in range(-1, repeats):  # the first one warms up
         for name, make_sink in sinks.items():
             streamer = None
             if make_sink is not None:
                 streamer = TokenStreamer(cache.pool, make_sink(), staging_bytes=STAGING_BYTES)
-            began_s = time.perf_counter()
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
             _run_steps(cache, streamer, compute, step_s, steps)
             ended_s = time.perf_counter()
             if repeat >= 0:
                 elapsed_s[name].append(ended_s - began_s)
+                cpu_s[name].append(time.process_time() - began_cpu_s)
             if streamer is not None:
                 streamer.flush(WAIT_S)
                 if repeat >= 0:
@@ -340,6 +342,10 @@ def _measure_steps(
                 streamer.close()
     for name, values in elapsed_s.items():
         report.row(f"steps, compute {compute_name}", [steps / value for value in values], "steps/s", streamed_to=name)
+        labels = {"streamed_to": name}
+        report.row(
+            f"CPU of a step, compute {compute_name}", [1e3 * spent / steps for spent in cpu_s[name]], "ms", **labels
+        )
     for name, values in late.items():
         report.row(f"flush after the last step, compute {compute_name}", values, "ms", streamed_to=name)
         ratio = _paired(elapsed_s["nothing"], elapsed_s[name])
