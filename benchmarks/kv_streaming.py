@@ -66,7 +66,7 @@ _WAYS = ("one flush per region", "+ buffered copies", "+ layer by layer", "+ tok
 def measure(options: Options, report: Report) -> None:
     """16 layers, 8 KV heads of 128 in float16: 64 KiB a token. One stage with blocks of 16 to two with blocks of 64."""
     configure_logs("kv_streaming", "benchmark", level="error")
-    repeats, steps = options.choose(7, 3), options.choose(300, 60)
+    repeats, steps = options.choose(9, 7), options.choose(200, 30)
     layer_s, ablation_step_s, step_s = 0.004, 0.02, 0.01
     report.workload = {
         "token_bytes": LAYOUT.token_bytes,
@@ -76,7 +76,7 @@ def measure(options: Options, report: Report) -> None:
         "repeats": repeats,
         "steps": steps,
         "prompt_layer_s": layer_s,
-        "ablation_steps": options.choose(64, 16),
+        "ablation_steps": options.choose(64, 8),
         "ablation_step_s": ablation_step_s,
         "step_s": step_s,
     }
@@ -86,7 +86,7 @@ def measure(options: Options, report: Report) -> None:
         _measure_copies(report, repeats, cache, places)
         for name, place in places.items():
             _measure_ablation(
-                report, options.choose(5, 3), cache, name, place, layer_s, ablation_step_s, options.choose(64, 16)
+                report, options.choose(5, 3), cache, name, place, layer_s, ablation_step_s, options.choose(64, 8)
             )
         for compute_name, compute in (("off the CPU", time.sleep), ("on the CPU", _Multiplier(step_s))):
             _measure_steps(report, repeats, cache, Path(folder), other, compute_name, compute, steps, step_s)
