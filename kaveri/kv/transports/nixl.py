@@ -48,12 +48,11 @@ _OFFER_BYTES_MAX = 1 << 20
 
 _LET_GO_WITHIN_S = 0.5
 """How long a write that is not wanted any more may take to complete before it costs the connection."""
-_SPIN_S = 0.002
-"""How long a wait polls without a pause: longer than a write on one host takes to begin moving."""
 _PAUSE_S = 1e-4
-"""Between polls from then on. The kernel's and UCX's buffers hold what arrives meanwhile."""
+"""Between two looks at what is under way. Without it a receiver takes the sender's processor where they share few, and
+gains nothing: what arrives meanwhile waits in the kernel's buffers and UCX's."""
 _LONG_PAUSE_S = 1e-3
-"""Between polls after _PATIENCE_S: the sender is stopped, or the network is."""
+"""The same after _PATIENCE_S: the other side is stopped, or the network is."""
 _PATIENCE_S = 0.5
 
 
@@ -331,13 +330,11 @@ class _PolledStream(Stream):
 
 
 def _polls() -> Iterator[float]:
-    """The times at which a wait looks again, [s] of time.monotonic(): at first without a pause, later with."""
+    """The times at which a wait looks again, [s] of time.monotonic()."""
     began_s = now_s = time.monotonic()
     while True:
         yield now_s
-        waited_s = now_s - began_s
-        # Also where there is no pause, another thread may want the interpreter.
-        time.sleep(0 if waited_s < _SPIN_S else _PAUSE_S if waited_s < _PATIENCE_S else _LONG_PAUSE_S)
+        time.sleep(_PAUSE_S if now_s - began_s < _PATIENCE_S else _LONG_PAUSE_S)
         now_s = time.monotonic()
 
 
