@@ -1,8 +1,8 @@
 """Links with nothing around them, for kv_transfer to compare with: no transfers, no frames, no digests, no fences.
 
     socket   sendmsg / recvmsg_into between the blocks, up to 1024 of them a call, with the transport's buffers
-    nixl     one prepared NIXL write for each layer, all posted before any is waited for; the receiving end pauses between
-             polls as the transport does: without, it took the sending end half of its speed on two cores
+    nixl     one prepared NIXL write for each layer, all posted before any is waited for; the receiving end pauses
+             between polls as the transport does: without, it took the sending end half of its speed on two cores
     gloo     messages of 1 MiB, four posted at a time; between the blocks themselves where they lie in a row, else with
              a gather before each message and a scatter behind it
     grpc     bytes in messages of 1 MiB on one client stream, copied into the blocks on arrival
