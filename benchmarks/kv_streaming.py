@@ -265,7 +265,7 @@ def _prompt(cache: Cache, place: FlushPlace, way: int | None, layer_s: float) ->
         for future in streamed:
             future.result(WAIT_S)
     if way is not None:
-        place.settle(WAIT_S)
+        place.settle("", WAIT_S)
 
 
 def _decode(cache: Cache, place: FlushPlace, way: int | None, step_s: float, steps: int) -> None:
@@ -376,13 +376,13 @@ class _Multiplier:
 def _flush_each(place: FlushPlace, regions: Sequence[Region]) -> None:
     for i, region in enumerate(regions):
         place.flush(f"region-{i}", region, WAIT_S)
-    place.settle(WAIT_S)
+    place.settle("", WAIT_S)
 
 
 def _flush_pieces(place: FlushPlace, chunk: Region) -> None:
     for i in range(0, chunk.nbytes, STAGING_BYTES):
         place.flush(f"piece-{i}", chunk[i : i + STAGING_BYTES], WAIT_S)
-    place.settle(WAIT_S)
+    place.settle("", WAIT_S)
 
 
 def _interleaved(repeats: int, ways: dict[KeyT, Callable[[], None]]) -> dict[KeyT, list[float]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kaveri.errors import DeadlineExceeded, InvalidArgument, TransferFailed
+from kaveri.errors import DeadlineExceeded, InvalidArgument, NoCapacity, TransferFailed
 from kaveri.kv.blocks import BlockAllocator
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.places import require_name
@@ -24,6 +24,8 @@ from kaveri.kv.transport import Transport
 
 CHUNK_BLOCK_BYTES = 64 * 1024
 """Chunks travel in blocks of this size; the last one goes whole."""
+_FAILURES_MAX = 4096
+"""Lost chunks that a sender remembers until somebody settles."""
 
 GrantChunk = Callable[[str, int, float], Ticket]
 """(name, byte count, seconds until it expires) -> the ChunkReceiver's ticket. Raises NoCapacity, Unavailable, ..."""
@@ -49,11 +51,15 @@ class ChunkSender:
         self._changed = threading.Condition()
         # Of each push under way: its chunk's name.
         self._names: dict[bytes, str] = {}
-        self._failures: list[str] = []
+        # Of chunks that were lost, and not told of or flushed again: why. The oldest give way.
+        self._failures: dict[str, str] = {}
         self._sender = KvSender(self._pool, self._on_event, transports=transports)
 
     def flush(self, name: str, chunk: npt.NDArray[np.uint8], timeout_s: float) -> None:
-        """See FlushPlace.flush. Waits for room in its own pool; the push itself goes on behind."""
+        """See FlushPlace.flush. Waits for room in its own pool and in the receiver's; the push itself goes on behind.
+
+        Raises NoCapacity when the receiver has no room in time.
+        """
         deadline_s = time.monotonic() + timeout_s
         require_name(name)
         count = -(-chunk.nbytes // self._pool.layout.block_bytes)
@@ -69,11 +75,12 @@ class ChunkSender:
             block_ids = self._allocator.allocate(owner, count)
         try:
             _copy(self._pool.regions(0, block_ids), chunk, into_regions=True)
-            ticket = self._grant(name, chunk.nbytes, max(0.001, deadline_s - time.monotonic()))
+            ticket = self._ask(name, chunk.nbytes, deadline_s)
             with self._changed:
                 self._allocator.move(owner, ticket.transfer_id)
                 owner = ticket.transfer_id
                 self._names[owner] = name
+                self._failures.pop(name, None)
             self._sender.open(ticket)
         except BaseException:
             with self._changed:
@@ -84,27 +91,41 @@ class ChunkSender:
         self._sender.write(owner, 0, 0, block_ids)
         self._sender.finish(owner, b"")
 
-    def settle(self, timeout_s: float) -> None:
-        """See FlushPlace.settle: the receiver has all of it, verified."""
-        deadline_s = time.monotonic() + timeout_s
+    def settle(self, prefix: str, timeout_s: float) -> None:
+        """See FlushPlace.settle: the receiver has all of them, verified."""
         with self._changed:
-            while self._names:
-                if not self._changed.wait(deadline_s - time.monotonic()) and self._names:
-                    raise DeadlineExceeded(f"{len(self._names)} chunks on their way")
-            failures, self._failures = self._failures, []
-        if failures:
-            raise TransferFailed(failures[0])
+            if not self._changed.wait_for(lambda: not self._under_way(prefix), max(0.0, timeout_s)):
+                raise DeadlineExceeded(f"{self._under_way(prefix)} chunks of {prefix} on their way")
+            failed = [name for name in self._failures if name.startswith(prefix)]
+            reasons = [self._failures.pop(name) for name in failed]
+        if failed:
+            raise TransferFailed(f"{failed[0]}: {reasons[0]}")
 
     def close(self) -> None:
         """Fails what is under way and ends the threads. Idempotent."""
         self._sender.close()
+
+    def _ask(self, name: str, byte_count: int, deadline_s: float) -> Ticket:
+        """A ticket, when the receiver has room for it: a slow receiver slows those who flush to it."""
+        while True:
+            try:
+                return self._grant(name, byte_count, max(0.001, deadline_s - time.monotonic()))
+            except NoCapacity as full:
+                if time.monotonic() + full.retry_after_s >= deadline_s:
+                    raise
+                time.sleep(full.retry_after_s)
+
+    def _under_way(self, prefix: str) -> int:
+        return sum(name.startswith(prefix) for name in self._names.values())
 
     def _on_event(self, event: PushAccepted | PushFailed) -> None:
         with self._changed:
             name = self._names.pop(event.transfer_id)
             self._allocator.release(event.transfer_id)
             if isinstance(event, PushFailed):
-                self._failures.append(f"{name}: {event.reason}")
+                self._failures[name] = event.reason
+                if len(self._failures) > _FAILURES_MAX:
+                    del self._failures[next(iter(self._failures))]
             self._changed.notify_all()
 
 

@@ -60,7 +60,7 @@ class LocalDisk:
             part.unlink(missing_ok=True)
             raise TransferFailed(f"{name} could not be written to {self.folder}: {error.strerror}") from error
 
-    def settle(self, timeout_s: float) -> None:
+    def settle(self, prefix: str, timeout_s: float) -> None:
         """See FlushPlace.settle: a chunk can be fetched as soon as flush() has returned."""
 
     def fetch(self, name: str, into: npt.NDArray[np.uint8], timeout_s: float) -> None:

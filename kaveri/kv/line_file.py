@@ -16,7 +16,7 @@ from kaveri.errors import LayoutMismatch, NoCapacity, TransferFailed
 from kaveri.kv.disk import write_all
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.lines import LineRun, TornRecord, decode_record, encode_header
-from kaveri.kv.places import require_name
+from kaveri.kv.places import require_request_name
 
 _MAGIC = b"KVLINES1"
 _HEADER = struct.Struct("<8sQQ")  # magic, bytes of the layout as JSON, xxh3_64 of it
@@ -155,7 +155,7 @@ class LineDisk:
         return file, size
 
     def _path(self, request: str) -> Path:
-        return self.folder / f"{require_name(request)}.kvlines"
+        return self.folder / f"{require_request_name(request)}.kvlines"
 
 
 def _read_layout(path: Path, data: npt.NDArray[np.uint8]) -> tuple[KvLayout, int]:

@@ -7,7 +7,7 @@ import numpy as np
 from kaveri.errors import InvalidArgument, KaveriError
 from kaveri.kv.chunk_link import CHUNK_BLOCK_BYTES, ChunkReceiver
 from kaveri.kv.lines import LineRun, decode_record, encode_header
-from kaveri.kv.places import FlushPlace, require_name
+from kaveri.kv.places import NAME_SEPARATOR, FlushPlace, require_request_name
 from kaveri.kv.staging import StagingBuffers
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.token_streamer import LineSink
@@ -27,7 +27,7 @@ class LineSender:
 
     def __init__(self, place: FlushPlace, stream: str, chunk_bytes: int = (8 << 20) + CHUNK_BLOCK_BYTES) -> None:
         self._place = place
-        self._stream = require_name(stream)
+        self._prefix = require_request_name(stream) + NAME_SEPARATOR
         self._staging = StagingBuffers(chunk_bytes, 1)
         self._sequence = 0
         self._ended: list[str] = []
@@ -50,7 +50,7 @@ class LineSender:
                 filled += record_bytes
             if filled:
                 self._flush(buffer[:filled], timeout_s)
-            self._place.settle(timeout_s)
+            self._place.settle(self._prefix, timeout_s)
         del self._ended[: len(ends)]
 
     def end(self, request: str) -> None:
@@ -66,7 +66,7 @@ class LineSender:
         """See LineSink.close: the place is its owner's."""
 
     def _flush(self, chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], timeout_s: float) -> None:
-        self._place.flush(f"{self._stream}.{self._sequence}", chunk, timeout_s)
+        self._place.flush(f"{self._prefix}{self._sequence}", chunk, timeout_s)
         self._sequence += 1
 
 

@@ -21,7 +21,10 @@ import numpy.typing as npt
 from kaveri.errors import DeadlineExceeded, InvalidArgument, NoCapacity, TransferFailed
 from kaveri.kv.staging import StagingBuffers
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+REQUEST_NAME_MAX = 120
+NAME_SEPARATOR = "~"
+"""Stands in names of chunks behind the request, or whatever else they belong to, and in no name of a request."""
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._~-]{0,199}")
 
 
 class FlushPlace(Protocol):
@@ -34,9 +37,11 @@ class FlushPlace(Protocol):
         the place is full, DeadlineExceeded, TransferFailed.
         """
 
-    def settle(self, timeout_s: float) -> None:
-        """Waits until all that was flushed can be fetched. Raises DeadlineExceeded, or TransferFailed when something
-        flushed since the last settle() was lost on its way."""
+    def settle(self, prefix: str, timeout_s: float) -> None:
+        """Waits until all flushed chunks whose names begin with `prefix` can be fetched.
+
+        Raises DeadlineExceeded, or TransferFailed, once, when one of them was lost on its way.
+        """
 
 
 class FetchPlace(Protocol):
@@ -53,10 +58,18 @@ class FetchPlace(Protocol):
 
 
 def require_name(name: str) -> str:
-    """Raises InvalidArgument unless the name is 1 to 200 of A-Z a-z 0-9 . _ - and begins with none of the dots."""
+    """Raises InvalidArgument unless the name is 1 to 200 of A-Z a-z 0-9 . _ - ~ and begins with neither . nor ~."""
     if not _NAME.fullmatch(name):
-        raise InvalidArgument("name", name, "1 to 200 letters, digits, '.', '_' or '-', and not begin with '.'")
+        raise InvalidArgument("name", name, "1 to 200 of A-Z a-z 0-9 . _ - ~, and begin with neither . nor ~")
     return name
+
+
+def require_request_name(request: str) -> str:
+    """Raises InvalidArgument unless chunks and files can be named after the request: 1 to 120 of A-Z a-z 0-9 . _ -."""
+    if len(request) > REQUEST_NAME_MAX or NAME_SEPARATOR in request or not _NAME.fullmatch(request):
+        limit = f"1 to {REQUEST_NAME_MAX} of A-Z a-z 0-9 . _ -, and not begin with ."
+        raise InvalidArgument("request", request, limit)
+    return request
 
 
 class HostMemory:
@@ -90,7 +103,7 @@ class HostMemory:
             self._chunks[name] = slot, chunk.nbytes
             self._changed.notify_all()
 
-    def settle(self, timeout_s: float) -> None:
+    def settle(self, prefix: str, timeout_s: float) -> None:
         """See FlushPlace.settle: nothing is ever under way."""
 
     def fetch(self, name: str, into: npt.NDArray[np.uint8], timeout_s: float) -> None:

@@ -41,7 +41,7 @@ from typing import TypeVar
 
 from kaveri.errors import InvalidArgument
 from kaveri.kv.partition import KvPartition
-from kaveri.kv.places import FetchPlace, FlushPlace
+from kaveri.kv.places import NAME_SEPARATOR, FetchPlace, FlushPlace, require_request_name
 from kaveri.kv.plan import Chunk, KvPlan, Share
 from kaveri.kv.pool import KvPool
 from kaveri.kv.regions import copy_regions
@@ -55,7 +55,7 @@ class RequestCache:
     """Where one rank keeps one request's KV."""
 
     request: str
-    """Names the request's chunks in every place, so letters, digits, '.', '_' and '-'; at most 120."""
+    """Names the request's chunks in every place; see places.require_request_name."""
     pool: KvPool
     rank: int
     block_ids: tuple[int, ...]
@@ -77,7 +77,7 @@ def stream_out(
 
     places: of each destination rank. layers: of the model, None for all; those that the rank does not hold are not its
     affair. The blocks are not read any more on return. With `settle` every destination can fetch all of it then;
-    without, for the layers but the last of a prompt, the caller settles the places at the end.
+    without, for the layers but the last of a prompt, the caller settles the places for chunk_prefix() at the end.
 
     Raises LayoutMismatch when the pool is not the plan's, InvalidArgument, NoCapacity, TransferFailed or
     DeadlineExceeded; some chunks may have gone out then.
@@ -91,7 +91,7 @@ def stream_out(
         streamed_bytes += scatter(plan, share, cache, place, staging, tokens, layers, deadline_s - time.monotonic())
     if settle:
         for share in shares:
-            places[share.destination_rank].settle(deadline_s - time.monotonic())
+            places[share.destination_rank].settle(chunk_prefix(cache.request), deadline_s - time.monotonic())
     return streamed_bytes
 
 
@@ -121,6 +121,11 @@ def stream_in(
         left_s = deadline_s - time.monotonic()
         streamed_bytes += gather(plan, share, cache, place, staging, tokens, layers, left_s, keep=keep)
     return streamed_bytes
+
+
+def chunk_prefix(request: str) -> str:
+    """How the names of all chunks of a request begin, and of no other's."""
+    return request + NAME_SEPARATOR
 
 
 def scatter(
@@ -183,8 +188,7 @@ def _require_fit(partition: KvPartition, cache: RequestCache) -> None:
     # The copies see a layer as one piece of memory: a block outside the pool would be one of the next layer.
     if cache.block_ids and not 0 <= min(cache.block_ids) <= max(cache.block_ids) < cache.pool.block_count:
         raise InvalidArgument("block_ids", cache.block_ids, f"in [0, {cache.pool.block_count})")
-    if not 1 <= len(cache.request) <= 120:
-        raise InvalidArgument("request", cache.request, "1 to 120 letters")
+    require_request_name(cache.request)
 
 
 def _layers(plan: KvPlan, layers: range | None) -> range:
@@ -199,6 +203,6 @@ def _place_of(places: Mapping[int, PlaceT], rank: int) -> PlaceT:
 
 def _name(cache: RequestCache, share: Share, chunk: Chunk) -> str:
     return (
-        f"{cache.request}.r{share.source_rank}-{share.destination_rank}"
+        f"{chunk_prefix(cache.request)}r{share.source_rank}-{share.destination_rank}"
         f".l{chunk.layers.start}-{chunk.layers.stop}.t{chunk.tokens.start}-{chunk.tokens.stop}"
     )

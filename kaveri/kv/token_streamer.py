@@ -36,8 +36,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError
-from kaveri.kv.lines import REQUEST_BYTES_MAX, LineRun, PoolLines
-from kaveri.kv.places import require_name
+from kaveri.kv.lines import LineRun, PoolLines
+from kaveri.kv.places import require_request_name
 from kaveri.kv.pool import KvPool
 from kaveri.kv.staging import StagingBuffers
 from kaveri.telemetry.logs import get_logger
@@ -149,12 +149,10 @@ class TokenStreamer:
     def open(self, request: str, block_ids: Sequence[int], first_token: int = 0) -> None:
         """Begins a request's stream: its tokens from first_token on will be streamed as they are written.
 
-        Raises InvalidArgument when a block is none of the pool's, or the name is longer than REQUEST_BYTES_MAX or
-        none for a file (places.require_name): sinks name things after requests.
+        Raises InvalidArgument when a block is none of the pool's, or the name none for files (require_request_name).
         """
         self._require_blocks(block_ids)
-        if len(require_name(request)) > REQUEST_BYTES_MAX:
-            raise InvalidArgument("request", request, f"at most {REQUEST_BYTES_MAX} letters")
+        require_request_name(request)
         with self._changed:
             assert request not in self._streams, "a request is streamed once at a time"
             self._streams[request] = _Stream(request, list(block_ids), first_token, first_token)

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -74,7 +75,7 @@ def test_what_was_flushed_is_fetched(both_ends: BothEnds) -> None:
         expected = chunk.copy()
         out.flush(f"chunk-{i}", chunk, WAIT_S)
         chunk.fill(0)  # flush() has returned, so the memory is the caller's again
-        out.settle(WAIT_S)
+        out.settle("", WAIT_S)
         assert np.array_equal(fetched(back, f"chunk-{i}", byte_count), expected)
 
 
@@ -98,7 +99,7 @@ def test_a_newer_chunk_replaces_the_one_of_its_name(both_ends: BothEnds) -> None
     out, back = both_ends()
     for seed in range(3):
         out.flush("name", chunk_of(100 + seed, seed), WAIT_S)
-        out.settle(WAIT_S)
+        out.settle("", WAIT_S)
         # The acceptance may be here before the receiver's listener has heard of the landing.
         wait_until(lambda seed=seed: can_fetch(back, "name", 100 + seed), "the newer chunk")  # type: ignore[misc]
     assert np.array_equal(fetched(back, "name", 102), chunk_of(102, 2))
@@ -116,7 +117,7 @@ def test_a_discarded_chunk_is_gone_and_its_room_free(both_ends: BothEnds) -> Non
     out, back = both_ends()
     for i in range(12):  # more than fits at once
         out.flush(f"chunk-{i}", chunk_of(CHUNK_BYTES, i), WAIT_S)
-        out.settle(WAIT_S)
+        out.settle("", WAIT_S)
         assert np.array_equal(fetched(back, f"chunk-{i}", CHUNK_BYTES), chunk_of(CHUNK_BYTES, i))
         back.discard(f"chunk-{i}")
         if isinstance(out, LocalDisk):
@@ -128,10 +129,11 @@ def test_a_discarded_chunk_is_gone_and_its_room_free(both_ends: BothEnds) -> Non
 
 def test_a_full_place_says_so_and_takes_more_when_there_is_room(both_ends: BothEnds) -> None:
     out, back = both_ends()
-    with pytest.raises(NoCapacity):  # noqa: PT012
-        for i in range(5):
-            out.flush(f"chunk-{i}", chunk_of(CHUNK_BYTES), WAIT_S)
-            out.settle(WAIT_S)
+    for i in range(4):
+        out.flush(f"chunk-{i}", chunk_of(CHUNK_BYTES), WAIT_S)
+        out.settle("", WAIT_S)
+    with pytest.raises(NoCapacity):
+        out.flush("chunk-4", chunk_of(CHUNK_BYTES), 0.01)
     fetched(back, "chunk-0", CHUNK_BYTES)
     back.discard("chunk-0")
     if isinstance(out, LocalDisk):
@@ -140,7 +142,7 @@ def test_a_full_place_says_so_and_takes_more_when_there_is_room(both_ends: BothE
     assert np.array_equal(fetched(back, "chunk-4", CHUNK_BYTES), chunk_of(CHUNK_BYTES, 4))
 
 
-@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../up", "a b", "a" * 201])
+@pytest.mark.parametrize("name", ["", ".hidden", "~", "a/b", "../up", "a b", "a" * 201])
 def test_names_that_could_leave_the_place_are_refused(both_ends: BothEnds, name: str) -> None:
     with pytest.raises(InvalidArgument, match="name"):
         both_ends()[0].flush(name, chunk_of(1), WAIT_S)
@@ -197,9 +199,55 @@ def test_a_receiver_that_is_gone_fails_what_is_under_way_and_frees_both_ends(tmp
         sender, receiver = linked(stack, "tcp", tmp_path, closing)
         sender.flush("chunk", chunk_of(CHUNK_BYTES), WAIT_S)
         with pytest.raises(TransferFailed, match="chunk"):
-            sender.settle(WAIT_S)
-        sender.settle(WAIT_S)  # a failure is told once
+            sender.settle("", WAIT_S)
+        sender.settle("", WAIT_S)  # a failure is told once
         receiver.check_integrity()
+
+
+def test_a_flush_waits_for_room_at_the_receiver(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        asked = threading.Event()
+
+        def telling(grant: Callable[[str, int, float], Ticket]) -> Callable[[str, int, float], Ticket]:
+            def grant_and_tell(name: str, byte_count: int, expires_in_s: float) -> Ticket:
+                try:
+                    return grant(name, byte_count, expires_in_s)
+                except NoCapacity:
+                    asked.set()
+                    raise
+
+            return grant_and_tell
+
+        sender, receiver = linked(stack, "unix", tmp_path, telling)
+        for i in range(4):
+            sender.flush(f"chunk-{i}", chunk_of(CHUNK_BYTES, i), WAIT_S)
+        thread = threading.Thread(target=sender.flush, args=("chunk-4", chunk_of(CHUNK_BYTES, 4), WAIT_S))
+        thread.start()
+        assert asked.wait(WAIT_S)
+        fetched(receiver, "chunk-0", CHUNK_BYTES)
+        receiver.discard("chunk-0")
+        thread.join(WAIT_S)
+        assert np.array_equal(fetched(receiver, "chunk-4", CHUNK_BYTES), chunk_of(CHUNK_BYTES, 4))
+
+
+def test_a_lost_chunk_is_told_to_its_owner_only(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def losing(grant: Callable[[str, int, float], Ticket]) -> Callable[[str, int, float], Ticket]:
+            def grant_and_spoil(name: str, byte_count: int, expires_in_s: float) -> Ticket:
+                ticket = grant(name, byte_count, expires_in_s)
+                return replace(ticket, secret=bytes(16)) if name.startswith("a~") else ticket
+
+            return grant_and_spoil
+
+        sender, receiver = linked(stack, "unix", tmp_path, losing)
+        sender.flush("a~1", chunk_of(100), WAIT_S)
+        sender.flush("b~1", chunk_of(100), WAIT_S)
+        sender.settle("b~", WAIT_S)
+        with pytest.raises(TransferFailed, match="a~1: .*wrong secret"):
+            sender.settle("a~", WAIT_S)
+        sender.settle("a~", WAIT_S)
+        assert np.array_equal(fetched(receiver, "b~1", 100), chunk_of(100))
 
 
 def test_ends_of_different_block_sizes_refuse_each_other(tmp_path: Path) -> None:
@@ -209,7 +257,7 @@ def test_ends_of_different_block_sizes_refuse_each_other(tmp_path: Path) -> None
         stack.callback(other.close)
         with pytest.raises(LayoutMismatch):
             other.flush("chunk", chunk_of(100), WAIT_S)
-        other.settle(0.0)
+        other.settle("", 0.0)
 
 
 def test_staging_is_bounded_aligned_and_comes_back() -> None:

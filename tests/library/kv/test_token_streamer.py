@@ -223,7 +223,7 @@ def test_an_end_and_a_settling_that_fail_are_tried_again(sink: MemorySink, strea
     assert list(sink.lines["a"]) == [0]
 
 
-@pytest.mark.parametrize("request_name", ["", "../up", "a b", "a" * 121])
+@pytest.mark.parametrize("request_name", ["", "../up", "a b", "a~b", "a" * 121])
 def test_names_that_no_sink_could_use_are_refused(streamer: TokenStreamer, request_name: str) -> None:
     with pytest.raises(InvalidArgument):
         streamer.open(request_name, [1])
@@ -428,7 +428,7 @@ def test_lines_go_in_as_many_chunks_as_they_need() -> None:
     end_bytes = len(encode_header(LineRun("ended", range(0), np.empty(0, np.uint8))))
     for sequence, (first, count) in enumerate(((0, 2), (2, 2), (4, 1))):
         chunk = np.empty(count * record_bytes + (end_bytes if sequence == 0 else 0), np.uint8)
-        place.fetch(f"s.{sequence}", chunk, 0.0)
+        place.fetch(f"s~{sequence}", chunk, 0.0)
         position = 0
         while position < chunk.nbytes:
             run, position = decode_record(chunk, position)
