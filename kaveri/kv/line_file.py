@@ -59,7 +59,7 @@ class LineDisk:
     A file that is there already is gone on with: its torn last record is cut off first. Lines survive this process as
     soon as write() has returned, and a loss of power after settle(), which waits for the disk, however long it takes.
 
-    byte_limit: of all files that this object writes; NoCapacity beyond it.
+    byte_limit: of all files that this object writes; NoCapacity beyond it. One file is open per request.
     """
 
     def __init__(self, folder: Path, layout: KvLayout, byte_limit: int) -> None:

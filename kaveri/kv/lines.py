@@ -72,7 +72,7 @@ class PoolLines:
             np.copyto(self._tokens[:, block, :, within], lines[:, :, piece])
 
     def require_room(self, block_ids: Sequence[int], token_count: int) -> None:
-        """Raises InvalidArgument unless the blocks are the pool's, and enough for the tokens."""
+        """Raises InvalidArgument unless so many blocks are enough for the tokens."""
         needed = self.pool.layout.block_count(token_count)
         if len(block_ids) < needed:
             raise InvalidArgument("block_ids", len(block_ids), f"at least {needed} blocks for {token_count} tokens")

@@ -244,7 +244,7 @@ def test_a_lost_chunk_is_told_to_its_owner_only(tmp_path: Path) -> None:
         sender.flush("a~1", chunk_of(100), WAIT_S)
         sender.flush("b~1", chunk_of(100), WAIT_S)
         sender.settle("b~", WAIT_S)
-        with pytest.raises(TransferFailed, match="a~1: .*wrong secret"):
+        with pytest.raises(TransferFailed, match=r"a~1: .*wrong secret"):
             sender.settle("a~", WAIT_S)
         sender.settle("a~", WAIT_S)
         assert np.array_equal(fetched(receiver, "b~1", 100), chunk_of(100))
