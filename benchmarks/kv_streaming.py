@@ -66,7 +66,7 @@ _WAYS = ("one flush per region", "+ buffered copies", "+ layer by layer", "+ tok
 def measure(options: Options, report: Report) -> None:
     """16 layers, 8 KV heads of 128 in float16: 64 KiB a token. One stage with blocks of 16 to two with blocks of 64."""
     configure_logs("kv_streaming", "benchmark", level="error")
-    repeats, steps = options.choose(9, 7), options.choose(200, 30)
+    repeats, steps = options.choose(9, 7), options.choose(200, 24)
     layer_s, ablation_step_s, step_s = 0.004, 0.02, 0.01
     report.workload = {
         "token_bytes": LAYOUT.token_bytes,
