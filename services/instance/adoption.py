@@ -17,13 +17,14 @@ class Adoption:
         self._prefill = prefill
         self._decode = decode
 
+    at_first_token = True
+    """There is always a place: adoption never fails for want of room. So there is nothing to look for earlier."""
+
     async def run(self) -> None:
         """Nothing to do beside the events."""
 
     def begin(self, request: PrefillRequest) -> None:
-        """Hands over once the first token is drawn. There is always a place: adoption never fails for want of room."""
-        if request.first_token_s is None:
-            return
+        """Hands over at once."""
         try:
             self._decode.adopt(
                 request.engine_request,

@@ -57,6 +57,8 @@ class _Placement:
 class Dispatcher:
     """Placements of the requests of one prefill instance. For one event loop."""
 
+    at_first_token = False
+
     def __init__(
         self,
         engine: PrefillEngine,

@@ -214,11 +214,19 @@ class LengthForecaster:
 
     async def _follow(self, call: _Call) -> None:
         try:
+            await self._ask_and_take_in(call)
+        except Exception:
+            # A prediction's bad luck must not end the instance, and nobody may wait for its answer for ever.
+            get_logger().exception("length prediction failed", predictor=call.predictor.name)
+            self._go_on(call)
+
+    async def _ask_and_take_in(self, call: _Call) -> None:
+        try:
             prompts = [request.engine_request.token_ids[: request.prompt_tokens] for request in call.requests]
             ranges = await self._peers.predict(call.predictor.address, prompts, self._timeout_s)
         except KaveriError as error:
             self._failed(call, error)
-        except Exception as error:  # A prediction's bad luck must not end the instance.
+        except Exception as error:
             get_logger().exception("length prediction failed", predictor=call.predictor.name)
             self._failed(call, Unavailable(repr(error)))
         else:
@@ -256,7 +264,10 @@ class LengthForecaster:
         call.wanted.clear()
         for request in waiting:
             question = self._open.pop(request)
-            question.then(request)
+            try:
+                question.then(request)
+            except Exception:
+                get_logger().exception("going on without a prediction failed", request_id=request.request_id)
 
     def _give_up(self, request: PrefillRequest, call: _Call, watch: bool) -> None:
         """Stops waiting for one answer; the call is cancelled when nobody waits for any of it.

@@ -9,11 +9,16 @@ from services.prefill.requests import PrefillRequest
 class HandOver(Protocol):
     """The dispatcher pushes to decode instances; where one engine does both phases nothing is pushed."""
 
+    @property
+    def at_first_token(self) -> bool:
+        """Whether requests are placed only once their first token is drawn, not before."""
+
     async def run(self) -> None:
         """Works until cancelled. begin() is called within."""
 
     def begin(self, request: PrefillRequest) -> None:
-        """The request is or will be computed and needs a place. Called again as it proceeds, its first token last."""
+        """The request is or will be computed and needs a place. Called again as it proceeds, its first token last; and
+        not before that, where at_first_token."""
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
         """The engine's push ended without acceptance."""

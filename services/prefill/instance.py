@@ -241,6 +241,8 @@ class PrefillInstance:
             self._look_for_place(request)
 
     def _look_for_place(self, request: PrefillRequest) -> None:
+        if self._hand_over.at_first_token and request.first_token_s is None:
+            return
         if self._goes_on(request):
             if self._forecaster is not None:
                 self._forecaster.decide(request)

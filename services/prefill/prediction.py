@@ -10,6 +10,8 @@ from kaveri.policy.length import TokenRange
 _FIRST_REST_S = 0.1
 _LONGEST_REST_S = 2.0
 """A predictor that came back is found within this time."""
+_DOUBLINGS = 5
+"""Of the first rest, until it is longer than the longest."""
 _SLIPS_ALLOWED = 2
 """Late answers and the like, one after the other, before a predictor counts as not working."""
 
@@ -96,7 +98,7 @@ class PredictorHealth:
         if slip and self._failures <= _SLIPS_ALLOWED:
             return False
         self._resting_until_s = now_s + min(_FIRST_REST_S * 2.0**self._rests, _LONGEST_REST_S)
-        self._rests += 1
+        self._rests = min(self._rests + 1, _DOUBLINGS)
         news = self._working is not False
         self._working = False
         return news

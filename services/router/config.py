@@ -27,10 +27,11 @@ class RouterConfig(ServiceConfig):
         "seconds that a request waits for an instance when there is none", 10.0, least=0
     )
     monitor_interval_s: float = setting(
-        "seconds between two broadcasts of all loads to prefill instances, by the router that leads; TetriInfer's 0.1",
+        "seconds between two broadcasts of all loads to prefill instances, by the router that leads; TetriInfer's 0.1; "
+        "it renews its lead with them, so at most half of the lead's lease",
         0.1,
         above=0,
-        most=1.0,
+        most=0.5,
     )
 
     @property

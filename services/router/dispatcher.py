@@ -158,7 +158,7 @@ class Dispatcher:
                 number = max(number, attempt.lost.newest_attempt)
             if not attempt.handed_over or attempt.decode_instance_id == attempt.prefill_instance_id:
                 avoid = (attempt.prefill_instance_id,)
-            backoff_s = min(_BACKOFF_MAX_S, _BACKOFF_MIN_S * 2**turn)
+            backoff_s = min(_BACKOFF_MAX_S, _BACKOFF_MIN_S * 2 ** min(turn, 16))
             await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
 
     def _most_tokens(self, entry: RequestEntry) -> int:

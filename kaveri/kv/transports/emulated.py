@@ -84,7 +84,11 @@ class EmulatedLink:
         self._inner.end_layer(ticket, layer, layer_digest)
 
     def finish(self, ticket: Ticket, note: bytes) -> None:
-        """See Link.finish. What was sent last arrives a latency later, and the end mark is behind it."""
+        """See Link.finish. What was sent last arrives a latency later, and the end mark is behind it.
+
+        Other transfers of the link wait for that as well, which a real link would not make them: with milliseconds of
+        latency and many short transfers to one receiver the link is slower than its bandwidth says.
+        """
         self._sleep_until(time.monotonic() + self._speed.latency_s, lambda: False)
         self._inner.finish(ticket, note)
 

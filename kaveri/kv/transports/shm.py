@@ -166,6 +166,12 @@ class ShmLink(SocketLink):
             self._changed.release()
             self._stream.break_off()
 
+    def close(self) -> None:
+        """See Link.close."""
+        super().close()
+        # Unmapped now, not when the garbage collector comes by: it is another process's whole pool.
+        self._target = np.empty((0, 0, 0), np.uint8)
+
     def _send(self, header: Header, payload: bytes = b"") -> None:
         # Two threads send: the peer's, and the one that reads the answers.
         with self._sending:

@@ -42,13 +42,18 @@ def test_a_sender_that_closes_lets_go_of_the_receivers_pool(tmp_path: Path) -> N
     gc.collect()
     before = mapped_pools()
     pushed = Recorder()
-    with contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1)) as receiver:
-        with contextlib.closing(KvSender(source, pushed)) as sender:
-            assert push(sender, receiver, pushed).transport == "shm"
-            assert mapped_pools() == before + 1
-        del sender
-        gc.collect()
-        assert mapped_pools() == before
+    with (
+        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1)) as receiver,
+        contextlib.closing(KvSender(source, pushed)) as sender,
+    ):
+        assert push(sender, receiver, pushed).transport == "shm"
+        assert mapped_pools() == before + 1
+        gc.disable()
+        try:
+            sender.close()
+            assert mapped_pools() == before, "the pool stays mapped until the garbage collector comes by"
+        finally:
+            gc.enable()
     assert (target.memory[:, [0, 2]] == 7).all()
     assert not target.memory[:, [1, 3]].any()
 

@@ -440,6 +440,41 @@ async def test_what_is_accepted_at_the_same_moment_is_asked_in_one_call(
         assert entry.predicted_length == TokenRange(300, 400)
 
 
+async def test_whoever_breaks_over_an_answer_keeps_nobody_else_from_theirs(
+    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    await new_predictor()
+    settled: list[PrefillRequest] = []
+
+    def take(entry: PrefillRequest) -> None:
+        if entry.key.attempt == 0:
+            raise RuntimeError("broken")
+        settled.append(entry)
+
+    requests = [request(number) for number in range(3)]
+    assert all(forecaster.ask(entry, take) for entry in requests)
+    await by_hand.eventually(lambda: settled == requests[1:], "the others are answered")
+    later = request(7)
+    assert forecaster.ask(later, take)
+    await by_hand.eventually(lambda: later in settled, "the forecaster still works")
+
+
+async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_token(
+    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    predictor = await new_predictor()
+    predictor.answer = predictor.hold(predictor.bucket(3))
+    colocated = await cluster.colocated(**CHUNKS)
+    router = await cluster.router()
+    call = router.prefill(colocated, "a", prompt(1, 60), max_tokens=5)
+    await by_hand.eventually(lambda: colocated.metric("kaveri_prefill_tokens_total") > 0, "the first chunk is computed")
+    assert not call.seen("first_token")
+    predictor.held.set()
+    assert await router.answer(call, "a") == expected(prompt(1, 60), 5)
+    assert outcome(colocated, "used") == 1
+    assert outcome(colocated, "late") == 0
+
+
 async def test_a_call_ends_when_nobody_waits_for_any_of_it(
     forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
