@@ -66,6 +66,7 @@ def up(
     predictor: Annotated[
         str, typer.Option(help="Length predictor: a folder, none, or auto (the bundled model's own).")
     ] = "auto",
+    predictors: Annotated[int, typer.Option(help="Predictor processes, where there is a predictor.", min=1)] = 1,
     prediction: Annotated[
         _Prediction | None, typer.Option(help="Predict beside prefill or before it.", rich_help_panel=_POLICIES)
     ] = None,
@@ -117,6 +118,7 @@ def up(
         decode_count=0 if colocated else decode or 2,
         colocated_count=colocated,
         predictor=_predictor_of(model, engine) if predictor == "auto" else "" if predictor == "none" else predictor,
+        predictor_count=predictors,
         prefill_flags=(*ordering, *_given("--decode-placement", decode_placement), *profiled),
         decode_flags=(*admission, *profiled),
         colocated_flags=(*ordering, *admission, *profiled),

@@ -36,7 +36,7 @@ def expected(token_ids: list[int], token_count: int, generated_count: int = 0) -
 
 async def test_a_request_is_prefilled_pushed_and_decoded_with_exact_tokens(cluster: Any) -> None:
     prefill = await cluster.prefill()
-    await cluster.decode()
+    await cluster.decode(fake_step_s=0.002)
     router = await cluster.router()
     token_ids = prompt(1, 50)
     call = router.prefill(prefill, "a", token_ids, max_tokens=20)

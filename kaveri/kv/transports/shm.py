@@ -280,10 +280,11 @@ class ShmReceivingConnection(ReceivingConnection):
     def _end(self, reason: str) -> None:
         for landing in self._landings.values():
             landing.abort(reason)
-        # Nothing here can keep the sender from writing. It closes its end of the connection when it does not write any
-        # more, and the kernel closes it for a killed process once none of its threads is left.
-        self._stream.say_no_more()
-        self._stream.wait_for_end()
+        if self._landings:
+            # Nothing here can keep the sender from writing. It closes its end of the connection when it does not write
+            # any more, and the kernel closes it for a killed process once none of its threads is left.
+            self._stream.say_no_more()
+            self._stream.wait_for_end()
         self._stream.break_off()
         for landing in self._landings.values():
             landing.fence()

@@ -33,6 +33,7 @@ def test_a_jsonl_file_has_all_three_kinds_and_ignores_other_keys(tmp_path: Path)
     ("line", "reason"),
     [
         ("{", "is no JSON"),
+        pytest.param('{"prompt": ' + "[" * 100_000, "is no JSON", id="nested"),
         ('["hello"]', "is no JSON object"),
         ("{}", "has none of prompt, messages, prompt_token_ids"),
         ('{"prompt": "a", "messages": []}', "has prompt and messages of"),
