@@ -91,7 +91,7 @@ def load_latency_model(name_or_file: str) -> LatencyModel:
         if isinstance(document, dict) and "latency_model" in document:
             document = document["latency_model"]
         return parse_latency_model(document)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("latency_model", f"{path} is no latency model: {error}") from error
 
 

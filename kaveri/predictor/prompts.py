@@ -73,7 +73,7 @@ def parse_object(line: str) -> dict[str, Any]:
     """A line's JSON object. Raises MalformedLine."""
     try:
         content = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedLine(f"is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise MalformedLine(f"is no JSON object but {line:.40}")

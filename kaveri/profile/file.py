@@ -148,7 +148,7 @@ def read_profile(path: str | Path) -> Profile:
         document = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError("profile", f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("profile", f"{path} is no JSON: {error}") from error
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise ConfigError("profile", f"{path} is no file of `kaveri profile`")

@@ -88,6 +88,13 @@ def test_a_file_that_is_no_latency_model_is_refused_with_the_field(
     assert complaint in str(refused.value)
 
 
+def test_a_file_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is no latency model"):
+        load_latency_model(str(path))
+
+
 @pytest.mark.parametrize("name", ["", "no-such-model"])
 def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match="opt-13b-a100-tp1"):

@@ -82,7 +82,17 @@ def test_a_changed_file_is_refused_with_the_field(
     assert str(path) in refused.value.reason
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": "kaveri-profile"', b"\xff\xfe\x00", b"12", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b'{"format": "kaveri-profile"',
+        b"\xff\xfe\x00",
+        b"12",
+        pytest.param(b"[" * 100_000, id="nested"),
+    ],
+)
 def test_what_is_no_profile_at_all_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(content)
