@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 
 from kaveri.config import setting
+from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ServiceConfig
+
+_LEAST_CALL_PROMPTS = 64
+"""Prefill instances send up to so many prompts in a call, and would be shut out by a lower limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +23,23 @@ class PredictorConfig(ServiceConfig):
     long_prompt_tokens: int = setting(
         "a longer prompt is computed alone, so that short ones are not padded to its length", 512, least=1
     )
-    max_queue: int = setting("prompts that wait; more are refused with RESOURCE_EXHAUSTED", 1024, least=1)
-    max_call_prompts: int = setting("prompts of one call; more are refused with INVALID_ARGUMENT", 256, least=1)
+    max_queue: int = setting(
+        "prompts that wait; more are refused with RESOURCE_EXHAUSTED. At least --max-call-prompts, or a full call "
+        "would always be refused",
+        1024,
+        least=_LEAST_CALL_PROMPTS,
+    )
+    max_call_prompts: int = setting(
+        f"prompts of one call; more are refused with INVALID_ARGUMENT. At least {_LEAST_CALL_PROMPTS}: so many a "
+        "prefill instance sends at once",
+        256,
+        least=_LEAST_CALL_PROMPTS,
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_call_prompts > self.max_queue:
+            reason = f"is {self.max_call_prompts}; it must be at most --max-queue, {self.max_queue}"
+            raise ConfigError("--max-call-prompts", reason)
 
     @property
     def model_name(self) -> str:
