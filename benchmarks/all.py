@@ -16,7 +16,25 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-BENCHMARKS = ("kv_transfer", "router_overhead", "engine", "end_to_end", "startup")
+BENCHMARKS = (
+    "kv_transfer",
+    "kv_streaming",
+    "router_overhead",
+    "engine",
+    "engine_profile",
+    "end_to_end",
+    "startup",
+    "predictor",
+    "prediction_modes",
+    "prefill_scheduling",
+    "decode_admission",
+    "decode_admission_predicted",
+    "decode_placement",
+    "interference",
+    "workloads",
+)
+_MOST_BARS = 40
+"""More ratios than this are in the table only."""
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -87,7 +105,7 @@ def section(result: dict[str, Any]) -> str:
 
 def plot_ratios(result: dict[str, Any], path: Path) -> None:
     """Horizontal bars, one per ratio, with a line at 1."""
-    names, values = list(result["ratios"]), list(result["ratios"].values())
+    names, values = list(result["ratios"])[:_MOST_BARS], list(result["ratios"].values())[:_MOST_BARS]
     figure, axes = plt.subplots(figsize=(8, 0.8 + 0.35 * max(1, len(names))))
     axes.barh(names, values, color="#2a7f9e")
     axes.axvline(1.0, color="#888888", linewidth=1)

@@ -104,7 +104,7 @@ async def placed(
 
 
 async def measure_async(options: Options, report: Report) -> None:
-    repeats, most_output_tokens = options.choose(3, 1), options.choose(384, 160)
+    repeats, most_output_tokens = options.choose(2, 1), options.choose(384, 160)
     report.workload = {
         "engine": f"timed, {LATENCY_MODEL}",
         "requests_per_decode_instance": REQUESTS_PER_INSTANCE,
