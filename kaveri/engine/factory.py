@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import socket
@@ -19,6 +20,7 @@ from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import Transport
 from kaveri.kv.transports import MOCK, PATH_NAMES, TRANSPORT_NAMES, make_transports, slowed
+from kaveri.models import resolve_model
 from kaveri.profile.file import Profile, ProfiledEngine
 from kaveri.profile.machine import this_machine
 from kaveri.telemetry.logs import get_logger
@@ -37,7 +39,8 @@ class EngineSettings:
     engine: str = "transformers"
     """"transformers", "fake" or "timed"."""
     model: str = "kaveri-tiny"
-    """A folder, a hub id or a bundled name. The fake and the timed engine ignore it."""
+    """A folder, a hub id or a bundled name. The fake and the timed engine take the size of its vocabulary, so that they
+    take what its tokenizer makes of a text, and nothing else."""
     dtype: str = "auto"
     """"auto" (the checkpoint's), "float32", "bfloat16" or "float16"."""
     device: str = "auto"
@@ -65,8 +68,9 @@ class EngineSettings:
     kv_link: str = ""
     """The emulated link over which it sends; see kaveri.kv.link_speed. Empty: none."""
     fake_model: FakeModel = field(default_factory=FakeModel)
-    """Shape, vocabulary and timing of the fake engine; its block_tokens and max_model_len give way to those here.
-    The timed engine takes all but the timing, and does not verify KV."""
+    """Shape, vocabulary and timing of the fake engine; its block_tokens and max_model_len give way to those here,
+    its vocab_size to the model's where that is a folder with a config.json. The timed engine takes all but the timing,
+    and does not verify KV."""
     latency_model: str = ""
     """A bundled latency model, a file of one or a profile, for the timed engine."""
 
@@ -153,7 +157,12 @@ def _load_runner(settings: EngineSettings) -> ModelRunner:
         raise ConfigError("block_tokens", f"is {settings.block_tokens}; it must be at least 1")
     if settings.engine in ("fake", "timed"):
         max_model_len = settings.max_model_len or settings.fake_model.max_model_len
-        model = replace(settings.fake_model, block_tokens=settings.block_tokens, max_model_len=max_model_len)
+        model = replace(
+            settings.fake_model,
+            vocab_size=_served_vocab_size(settings.model) or settings.fake_model.vocab_size,
+            block_tokens=settings.block_tokens,
+            max_model_len=max_model_len,
+        )
         if settings.engine == "fake":
             return FakeRunner(model)
         latency = load_latency_model(settings.latency_model)
@@ -166,6 +175,26 @@ def _load_runner(settings: EngineSettings) -> ModelRunner:
             settings.model, settings.dtype, settings.device, settings.max_model_len or None, settings.block_tokens
         )
     raise ConfigError("engine", f"is {settings.engine!r}; choose transformers, fake or timed")
+
+
+def _served_vocab_size(model: str) -> int | None:
+    """What the config.json of a model's folder says; None for a hub id, or a model without one. Raises ConfigError."""
+    path = Path(resolve_model(model)).expanduser() / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError("model", f"{path} cannot be read: {error}") from error
+    # A model of text and images has the sizes of its text model in a part of its own.
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    for part in parts:
+        if isinstance(part, dict) and "vocab_size" in part:
+            vocab_size = part["vocab_size"]
+            if type(vocab_size) is not int or vocab_size < 2:
+                raise ConfigError("model", f"{path} has vocab_size {vocab_size!r:.40}; it must be at least 2")
+            return vocab_size
+    return None
 
 
 def _total_blocks(layout: KvLayout, kv_cache_memory_bytes: int) -> int:

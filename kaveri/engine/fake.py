@@ -29,6 +29,7 @@ _MULTIPLIER = 0xD134_2543_DE82_EF95
 _INVERSE = pow(_MULTIPLIER, -1, 2**64)
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _WORD_BYTES = 8
+_DRAWN_TOKEN_IDS = 1000
 
 Words = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
@@ -39,6 +40,8 @@ class FakeModel:
     """What the fake runner pretends to be. Two runners exchange KV when their shapes and vocabularies are equal."""
 
     vocab_size: int = 1000
+    """Prompts are of ids below it. Answers too, and of the first 1000 ids only, so that whatever the vocabulary, a
+    prompt that fits it gets the same answer."""
     eos_token_id: int = 0
     eos_probability: float = 0.0
     """Chance of each draw to be eos_token_id, decided by the tokens so far. 0: an answer ends by max_tokens only."""
@@ -56,10 +59,16 @@ class FakeModel:
     """Check the KV of all earlier positions in every step. Off: cheap enough for high token rates."""
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 2 or not 0 <= self.eos_token_id < self.vocab_size:
-            raise ConfigError("vocab_size", f"is {self.vocab_size}; it must be at least 2 and hold {self.eos_token_id}")
+        if self.vocab_size < 2 or not 0 <= self.eos_token_id < self.drawn_size:
+            reason = f"is {self.vocab_size}; it must be at least 2, and its first {_DRAWN_TOKEN_IDS} ids hold "
+            raise ConfigError("vocab_size", f"{reason}{self.eos_token_id}")
         if self.kv_head_count * self.head_dim % 4 != 0 or self.kv_head_count * self.head_dim == 0:
             raise ConfigError("head_dim", f"{self.kv_head_count} heads of {self.head_dim} are no multiple of 4")
+
+    @property
+    def drawn_size(self) -> int:
+        """Answers are of ids below it."""
+        return min(self.vocab_size, _DRAWN_TOKEN_IDS)
 
     @property
     def layout(self) -> KvLayout:
@@ -95,7 +104,7 @@ class FakeModel:
         mixed ^= mixed >> 31
         if (mixed >> 40) < self.eos_probability * 2**24:
             return self.eos_token_id
-        token_id = (mixed & 0xFFFF_FFFF) % (self.vocab_size - 1)
+        token_id = (mixed & 0xFFFF_FFFF) % (self.drawn_size - 1)
         return token_id + (token_id >= self.eos_token_id)
 
 
@@ -222,7 +231,7 @@ class FakeRunner:
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
         mixed ^= mixed >> np.uint64(31)
-        token_ids = (mixed & np.uint64(0xFFFF_FFFF)) % np.uint64(model.vocab_size - 1)
+        token_ids = (mixed & np.uint64(0xFFFF_FFFF)) % np.uint64(model.drawn_size - 1)
         token_ids += token_ids >= np.uint64(model.eos_token_id)
         token_ids[(mixed >> np.uint64(40)) < model.eos_probability * 2**24] = model.eos_token_id
         drawn: list[int] = token_ids.tolist()

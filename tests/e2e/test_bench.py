@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from kaveri.testing.local_cluster import run_cluster
@@ -20,6 +21,22 @@ async def bench(target: str, *flags: str) -> dict[str, Any]:
     assert process.returncode == 0, complaints.decode()
     report: dict[str, Any] = json.loads(printed)
     return report
+
+
+TEXTS = """\
+Once upon a time there was a river that nobody had ever crossed.
+Explain in a few sentences why the sky is blue and the evening red.
+Which questions should a good engineer ask before building anything?
+"""
+
+
+async def test_fake_engines_answer_any_text(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(TEXTS)
+    async with run_cluster() as cluster:
+        report = await bench(cluster.target, "--prompts", str(prompts), "--concurrency", "1", "--max-output", "4")
+    (run,) = report["runs"]
+    assert run["answered"] == 3, run["errors"]
 
 
 async def test_forced_and_natural_lengths_and_the_resource_time_of_every_instance() -> None:

@@ -32,12 +32,15 @@ def _compute(
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("eos_probability", [0.0, 0.2])
-def test_tokens_do_not_depend_on_chunks_blocks_or_company(verify: bool, eos_probability: float) -> None:
-    model = FakeModel(vocab_size=300, eos_token_id=7, eos_probability=eos_probability, verify=verify)
+@pytest.mark.parametrize("vocab_size", [300, 150_000])
+def test_tokens_do_not_depend_on_chunks_blocks_or_company(
+    verify: bool, eos_probability: float, vocab_size: int
+) -> None:
+    model = FakeModel(vocab_size=vocab_size, eos_token_id=7, eos_probability=eos_probability, verify=verify)
     runner, _ = _attached(model)
     rng = random.Random(5)
     shuffled = rng.sample(range(_BLOCKS), _BLOCKS)
-    prompts = [[rng.randrange(300) for _ in range(length)] for length in (1, 37, 80)]
+    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 37, 80)]
     tables = [shuffled[:8], shuffled[8:16], shuffled[16:24]]
     sequences = [list(prompt) for prompt in prompts]
     for start in range(0, 80, 11):
@@ -60,6 +63,14 @@ def test_tokens_do_not_depend_on_chunks_blocks_or_company(verify: bool, eos_prob
     for prompt, sequence in zip(prompts, sequences, strict=True):
         assert sequence[len(prompt) :] == model.answer(prompt, 0, 30)
         assert sequence[len(prompt)] == model.next_token(prompt, 0)
+
+
+def test_a_larger_vocabulary_changes_no_answer_and_a_small_one_has_all_of_it() -> None:
+    large, small = FakeModel(vocab_size=150_000), FakeModel(vocab_size=20)
+    assert large.answer([1, 2], 0, 500) == FakeModel().answer([1, 2], 0, 500)
+    assert set(small.answer([1, 2], 0, 500)) == set(range(1, 20))
+    # Instances of different vocabularies would refuse one another's prompts.
+    assert large.layout.model_fingerprint != FakeModel().layout.model_fingerprint
 
 
 def test_end_of_sequence_comes_as_often_as_asked_for() -> None:
@@ -139,3 +150,5 @@ def test_impossible_shapes_are_refused() -> None:
         FakeModel(kv_head_count=1, head_dim=3)
     with pytest.raises(ConfigError, match="vocab_size"):
         FakeModel(vocab_size=1)
+    with pytest.raises(ConfigError, match="vocab_size"):
+        FakeModel(vocab_size=1536, eos_token_id=1500)

@@ -1,5 +1,6 @@
 """Settings become an engine, or one clear line about the setting that cannot be."""
 
+import json
 import os
 import socket
 import subprocess
@@ -77,6 +78,45 @@ def test_setting_that_cannot_be_is_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as raised:
         build_engine(replace(_FAKE, **{field: value}))
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("config", "vocab_size"),
+    [
+        ({"vocab_size": 320}, 320),
+        ({"text_config": {"vocab_size": 150_000}}, 150_000),
+        ({"text_config": None}, 1000),
+        ({}, 1000),
+        (None, 1000),
+    ],
+)
+def test_a_fake_engine_takes_the_prompts_of_the_served_models_tokenizer(
+    tmp_path: Path, config: dict[str, object] | None, vocab_size: int
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = build_engine(replace(_FAKE, model=str(tmp_path)))
+    assert engine.info.vocab_size == vocab_size
+    engine.close()
+
+
+def test_a_fake_engine_knows_bundled_models_and_takes_hub_ids_for_unknown() -> None:
+    for engine_name in ("fake", "timed"):
+        settings = replace(_FAKE, engine=engine_name, latency_model="opt-13b-a100-tp1")
+        for model, vocab_size in (("kaveri-tiny", 1536), ("somebody/model-7b", 1000)):
+            engine = build_engine(replace(settings, model=model))
+            assert engine.info.vocab_size == vocab_size
+            engine.close()
+
+
+@pytest.mark.parametrize(
+    "content", ["{", pytest.param("[" * 100_000, id="nested"), '{"vocab_size": 1}', '{"vocab_size": "1536"}']
+)
+def test_a_model_folder_with_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config.json") as raised:
+        build_engine(replace(_FAKE, model=str(tmp_path)))
+    assert raised.value.field == "model"
 
 
 def test_socket_of_a_killed_process_goes_at_the_next_start_and_those_in_use_stay(

@@ -47,6 +47,10 @@ def prefill_point(seconds: float, *prompts: tuple[int, int]) -> PrefillPoint:
     return PrefillPoint(prompts=prompts, times=times(seconds))
 
 
+FAKE_FINGERPRINT = FakeModel(vocab_size=1536).layout.model_fingerprint
+"""Of a fake engine of default settings: kaveri-tiny has so many tokens."""
+
+
 def make_profile(
     chunk_tokens: int = 96,
     engine: str = "fake",
@@ -59,7 +63,7 @@ def make_profile(
     measured = ProfiledEngine(
         engine=engine,
         model="kaveri-tiny",
-        model_fingerprint=model_fingerprint or FakeModel().layout.model_fingerprint,
+        model_fingerprint=model_fingerprint or FAKE_FINGERPRINT,
         dtype=dtype,
         device=device,
     )

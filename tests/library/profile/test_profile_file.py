@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from kaveri.engine.fake import FakeModel
 from kaveri.engine.latency import load_latency_model
 from kaveri.errors import ConfigError
 from kaveri.profile.file import ProfiledEngine, read_profile, write_profile
-from tests.library.profile.profile_double import make_profile
+from tests.library.profile.profile_double import FAKE_FINGERPRINT, make_profile
 
 FAKE = make_profile().engine
 
@@ -110,7 +109,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     ("changed", "complaint"),
     [
         ({"engine": "transformers"}, "engine fake; here it is transformers"),
-        ({"model_fingerprint": "f00", "model": "other"}, r"model kaveri-tiny \(fake-1000-0-0\); here it is other"),
+        ({"model_fingerprint": "f00", "model": "other"}, r"model kaveri-tiny \(fake-1536-0-0\); here it is other"),
         ({"dtype": "bfloat16"}, "dtype float32; here it is bfloat16"),
         ({"device": "cuda"}, "device cpu; here it is cuda"),
     ],
@@ -129,7 +128,7 @@ def test_a_timed_engine_may_have_the_profile_whose_time_it_takes() -> None:
     timed = ProfiledEngine(
         engine="timed",
         model="made-up",
-        model_fingerprint=FakeModel().layout.model_fingerprint + "-made-up",
+        model_fingerprint=FAKE_FINGERPRINT + "-made-up",
         dtype="float32",
         device="cpu",
     )
