@@ -10,9 +10,9 @@ class KvEndpoint:
     """Where a receiver listens."""
 
     transport: str
-    """"shm", "unix" or "tcp"."""
+    """A name of kaveri.kv.transports: "shm", "unix", "tcp", ..."""
     address: str
-    """"host:port" for tcp, else the path of a Unix socket."""
+    """The path of a Unix socket for shm and unix, else "host:port"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ little-endian. Each side begins with a hello; the receiver's carries its epoch, 
     END        payload: the note
     ABORT      the transfer is given up
 
-    over shared memory only
+    where the sender writes by itself (shared memory, NIXL); GRANTED as credit, too (gloo)
     FENCED     nothing is written into the rejected         GRANTED    the opened transfer's blocks may be
                transfer any more                                       written until its end
 
