@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kaveri.errors import ConfigError
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 from kaveri.loadgen.report import Slo, jct_s, tpot_s, ttft_s
+from kaveri.profile.output import check_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,15 +21,14 @@ def check_plot(path: Path) -> None:
     """Raises ConfigError when draw_runs() could not write there. To be called before hours of runs, not after."""
     if path.suffix not in _FORMATS:
         raise ConfigError("--plot", f"is {str(path)!r}; it must end in {', '.join(_FORMATS)}")
-    if not path.parent.is_dir():
-        raise ConfigError("--plot", f"there is no folder {path.parent}")
+    check_output("--plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot", "needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def draw_runs(runs: Sequence[tuple[str, LoadRun]], slo: Slo, title: str, path: Path) -> None:
     """Writes a figure: the cumulative distributions of TTFT, TPOT and JCT, a curve per run with its label, and the
-    timeline of the last run. Dashed lines are the SLOs. The format follows from the path's ending."""
+    timeline of the last run. Dashed lines are the SLOs. The format follows from the path's ending. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kaveri.errors import ConfigError
 from kaveri.profile.file import Profile, StepTimes
 from kaveri.profile.fit import predict_decode_s, predict_prefill_s
+from kaveri.profile.output import check_output
 from kaveri.profile.saturation import throughput_curve
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ def check_plot(path: Path) -> None:
     """Raises ConfigError when a profile cannot be drawn there; before anything is measured."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError("--plot", f"is {path}; it must end in {', '.join(_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ConfigError("--plot", f"there is no folder {path.parent}")
+    check_output("--plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot", "needs matplotlib, which is not installed: pip install matplotlib")
 

@@ -20,6 +20,7 @@ from kaveri.profile.file import FitError, Profile, ProfiledEngine, write_profile
 from kaveri.profile.fit import fit_decode, fit_prefill
 from kaveri.profile.machine import this_machine
 from kaveri.profile.measure import measure_steps
+from kaveri.profile.output import check_output, not_written
 from kaveri.profile.plan import StepLimits, plan_steps
 from kaveri.profile.plot import check_plot, draw_profile
 from kaveri.profile.saturation import find_saturation, throughput_curve
@@ -36,8 +37,7 @@ def run_profile(config: ProfileConfig) -> None:
     out = Path(config.out).expanduser()
     plot = Path(config.plot).expanduser() if config.plot else None
     # Before minutes of measuring, and not after.
-    if not out.parent.is_dir():
-        raise ConfigError("--out", f"there is no folder {out.parent}")
+    check_output("--out", out)
     if plot is not None:
         check_plot(plot)
     errors = Console(stderr=True, highlight=False)
@@ -48,12 +48,19 @@ def run_profile(config: ProfileConfig) -> None:
         profile = profile_runner(runner, total_blocks, profiled_engine(runner, settings), config, errors)
     except ConfigError as error:
         raise name_flag(error) from error
-    write_profile(profile, out)
+    # First, so that a full disk does not take the findings too.
     for line in describe(profile):
         print(line)
+    try:
+        write_profile(profile, out)
+    except OSError as error:
+        raise not_written("--out", out, error) from error
     print(f"written: {out}")
     if plot is not None:
-        draw_profile(profile, plot)
+        try:
+            draw_profile(profile, plot)
+        except OSError as error:
+            raise not_written("--plot", plot, error) from error
         print(f"drawn: {plot}")
 
 

@@ -34,7 +34,12 @@ def test_runs_of_which_nothing_was_answered_are_drawn_too(tmp_path: Path) -> Non
 def test_a_plot_that_could_not_be_written_is_refused_before_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path, complaint in ((tmp_path / "a.jpeg", "must end in"), (tmp_path / "none" / "a.svg", "no folder")):
+    (tmp_path / "folder.svg").mkdir()
+    for path, complaint in (
+        (tmp_path / "a.jpeg", "must end in"),
+        (tmp_path / "none" / "a.svg", "no folder"),
+        (tmp_path / "folder.svg", "is a folder"),
+    ):
         with pytest.raises(ConfigError, match=complaint):
             check_plot(path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -106,6 +106,8 @@ def test_another_model_refuses_the_profile(tiny_profile: tuple[Path, Path], tmp_
     [
         ((), "--out: is required"),
         (("--out", "{folder}/none/profile.json"), "--out: there is no folder"),
+        (("--out", "{folder}"), "--out: .* is a folder"),
+        (("--out", "/proc/p.json"), "--out: /proc/p.json cannot be written"),
         (("--out", "{folder}/p.json", "--plot", "{folder}/p.txt"), "--plot: is .*must end in .svg"),
         (("--out", "{folder}/p.json", "--plot", "{folder}/none/p.svg"), "--plot: there is no folder"),
         (("--out", "{folder}/p.json", "--engine", "abacus"), "--engine: is 'abacus'"),
@@ -124,6 +126,17 @@ def test_what_cannot_be_is_said_before_anything_is_measured(
     assert line.startswith("kaveri profile: ")
     assert re.search(complaint, line), line
     assert not list(tmp_path.iterdir())
+
+
+def test_when_the_profile_cannot_be_written_after_all_its_findings_are_not_lost(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ("--engine", "fake", "--max-chunk-tokens", "256", "--max-batch", "8", "--max-model-len", "512")
+    assert main([*small, *QUICK, "--out", "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert "chunk_tokens: " in printed.out
+    assert "written: " not in printed.out
+    assert "kaveri profile: --out: /dev/full cannot be written: No space left" in printed.err
 
 
 def test_a_plot_without_matplotlib_is_refused_at_once(

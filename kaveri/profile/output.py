@@ -1,0 +1,28 @@
+"""Whether a file that is wanted at the end can be written, found out before the work that fills it."""
+
+from pathlib import Path
+
+from kaveri.errors import ConfigError
+
+
+def check_output(flag: str, path: Path) -> None:
+    """Raises ConfigError, naming the flag, when no file can be written there. Leaves what is there as it is."""
+    if not path.parent.is_dir():
+        raise ConfigError(flag, f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(flag, f"{path} is a folder; give a file in it")
+    existed = path.exists()
+    if existed and not path.is_file():
+        return  # Opening a pipe would wait for its reader.
+    try:
+        # Tried, as permissions alone tell nothing of the superuser or of a file system that takes no files.
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise not_written(flag, path, error) from error
+
+
+def not_written(flag: str, path: Path, error: OSError) -> ConfigError:
+    """What to raise when a file could not be written after all."""
+    return ConfigError(flag, f"{path} cannot be written: {error.strerror or error}")
