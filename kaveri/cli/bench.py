@@ -16,6 +16,7 @@ from kaveri.errors import ConfigError
 from kaveri.loadgen.workload import (
     PlannedRequest,
     RequestLengths,
+    Workload,
     WorkloadClass,
     draw_lengths,
     gamma_arrivals,
@@ -126,32 +127,32 @@ def bench(
         _check_goodput(rate, slo, attainment, repeats)
     if plot is not None:
         check_plot(plot)
-    rng = random.Random(seed)
-    texts: list[Prompt] = []
     if prompts is not None:
         from kaveri.predictor.prompts import read_prompts
 
-        texts = [prompt for _, prompt in read_prompts(prompts)[:requests]]
+        texts: list[Prompt] = [prompt for _, prompt in read_prompts(prompts)[:requests]]
         lengths = [
             RequestLengths(len(text.content) if text.kind == "prompt_token_ids" else 0, max_output) for text in texts
         ]
-        times_s: list[float] = []
+        load = Workload(lengths=lengths, prompts=texts)
     else:
-        lengths, times_s = _lengths(workload, trace, requests, max_prompt, max_output, rng)
+        load = _workload(workload, trace, requests, max_prompt, max_output, random.Random(seed))
 
-    def plan(rate_per_s: float | None) -> list[PlannedRequest]:
+    def plan(load: Workload, rate_per_s: float | None) -> list[PlannedRequest]:
+        count = len(load.lengths)
         if rate_per_s is not None:
             # The same gaps at every rate but for their scale.
-            arrivals_s = gamma_arrivals(len(lengths), rate_per_s, burstiness, random.Random(seed))
+            arrivals_s = gamma_arrivals(count, rate_per_s, burstiness, random.Random(seed))
         elif concurrency is not None:
-            arrivals_s = [0.0] * len(lengths)
+            arrivals_s = [0.0] * count
         else:
-            arrivals_s = [time_s / speed for time_s in times_s]
-        return plan_requests(lengths, arrivals_s, texts)
+            arrivals_s = [time_s / speed for time_s in load.times_s]
+        return plan_requests(load.lengths, arrivals_s, load.prompts)
 
     settings = _Settings(
         target=target,
         model=model,
+        workload=load,
         plan=plan,
         rate_per_s=rate,
         concurrency=concurrency,
@@ -178,8 +179,9 @@ def bench(
 class _Settings:
     target: str
     model: str | None
-    plan: Callable[[float | None], list[PlannedRequest]]
-    """The requests at a rate; None: at the workload's own times."""
+    workload: Workload
+    plan: Callable[[Workload, float | None], list[PlannedRequest]]
+    """The requests at a rate; None: at the workload's own times, or in a closed loop."""
     rate_per_s: float | None
     concurrency: int | None
     max_in_flight: int
@@ -207,21 +209,20 @@ def _check_goodput(rate: float | None, slo: "Slo", attainment: float, repeats: i
         raise ConfigError("--repeats", "does not go with --find-goodput, which runs once at each rate")
 
 
-def _lengths(
+def _workload(
     workload: WorkloadClass,
     trace: Path | None,
     count: int,
     max_prompt: int,
     max_output: int,
     rng: random.Random,
-) -> tuple[list[RequestLengths], list[float]]:
-    """Lengths, and a trace's times."""
+) -> Workload:
     if trace is None:
-        return draw_lengths(workload, count, rng, max_prompt, max_output), []
+        return Workload(lengths=draw_lengths(workload, count, rng, max_prompt, max_output))
     from kaveri.loadgen.traces import read_trace
 
     entries = read_trace(trace, count)
-    return [entry.lengths for entry in entries], [entry.arrival_s for entry in entries]
+    return Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
 
 
 async def _run(settings: _Settings) -> bool:
@@ -246,6 +247,7 @@ async def _run(settings: _Settings) -> bool:
                 for number in range(settings.repeats):
                     await bench.run(settings.rate_per_s, f"run {number + 1} of {settings.repeats}")
     summaries = [summarize(run, settings.slo, roles) for _, run in bench.runs]
+    runs = [{"rate_per_s": rate, **summary} for (rate, _), summary in zip(bench.runs, summaries, strict=True)]
     report = {
         "target": settings.target,
         "model": info.name,
@@ -254,10 +256,10 @@ async def _run(settings: _Settings) -> bool:
         "lengths": {"forced": not settings.natural_length, "known_to_the_cluster": not settings.natural_length},
         "too_long": bench.too_long,
         "over_runs": over_runs(summaries),
-        "goodput": _goodput(search, settings, len(roles), summaries) if search is not None else None,
+        "goodput": _goodput(search, settings, len(roles), runs) if search is not None else None,
         "runs": [
-            {"rate_per_s": rate, **summary, "rows": [row(record) for record in run.records]}
-            for (rate, run), summary in zip(bench.runs, summaries, strict=True)
+            {**summary, "rows": [row(record) for record in run.records]}
+            for (_, run), summary in zip(bench.runs, runs, strict=True)
         ],
     }
     if settings.as_json:
@@ -275,7 +277,11 @@ class _Bench:
 
     def __init__(self, client: "AsyncClient", info: "ModelInfo", settings: _Settings, progress: "Progress") -> None:
         self.runs: list[tuple[float | None, LoadRun]] = []
-        self.too_long = 0
+        # Before arrivals are planned: the rate is that of the requests which are sent.
+        self._workload = settings.workload.fitting(info.max_model_len)
+        if not self._workload.lengths:
+            raise ConfigError("--max-prompt", f"no request fits into {info.name}'s {info.max_model_len} tokens")
+        self.too_long = len(settings.workload.lengths) - len(self._workload.lengths)
         self._client = client
         self._info = info
         self._settings = settings
@@ -286,7 +292,7 @@ class _Bench:
         from kaveri.loadgen.driver import run_closed
 
         settings = self._settings
-        requests = self._fitting(settings.rate_per_s)[: settings.warm_up]
+        requests = settings.plan(self._workload, settings.rate_per_s)[: settings.warm_up]
         if requests:
             bar = self._progress.add_task("warming up", total=len(requests))
             send = self._send(settings.seed + _WARM_UP_SEED)
@@ -296,7 +302,7 @@ class _Bench:
         from kaveri.loadgen.driver import run_load
 
         settings = self._settings
-        requests = self._fitting(rate_per_s)
+        requests = settings.plan(self._workload, rate_per_s)
         bar = self._progress.add_task(name, total=len(requests))
         run = await run_load(
             self._client,
@@ -315,21 +321,14 @@ class _Bench:
         settings = self._settings
         assert settings.rate_per_s is not None
         assert settings.attainment is not None
+        if len(self._workload.lengths) < 2:
+            raise ConfigError("--requests", "leaves a single request, which has no rate for --find-goodput")
         search = GoodputSearch(settings.rate_per_s, settings.attainment, settings.max_runs, _GOODPUT_RESOLUTION)
         while (rate_per_s := search.next_rate()) is not None:
             run = await self.run(rate_per_s, f"{rate_per_s:.3g} requests/s")
             met = sum(settings.slo.met_by(record) for record in run.records)
             search.note(Probe(rate_per_s, met / len(run.records)))
         return search
-
-    def _fitting(self, rate_per_s: float | None) -> list[PlannedRequest]:
-        planned = self._settings.plan(rate_per_s)
-        limit = self._info.max_model_len
-        fitting = [entry for entry in planned if entry.lengths.prompt_tokens + entry.lengths.output_tokens <= limit]
-        if not fitting:
-            raise ConfigError("--max-prompt", f"no request fits into {self._info.name}'s {limit} tokens")
-        self.too_long = len(planned) - len(fitting)
-        return fitting
 
     def _send(self, seed: int) -> "RequestSettings":
         from kaveri.loadgen.driver import RequestSettings
@@ -352,17 +351,19 @@ async def _served(client: "AsyncClient", settings: _Settings) -> "ModelInfo":
 
 
 def _goodput(
-    search: "GoodputSearch", settings: _Settings, instances: int, summaries: Sequence[dict[str, Any]]
+    search: "GoodputSearch", settings: _Settings, instances: int, runs: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
+    """Rates are those really offered, which those that were asked for are only on average."""
     held, failed = search.held, search.failed
-    rate_per_s = held.rate_per_s if held is not None else None
+    offered_per_s: dict[float, float] = {run["rate_per_s"]: run["offered_per_s"] for run in runs}
+    rate_per_s = offered_per_s[held.rate_per_s] if held is not None else None
     return {
         "attainment_target": settings.attainment,
         "rate_per_s": rate_per_s,
         "rate_per_s_per_instance": rate_per_s / instances if rate_per_s is not None and instances else None,
         "attainment": held.attainment if held is not None else None,
-        "failed_at_per_s": failed.rate_per_s if failed is not None else None,
-        "kept_schedule": all(summary["client"]["kept_schedule"] for summary in summaries),
+        "failed_at_per_s": offered_per_s[failed.rate_per_s] if failed is not None else None,
+        "kept_schedule": all(run["client"]["kept_schedule"] for run in runs),
     }
 
 

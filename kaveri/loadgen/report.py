@@ -62,6 +62,14 @@ def jct_s(record: RequestRecord) -> float | None:
     return None if record.last_s is None else record.last_s - record.due_s
 
 
+def offered_per_s(run: LoadRun) -> float | None:
+    """Requests per second as they were really sent: of a random schedule, by a client that may be late. None: a single
+    request has no rate."""
+    times_s = [record.sent_s for record in run.records]
+    span_s = max(times_s) - min(times_s)
+    return (len(times_s) - 1) / span_s if span_s > 0 else None
+
+
 def summarize(run: LoadRun, slo: Slo, roles: Mapping[str, Role] | None = None) -> dict[str, Any]:
     """One run, as JSON has it. Latencies are of answered requests; SLO attainment is of all of them.
 
@@ -77,6 +85,7 @@ def summarize(run: LoadRun, slo: Slo, roles: Mapping[str, Role] | None = None) -
         "answered": len(answered),
         "errors": dict(Counter(record.error for record in run.records if record.error is not None)),
         "duration_s": run.duration_s,
+        "offered_per_s": offered_per_s(run),
         "requests_per_s": len(answered) / run.duration_s,
         "output_tokens_per_s": received / run.duration_s,
         "ttft_s": _spread_of(ttft_s, answered),

@@ -20,8 +20,10 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         console.print(
             f"{_value(figures['answered'], 0)} of {_value(figures['requests'], 0)} requests answered in "
             f"{_value(figures['duration_s'], 1)} s: {_value(figures['requests_per_s'], 2)} requests/s, "
-            f"{_value(figures['output_tokens_per_s'], 1)} tokens/s"
+            f"{_value(figures['output_tokens_per_s'], 1)} tokens/s{_left_out(report)}"
         )
+        if "offered_per_s" in figures:
+            console.print(f"sent at {_value(figures['offered_per_s'], 2)} requests/s")
         if "slo_attainment" in figures:
             console.print(
                 f"SLO met by {_value(figures['slo_attainment'], 1, 100)} %: "
@@ -58,7 +60,9 @@ def show_warnings(console: Console, report: Mapping[str, Any]) -> None:
                 f"sent late by {late:.0f} ms (p99), loop late by {delay:.0f} ms"
             )
     if report["too_long"]:
-        console.print(f"not sent: {report['too_long']} requests are longer than the model")
+        console.print(
+            f"not sent: {report['too_long']} requests are longer than the model; the others are a lighter mix"
+        )
 
 
 def _show_latencies(console: Console, report: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
@@ -82,11 +86,12 @@ def _show_latencies(console: Console, report: Mapping[str, Any], figures: Mappin
 def _show_goodput(console: Console, report: Mapping[str, Any]) -> None:
     goodput = report["goodput"]
     table = Table(box=SIMPLE_HEAD, title=f"{report['model']} at {report['target']}", title_justify="left")
-    for name in ("requests/s", "SLO met by", "TTFT p90 ms", "TPOT p90 ms"):
+    for name in ("asked requests/s", "sent requests/s", "SLO met by", "TTFT p90 ms", "TPOT p90 ms"):
         table.add_column(name, justify="right")
     for run in sorted(report["runs"], key=lambda run: run["rate_per_s"]):
         p90 = [f"{run[name]['p90'] * 1e3:.1f}" if run[name] is not None else "-" for name in ("ttft_s", "tpot_s")]
-        table.add_row(f"{run['rate_per_s']:.3f}", f"{run['slo_attainment']:.1%}", *p90)
+        sent = f"{run['offered_per_s']:.3f}" if run["offered_per_s"] is not None else "-"
+        table.add_row(f"{run['rate_per_s']:.3f}", sent, f"{run['slo_attainment']:.1%}", *p90)
     console.print(table)
     target = f"{goodput['attainment_target']:.0%} of requests meet the SLOs"
     if goodput["rate_per_s"] is None:
@@ -95,9 +100,15 @@ def _show_goodput(console: Console, report: Mapping[str, Any]) -> None:
     least = "at least " if goodput["failed_at_per_s"] is None else ""
     per_instance = goodput["rate_per_s_per_instance"]
     each = "" if per_instance is None else f", {per_instance:.3f} per engine instance"
-    console.print(f"goodput: {least}{goodput['rate_per_s']:.3f} requests/s{each}: so much and {target}")
+    console.print(
+        f"goodput: {least}{goodput['rate_per_s']:.3f} requests/s{each}: so much and {target}{_left_out(report)}"
+    )
     if not goodput["kept_schedule"]:
         console.print("the client was late in some of these runs; the cluster alone may do better")
+
+
+def _left_out(report: Mapping[str, Any]) -> str:
+    return f", without {report['too_long']} that are too long for the model" if report["too_long"] else ""
 
 
 def _value(figure: Mapping[str, float], digits: int, factor: float = 1.0) -> str:

@@ -4,6 +4,7 @@ import enum
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from kaveri.errors import ConfigError
 from kaveri.predictor.prompts import Prompt
@@ -41,6 +42,26 @@ class RequestLengths:
         prefill = "HP" if self.prompt_tokens > HEAVY_PROMPT_TOKENS else "LP"
         decode = "HD" if self.output_tokens > HEAVY_OUTPUT_TOKENS else "LD"
         return WorkloadClass(prefill + decode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests of which nobody has planned yet when they come."""
+
+    lengths: Sequence[RequestLengths]
+    times_s: Sequence[float] = ()
+    """When each came, of a trace. Empty: it has no times of its own."""
+    prompts: Sequence[Prompt] = ()
+    """Empty: they are made up, of the lengths."""
+
+    def fitting(self, most_tokens: int) -> "Workload":
+        """The requests of at most so many tokens, prompt and answer together, with their times and prompts."""
+        fits = [entry.prompt_tokens + entry.output_tokens <= most_tokens for entry in self.lengths]
+        return Workload(
+            lengths=list(compress(self.lengths, fits)),
+            times_s=list(compress(self.times_s, fits)),
+            prompts=list(compress(self.prompts, fits)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

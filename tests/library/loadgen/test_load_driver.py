@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import random
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 
 from kaveri import AsyncClient
 from kaveri.loadgen.driver import RequestRecord, RequestSettings, run_closed, run_open
-from kaveri.loadgen.workload import PlannedRequest, RequestLengths
+from kaveri.loadgen.workload import PlannedRequest, RequestLengths, gamma_arrivals
 from tests.library.client.inference_double import InferenceDouble, serving, serving_in_a_thread
 
 SETTINGS = RequestSettings(model=None, vocab_size=26, seed=5, timeout_s=20.0)
@@ -183,10 +185,50 @@ def test_a_search_for_the_goodput_tries_rates_and_reports_the_highest_that_held(
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert [run["rate_per_s"] for run in report["runs"]] == [50, 100, 200]
-    assert (report["goodput"]["rate_per_s"], report["goodput"]["failed_at_per_s"]) == (200, None)
+    sent_per_s = report["runs"][2]["offered_per_s"]
+    assert (report["goodput"]["rate_per_s"], report["goodput"]["failed_at_per_s"]) == (sent_per_s, None)
     report = json.loads(hopeless.stdout)
     assert [run["rate_per_s"] for run in report["runs"]] == [50, 25, 12.5]
-    assert (report["goodput"]["rate_per_s"], report["goodput"]["failed_at_per_s"]) == (None, 12.5)
+    sent_per_s = report["runs"][2]["offered_per_s"]
+    assert (report["goodput"]["rate_per_s"], report["goodput"]["failed_at_per_s"]) == (None, sent_per_s)
+
+
+@pytest.mark.parametrize("search", [[], ["--slo-ttft-s", "30", "--find-goodput", "--max-runs", "1"]])
+def test_requests_that_are_too_long_do_not_lower_the_rate_that_was_asked_for(search: list[str]) -> None:
+    lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "10", "--requests", "80"]
+    with serving_in_a_thread(InferenceDouble()) as target:
+        ended = bench("--target", target, *lengths, "--rate", "200", "--warm-up", "0", *search, "--json")
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    (run,) = report["runs"]
+    assert 10 < report["too_long"] < 70
+    due_s = [entry["due_s"] for entry in run["rows"]]
+    assert len(due_s) == 80 - report["too_long"]
+    # As planned, gap by gap, and not with gaps where the others would have been.
+    assert due_s == gamma_arrivals(len(due_s), 200.0, 1.0, random.Random(0))
+    sent_s = [entry["sent_s"] for entry in run["rows"]]
+    assert run["offered_per_s"] == pytest.approx((len(sent_s) - 1) / (max(sent_s) - min(sent_s)))
+    if search:
+        assert report["goodput"]["rate_per_s"] == run["offered_per_s"]
+    assert f"{report['too_long']} requests are longer than the model; the others are a lighter mix" in ended.stderr
+
+
+def test_the_figures_say_what_was_left_out() -> None:
+    lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "10", "--requests", "20"]
+    with serving_in_a_thread(InferenceDouble()) as target:
+        ended = bench("--target", target, *lengths, "--concurrency", "8")
+        search = ["--rate", "200", "--slo-ttft-s", "30", "--find-goodput", "--max-runs", "1"]
+        searched = bench("--target", target, *lengths, *search)
+    assert re.search(r"tokens/s, without \d+ that are too long for the model\n", ended.stdout), ended.stdout
+    assert re.search(r"goodput: .* without \d+ that are too long for the model\n", searched.stdout), searched.stdout
+
+
+def test_one_request_has_no_goodput() -> None:
+    with serving_in_a_thread(InferenceDouble()) as target:
+        lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "8", "--requests", "1"]
+        ended = bench("--target", target, *lengths, "--rate", "9", "--slo-ttft-s", "30", "--find-goodput")
+    assert ended.returncode == 2
+    assert "--requests" in ended.stderr
 
 
 def test_people_see_the_latencies_of_all_runs_and_that_the_cluster_could_tell_the_lengths() -> None:
@@ -200,7 +242,7 @@ def test_people_see_the_latencies_of_all_runs_and_that_the_cluster_could_tell_th
     assert "decode: busy for" in ended.stdout
     assert "of 3 runs" in ended.stdout
     assert "forced lengths" in ended.stdout
-    assert "goodput: at least 50.000 requests/s" in searched.stdout
+    assert re.search(r"goodput: at least \d+\.\d+ requests/s", searched.stdout)
     assert "forced lengths" not in searched.stdout
 
 

@@ -44,6 +44,12 @@ def test_latencies_are_of_the_answered_and_count_from_the_moment_a_request_was_d
     assert report["slo_attainment"] is None
 
 
+def test_the_rate_is_that_at_which_requests_were_really_sent() -> None:
+    late = (record(0, 0.0, 0.2, 0.2, 1), record(1, 1.0, 5.0, 5.0, 1), record(2, 2.0, 5.0, 5.0, 1, sent_late_s=2.0))
+    assert summarize(LoadRun(late, 6.0, ()), Slo())["offered_per_s"] == pytest.approx(2 / 4.0)
+    assert summarize(LoadRun(late[:1], 6.0, ()), Slo())["offered_per_s"] is None
+
+
 def test_slos_are_met_together_and_a_failed_request_misses_them() -> None:
     report = summarize(LoadRun(RECORDS, 4.0, ()), Slo(ttft_s=0.5, tpot_s=0.15))
     assert report["slo_attainment"] == pytest.approx(2 / 5), "the first, and the one without a TPOT"
