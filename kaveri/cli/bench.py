@@ -134,8 +134,9 @@ def bench(
         lengths = [
             RequestLengths(len(text.content) if text.kind == "prompt_token_ids" else 0, max_output) for text in texts
         ]
-        load = Workload(lengths=lengths, prompts=texts)
+        load, lengths_flag = Workload(lengths=lengths, prompts=texts), "--max-output"
     else:
+        lengths_flag = "--trace" if trace is not None else "--max-prompt"
         load = _workload(workload, trace, requests, max_prompt, max_output, random.Random(seed))
 
     def plan(load: Workload, rate_per_s: float | None) -> list[PlannedRequest]:
@@ -153,6 +154,7 @@ def bench(
         target=target,
         model=model,
         workload=load,
+        lengths_flag=lengths_flag,
         plan=plan,
         rate_per_s=rate,
         concurrency=concurrency,
@@ -180,6 +182,8 @@ class _Settings:
     target: str
     model: str | None
     workload: Workload
+    lengths_flag: str
+    """The flag from which its lengths come, or at least the longest."""
     plan: Callable[[Workload, float | None], list[PlannedRequest]]
     """The requests at a rate; None: at the workload's own times, or in a closed loop."""
     rate_per_s: float | None
@@ -280,7 +284,7 @@ class _Bench:
         # Before arrivals are planned: the rate is that of the requests which are sent.
         self._workload = settings.workload.fitting(info.max_model_len)
         if not self._workload.lengths:
-            raise ConfigError("--max-prompt", f"no request fits into {info.name}'s {info.max_model_len} tokens")
+            raise ConfigError(settings.lengths_flag, f"no request fits into {info.name}'s {info.max_model_len} tokens")
         self.too_long = len(settings.workload.lengths) - len(self._workload.lengths)
         self._client = client
         self._info = info

@@ -223,6 +223,21 @@ def test_the_figures_say_what_was_left_out() -> None:
     assert re.search(r"goodput: .* without \d+ that are too long for the model\n", searched.stdout), searched.stdout
 
 
+def test_when_no_request_fits_the_flag_that_made_them_so_long_is_named(tmp_path: Path) -> None:
+    trace, prompts = tmp_path / "trace.jsonl", tmp_path / "prompts.txt"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 30, "output_length": 4}) + "\n")
+    prompts.write_text("hello\n")
+    with serving_in_a_thread(InferenceDouble()) as target:
+        for flags, named in (
+            (["--trace", str(trace)], "--trace"),
+            (["--prompts", str(prompts), "--max-output", "27", "--rate", "1"], "--max-output"),
+            (["--workload", "HPLD", "--rate", "1"], "--max-prompt"),
+        ):
+            ended = bench("--target", target, *flags)
+            assert ended.returncode == 2
+            assert f"kaveri: {named}: no request fits into alphabet's 26 tokens" in ended.stderr
+
+
 def test_one_request_has_no_goodput() -> None:
     with serving_in_a_thread(InferenceDouble()) as target:
         lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "8", "--requests", "1"]
