@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _WARM_UP_CONCURRENCY = 4
 _WARM_UP_SEED = 2**32
 """Added to the seed: prompts that no counted run sends, so that no cache along the way has seen those."""
+_ATTAINMENT = 0.9
 _GOODPUT_RESOLUTION = 0.05
 """The goodput is found when a rate at most this much higher is known to fail."""
 
@@ -44,8 +45,12 @@ def bench(
     target: options.Target = DEFAULT_TARGET,
     model: options.Model = None,
     workload: Annotated[
-        WorkloadClass, typer.Option(help="Light or heavy (L, H) in prefill and decode (P, D): 512 and 128 tokens.")
-    ] = WorkloadClass.MIXED,
+        WorkloadClass | None,
+        typer.Option(
+            help="Light or heavy (L, H) in prefill and decode (P, D): 512 and 128 tokens.",
+            show_default=WorkloadClass.MIXED.value,
+        ),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Lengths and times from a trace: Azure 2023 CSV or Mooncake JSON lines.")
     ] = None,
@@ -58,9 +63,14 @@ def bench(
         float | None, typer.Option(help="Open loop: requests per second. With --trace: in place of its times.")
     ] = None,
     burstiness: Annotated[
-        float, typer.Option(help="Squared coefficient of variation of the gaps; 1: Poisson, more: bursts.")
-    ] = 1.0,
-    speed: Annotated[float, typer.Option(help="Plays a trace's times so many times as fast.")] = 1.0,
+        float | None,
+        typer.Option(
+            help="--rate: squared coefficient of variation of the gaps; 1: Poisson, more: bursts.", show_default="1.0"
+        ),
+    ] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="Plays a trace's times so many times as fast.", show_default="1.0")
+    ] = None,
     concurrency: Annotated[
         int | None, typer.Option(help="Closed loop: so many requests at once, without a schedule.", min=1)
     ] = None,
@@ -86,7 +96,10 @@ def bench(
             help="Search for the highest rate that meets the SLOs, from --rate on. It takes --requests for long runs.",
         ),
     ] = False,
-    attainment: Annotated[float, typer.Option(help="--find-goodput: share of requests that must meet them.")] = 0.9,
+    attainment: Annotated[
+        float | None,
+        typer.Option(help="--find-goodput: share of requests that must meet them.", show_default=str(_ATTAINMENT)),
+    ] = None,
     max_runs: Annotated[int, typer.Option(help="--find-goodput: rates to try at most.", min=1)] = 12,
     timeout_s: options.TimeoutS = 600.0,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0, max=2**32 - 1)] = 0,
@@ -119,12 +132,22 @@ def bench(
         raise ConfigError("--rate", "is not given; give --rate (open loop), --concurrency (closed loop) or --trace")
     if prompts is not None and trace is not None:
         raise ConfigError("--prompts", "has prompts and --trace lengths; give one of them")
+    own_times = trace is not None and rate is None and concurrency is None
+    for flag, given, used, needs in (
+        ("--workload", workload, trace is None and prompts is None, "draws lengths; --trace and --prompts have theirs"),
+        ("--burstiness", burstiness, rate is not None, "is of the gaps of --rate, which is not given"),
+        ("--speed", speed, own_times, "is of a trace's own times: give --trace, and neither --rate nor --concurrency"),
+        ("--attainment", attainment, find_goodput, "is the aim of --find-goodput, which is not given"),
+    ):
+        if given is not None and not used:
+            raise ConfigError(flag, needs)
     from kaveri.loadgen.plot import check_plot
     from kaveri.loadgen.report import Slo
 
     slo = Slo(slo_ttft_s, slo_tpot_s)
+    aim = _ATTAINMENT if attainment is None else attainment
     if find_goodput:
-        _check_goodput(rate, slo, attainment, repeats)
+        _check_goodput(rate, slo, aim, repeats)
     if plot is not None:
         check_plot(plot)
     if prompts is not None:
@@ -137,17 +160,17 @@ def bench(
         load, lengths_flag = Workload(lengths=lengths, prompts=texts), "--max-output"
     else:
         lengths_flag = "--trace" if trace is not None else "--max-prompt"
-        load = _workload(workload, trace, requests, max_prompt, max_output, random.Random(seed))
+        load = _workload(workload or WorkloadClass.MIXED, trace, requests, max_prompt, max_output, random.Random(seed))
 
     def plan(load: Workload, rate_per_s: float | None) -> list[PlannedRequest]:
         count = len(load.lengths)
         if rate_per_s is not None:
             # The same gaps at every rate but for their scale.
-            arrivals_s = gamma_arrivals(count, rate_per_s, burstiness, random.Random(seed))
+            arrivals_s = gamma_arrivals(count, rate_per_s, burstiness or 1.0, random.Random(seed))
         elif concurrency is not None:
             arrivals_s = [0.0] * count
         else:
-            arrivals_s = [time_s / speed for time_s in load.times_s]
+            arrivals_s = [time_s / (speed or 1.0) for time_s in load.times_s]
         return plan_requests(load.lengths, arrivals_s, load.prompts)
 
     settings = _Settings(
@@ -163,7 +186,7 @@ def bench(
         warm_up=warm_up,
         repeats=repeats,
         slo=slo,
-        attainment=attainment if find_goodput else None,
+        attainment=aim if find_goodput else None,
         max_runs=max_runs,
         timeout_s=timeout_s,
         seed=seed,
