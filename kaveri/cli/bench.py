@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kaveri.client.answer import ModelInfo
     from kaveri.client.async_client import AsyncClient
+    from kaveri.cluster.view import Role
     from kaveri.loadgen.driver import LoadRun, RequestSettings
     from kaveri.loadgen.goodput import GoodputSearch
     from kaveri.loadgen.report import Slo
@@ -253,26 +254,46 @@ def _workload(
 
 
 async def _run(settings: _Settings) -> bool:
-    """Returns whether any request was answered."""
+    """Returns whether any request was answered. Cancelled, it reports the runs that are complete."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kaveri.client.async_client import AsyncClient
     from kaveri.loadgen.fleet import engine_roles
-    from kaveri.loadgen.report import over_runs, row, summarize
-    from kaveri.loadgen.show import show_report, show_warnings
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with AsyncClient(settings.target, timeout_s=settings.timeout_s) as client:
         info = await _served(client, settings)
         roles = await engine_roles(settings.target, info.name)
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            bench = _Bench(client, info, settings, progress)
-            await bench.warm_up()
-            search = await bench.search() if settings.attainment is not None else None
-            if search is None:
-                for number in range(settings.repeats):
-                    await bench.run(settings.rate_per_s, f"run {number + 1} of {settings.repeats}")
+        progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        bench = _Bench(client, info, settings, progress)
+        try:
+            with progress:
+                await bench.warm_up()
+                if settings.attainment is not None:
+                    await bench.search_goodput()
+                else:
+                    for number in range(settings.repeats):
+                        await bench.run(settings.rate_per_s, f"run {number + 1} of {settings.repeats}")
+        except asyncio.CancelledError:
+            # Ctrl-C, perhaps after hours of runs.
+            if bench.runs:
+                _report(bench, info, roles, settings, interrupted=True)
+            raise
+    return _report(bench, info, roles, settings, interrupted=False)
+
+
+def _report(
+    bench: "_Bench", info: "ModelInfo", roles: "Mapping[str, Role]", settings: _Settings, interrupted: bool
+) -> bool:
+    """Prints and draws the runs that are complete, at least one. Returns whether any request was answered."""
+    from rich.console import Console
+
+    from kaveri.loadgen.report import over_runs, row, summarize
+    from kaveri.loadgen.show import show_report, show_warnings
+    from kaveri.profile.output import not_written
+
+    search = bench.goodput_search
     summaries = [summarize(run, settings.slo, roles) for _, run in bench.runs]
     runs = [{"rate_per_s": rate, **summary} for (rate, _), summary in zip(bench.runs, summaries, strict=True)]
     report = {
@@ -281,6 +302,7 @@ async def _run(settings: _Settings) -> bool:
         "seed": settings.seed,
         "slo": asdict(settings.slo) if settings.slo.is_set else None,
         "lengths": {"forced": not settings.natural_length, "known_to_the_cluster": not settings.natural_length},
+        "interrupted": interrupted,
         "too_long": bench.too_long,
         "over_runs": over_runs(summaries),
         "goodput": _goodput(search, settings, len(roles), runs) if search is not None else None,
@@ -295,7 +317,10 @@ async def _run(settings: _Settings) -> bool:
         show_report(Console(highlight=False, soft_wrap=True), report)
     show_warnings(Console(stderr=True, highlight=False, soft_wrap=True), report)
     if settings.plot is not None:
-        _draw(bench.runs, settings, f"{info.name} at {settings.target}", settings.plot)
+        try:
+            _draw(bench.runs, settings, f"{info.name} at {settings.target}", settings.plot)
+        except OSError as error:
+            raise not_written("--plot", settings.plot, error) from error
     return any(summary["answered"] for summary in summaries)
 
 
@@ -304,6 +329,7 @@ class _Bench:
 
     def __init__(self, client: "AsyncClient", info: "ModelInfo", settings: _Settings, progress: "Progress") -> None:
         self.runs: list[tuple[float | None, LoadRun]] = []
+        self.goodput_search: GoodputSearch | None = None
         # Before arrivals are planned: the rate is that of the requests which are sent.
         self._workload = settings.workload.fitting(info.max_model_len)
         if not self._workload.lengths:
@@ -342,7 +368,8 @@ class _Bench:
         self.runs.append((rate_per_s, run))
         return run
 
-    async def search(self) -> "GoodputSearch":
+    async def search_goodput(self) -> None:
+        """Runs at one rate after the other; `goodput_search` knows what that has shown so far."""
         from kaveri.loadgen.goodput import GoodputSearch, Probe
 
         settings = self._settings
@@ -350,12 +377,13 @@ class _Bench:
         assert settings.attainment is not None
         if len(self._workload.lengths) < 2:
             raise ConfigError("--requests", "leaves a single request, which has no rate for --find-goodput")
-        search = GoodputSearch(settings.rate_per_s, settings.attainment, settings.max_runs, _GOODPUT_RESOLUTION)
+        search = self.goodput_search = GoodputSearch(
+            settings.rate_per_s, settings.attainment, settings.max_runs, _GOODPUT_RESOLUTION
+        )
         while (rate_per_s := search.next_rate()) is not None:
             run = await self.run(rate_per_s, f"{rate_per_s:.3g} requests/s")
             met = sum(settings.slo.met_by(record) for record in run.records)
             search.note(Probe(rate_per_s, met / len(run.records)))
-        return search
 
     def _send(self, seed: int) -> "RequestSettings":
         from kaveri.loadgen.driver import RequestSettings

@@ -43,7 +43,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def show_warnings(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints what went wrong: failed requests, some that were not sent, a client that was too slow."""
+    """Prints what went wrong: failed requests, some that were not sent, an interruption, a client that was too slow."""
     for number, run in enumerate(report["runs"]):
         where = f"run {number + 1}: " if len(report["runs"]) > 1 else ""
         for name, count in run["errors"].items():
@@ -59,6 +59,8 @@ def show_warnings(console: Console, report: Mapping[str, Any]) -> None:
                 f"{where}the client did not keep the schedule, and these latencies are partly its own: "
                 f"sent late by {late:.0f} ms (p99), loop late by {delay:.0f} ms"
             )
+    if report["interrupted"]:
+        console.print(f"interrupted: runs complete by then: {len(report['runs'])}")
     if report["too_long"]:
         console.print(
             f"not sent: {report['too_long']} requests are longer than the model; the others are a lighter mix"

@@ -5,9 +5,11 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +261,53 @@ def test_people_see_the_latencies_of_all_runs_and_that_the_cluster_could_tell_th
     assert "forced lengths" in ended.stdout
     assert re.search(r"goodput: at least \d+\.\d+ requests/s", searched.stdout)
     assert "forced lengths" not in searched.stdout
+
+
+class StuckService(InferenceDouble):
+    """Answers so many requests, and none after those; `stuck` says that one waits."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.stuck = threading.Event()
+        self._answers = answers
+
+    async def _answer(self, request: Any, context: Any, cancel: asyncio.Event) -> AsyncIterator[Any]:
+        if len(self.requests) > self._answers:
+            self.stuck.set()
+            await asyncio.Event().wait()
+        async for response in super()._answer(request, context, cancel):
+            yield response
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--concurrency", "1", "--repeats", "3"],
+        ["--rate", "50", "--slo-ttft-s", "30", "--find-goodput"],
+    ],
+)
+@pytest.mark.parametrize("complete_runs", [0, 1])
+def test_ctrl_c_reports_the_runs_that_are_complete(flags: list[str], complete_runs: int) -> None:
+    service = StuckService(answers=2 * complete_runs)
+    lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "8", "--requests", "2", "--warm-up", "0"]
+    with serving_in_a_thread(service) as target:
+        command = [*COMMAND, "--target", target, *lengths, *flags, "--json"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert service.stuck.wait(60)
+            process.send_signal(signal.SIGINT)
+            printed, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130, complaints
+    assert "Traceback" not in complaints
+    if complete_runs == 0:
+        assert printed == ""
+        return
+    report = json.loads(printed)
+    (run,) = report["runs"]
+    assert run["answered"] == 2
+    assert report["interrupted"]
+    assert "interrupted: runs complete by then: 1" in complaints
+    if report["goodput"] is not None:
+        assert report["goodput"]["rate_per_s"] == run["offered_per_s"]
 
 
 @pytest.mark.parametrize(
