@@ -41,6 +41,8 @@ class KvPool:
         block_ids must lie in [0, block_count): a view beyond the end is silently short.
         """
         view, block_bytes = self._layers[layer], self.layout.block_bytes
+        if block_ids and is_run(block_ids):
+            return [view[block_ids[0] * block_bytes : (block_ids[-1] + 1) * block_bytes]]
         regions: list[memoryview] = []
         start = end = -1  # the run being gathered: blocks [start, end)
         for block in block_ids:
@@ -52,3 +54,9 @@ class KvPool:
         if end > start:
             regions.append(view[start * block_bytes : end * block_bytes])
         return regions
+
+
+def is_run(block_ids: Sequence[int]) -> bool:
+    """Whether these blocks, at least one, are neighbours in rising order. Several times as fast as looking at each."""
+    first, count = block_ids[0], len(block_ids)
+    return block_ids[-1] - first == count - 1 and list(block_ids) == list(range(first, first + count))

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kaveri.kv.digest import Digest
-from kaveri.kv.pool import KvPool
+from kaveri.kv.pool import KvPool, is_run
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Capabilities, Intake, Landing, LinkListener, LinkLost
 from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
@@ -297,10 +297,10 @@ def _map_pool(descriptor: int, own: KvPool) -> npt.NDArray[np.uint8]:
     block_count, rest_bytes = divmod(total_bytes, layout.layer_count * layout.block_bytes)
     if rest_bytes or not block_count:
         raise LinkLost(f"the receiver's pool of {total_bytes} bytes is not of this layout")
-    # Its pages are there; without MAP_POPULATE each would fault once, on the way of some request.
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     try:
-        memory = np.frombuffer(mmap.mmap(descriptor, total_bytes, flags), np.uint8)
+        # Its pages are there, and each faults once here when it is first written. Mapping them all now would take that
+        # off the first requests, and count another process's whole pool as resident in this one.
+        memory = np.frombuffer(mmap.mmap(descriptor, total_bytes), np.uint8)
     except OSError as error:
         raise LinkLost(f"the receiver's pool cannot be mapped: {error.strerror}") from error
     return memory.reshape(layout.layer_count, block_count, layout.block_bytes)
@@ -308,6 +308,8 @@ def _map_pool(descriptor: int, own: KvPool) -> npt.NDArray[np.uint8]:
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
     """(first source block, first target block, count) of each run that is contiguous on both sides."""
+    if is_run(sources) and is_run(targets):
+        return [(sources[0], targets[0], len(sources))]
     runs: list[tuple[int, int, int]] = []
     start = 0
     for i in range(1, len(sources) + 1):
