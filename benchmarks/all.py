@@ -77,7 +77,7 @@ def render() -> None:
 
 
 def section(result: dict[str, Any]) -> str:
-    """One benchmark as Markdown: where it ran, its ratios, its rows with their spread, its notes."""
+    """One benchmark as Markdown: where it ran, its ratios, its notes, and its rows with their spread, folded."""
     machine = result["machine"]
     lines = [
         f"### {result['name']}",
@@ -91,6 +91,10 @@ def section(result: dict[str, Any]) -> str:
         "| --- | ---: |",
         *(f"| {name} | {value:.3g} |" for name, value in result["ratios"].items()),
         "",
+        *(f"- {note}" for note in result["notes"]),
+        "",
+        f"<details><summary>All {len(result['rows'])} figures</summary>",
+        "",
         "| figure | of | median | min | max | unit | repeats |",
         "| --- | --- | ---: | ---: | ---: | --- | ---: |",
     ]
@@ -99,7 +103,7 @@ def section(result: dict[str, Any]) -> str:
         labels = ", ".join(f"{key} {value}" for key, value in row.items() if key not in known)
         figures = " | ".join(f"{row[key]:.4g}" for key in ("median", "min", "max"))
         lines.append(f"| {row['name']} | {labels} | {figures} | {row['unit']} | {row['repeats']} |")
-    lines += ["", *(f"- {note}" for note in result["notes"]), ""]
+    lines += ["", "</details>", ""]
     return "\n".join(lines)
 
 
