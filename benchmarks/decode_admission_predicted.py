@@ -31,7 +31,7 @@ from kaveri.predictor.prompts import Prompt
 from training.predictor.make_prompts import make_prompts
 
 MOST_ANSWER_TOKENS = 512
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 2048
 POOL_BLOCKS = 640
 """10 240 tokens."""
 BLOCK_BYTES = 5 * 2 * 16 * 2 * 32 * 2
