@@ -26,17 +26,36 @@ class LoopThread:
 
         Raises RuntimeError when end() was called before `work` was done.
         """
-        with self._submitting:
-            if self._ended:
-                work.close()
-                raise RuntimeError("closed already")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future: concurrent.futures.Future[ResultT] | None = None
+        started: list[asyncio.Task[Any]] = []
+
+        async def tracked() -> ResultT:
+            task = asyncio.current_task()
+            assert task is not None
+            started.append(task)
+            return await work
+
+        def cancel() -> None:
+            for task in started:
+                task.cancel()
+
         try:
+            with self._submitting:
+                if self._ended:
+                    work.close()
+                    raise RuntimeError("closed already")
+                future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
             return future.result()
         except concurrent.futures.CancelledError as error:
             raise RuntimeError("closed while waiting") from error
+        except KeyboardInterrupt:
+            # It may come while the work is being submitted, before there is a future to cancel.
+            if future is None and not self._ended:
+                self._loop.call_soon_threadsafe(cancel)
+            raise
         finally:
-            future.cancel()
+            if future is not None:
+                future.cancel()
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
         """Runs `last`, cancels whatever else runs, and ends the thread. Once only."""
