@@ -1,6 +1,12 @@
 """What all tests share: one thread of arithmetic per process, since several engines share few cores here."""
 
 import os
+import signal
 
 # Read by torch when it is first imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell without job control starts background commands with SIGINT ignored, and so would be their children, to which
+# some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
