@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 _WARM_UP_CONCURRENCY = 4
 _WARM_UP_SEED = 2**32
 """Added to the seed: prompts that no counted run sends, so that no cache along the way has seen those."""
+_MAX_PROMPT = 1024
+_MAX_OUTPUT = 512
 _ATTAINMENT = 0.9
+_MAX_RUNS = 12
 _GOODPUT_RESOLUTION = 0.05
 """The goodput is found when a rate at most this much higher is known to fail."""
 
@@ -76,8 +79,15 @@ def bench(
         int | None, typer.Option(help="Closed loop: so many requests at once, without a schedule.", min=1)
     ] = None,
     max_in_flight: Annotated[int, typer.Option(help="Open loop: with so many at once the next waits.", min=1)] = 1024,
-    max_prompt: Annotated[int, typer.Option(help="Longest heavy prompt, in tokens.", min=1)] = 1024,
-    max_output: Annotated[int, typer.Option(help="Longest heavy answer, in tokens.", min=1)] = 512,
+    max_prompt: Annotated[
+        int | None, typer.Option(help="Longest heavy prompt, in tokens.", min=1, show_default=str(_MAX_PROMPT))
+    ] = None,
+    max_output: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest heavy answer, in tokens; with --prompts: any.", min=1, show_default=str(_MAX_OUTPUT)
+        ),
+    ] = None,
     natural_length: Annotated[
         bool,
         typer.Option(
@@ -101,7 +111,9 @@ def bench(
         float | None,
         typer.Option(help="--find-goodput: share of requests that must meet them.", show_default=str(_ATTAINMENT)),
     ] = None,
-    max_runs: Annotated[int, typer.Option(help="--find-goodput: rates to try at most.", min=1)] = 12,
+    max_runs: Annotated[
+        int | None, typer.Option(help="--find-goodput: rates to try at most.", min=1, show_default=str(_MAX_RUNS))
+    ] = None,
     timeout_s: options.TimeoutS = 600.0,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0, max=2**32 - 1)] = 0,
     as_json: Annotated[
@@ -138,10 +150,14 @@ def bench(
         ("--workload", workload, trace is None and prompts is None, "draws lengths; --trace and --prompts have theirs"),
         ("--burstiness", burstiness, rate is not None, "is of the gaps of --rate, which is not given"),
         ("--speed", speed, own_times, "is of a trace's own times: give --trace, and neither --rate nor --concurrency"),
+        ("--max-prompt", max_prompt, trace is None and prompts is None, "bounds drawn lengths; these have their own"),
+        ("--max-output", max_output, trace is None, "bounds drawn lengths; --trace has its own"),
         ("--attainment", attainment, find_goodput, "is the aim of --find-goodput, which is not given"),
+        ("--max-runs", max_runs, find_goodput, "bounds --find-goodput, which is not given"),
     ):
         if given is not None and not used:
             raise ConfigError(flag, needs)
+    longest_prompt, longest_output = max_prompt or _MAX_PROMPT, max_output or _MAX_OUTPUT
     from kaveri.loadgen.plot import check_plot
     from kaveri.loadgen.report import Slo
 
@@ -156,12 +172,14 @@ def bench(
 
         texts: list[Prompt] = [prompt for _, prompt in read_prompts(prompts)[:requests]]
         lengths = [
-            RequestLengths(len(text.content) if text.kind == "prompt_token_ids" else 0, max_output) for text in texts
+            RequestLengths(len(text.content) if text.kind == "prompt_token_ids" else 0, longest_output)
+            for text in texts
         ]
         load, lengths_flag = Workload(lengths=lengths, prompts=texts), "--max-output"
     else:
         lengths_flag = "--trace" if trace is not None else "--max-prompt"
-        load = _workload(workload or WorkloadClass.MIXED, trace, requests, max_prompt, max_output, random.Random(seed))
+        kind = workload or WorkloadClass.MIXED
+        load = _workload(kind, trace, requests, longest_prompt, longest_output, random.Random(seed))
 
     def plan(load: Workload, rate_per_s: float | None) -> list[PlannedRequest]:
         count = len(load.lengths)
@@ -188,7 +206,7 @@ def bench(
         repeats=repeats,
         slo=slo,
         attainment=aim if find_goodput else None,
-        max_runs=max_runs,
+        max_runs=max_runs or _MAX_RUNS,
         timeout_s=timeout_s,
         seed=seed,
         as_json=as_json,

@@ -73,8 +73,17 @@ class RedisServer:
         return ChildProcess.start("redis", command, self._directory / "redis.log")
 
     async def start(self) -> ChildProcess:
-        """launch(), then waits until it answers. Raises ConfigError, with its last words, when it does not."""
+        """launch(), then wait_until_it_answers(); a process that does not answer is killed. Raises ConfigError."""
         process = self.launch()
+        try:
+            await self.wait_until_it_answers(process)
+        except BaseException:
+            await process.kill()
+            raise
+        return process
+
+    async def wait_until_it_answers(self, process: ChildProcess) -> None:
+        """Raises ConfigError, with its last words, when the process that was launched does not."""
         give_up_at_s = time.monotonic() + _START_TIMEOUT_S
         client = Redis.from_url(self.url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
         try:
@@ -82,12 +91,8 @@ class RedisServer:
                 if process.exit_status is not None or time.monotonic() > give_up_at_s:
                     raise ConfigError("redis", f"{self._binary} does not start: {' '.join(process.last_lines(3))}")
                 await asyncio.sleep(_POLL_S)
-        except BaseException:
-            await process.kill()
-            raise
         finally:
             await client.aclose()
-        return process
 
 
 async def _answers(client: Redis, pid: int) -> bool:

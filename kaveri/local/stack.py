@@ -58,6 +58,7 @@ class LocalStack:
         self._former_lives: dict[str, int] = {}
         self._store_access = contextlib.AsyncExitStack()
         self._directory = contextlib.ExitStack()
+        self._redis: RedisServer | None = None
         self._store: RedisStore | None = None
 
     async def __aenter__(self) -> Self:
@@ -118,11 +119,15 @@ class LocalStack:
             await self._supervisors[REDIS].stop(_REDIS_GRACE_S)
 
     async def restart(self, name: str) -> None:
-        """Starts a killed child anew, when config.restart is off. See wait_until_ready()."""
+        """Starts a killed child anew, when config.restart is off; Redis answers on return. See wait_until_ready()."""
         life = self.view().instances.get(name)
         if life is not None:
             self._former_lives[name] = life.record.incarnation
         await self._supervisors[name].restart()
+        if name == REDIS:
+            assert self._redis is not None
+            # Not ready because nobody has noticed yet that it is away.
+            await self._redis.wait_until_it_answers(self.process(REDIS))
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Waits until a request would succeed: every instance is ready and the routers know it.
@@ -165,12 +170,12 @@ class LocalStack:
         except OSError as error:
             raise ConfigError("--log-dir", f"cannot make {self.log_dir}: {error.strerror}") from error
         if not self.redis_url:
-            server = RedisServer(directory)
-            self.redis_url = server.url
+            self._redis = RedisServer(directory)
+            self.redis_url = self._redis.url
             self._report("starting a private Redis")
-            process = await server.start()
+            process = await self._redis.start()
             self._supervisors[REDIS] = Supervisor(
-                REDIS, server.launch, process, self._report_restart, restart=self.config.restart
+                REDIS, self._redis.launch, process, self._report_restart, restart=self.config.restart
             )
         self._store = await self._store_access.enter_async_context(RedisStore(self.redis_url))
         self._report(f"starting {', '.join(self.instance_ids)} on {self.config.model}; logs are in {self.log_dir}")
