@@ -44,6 +44,10 @@ class Report:
 
     workload: dict[str, Any] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
+    asked: dict[str, float] = field(default_factory=dict)
+    """Of some ratios: the least that was asked for."""
+    comparisons: list[dict[str, str]] = field(default_factory=list)
+    """A paper's figures beside those of this run."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -61,8 +65,15 @@ class Report:
     def ratio(self, name: str, value: float, target: float | None = None) -> None:
         """Adds a ratio. `target`: the least that was asked for, shown beside it."""
         self.ratios[name] = round(value, 4)
+        if target is not None:
+            self.asked[name] = target
         aim = "" if target is None else f"  (asked for: at least {target:g})"
         print(f"  ratio {name:34s} {value:.3f}{aim}", flush=True)
+
+    def compare(self, figure: str, paper: str, ours: str, why: str = "") -> None:
+        """Sets a figure of a paper beside ours. `why`: the reason that they differ, where they do."""
+        self.comparisons.append({"figure": figure, "paper": paper, "ours": ours, "why": why})
+        print(f"  {figure}: {ours} (paper: {paper}){f'; {why}' if why else ''}", flush=True)
 
     def note(self, text: str) -> None:
         """Adds a sentence and prints it."""
@@ -89,6 +100,8 @@ def run(name: str, measure: Callable[[Options, Report], None], description: str 
         "duration_s": round(time.monotonic() - started, 1),
         "workload": report.workload,
         "ratios": report.ratios,
+        "asked": report.asked,
+        "comparisons": report.comparisons,
         "rows": report.rows,
         "notes": report.notes,
     }
