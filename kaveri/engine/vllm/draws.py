@@ -1,0 +1,214 @@
+"""Draws vLLM's tokens as the transformers engine draws its own: by (seed, index within the answer, token id).
+
+vLLM is told to be greedy, and a logits processor leaves it nothing but the drawn token. So an answer that goes on in
+another batch, after a preemption or on another instance goes on as if nothing had happened, and vLLM's generators, one
+per request with a state of their own, are not used. Log-probabilities are vLLM's, taken from the logits before.
+
+It also hands a request the token that prefill drew: decode computes the prompt's last token again, and rounding must
+not make another first token of it. Where several processes sample (tensor parallelism), each has a FIRST_TOKENS of its
+own, filled by the connector's worker side in that process.
+
+    engine: EngineArgs(logits_processors=[KeyedDraws], ...), SamplingParams from kaveri.engine.vllm.sampling
+    connector, before the forward that draws: FIRST_TOKENS.put(key, token_id); FIRST_TOKENS.forget(key) once it has
+"""
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+from vllm.v1.sample.logits_processor import LogitsProcessor as BatchLogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLogitsProcessor
+
+from kaveri.engine.runner import SequenceSlice
+from kaveri.engine.transformers.sampler import draw_tokens
+from kaveri.sampling import SamplingParams
+
+_EXTRA_ARG = "kaveri"
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What the draws of one request depend on, beside the logits. Travels in vLLM's SamplingParams.extra_args."""
+
+    params: SamplingParams
+    """temperature, top_k, top_p and seed are read."""
+    answer_start: int
+    """Tokens before the answer: the index of a drawn token is what precedes it less these."""
+    first_index: int
+    """Index within the answer of the first token that this placement draws."""
+    first_token_key: str = ""
+    """Under which FIRST_TOKENS knows the token at first_index, once it does. Empty: it is drawn."""
+
+    def to_extra_args(self) -> dict[str, Any]:
+        """Plain values, for the way to the workers."""
+        params = self.params
+        return {
+            _EXTRA_ARG: {
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": params.top_p,
+                "seed": params.seed or 0,
+                "answer_start": self.answer_start,
+                "first_index": self.first_index,
+                "first_token_key": self.first_token_key,
+            }
+        }
+
+    @classmethod
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> "Draw | None":
+        """None: the request is not one of ours."""
+        values = (extra_args or {}).get(_EXTRA_ARG)
+        if values is None:
+            return None
+        names = ("temperature", "top_k", "top_p", "seed")
+        params = SamplingParams(**{name: values[name] for name in names})
+        return cls(params, values["answer_start"], values["first_index"], values["first_token_key"])
+
+
+class FirstTokens:
+    """First tokens that were drawn elsewhere, by key. Each process has one, FIRST_TOKENS; any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._token_ids: dict[str, int] = {}
+
+    def put(self, key: str, token_id: int) -> None:
+        """From now on the request with this first_token_key begins with this token."""
+        with self._lock:
+            self._token_ids[key] = token_id
+
+    def get(self, key: str) -> int | None:
+        """The token; None when nobody has put one."""
+        with self._lock:
+            return self._token_ids.get(key)
+
+    def forget(self, key: str) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._token_ids.pop(key, None)
+
+
+FIRST_TOKENS = FirstTokens()
+"""Of the process, as it is vLLM that makes its logits processors. Keys must be unique among all engines of a process."""
+
+
+class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
+    """A logits processor for both of vLLM's model runners; vLLM picks one when it configures itself.
+
+    The older runner tells of requests by their row in the batch and how rows move; the newer one ("V2") by a slot that
+    a request keeps, and at each step which slot every row is. Where a row is a chunk that does not end its prompt,
+    vLLM throws away what is drawn.
+    """
+
+    def __init__(self, vllm_config: object, *_: object) -> None:
+        self._draws: dict[int, Draw] = {}
+        # The older runner's: by row, the tokens drawn so far (vLLM's own list, which grows) and those before them.
+        self._drawn: dict[int, tuple[list[int], int]] = {}
+
+    # Both runners.
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Nothing to refuse: kaveri.sampling has checked, and requests of others are left alone."""
+
+    def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
+        """logits: [rows, vocabulary], float32; changed in place: -inf for all but the token of a row that is ours."""
+        placed = self._placed_by_row() if ctx is None else self._placed_by_slot(ctx)
+        keep_drawn(logits, placed)
+        return logits
+
+    # The older runner.
+
+    def is_argmax_invariant(self) -> bool:
+        """False: vLLM's greedy sampling must see what we leave."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follows requests into, out of and within the batch."""
+        if batch_update is None:
+            return
+        # In vLLM's order. A row that is removed may have been given away already: its new owner was added after.
+        for row in batch_update.removed:
+            self._drop(row)
+        for row, params, prompt_token_ids, output_token_ids in batch_update.added:
+            self._drop(row)
+            draw = Draw.from_extra_args(params.extra_args)
+            if draw is not None and _matters(draw):
+                self._draws[row] = draw
+                self._drawn[row] = output_token_ids, len(prompt_token_ids or ())
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self._drop(source), self._drop(target)
+            self._put(target, moved)
+            if direction == MoveDirectionality.SWAP:
+                self._put(source, replaced)
+
+    # The newer runner.
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Whether the request's logits will be changed."""
+        self._drop(req_idx)
+        draw = Draw.from_extra_args(sampling_params.extra_args)
+        if draw is None or not _matters(draw):
+            return False
+        self._draws[req_idx] = draw
+        return True
+
+    def _placed_by_row(self) -> Iterable[tuple[int, Draw, int]]:
+        for row, draw in self._draws.items():
+            output_token_ids, prompt_tokens = self._drawn[row]
+            yield row, draw, prompt_tokens + len(output_token_ids) - draw.answer_start
+
+    def _placed_by_slot(self, ctx: LogitsContext) -> Iterable[tuple[int, Draw, int]]:
+        # Without speculative decoding, which vLLM refuses beside us, a request has one row.
+        slots, lengths = ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist()
+        for row, (slot, length) in enumerate(zip(slots, lengths, strict=False)):
+            if slot in self._draws:
+                yield row, self._draws[slot], length - self._draws[slot].answer_start
+
+    def _drop(self, place: int) -> tuple[Draw, tuple[list[int], int]] | None:
+        draw, drawn = self._draws.pop(place, None), self._drawn.pop(place, None)
+        return None if draw is None or drawn is None else (draw, drawn)
+
+    def _put(self, place: int, state: tuple[Draw, tuple[list[int], int]] | None) -> None:
+        if state is not None:
+            self._draws[place], self._drawn[place] = state
+
+
+def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
+    """Leaves, in each of these rows, nothing but its token: 0 there and -inf everywhere else.
+
+    logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
+    the token that is due. A greedy row is left alone, unless its first token is known.
+    """
+    rows: list[int] = []
+    token_ids: list[int] = []
+    sampled: list[tuple[int, Draw, int]] = []
+    for row, draw, index in placed:
+        # A chunk that does not end its prompt: nothing is due.
+        if index < draw.first_index:
+            continue
+        known = FIRST_TOKENS.get(draw.first_token_key) if index == draw.first_index and draw.first_token_key else None
+        if known is not None:
+            rows.append(row)
+            token_ids.append(known)
+        elif draw.params.temperature > 0:
+            sampled.append((row, draw, index))
+    if sampled:
+        chosen = logits[torch.tensor([row for row, _, _ in sampled], device=logits.device)]
+        slices = [SequenceSlice((), 0, (), True, index, draw.params) for _, draw, index in sampled]
+        rows += [row for row, _, _ in sampled]
+        token_ids += [drawn.token_id for drawn in draw_tokens(chosen, slices)]
+    if rows:
+        places = torch.tensor(rows, device=logits.device)
+        logits.index_fill_(0, places, -torch.inf)
+        logits[places, torch.tensor(token_ids, device=logits.device)] = 0.0
+
+
+def _matters(draw: Draw) -> bool:
+    """A greedy request whose first token nobody knows is vLLM's own business."""
+    return draw.params.temperature > 0 or bool(draw.first_token_key)

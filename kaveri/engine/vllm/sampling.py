@@ -1,0 +1,92 @@
+"""Between our words and vLLM's for sampling: parameters, finish reasons, log-probabilities, refusals."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+from kaveri.engine.contract import EngineRequest
+from kaveri.engine.vllm.draws import Draw
+from kaveri.errors import EngineError, InvalidArgument, KaveriError
+from kaveri.sampling import FinishReason, Logprobs
+
+_FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.CANCELLED,
+}
+
+
+def prefill_params(request: EngineRequest) -> VllmSamplingParams:
+    """For a vLLM request over request.token_ids that draws one token.
+
+    vLLM ends it with "length" whatever the token is; what it means is for kaveri.engine.stopping to say.
+    """
+    return _params(request, max_tokens=1, stop_token_ids=(), first_token_key="")
+
+
+def decode_params(
+    request: EngineRequest, eos_token_ids: frozenset[int], first_token_key: str = ""
+) -> VllmSamplingParams:
+    """For a vLLM request over request.token_ids that draws all that is left of the answer.
+
+    first_token_key: where the first of these tokens will be known (kaveri.engine.vllm.draws.FIRST_TOKENS) when it is
+    drawn; empty: it is drawn like the others. vLLM ends the request as kaveri.engine.stopping would.
+    """
+    params = request.params
+    assert params.max_tokens is not None, "an EngineRequest says how many tokens it wants"
+    stop_token_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+    left = max(1, params.max_tokens - request.generated_count)
+    return _params(request, max_tokens=left, stop_token_ids=stop_token_ids, first_token_key=first_token_key)
+
+
+def _params(
+    request: EngineRequest, max_tokens: int, stop_token_ids: tuple[int, ...], first_token_key: str
+) -> VllmSamplingParams:
+    generated = request.generated_count
+    draw = Draw(request.params, len(request.token_ids) - generated, generated, first_token_key)
+    return VllmSamplingParams(
+        # Greedy among what KeyedDraws leaves.
+        temperature=0.0,
+        max_tokens=max_tokens,
+        # vLLM would add the ids of the checkpoint's generation config; ours are in stop_token_ids.
+        ignore_eos=True,
+        stop_token_ids=sorted(set(stop_token_ids)),
+        logprobs=request.params.logprobs,
+        # Texts, and stop texts, are the router's business.
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=draw.to_extra_args(),
+    )
+
+
+def finish_reason_of(reason: str | None) -> FinishReason | None:
+    """vLLM's reason in our words; None while the request goes on. Raises EngineError for one that no request has."""
+    if reason is None:
+        return None
+    if reason not in _FINISH_REASONS:
+        raise EngineError(f"vLLM ended a request for the reason {reason!r}")
+    return _FINISH_REASONS[reason]
+
+
+def logprobs_of(position: Mapping[int, Any] | None, token_id: int, asked: int | None) -> Logprobs | None:
+    """One position of vLLM's logprobs in our words; None when none were asked for.
+
+    position: vLLM's Logprob (logprob, rank from 1) by token id: the drawn token's and those of the `asked` likeliest.
+    """
+    if asked is None or position is None:
+        return None
+    top = sorted((entry.rank, other_id, entry.logprob) for other_id, entry in position.items() if entry.rank <= asked)
+    return Logprobs(position[token_id].logprob, tuple((other_id, logprob) for _, other_id, logprob in top))
+
+
+def refusal_of(error: Exception) -> KaveriError:
+    """What it means that vLLM's add_request raised `error`."""
+    if isinstance(error, KaveriError):
+        return error
+    if isinstance(error, VLLMClientError | ValueError):
+        field = getattr(error, "parameter", None) or "request"
+        return InvalidArgument(field, getattr(error, "value", None), f"what vLLM takes: {error}")
+    return EngineError(f"{type(error).__name__}: {error}")
