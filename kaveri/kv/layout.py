@@ -1,15 +1,28 @@
-"""What a block of KV cache looks like, and when two pools may exchange blocks byte by byte. Pure."""
+"""What a block of KV cache looks like, when two pools may exchange blocks byte by byte, and when blocks can be mapped
+from one onto the other. Pure."""
 
 from dataclasses import dataclass, fields
 
 from kaveri.errors import LayoutMismatch
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ORDERS = ("2NHD", "2HND")
+"""Orders of bytes within a block that can be mapped onto one another: K then V, then token and head or head and token,
+then element. Whatever else an engine declares is opaque, and fits only its like (KvLayout.require_same)."""
+
+_MAPPED = frozenset({"block_tokens", "order"})
+"""Fields that may differ where blocks are mapped."""
+_PART = frozenset({"layer_count", "kv_head_count", "first_layer", "first_kv_head"})
+"""Fields that say which part of the model a pool holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The shape of a pool: `layer_count` layers of blocks, each block [2, block_tokens, kv_head_count, head_dim]."""
+    """The shape of a pool: `layer_count` layers of blocks, each block [2, block_tokens, kv_head_count, head_dim].
+
+    It may hold a part of the model only, as the ranks of one instance do: the layers from first_layer on, of each the
+    KV heads from first_kv_head on.
+    """
 
     model_fingerprint: str
     """Equal only for the same weights and shape."""
@@ -21,6 +34,20 @@ class KvLayout:
     """A key of ELEMENT_BYTES."""
     order: str = "2NHD"
     """Order of the bytes in a block: K then V, token, head, element."""
+    first_layer: int = 0
+    """The model's layer that layer 0 of the pool is."""
+    first_kv_head: int = 0
+    """The model's KV head that head 0 of the pool is."""
+
+    @property
+    def layers(self) -> range:
+        """The model's layers that the pool holds."""
+        return range(self.first_layer, self.first_layer + self.layer_count)
+
+    @property
+    def kv_heads(self) -> range:
+        """The model's KV heads that the pool holds."""
+        return range(self.first_kv_head, self.first_kv_head + self.kv_head_count)
 
     @property
     def block_bytes(self) -> int:
@@ -38,7 +65,35 @@ class KvLayout:
 
     def require_same(self, other: "KvLayout") -> None:
         """Raises LayoutMismatch, naming the first field that differs."""
+        self._require_equal(other, frozenset())
+
+    def require_mappable(self, other: "KvLayout") -> None:
+        """Raises LayoutMismatch, naming the field, unless every byte here has its place there and the other way round.
+
+        Blocks of the same part of the same model may be of another size and, where both are known, of another order.
+        """
+        if self != other:
+            self._require_equal(other, _MAPPED)
+            self._require_known(other)
+
+    def require_part(self, part: "KvLayout") -> None:
+        """Raises LayoutMismatch, naming the field, unless `part` is of layers and heads of this one, and mappable."""
+        self._require_equal(part, _MAPPED | _PART)
+        if self != part:
+            self._require_known(part)
+        for name, ours, theirs in (("layers", self.layers, part.layers), ("kv_heads", self.kv_heads, part.kv_heads)):
+            if not (theirs and ours.start <= theirs.start and theirs.stop <= ours.stop):
+                raise LayoutMismatch(name, ours, theirs)
+
+    def _require_equal(self, other: "KvLayout", but: frozenset[str]) -> None:
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            if ours != theirs:
+            if ours != theirs and field.name not in but:
                 raise LayoutMismatch(field.name, ours, theirs)
+
+    def _require_known(self, other: "KvLayout") -> None:
+        """What the bytes mean must be known where they change places."""
+        if self.order not in ORDERS or other.order not in ORDERS:
+            raise LayoutMismatch("order", self.order, other.order)
+        if self.dtype not in ELEMENT_BYTES:
+            raise LayoutMismatch("dtype", self.dtype, other.dtype)

@@ -13,8 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from kaveri.errors import InvalidArgument, LayoutMismatch, TransferFailed
-from kaveri.kv.layout import ELEMENT_BYTES
-from kaveri.kv.partition import ORDERS
+from kaveri.kv.layout import ELEMENT_BYTES, ORDERS
 from kaveri.kv.pool import KvPool
 
 REQUEST_BYTES_MAX = 120

@@ -3,11 +3,7 @@
 from dataclasses import dataclass, replace
 
 from kaveri.errors import InvalidArgument, LayoutMismatch
-from kaveri.kv.layout import ELEMENT_BYTES, KvLayout
-
-ORDERS = ("2NHD", "2HND")
-"""Orders of bytes within a block that can be mapped onto one another: K then V, then token and head or head and token,
-then element. Whatever else an engine declares is opaque, and fits only its like (KvLayout.require_same)."""
+from kaveri.kv.layout import ELEMENT_BYTES, ORDERS, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +28,8 @@ class KvPartition:
             raise LayoutMismatch("order", layout.order, ORDERS)
         if layout.dtype not in ELEMENT_BYTES:
             raise LayoutMismatch("dtype", layout.dtype, tuple(ELEMENT_BYTES))
+        if layout.first_layer or layout.first_kv_head:
+            raise InvalidArgument("layout", (layout.first_layer, layout.first_kv_head), "of the whole model")
         if min(self.stage_layers, default=0) < 1 or sum(self.stage_layers) != layout.layer_count:
             limit = f"one number or more, each at least 1, together {layout.layer_count}"
             raise InvalidArgument("stage_layers", self.stage_layers, limit)
@@ -81,7 +79,17 @@ class KvPartition:
 
     def rank_layout(self, rank: int) -> KvLayout:
         """The layout of a rank's pool."""
-        return replace(self.layout, layer_count=len(self.layers(rank)), kv_head_count=len(self.heads(rank)))
+        return self.part_layout(self.layers(rank), self.heads(rank))
+
+    def part_layout(self, layers: range, heads: range) -> KvLayout:
+        """The layout of a pool for these layers and heads of the model alone."""
+        return replace(
+            self.layout,
+            layer_count=len(layers),
+            kv_head_count=len(heads),
+            first_layer=layers.start,
+            first_kv_head=heads.start,
+        )
 
     def _require_rank(self, rank: int) -> int:
         if not 0 <= rank < self.rank_count:

@@ -5,15 +5,13 @@ orders may differ; requests are mapped one by one, so the two sides may batch th
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
-from kaveri.errors import InvalidArgument, LayoutMismatch
+from kaveri.errors import InvalidArgument
+from kaveri.kv.layout import KvLayout
 from kaveri.kv.partition import KvPartition
 from kaveri.kv.regions import RegionCopy, TokenPlaces, map_regions
-
-_MAPPED = {"block_tokens", "order"}
-"""Fields of a layout that may differ; all others must be equal over the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,10 @@ class KvPlan:
     def shares_to(self, rank: int) -> tuple[Share, ...]:
         """What a destination rank is given."""
         return tuple(share for share in self.shares if share.destination_rank == rank)
+
+    def share_layout(self, share: Share) -> KvLayout:
+        """The layout of a pool for a share alone, in the destination's blocks: that of a ticket for one share."""
+        return self.destination.part_layout(share.layers, share.heads)
 
     def chunks(self, share: Share, layers: range, tokens: range, chunk_bytes: int) -> Iterator[Chunk]:
         """Cuts those of `layers` that the share has into chunks of at most `chunk_bytes`: several layers of all tokens
@@ -125,10 +127,7 @@ def make_plan(source: KvPartition, destination: KvPartition) -> KvPlan:
     Share(source_rank=0, destination_rank=0, layers=range(0, 2), heads=range(0, 1))
     Share(source_rank=0, destination_rank=1, layers=range(2, 4), heads=range(0, 1))
     """
-    for field in fields(source.layout):
-        ours, theirs = getattr(source.layout, field.name), getattr(destination.layout, field.name)
-        if field.name not in _MAPPED and ours != theirs:
-            raise LayoutMismatch(field.name, ours, theirs)
+    source.layout.require_mappable(destination.layout)
     shares = []
     for source_rank in range(source.rank_count):
         replica = source_rank % source.tensor_ranks % source.replica_count

@@ -66,7 +66,7 @@ class TokenPlaces:
     def of_blocks(cls, layout: KvLayout, block_ids: Sequence[int], first_head: int) -> "TokenPlaces":
         """In the blocks of a pool: block i keeps tokens [i * block_tokens, (i + 1) * block_tokens).
 
-        layout: the pool's, in an order of partition.ORDERS. first_head: of the pool's heads.
+        layout: the pool's, in an order of layout.ORDERS. first_head: of the pool's heads.
         """
         head_bytes = layout.head_dim * ELEMENT_BYTES[layout.dtype]
         kv, token, head = _strides(layout.order, layout.block_tokens, layout.kv_head_count, head_bytes)

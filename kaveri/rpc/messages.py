@@ -99,6 +99,8 @@ def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
         head_dim=layout.head_dim,
         dtype=layout.dtype,
         order=layout.order,
+        first_layer=layout.first_layer,
+        first_kv_head=layout.first_kv_head,
     )
 
 
@@ -111,6 +113,8 @@ def layout_from_proto(message: kv_pb2.KvLayout) -> KvLayout:
         head_dim=message.head_dim,
         dtype=message.dtype,
         order=message.order,
+        first_layer=message.first_layer,
+        first_kv_head=message.first_kv_head,
     )
 
 

@@ -22,7 +22,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class KvLayout(_message.Message):
-    """What two pools must share for a block to be copied byte by byte."""
+    """The shape of a pool. Blocks are copied byte by byte between equal layouts. Between layouts that differ in block_tokens
+    or in a known order alone they are mapped; all others are refused.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -33,6 +35,8 @@ class KvLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    FIRST_KV_HEAD_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """Fingerprint of the model's weights and shape; equal only for the same model."""
     layer_count: _builtins.int
@@ -47,8 +51,11 @@ class KvLayout(_message.Message):
     """Element type: "float32", "bfloat16" or "float16"."""
     order: _builtins.str
     """Order of the bytes within a block: "2NHD" is [K then V, token, head, element]. Engines with a layout of their
-    own name it here; unequal names are never copied.
+    own name it here; such a name fits only its like.
     """
+    first_layer: _builtins.int
+    """A pool may hold a part of the model: the model's layer and KV head that its first ones are. 0: from the beginning."""
+    first_kv_head: _builtins.int
     def __init__(
         self,
         *,
@@ -59,10 +66,12 @@ class KvLayout(_message.Message):
         head_dim: _builtins.int = ...,
         dtype: _builtins.str = ...,
         order: _builtins.str = ...,
+        first_layer: _builtins.int = ...,
+        first_kv_head: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "model_fingerprint", b"model_fingerprint", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "first_kv_head", b"first_kv_head", "first_layer", b"first_layer", "head_dim", b"head_dim", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "model_fingerprint", b"model_fingerprint", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -128,7 +137,7 @@ class Ticket(_message.Message):
 
     @_builtins.property
     def layout(self) -> Global___KvLayout:
-        """The receiver's layout. A sender whose own layout differs must refuse."""
+        """The receiver's layout. A sender refuses one onto which its own blocks cannot be mapped."""
 
     def __init__(
         self,

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kaveri.kv.layout import ELEMENT_BYTES, KvLayout
-from kaveri.kv.partition import ORDERS, KvPartition
+from kaveri.kv.layout import ELEMENT_BYTES, ORDERS, KvLayout
+from kaveri.kv.partition import KvPartition
 from kaveri.kv.pool import KvPool
 
 MARK = 0xEE
