@@ -54,8 +54,9 @@ class KvLayout(_message.Message):
     own name it here; such a name fits only its like.
     """
     first_layer: _builtins.int
-    """A pool may hold a part of the model: the model's layer and KV head that its first ones are. 0: from the beginning."""
+    """The model's layer that the pool's first one is; not 0 where ranks hold a part of the model each."""
     first_kv_head: _builtins.int
+    """The model's KV head that the pool's first one is."""
     def __init__(
         self,
         *,
@@ -117,6 +118,7 @@ class Ticket(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """Names the transfer; unique over all receivers and incarnations (16 random bytes)."""
     secret: _builtins.bytes
@@ -124,16 +126,18 @@ class Ticket(_message.Message):
     epoch: _builtins.int
     """The receiver's incarnation. A receiver that was restarted refuses tickets of its former life."""
     token_count: _builtins.int
-    """Tokens whose KV is to be pushed; the last block may be part full."""
+    """Tokens of the request. Those from first_block on are to be pushed; the last block may be part full."""
     expires_in_s: _builtins.float
     """Seconds from the grant after which the receiver takes the blocks back, unless the KV has landed."""
+    first_block: _builtins.int
+    """Blocks of the request that the receiver has already, in its prefix cache: they are not pushed."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]:
         """Where to push, in the receiver's order of preference."""
 
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Destination blocks in token order: block i takes tokens [i * block_tokens, (i + 1) * block_tokens)."""
+        """Destination blocks in token order: block i takes the block_tokens tokens from (first_block + i) * block_tokens on."""
 
     @_builtins.property
     def layout(self) -> Global___KvLayout:
@@ -150,10 +154,11 @@ class Ticket(_message.Message):
         token_count: _builtins.int = ...,
         expires_in_s: _builtins.float = ...,
         layout: Global___KvLayout | None = ...,
+        first_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "endpoints", b"endpoints", "epoch", b"epoch", "expires_in_s", b"expires_in_s", "layout", b"layout", "secret", b"secret", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "endpoints", b"endpoints", "epoch", b"epoch", "expires_in_s", b"expires_in_s", "first_block", b"first_block", "layout", b"layout", "secret", b"secret", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
