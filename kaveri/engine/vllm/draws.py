@@ -94,7 +94,7 @@ class FirstTokens:
 
 
 FIRST_TOKENS = FirstTokens()
-"""Of the process, as it is vLLM that makes its logits processors. Keys must be unique among all engines of a process."""
+"""Of the process, as it is vLLM that makes its logits processors. Keys must be unique among all engines in it."""
 
 
 class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
