@@ -156,6 +156,8 @@ class Peer:
             if push.is_stopped():
                 self.abort(push)
                 return
+            if self.sender.on_local_done is not None:
+                self.sender.on_local_done(push.transfer_id, layer, part)
             push.kv_bytes += len(part) * self.sender.pool.layout.block_bytes
             if index + len(part) == len(push.ticket.block_ids):
                 connection.link.end_layer(push.ticket, layer, push.digests[layer].intdigest())

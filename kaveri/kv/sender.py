@@ -38,6 +38,9 @@ class PushFailed:
 PushListener = Callable[[PushAccepted | PushFailed], None]
 """Called on a thread of the sender, once per opened transfer, in the order in which things happened."""
 
+LocalDoneListener = Callable[[bytes, int, Sequence[int]], None]
+"""Called with (transfer id, layer, source blocks) on the receiver's own thread of the sender; must not block."""
+
 
 class KvSender:
     """Pushes blocks of `pool`. Every method may be called from any thread, close() not from the listener.
@@ -46,7 +49,8 @@ class KvSender:
     acceptance may have been lost on its way, so whoever pushes again must give the hand-over a new attempt number.
 
     One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer.
-    transports: in the order of preference; None for all that there are.
+    transports: in the order of preference; None for all that there are. on_local_done: hears of source blocks that are
+    not read any more, before their transfer ends; of those of a push that fails PushFailed alone may tell.
     """
 
     def __init__(
@@ -57,11 +61,13 @@ class KvSender:
         transports: Sequence[Transport] | None = None,
         digest: DigestFactory = xxh3,
         idle_s: float = 60.0,
+        on_local_done: LocalDoneListener | None = None,
     ) -> None:
         self.pool = pool
         self.transports = tuple(transports or make_transports())
         self.digest = digest
         self.idle_s = idle_s
+        self.on_local_done = on_local_done
         self.lock = threading.Lock()
         self._pushes: dict[bytes, Push] = {}
         self._peers: dict[tuple[object, ...], Peer] = {}
