@@ -204,7 +204,8 @@ class StepwiseEngine:
                 raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
             source = sequence.source
             assert source is not None
-            if (ticket.token_count, len(ticket.block_ids)) != (source.token_count, len(source.block_ids)):
+            pushed = len(source.block_ids) - ticket.first_block
+            if (ticket.token_count, len(ticket.block_ids)) != (source.token_count, pushed):
                 reason = f"the ticket is for {ticket.token_count} tokens, the request has {source.token_count}"
                 self._outbox.put(KvPushFailed(key, reason))
                 source = None
@@ -391,16 +392,17 @@ class StepwiseEngine:
         return planned
 
     def _step(self, planned: list[PlannedSlice]) -> None:
-        has_sources = False
+        advances = []
         batch = []
         for sequence, token_count in planned:
             batch.append(sequence.slice(token_count))
-            has_sources = has_sources or sequence.source is not None
+            if sequence.source is not None:
+                advances.append((sequence.source, sequence.computed + token_count))
             if sequence.runner_unaware:
                 self._runner.landed(sequence.block_ids[: self._layout.block_count(sequence.computed)])
                 sequence.runner_unaware = False
-        if has_sources:
-            self._pushes.begin_step(planned)
+        if advances:
+            self._pushes.begin_step(advances)
             drawn = self._runner.run(batch, self._pushes.layer_done)
             self._pushes.end_step()
         else:

@@ -9,7 +9,6 @@ of this file.
 import threading
 from collections.abc import Iterable
 
-from kaveri.engine.stepwise_batch import PlannedSlice
 from kaveri.engine.stepwise_sequence import Source
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.sender import KvSender
@@ -30,12 +29,14 @@ class Pushes:
     def open(self, source: Source, ticket: Ticket) -> None:
         """Begins a push: queues what is computed, and hands over if that is all.
 
-        The sender no longer reads for an earlier push of this source. Raises LayoutMismatch and TransferFailed.
+        The blocks that the receiver has already (ticket.first_block) are left out. The sender no longer reads for an
+        earlier push of this source. Raises LayoutMismatch and TransferFailed.
         """
         with self._lock:
             self._sender.open(ticket)
             source.transfer_id = ticket.transfer_id
-            source.written = [0] * self._layout.layer_count
+            source.first_block = ticket.first_block
+            source.written = [ticket.first_block] * self._layout.layer_count
             for layer in range(self._layout.layer_count):
                 self._write(source, layer, source.ready_in_step if layer < self._layers_done else source.ready)
             if source.note is not None:
@@ -46,16 +47,17 @@ class Pushes:
         with self._lock:
             self._sender.abort(transfer_id)
 
-    def begin_step(self, planned: Iterable[PlannedSlice]) -> None:
-        """The engine is about to compute these slices; those with a source are followed layer by layer."""
+    def begin_step(self, advances: Iterable[tuple[Source, int]]) -> None:
+        """The engine is about to compute prompts, which are followed layer by layer.
+
+        advances: each prompt of the step, with how many of its tokens are computed behind it. What a source has in its
+        blocks already, from a prefix cache, counts as computed by this step.
+        """
         with self._lock:
-            for sequence, token_count in planned:
-                source = sequence.source
-                if source is not None:
-                    computed = sequence.computed + token_count
-                    ended = computed == source.token_count
-                    source.ready_in_step = len(source.block_ids) if ended else computed // self._layout.block_tokens
-                    self._in_step.append(source)
+            for source, computed in advances:
+                ended = computed == source.token_count
+                source.ready_in_step = len(source.block_ids) if ended else computed // self._layout.block_tokens
+                self._in_step.append(source)
 
     def layer_done(self, layer: int) -> None:
         """The step's KV of this layer is in the pool: it goes out while the next layer computes."""
@@ -88,4 +90,5 @@ class Pushes:
         first = source.written[layer]
         if block_count > first:
             source.written[layer] = block_count
-            self._sender.write(source.transfer_id, layer, first, source.block_ids[first:block_count])
+            index = first - source.first_block
+            self._sender.write(source.transfer_id, layer, index, source.block_ids[first:block_count])

@@ -40,8 +40,10 @@ class Source:
     """The serialized hand-over, once the first token is known."""
     transfer_id: bytes | None = None
     """The last push opened. It may have failed meanwhile: the sender ignores what is written to it then."""
+    first_block: int = 0
+    """Blocks that the receiver of that push has already."""
     written: list[int] = field(default_factory=list)
-    """Per layer, how many blocks of that push are queued."""
+    """Per layer, up to which block the source is queued for that push."""
 
 
 @dataclass(eq=False, slots=True)

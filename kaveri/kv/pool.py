@@ -9,7 +9,25 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
+
+
+class SharedMemory:
+    """A memory file of this host without a name, mapped and prefaulted. Goes with the last process that holds it.
+
+    bytes: [byte_count], uint8, zero, page-aligned. descriptor: sealed, so that nobody can shrink the file under those
+    who have mapped it; closed with this object.
+    """
+
+    def __init__(self, byte_count: int) -> None:
+        self.descriptor = os.memfd_create("kaveri-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, max(1, byte_count))
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        raw = np.frombuffer(mmap.mmap(self.descriptor, max(1, byte_count)), np.uint8)
+        raw.fill(0)
+        self.bytes: npt.NDArray[np.uint8] = raw[:byte_count]
 
 
 class KvPool:
@@ -17,23 +35,44 @@ class KvPool:
 
     memory: [layer_count, block_count, block_bytes], uint8, C-contiguous, page-aligned. First touch of fresh memory is
     several times slower than copying, so every page is touched here and never on the way of a request.
-    descriptor: of the memory file behind it, for other processes of this host to map. It has no name and goes with the
-    last process that holds it; sealed, so that nobody can shrink it under those who have mapped it.
+    shared: the memory file behind it, for other processes of this host to map. None: memory that was allocated
+    elsewhere (see over()), which no other process can map.
     """
 
     def __init__(self, layout: KvLayout, block_count: int) -> None:
+        shape = (layout.layer_count, block_count, layout.block_bytes)
+        shared = SharedMemory(int(np.prod(shape)))
+        self._hold(layout, block_count, shared.bytes.reshape(shape), shared)
+
+    @classmethod
+    def over(cls, layout: KvLayout, memory: npt.NDArray[np.uint8], shared: "SharedMemory | None" = None) -> "KvPool":
+        """A pool over memory that somebody else has allocated and touched, and keeps alive as long as the pool.
+
+        memory: [layer_count, block_count, block_bytes], uint8, C-contiguous. shared: the file whose first bytes it is.
+        """
+        expected = (layout.layer_count, memory.shape[1], layout.block_bytes)
+        if memory.shape != expected or memory.dtype != np.uint8 or not memory.flags.c_contiguous:
+            raise ValueError(f"{memory.dtype} {memory.shape} is no pool of this layout: uint8 {expected}, in one piece")
+        assert shared is None or shared.bytes.ctypes.data == memory.ctypes.data, "the memory is not that of the file"
+        pool = cls.__new__(cls)
+        pool._hold(layout, memory.shape[1], memory, shared)
+        return pool
+
+    @property
+    def descriptor(self) -> int:
+        """Of the memory file. Raises ConfigError where there is none: the blocks cannot be shared with a process."""
+        if self._shared is None:
+            raise ConfigError("kv transport", "shm needs a pool in a memory file; this engine's blocks lie elsewhere")
+        return self._shared.descriptor
+
+    def _hold(
+        self, layout: KvLayout, block_count: int, memory: npt.NDArray[np.uint8], shared: "SharedMemory | None"
+    ) -> None:
         self.layout = layout
         self.block_count = block_count
-        shape = (layout.layer_count, block_count, layout.block_bytes)
-        byte_count = int(np.prod(shape))
-        self.descriptor = os.memfd_create("kaveri-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, self.descriptor)
-        os.ftruncate(self.descriptor, max(1, byte_count))
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        raw = np.frombuffer(mmap.mmap(self.descriptor, max(1, byte_count)), np.uint8)
-        raw.fill(0)
-        self.memory: npt.NDArray[np.uint8] = raw[:byte_count].reshape(shape)
-        self._layers = [layer.data.cast("B") for layer in self.memory.reshape(shape[0], -1)]
+        self.memory = memory
+        self._shared = shared
+        self._layers = [layer.data.cast("B") for layer in memory.reshape(layout.layer_count, -1)]
 
     def regions(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         """The bytes of these blocks of one layer, in this order; neighbours are one region. Views, not copies.

@@ -85,7 +85,7 @@ class KvReceiver:
         """Where it listens, best first."""
         return tuple(listener.endpoint for listener in self._listeners)
 
-    def grant(self, block_ids: Sequence[int], token_count: int, expires_in_s: float) -> Ticket:
+    def grant(self, block_ids: Sequence[int], token_count: int, expires_in_s: float, *, first_block: int = 0) -> Ticket:
         """Leases the blocks to one transfer: the receiver's own until TransferLanded or TransferReleased.
 
         Raises TransferFailed when closed.
@@ -100,6 +100,7 @@ class KvReceiver:
             token_count=token_count,
             expires_in_s=expires_in_s,
             layout=self.pool.layout,
+            first_block=first_block,
         )
         with self._lock:
             if self._closed:

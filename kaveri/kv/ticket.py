@@ -28,10 +28,13 @@ class Ticket:
     endpoints: tuple[KvEndpoint, ...]
     """In the receiver's order of preference."""
     block_ids: tuple[int, ...]
-    """Destination blocks: block i takes tokens [i * block_tokens, (i + 1) * block_tokens)."""
+    """Destination blocks: block i takes tokens [(first_block + i) * block_tokens, (first_block + i + 1) * block_tokens).
+    """
     token_count: int
-    """Tokens whose KV is pushed; the last block may be part full."""
+    """Tokens of the request; those from first_block on are pushed, and the last block may be part full."""
     expires_in_s: float
     """Seconds from the grant."""
     layout: KvLayout
     """The receiver's layout; a sender whose own differs refuses."""
+    first_block: int = 0
+    """Blocks of the request that the receiver has already, in its prefix cache: they are not pushed."""

@@ -136,6 +136,7 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
         token_count=ticket.token_count,
         expires_in_s=ticket.expires_in_s,
         layout=layout_to_proto(ticket.layout),
+        first_block=ticket.first_block,
     )
 
 
@@ -149,6 +150,7 @@ def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
         token_count=message.token_count,
         expires_in_s=message.expires_in_s,
         layout=layout_from_proto(message.layout),
+        first_block=message.first_block,
     )
 
 
