@@ -1,5 +1,5 @@
-"""The transports there are. `socket` serves "unix" and "tcp", `shm` processes of one host, `nixl` whatever UCX reaches,
-`collective` "gloo" and "nccl", `emulated` studies."""
+"""The transports there are. `socket` serves "unix" and "tcp", `shm` processes of one host and `nixl` whatever UCX
+reaches, both by the protocol of `one_sided`, `collective` "gloo" and "nccl", `emulated` studies."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

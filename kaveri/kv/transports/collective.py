@@ -28,6 +28,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -38,10 +39,10 @@ from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.digest import Digest
 from kaveri.kv.pool import KvPool
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Capabilities, Intake, Landing, LinkListener, LinkLost
+from kaveri.kv.transport import Intake, Landing, LinkListener, LinkLost
 from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
-from kaveri.kv.transports.socket_listener import ReceivingConnection, SocketListener
+from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import Stream
 
 _MEETING = struct.Struct("<H6x16s")
@@ -83,56 +84,29 @@ class CollectiveTransport(SocketTransport):
             connection_limit=connection_limit,
         )
         self.name = self.label = backend
-        self.capabilities = Capabilities(
-            one_sided=False,
-            needs_posted_receives=True,
-            memory_kinds=frozenset({"host"}),
-            same_host_only=False,
-            can_revoke=True,
-            write_bytes=_BUFFER_COUNT * _MESSAGE_BYTES,
+        self.connection_type = GlooReceivingConnection if backend == "gloo" else NcclReceivingConnection
+        self.capabilities = replace(
+            self.capabilities, needs_posted_receives=True, write_bytes=_BUFFER_COUNT * _MESSAGE_BYTES
         )
 
-    def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "CollectiveLink":
-        """See Transport.connect."""
-        connection = self._connected(endpoint)
-        pair: _Pair | None = None
-        try:
-            stream = self.stream(connection, self.connect_timeout_s)
-            stream.send_bytes(pack_hello(0))
-            self._require_epoch(unpack_hello(stream.receive_bytes(HELLO_BYTES)), epoch, endpoint)
-            port, prefix = _MEETING.unpack(stream.receive_bytes(_MEETING.size))
-            # The receiver waits for nobody who goes away again.
-            stream.send_bytes(pack_hello(epoch))
-            store = _joined_store(connection.getpeername()[0], port)
-            stream = self.stream(connection, self.progress_timeout_s)
-            pair = _Pair(self.name, _SENDER, store, prefix, stream, pool.layout.block_bytes)
-            del store
-            return CollectiveLink(stream, pool, pair, listener, endpoint)
-        except BaseException:
-            if pair is not None:
-                pair.close()
-            connection.close()
-            raise
-
-    def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
-        """See Transport.listen."""
-        connection_type = GlooReceivingConnection if self.name == "gloo" else NcclReceivingConnection
-        return self._listener(address, pool, intake, connection_type)
-
-    def stream(self, connected: socket.socket, progress_timeout_s: float) -> "_PairStream":
-        """See SocketTransport.stream."""
-        super().stream(connected, progress_timeout_s)
-        return _PairStream(connected, progress_timeout_s)
+    def _link(
+        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+    ) -> "CollectiveLink":
+        port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
+        # The receiver waits for nobody who goes away again.
+        meeting.send_bytes(pack_hello(0))
+        store = _joined_store(meeting.peer_host, port)
+        pair = _Pair(self.name, _SENDER, store, prefix, stream, pool.layout.block_bytes)
+        return CollectiveLink(stream, pool, listener, endpoint, pair)
 
 
 class CollectiveLink(SocketLink):
     """A sender's connection; see Link. The group is used by the thread that writes."""
 
     def __init__(
-        self, stream: "_PairStream", pool: KvPool, pair: "_Pair", listener: LinkListener, endpoint: KvEndpoint
+        self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, pair: "_Pair"
     ) -> None:
         self._pair = pair
-        self._progress_timeout_s = stream.progress_timeout_s
         self._changed = threading.Condition()
         # Messages, since the connection began.
         self._sent_count = 0
@@ -188,7 +162,8 @@ class CollectiveLink(SocketLink):
 
     def _wait_for_buffer(self, is_stopped: Callable[[], bool]) -> bool:
         """Whether the next message has a buffer; False when stopped."""
-        give_up_at_s = time.monotonic() + self._progress_timeout_s
+        timeout_s = self._stream.progress_timeout_s
+        give_up_at_s = time.monotonic() + timeout_s
         with self._changed:
             while not is_stopped():
                 if self._is_broken:
@@ -196,7 +171,7 @@ class CollectiveLink(SocketLink):
                 if self._sent_count - self._arrived_count < _BUFFER_COUNT:
                     return True
                 if time.monotonic() > give_up_at_s:
-                    raise LinkLost(f"no message was taken for {self._progress_timeout_s:g} s")
+                    raise LinkLost(f"no message was taken for {timeout_s:g} s")
                 self._changed.wait(_CHECK_S)
         return False
 
@@ -219,7 +194,6 @@ class GlooReceivingConnection(ReceivingConnection):
             self._take_message()
 
     def _greet(self, hello: bytes) -> None:
-        assert isinstance(self._stream, _PairStream)
         store, port = _opened_store(self._stream.local_host)
         prefix = uuid.uuid4().bytes
         self._stream.send_bytes(hello + _MEETING.pack(port, prefix))
@@ -232,7 +206,6 @@ class GlooReceivingConnection(ReceivingConnection):
 
     def _take_frame(self) -> None:
         super()._take_frame()
-        assert isinstance(self._stream, _PairStream)
         # Receives first: the sender waits for them.
         while self._coming and not self._stream.is_readable():
             self._take_message()
@@ -299,28 +272,13 @@ class _OrderedLanding:
         self._inner.finish(note)
 
 
-class _PairStream(Stream):
-    """A stream that knows where it runs and whether somebody speaks."""
-
-    def __init__(self, connected: socket.socket, progress_timeout_s: float) -> None:
-        super().__init__(connected, progress_timeout_s)
-        self.progress_timeout_s = progress_timeout_s
-        self.local_host: str = connected.getsockname()[0]
-
-    def is_readable(self) -> bool:
-        """Whether wait_readable() would return at once."""
-        return bool(self._readable.poll(0))
-
-
 class _Pair:
     """A two-rank group and the staging buffers of one rank. Used by one thread, and closed by it.
 
     Message n has buffer n modulo _BUFFER_COUNT. All methods but close() raise LinkLost; the pair is of no use then.
     """
 
-    def __init__(
-        self, backend: str, rank: int, store: Any, prefix: bytes, stream: _PairStream, block_bytes: int
-    ) -> None:
+    def __init__(self, backend: str, rank: int, store: Any, prefix: bytes, stream: Stream, block_bytes: int) -> None:
         """Blocks until the other rank is there. store: of torch. prefix: [16 bytes], the pair's own."""
         self._other_rank = _SENDER if rank == _RECEIVER else _RECEIVER
         self._timeout_s = stream.progress_timeout_s

@@ -14,7 +14,7 @@ from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Capabilities, Intake, Landing, Link, LinkListener, Listener, Transport
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
-from kaveri.kv.transports.socket_listener import ReceivingConnection, SocketListener
+from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import Stream
 
 _CHECK_S = 0.02
@@ -117,12 +117,11 @@ class MockTransport(SocketTransport):
     def __init__(self, *, advertise_host: str | None = None) -> None:
         super().__init__("tcp", advertise_host=advertise_host)
         self.name = self.label = "mock"
+        self.connection_type = _MockReceivingConnection
 
-    def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
-        """See Transport.listen."""
-        return self._listener(address, pool, intake, _MockReceivingConnection)
-
-    def _link(self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> SocketLink:
+    def _link(
+        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+    ) -> SocketLink:
         return _MockLink(stream, pool, listener, endpoint)
 
 

@@ -24,8 +24,8 @@ A transfer is OPEN, DATA* and one LAYER_END for each layer, then END or ABORT. E
 the end, by one ACCEPTED or by one or more REJECTED. What a rejected transfer still brings is thrown away, so that a
 frame under way never disturbs the other transfers on the connection.
 
-Over shared memory the receiver's hello carries the descriptor of its pool, and DATA has no payload: it says that the
-blocks are written.
+Where the sender writes by itself DATA has no payload: it says that the blocks are written. What else the receiver says
+behind its hello is told by shm.py, nixl.py and collective.py.
 """
 
 import enum

@@ -1,16 +1,16 @@
 """The NIXL transport, "nixl": one-sided writes from pool to pool through UCX, over whatever link UCX finds.
 
-A TCP connection carries the frames of frames.py, as shared memory's does, and is doorbell and sign of life; NIXL moves
-the bytes. Behind its hello the receiver says where its pool lies and how NIXL reaches it. A write is one transfer of
-NIXL's, named by block numbers in descriptor lists that were prepared when the two connected, and driven by the thread
-that waits for it: there is no progress thread, which would poll without a pause. DATA without blocks says that a write
-begins, so that the receiver drives its own side just while it has to; DATA with blocks says that they are written.
+The protocol is that of one_sided.py, over a TCP connection. Behind its hello the receiver says where its pool lies and
+how NIXL reaches it. A write is one transfer of NIXL's, named by block numbers in descriptor lists that were prepared
+when the two connected, and driven by the thread that waits for it: there is no progress thread, which would poll
+without a pause. DATA without blocks says that a write begins, so that the receiver drives its own side just while it
+has to; DATA with blocks says that they are written.
 
-One-sided: what shm.py says of grants, quarantine and strangers holds here too. Giving a write up does not undo it: what
-UCX has queued may land when the receiver next drives its side. Therefore each connection has an agent of its own on
-both sides. Before the sender says that it has let go, each of its writes is complete. Where one does not complete in
-time, its agent is destroyed, and then the connection ended; and the receiver destroys the agent of an ended connection
-before it gives blocks back. With it goes the permission: queues, sockets and memory registration.
+Giving a write up does not undo it: what UCX has queued may land when the receiver next drives its side. Therefore each
+connection has an agent of its own on both sides. Before the sender says that it has let go, each of its writes is
+complete. Where one does not complete in time, its agent is destroyed, and then the connection ended; and the receiver
+destroys the agent of an ended connection before it gives blocks back. With it goes the permission: queues, sockets and
+memory registration.
 
 Ran here: DRAM to DRAM on one host, UCX choosing its way (it copies between processes) and over TCP. Never ran, for lack
 of hardware: RDMA. GPU memory is not served: pools are host memory.
@@ -21,10 +21,10 @@ import importlib
 import logging
 import os
 import secrets
-import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -35,11 +35,10 @@ from kaveri.errors import ConfigError
 from kaveri.kv.digest import Digest
 from kaveri.kv.pool import KvPool
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Capabilities, Intake, Landing, LinkListener, LinkLost
-from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
-from kaveri.kv.transports.shm import ShmLink, ShmReceivingConnection
+from kaveri.kv.transport import Landing, LinkListener, LinkLost
+from kaveri.kv.transports.frames import Header, Kind
+from kaveri.kv.transports.one_sided import OneSidedLink, OneSidedReceivingConnection
 from kaveri.kv.transports.socket import SocketTransport
-from kaveri.kv.transports.socket_listener import SocketListener
 from kaveri.kv.transports.stream import Stream, never
 
 _OFFER = struct.Struct("<QII")
@@ -57,7 +56,8 @@ _PATIENCE_S = 0.5
 
 
 class NixlTransport(SocketTransport):
-    """Makes links and listeners. Addresses are those of the TCP connection.
+    """Makes links and listeners. Addresses are those of the TCP connection. A listener registers its pool once
+    for each connection.
 
     Raises ConfigError when NIXL is not installed.
     """
@@ -80,82 +80,50 @@ class NixlTransport(SocketTransport):
             connection_limit=connection_limit,
         )
         self.name = self.label = "nixl"
-        self.capabilities = Capabilities(
-            one_sided=True,
-            needs_posted_receives=False,
-            memory_kinds=frozenset({"host"}),
-            same_host_only=False,
-            can_revoke=False,
-            # Each write costs a round trip between two processes that poll.
-            write_bytes=16 << 20,
-        )
+        self.connection_type = NixlReceivingConnection
+        # Each write costs a round trip between two processes that poll.
+        self.capabilities = replace(self.capabilities, one_sided=True, can_revoke=False, write_bytes=16 << 20)
 
-    def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "NixlLink":
-        """See Transport.connect."""
-        connection = self._connected(endpoint)
-        agent: _SendingAgent | None = None
-        try:
-            stream = self.stream(connection, self.connect_timeout_s)
-            stream.send_bytes(pack_hello(0))
-            self._require_epoch(unpack_hello(stream.receive_bytes(HELLO_BYTES)), epoch, endpoint)
-            address, block_count, metadata_bytes = _OFFER.unpack(stream.receive_bytes(_OFFER.size))
-            if metadata_bytes > _OFFER_BYTES_MAX:
-                raise LinkLost(f"protocol error: an offer of {metadata_bytes} bytes")
-            agent = _SendingAgent(pool, address, block_count, bytes(stream.receive_bytes(metadata_bytes)))
-            stream = self.stream(connection, self.progress_timeout_s)
-            return NixlLink(stream, pool, agent, listener, endpoint, self.progress_timeout_s)
-        except BaseException:
-            if agent is not None:
-                agent.close()
-            connection.close()
-            raise
-
-    def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
-        """See Transport.listen. The pool is registered once for each connection."""
-        return self._listener(address, pool, intake, NixlReceivingConnection)
-
-    def stream(self, connected: socket.socket, progress_timeout_s: float) -> "_PolledStream":
-        """See SocketTransport.stream."""
-        super().stream(connected, progress_timeout_s)
-        return _PolledStream(connected, progress_timeout_s)
+    def _link(
+        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+    ) -> "NixlLink":
+        address, block_count, metadata_bytes = _OFFER.unpack(meeting.receive_bytes(_OFFER.size))
+        if metadata_bytes > _OFFER_BYTES_MAX:
+            raise LinkLost(f"protocol error: an offer of {metadata_bytes} bytes")
+        agent = _SendingAgent(pool, address, block_count, bytes(meeting.receive_bytes(metadata_bytes)))
+        return NixlLink(stream, pool, listener, endpoint, agent)
 
 
-class NixlLink(ShmLink):
-    """A sender's connection; see Link and ShmLink. The agent is used by the thread that writes, under the lock."""
+class NixlLink(OneSidedLink):
+    """A sender's connection; see Link and OneSidedLink. The agent is used by the thread that writes."""
 
     def __init__(
-        self,
-        stream: Stream,
-        pool: KvPool,
-        agent: "_SendingAgent",
-        listener: LinkListener,
-        endpoint: KvEndpoint,
-        progress_timeout_s: float,
+        self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, agent: "_SendingAgent"
     ) -> None:
         self._agent = agent
-        self._progress_timeout_s = progress_timeout_s
-        # Nothing of the receiver's pool is mapped here.
-        super().__init__(stream, pool, np.empty((0, 0, 0), np.uint8), listener, endpoint, progress_timeout_s)
+        super().__init__(stream, pool, listener, endpoint, agent.target_block_count)
 
-    def write(
+    def close(self) -> None:
+        """See Link.close."""
+        self._is_broken = True
+        self._agent.close()
+        super().close()
+
+    def _put(
         self,
         ticket: Ticket,
         layer: int,
-        first_index: int,
         source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
         digest: Digest,
         is_stopped: Callable[[], bool],
-    ) -> None:
-        """See Link.write. Raises LinkLost, too, when a write that was stopped does not complete soon."""
-        places = ticket.block_ids[first_index : first_index + len(source_blocks)]
-        if max(places) >= self._agent.target_block_count:
-            raise LinkLost(f"a ticket for block {max(places)} of the receiver's {self._agent.target_block_count}")
+    ) -> bool:
         self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer))
-        with self._locked():
-            if self._is_broken or is_stopped() or ticket.transfer_id not in self._granted:
-                return
+        with self._permission(ticket, is_stopped) as is_permitted:
+            if not is_permitted:
+                return False
             try:
-                self._agent.post(layer, source_blocks, places)
+                self._agent.post(layer, source_blocks, target_blocks)
                 # Both only read the source.
                 for region in self._pool.regions(layer, source_blocks):
                     digest.update(region)
@@ -164,16 +132,10 @@ class NixlLink(ShmLink):
                 # Before the connection ends: its end says that nothing is written any more.
                 self._agent.close()
                 raise
-        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index, len(source_blocks)))
-
-    def close(self) -> None:
-        """See Link.close."""
-        self._is_broken = True
-        self._agent.close()
-        super().close()
+        return True
 
     def _wait(self, is_stopped: Callable[[], bool]) -> None:
-        give_up_at_s = time.monotonic() + self._progress_timeout_s
+        give_up_at_s = time.monotonic() + self._stream.progress_timeout_s
         for now_s in _polls():
             if self._agent.is_written():
                 return
@@ -186,8 +148,8 @@ class NixlLink(ShmLink):
                 raise LinkLost("a write did not complete in time")
 
 
-class NixlReceivingConnection(ShmReceivingConnection):
-    """One sender's connection, on the receiving side; see ShmReceivingConnection. Its thread alone uses its agent."""
+class NixlReceivingConnection(OneSidedReceivingConnection):
+    """One sender's connection, on the receiving side. Its thread alone uses its agent."""
 
     _agent: "_Agent | None" = None
     # The transfer of which the sender writes something just now.
@@ -201,7 +163,6 @@ class NixlReceivingConnection(ShmReceivingConnection):
 
     def _take_frame(self) -> None:
         super()._take_frame()
-        assert isinstance(self._stream, _PolledStream)
         assert self._agent is not None
         if self._written_into is not None:
             for _ in _polls():
@@ -226,13 +187,11 @@ class NixlReceivingConnection(ShmReceivingConnection):
             self._written_into = None
         return super()._let_go(transfer_id)
 
-    def _end(self, reason: str) -> None:
-        for landing in self._landings.values():
-            landing.abort(reason)
-        # What the sender has left in queues and sockets ends here, and with the wait what its process does by itself.
+    def _shut(self) -> None:
+        # What the sender has left in queues and sockets ends here. What its process does by itself ends with the wait
+        # for it.
         if self._agent is not None:
             self._agent.close()
-        super()._end(reason)
 
 
 class _Agent:
@@ -321,12 +280,6 @@ class _SendingAgent(_Agent):
                 with contextlib.suppress(Exception):
                     handle.release()
         super().close()
-
-
-class _PolledStream(Stream):
-    def is_readable(self) -> bool:
-        """Whether wait_readable() would return at once."""
-        return bool(self._readable.poll(0))
 
 
 def _polls() -> Iterator[float]:

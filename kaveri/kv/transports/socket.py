@@ -42,7 +42,12 @@ class SocketTransport:
     advertise_host: the host in the endpoints of a tcp listener on a wildcard address; None says the listening host.
     progress_timeout_s: a frame under way that moves no byte for so long breaks its connection.
     connection_limit: connections of one listener; one more is closed at once.
+
+    Subclasses make other links over the same connections: _link() and connection_type.
     """
+
+    connection_type: type[ReceivingConnection] = ReceivingConnection
+    """What serves an accepted connection."""
 
     def __init__(
         self,
@@ -74,24 +79,19 @@ class SocketTransport:
         connection = self._connected(endpoint)
         try:
             # A frozen process still has its connections taken by the kernel: the hello shows that somebody is there.
-            stream = self.stream(connection, self.connect_timeout_s)
-            stream.send_bytes(pack_hello(0))
-            self._require_epoch(unpack_hello(stream.receive_bytes(HELLO_BYTES)), epoch, endpoint)
-            return self._link(self.stream(connection, self.progress_timeout_s), pool, listener, endpoint)
+            meeting = self.stream(connection, self.connect_timeout_s)
+            meeting.send_bytes(pack_hello(0))
+            answering_epoch = unpack_hello(meeting.receive_bytes(HELLO_BYTES))
+            if answering_epoch != epoch:
+                raise LinkLost(f"epoch {answering_epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
+            stream = self.stream(connection, self.progress_timeout_s)
+            return self._link(meeting, stream, pool, listener, endpoint)
         except BaseException:
             connection.close()
             raise
 
-    def _link(self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "SocketLink":
-        return SocketLink(stream, pool, listener, endpoint)
-
     def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
         """See Transport.listen."""
-        return self._listener(address, pool, intake, ReceivingConnection)
-
-    def _listener(
-        self, address: str, pool: KvPool, intake: Intake, connection_type: type[ReceivingConnection]
-    ) -> SocketListener:
         try:
             listening = self._listen(address)
         except (OSError, ValueError) as error:
@@ -105,7 +105,7 @@ class SocketTransport:
             advertise_host=self.advertise_host,
             connection_limit=self.connection_limit,
             make_stream=lambda accepted: self.stream(accepted, self.progress_timeout_s),
-            connection_type=connection_type,
+            connection_type=self.connection_type,
         )
 
     def stream(self, connected: socket.socket, progress_timeout_s: float) -> Stream:
@@ -127,10 +127,14 @@ class SocketTransport:
         except (OSError, ValueError) as error:
             raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
 
-    @staticmethod
-    def _require_epoch(answering_epoch: int, epoch: int, endpoint: KvEndpoint) -> None:
-        if answering_epoch != epoch:
-            raise LinkLost(f"epoch {answering_epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
+    def _link(
+        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+    ) -> "SocketLink":
+        """The link over a connection whose hellos were exchanged.
+
+        meeting, stream: both of the connection, within the limits of a connect and of the link.
+        """
+        return SocketLink(stream, pool, listener, endpoint)
 
     def _connect(self, address: str) -> socket.socket:
         if not self._is_unix:

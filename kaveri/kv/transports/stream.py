@@ -33,7 +33,7 @@ class Stream:
 
     def __init__(self, connected: socket.socket, progress_timeout_s: float) -> None:
         self._socket = connected
-        self._progress_timeout_s = progress_timeout_s
+        self.progress_timeout_s = progress_timeout_s
         connected.settimeout(None)
         interval = struct.pack("ll", 0, int(_CHECK_S * 1e6))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
@@ -44,6 +44,20 @@ class Stream:
     def wait_readable(self) -> None:
         """Waits for the first byte, the peer's end or break_off(); the one wait without a limit."""
         self._readable.poll()
+
+    def is_readable(self) -> bool:
+        """Whether wait_readable() would return at once."""
+        return bool(self._readable.poll(0))
+
+    @property
+    def local_host(self) -> str:
+        """This end's address, over tcp."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def peer_host(self) -> str:
+        """The other end's."""
+        return str(self._socket.getpeername()[0])
 
     def receive(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
         """Fills the regions in order. Returns early once `is_stopped`; returns how many bytes have not arrived.
@@ -175,8 +189,8 @@ class Stream:
         self._socket.close()
 
     def _require_progress(self, since_s: float, what: str) -> None:
-        if time.monotonic() - since_s > self._progress_timeout_s:
-            raise LinkLost(f"nothing {what} for {self._progress_timeout_s:g} s")
+        if time.monotonic() - since_s > self.progress_timeout_s:
+            raise LinkLost(f"nothing {what} for {self.progress_timeout_s:g} s")
 
 
 def batches(blocks: Sequence[int], block_bytes: int) -> Iterator[tuple[int, Sequence[int]]]:

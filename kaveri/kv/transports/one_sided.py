@@ -1,0 +1,238 @@
+"""The protocol of links whose sender writes into the receiver's pool by itself; shm.py and nixl.py say how it does.
+
+A socket carries the frames of frames.py. DATA without payload is the doorbell: these blocks are written. The socket's
+end is the sign of life.
+
+The receiver cannot stop a sender that writes, it can only ask. So a transfer is written to only once the receiver has
+granted it, and a rejected one keeps its blocks in quarantine until the sender says that it has let go of them, or its
+process is gone. Whoever may connect can write anywhere in the pool, by error or by intent, and digests find that in the
+transfer's own blocks only.
+"""
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+from kaveri.kv.digest import Digest
+from kaveri.kv.pool import KvPool
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transport import Landing, LinkListener, LinkLost
+from kaveri.kv.transports.frames import Header, Kind
+from kaveri.kv.transports.socket import SocketLink
+from kaveri.kv.transports.socket_listener import ReceivingConnection
+from kaveri.kv.transports.stream import Stream, batches
+
+_LET_GO_WITHIN_S = 1.0
+"""How long a closing receiver waits for its senders. After it the pool must not be used for anything else."""
+
+
+class OneSidedLink(SocketLink, ABC):
+    """A sender's connection; see Link.
+
+    Blocks are written by the peer's thread only, under the lock, and only while their transfer is granted. Whoever
+    wants the writing to end takes the grant away under the same lock.
+    """
+
+    def __init__(
+        self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, target_block_count: int
+    ) -> None:
+        """target_block_count: of the receiver's pool, per layer."""
+        self._target_block_count = target_block_count
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._granted: set[bytes] = set()
+        # The transfer whose opening waits for its answer.
+        self._opening: bytes | None = None
+        self._is_broken = False
+        super().__init__(stream, pool, listener, endpoint)
+
+    def open(self, ticket: Ticket) -> None:
+        """See Link.open. Waits for the receiver: blocks of a ticket that is void may be somebody else's by now."""
+        with self._locked():
+            self._opening = ticket.transfer_id
+        super().open(ticket)
+        give_up_at_s = time.monotonic() + self._stream.progress_timeout_s
+        with self._locked():
+            while self._opening is not None:
+                left_s = give_up_at_s - time.monotonic()
+                if self._is_broken or left_s <= 0:
+                    raise LinkLost("the connection was closed" if self._is_broken else "no answer to an opening")
+                self._changed.wait(left_s)
+
+    def write(
+        self,
+        ticket: Ticket,
+        layer: int,
+        first_index: int,
+        source_blocks: Sequence[int],
+        digest: Digest,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        """See Link.write."""
+        places = ticket.block_ids[first_index : first_index + len(source_blocks)]
+        if max(places) >= self._target_block_count:
+            raise LinkLost(f"a ticket for block {max(places)} of the receiver's {self._target_block_count}")
+        if self._put(ticket, layer, source_blocks, places, digest, is_stopped):
+            self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index, len(source_blocks)))
+
+    def finish(self, ticket: Ticket, note: bytes) -> None:
+        """See Link.finish. The end mark says that nothing is written any more, whatever the answer."""
+        self._let_go(ticket.transfer_id)
+        super().finish(ticket, note)
+
+    def abort(self, ticket: Ticket) -> None:
+        """See Link.abort."""
+        self._let_go(ticket.transfer_id)
+        super().abort(ticket)
+
+    def break_off(self) -> None:
+        """See Link.break_off."""
+        self._is_broken = True
+        # The socket's end tells the receiver that nothing is written any more: whoever holds the lock says it then.
+        if self._changed.acquire(blocking=False):
+            self._changed.notify_all()
+            self._changed.release()
+            self._stream.break_off()
+
+    @abstractmethod
+    def _put(
+        self,
+        ticket: Ticket,
+        layer: int,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+        digest: Digest,
+        is_stopped: Callable[[], bool],
+    ) -> bool:
+        """Writes source_blocks[i] to target_blocks[i] of the receiver's pool, all of it within _permission(), and gives
+        `digest` the bytes.
+
+        Returns whether all of it is there; False once there is no permission. Raises LinkLost, nothing being written
+        any more.
+        """
+
+    @contextlib.contextmanager
+    def _permission(self, ticket: Ticket, is_stopped: Callable[[], bool]) -> Iterator[bool]:
+        """Whether the ticket's blocks may be written to; it stays so until the end of the context."""
+        with self._locked():
+            yield not self._is_broken and not is_stopped() and ticket.transfer_id in self._granted
+
+    def _send(self, header: Header, payload: bytes = b"") -> None:
+        # Two threads send: the peer's, and the one that reads the answers.
+        with self._sending:
+            super()._send(header, payload)
+
+    def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
+        transfer_id = header.transfer_id
+        lets_go = False
+        with self._locked():
+            is_opening = transfer_id == self._opening
+            if header.kind == Kind.GRANTED:
+                if is_opening:
+                    self._granted.add(transfer_id)
+                # Rejected before it was granted.
+                lets_go = not is_opening
+            elif header.kind == Kind.REJECTED:
+                lets_go = transfer_id in self._granted
+                self._granted.discard(transfer_id)
+            if is_opening:
+                self._opening = None
+                self._changed.notify_all()
+        if lets_go:
+            self._send(Header(Kind.FENCED, transfer_id))
+        if header.kind != Kind.GRANTED:
+            super()._take_answer(header, payload)
+
+    def _let_go(self, transfer_id: bytes) -> None:
+        """Returns once nothing is written into the transfer any more."""
+        with self._locked():
+            self._granted.discard(transfer_id)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._changed:
+                yield
+        finally:
+            if self._is_broken:
+                self._stream.break_off()
+
+
+class OneSidedReceivingConnection(ReceivingConnection):
+    """One sender's connection, on the receiving side. A landing stays here until its sender has let go of it."""
+
+    _last_resort: threading.Timer | None = None
+
+    def break_off(self) -> None:
+        """See ReceivingConnection.break_off. Asks the sender to let go first; it gets a moment for that."""
+        self._stream.say_no_more()
+        self._last_resort = threading.Timer(_LET_GO_WITHIN_S, self._stream.break_off)
+        self._last_resort.start()
+
+    def close(self) -> None:
+        """See ReceivingConnection.close."""
+        if self._last_resort is not None:
+            self._last_resort.cancel()
+            self._last_resort.join()
+        super().close()
+
+    def _opened(self, transfer_id: bytes, landing: Landing) -> None:
+        landing.hold()
+        super()._opened(transfer_id, landing)
+        self._say(Header(Kind.GRANTED, transfer_id))
+
+    def _take_blocks(self, header: Header, landing: Landing | None) -> None:
+        self._stream.discard(header.payload_bytes)
+        if landing is None:
+            return
+        blocks, digest = landing.begin_write(header.layer, header.first_index, header.block_count)
+        for _, batch in batches(blocks, self._pool.layout.block_bytes):
+            if landing.is_stopped():
+                break
+            for region in self._pool.regions(header.layer, batch):
+                digest.update(region)
+        landing.end_write()
+
+    def _finish(self, header: Header, landing: Landing | None) -> None:
+        if landing is not None:
+            landing.fence()
+        try:
+            super()._finish(header, landing)
+        finally:
+            self._landings.pop(header.transfer_id, None)
+
+    def _take_other(self, header: Header, landing: Landing | None) -> None:
+        if header.kind != Kind.FENCED:
+            super()._take_other(header, landing)
+        self._stream.discard(header.payload_bytes)
+        self._let_go(header.transfer_id)
+
+    def _let_go(self, transfer_id: bytes) -> Landing | None:
+        landing = super()._let_go(transfer_id)
+        if landing is not None:
+            landing.fence()
+        return landing
+
+    def _failed(self, transfer_id: bytes) -> None:
+        """Rejected. Its blocks stay in quarantine until the sender says FENCED, or is gone."""
+
+    def _give_up(self) -> None:
+        self._stream.say_no_more()
+
+    def _end(self, reason: str) -> None:
+        for landing in self._landings.values():
+            landing.abort(reason)
+        self._shut()
+        if self._landings:
+            # Nothing here can keep the sender from writing. It closes its end of the connection when it does not write
+            # any more, and the kernel closes it for a killed process once none of its threads is left.
+            self._stream.say_no_more()
+            self._stream.wait_for_end()
+        self._stream.break_off()
+        for landing in self._landings.values():
+            landing.fence()
+
+    def _shut(self) -> None:
+        """Takes from the sender what this side alone can take. In memory that it has mapped: nothing."""
