@@ -1,17 +1,47 @@
-"""A sender's side of one receiver: its queue of operations, the thread that carries them out, and its connection."""
+"""A sender's side of one receiver: its queues of operations, the thread that carries them out, and its connection."""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kaveri.kv.digest import DigestFactory
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Link, LinkLost, Transport
+from kaveri.kv.turns import Turns
 from kaveri.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
     from kaveri.kv.sender import KvSender
+
+_QUANTUM_BYTES = 4 << 20
+"""What a push may send before the others of its receiver have their turn; but for nixl and gloo, one write."""
+
+Operation = Callable[[], None]
+
+
+class QueuedWrite:
+    """Blocks of one layer that wait to be sent: [first_index, first_index + len(blocks)) of the ticket's."""
+
+    __slots__ = ("_blocks", "_start", "first_index", "layer")
+
+    def __init__(self, layer: int, first_index: int, blocks: tuple[int, ...]) -> None:
+        """blocks: at least one."""
+        self.layer = layer
+        self.first_index = first_index
+        self._blocks = blocks
+        self._start = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks) - self._start
+
+    def take(self, count_max: int) -> tuple[int, ...]:
+        """The next blocks, which do not wait any more."""
+        taken = self._blocks[self._start : self._start + count_max]
+        self._start += len(taken)
+        self.first_index += len(taken)
+        return taken
 
 
 class Push:
@@ -22,11 +52,15 @@ class Push:
         self.peer = peer
         self.digests = [digest() for _ in range(ticket.layout.layer_count)]
         self.queued = [0] * ticket.layout.layer_count
+        # What is to be done, in order: one opening, for each layer at most a write for each block, one end.
+        self.queue: deque[Operation | QueuedWrite] = deque()
         self.kv_bytes = 0
         self.connection: Connection | None = None
         """Set once the transfer is open there."""
         self.reading = False
         """The peer's thread may read source blocks."""
+        self.ending = False
+        """The end mark is queued, or on its way."""
         self.finished = False
         """The end mark is on its way."""
         self.stopped: str | None = None
@@ -69,9 +103,12 @@ class Connection:
 
 
 class Peer:
-    """One receiver: a queue of operations, and the thread that carries them out over one connection at a time.
+    """One receiver: the queues of its pushes, and the thread that carries them out over one connection at a time.
 
-    Its methods open, write, finish and abort run on that thread, the others under the sender's lock where they say so.
+    Within a push everything goes in order. Pushes take turns by bytes, so that a short one does not wait for all of a
+    long one; what ends a push waits for none. The queues are bounded by the tickets: see Push.queue.
+
+    Its methods open, finish and abort run on that thread, the others under the sender's lock where they say so.
     """
 
     def __init__(
@@ -87,20 +124,29 @@ class Peer:
         self.pushes: set[Push] = set()
         self._routes = routes
         self._connection: Connection | None = None
-        self._operations: deque[Callable[[], None]] = deque()
+        # Of those with something queued.
+        self._turns: Turns[Push] = Turns(_QUANTUM_BYTES)
+        # What is not to wait for a turn: at most an abort for each push, and the dropping of a lost connection.
+        self._urgent: deque[Operation] = deque()
         self._changed = threading.Condition(sender.lock)
         self._closing = False
         self.thread = threading.Thread(target=self._run, name="kv-send", daemon=True)
 
-    def submit(self, operation: Callable[[], None]) -> None:
-        """Under the lock."""
-        self._operations.append(operation)
+    def submit(self, push: Push, operation: Operation | QueuedWrite) -> None:
+        """Under the lock: behind what the push has queued."""
+        push.queue.append(operation)
+        self._turns.join(push)
         self._changed.notify()
 
-    def submit_first(self, operation: Callable[[], None]) -> None:
-        """Under the lock; for an operation that is not to wait for the others."""
-        self._operations.appendleft(operation)
+    def submit_urgent(self, operation: Operation) -> None:
+        """Under the lock; for an operation that is not to wait for its turn."""
+        self._urgent.append(operation)
         self._changed.notify()
+
+    def drop_queue(self, push: Push) -> None:
+        """Under the lock: nothing more of the push is sent."""
+        push.queue.clear()
+        self._turns.leave(push)
 
     def close(self) -> None:
         """Under the lock: makes the thread end soon."""
@@ -118,7 +164,7 @@ class Peer:
             for push in tuple(self.pushes):
                 if push.connection is connection:
                     self.sender.stop(push, f"connection lost: {reason}")
-            self.submit_first(self._drop_lost)
+            self.submit_urgent(self._drop_lost)
 
     def open(self, push: Push) -> None:
         if push.is_stopped():
@@ -134,33 +180,6 @@ class Peer:
                 self.sender.stop(push, "connection lost")
                 return
         connection.link.open(push.ticket)
-
-    def write(self, push: Push, layer: int, first_index: int, source_blocks: tuple[int, ...]) -> None:
-        start = 0
-        while start < len(source_blocks):
-            with self.sender.lock:
-                connection = push.connection
-                if push.stopped is not None or connection is None:
-                    return
-                push.reading = True
-            part = source_blocks[start : start + connection.blocks_per_write]
-            index = first_index + start
-            start += len(part)
-            try:
-                connection.link.write(push.ticket, layer, index, part, push.digests[layer], push.is_stopped)
-            finally:
-                with self.sender.lock:
-                    push.reading = False
-                    if push.stopped is not None:
-                        self.sender.fail(push, push.stopped)
-            if push.is_stopped():
-                self.abort(push)
-                return
-            if self.sender.on_local_done is not None:
-                self.sender.on_local_done(push.transfer_id, layer, part)
-            push.kv_bytes += len(part) * self.sender.pool.layout.block_bytes
-            if index + len(part) == len(push.ticket.block_ids):
-                connection.link.end_layer(push.ticket, layer, push.digests[layer].intdigest())
 
     def finish(self, push: Push, note: bytes) -> None:
         with self.sender.lock:
@@ -181,6 +200,26 @@ class Peer:
         if connection is not None and connection is self._connection and not connection.is_lost:
             connection.link.abort(push.ticket)
 
+    def _write(
+        self, push: Push, connection: Connection, layer: int, first_index: int, source_blocks: tuple[int, ...]
+    ) -> None:
+        """push.reading is set; it ends here."""
+        try:
+            connection.link.write(push.ticket, layer, first_index, source_blocks, push.digests[layer], push.is_stopped)
+        finally:
+            with self.sender.lock:
+                push.reading = False
+                if push.stopped is not None:
+                    self.sender.fail(push, push.stopped)
+        if push.is_stopped():
+            self.abort(push)
+            return
+        if self.sender.on_local_done is not None:
+            self.sender.on_local_done(push.transfer_id, layer, source_blocks)
+        push.kv_bytes += len(source_blocks) * self.sender.pool.layout.block_bytes
+        if first_index + len(source_blocks) == len(push.ticket.block_ids):
+            connection.link.end_layer(push.ticket, layer, push.digests[layer].intdigest())
+
     def _run(self) -> None:
         reason = "the sender broke"
         try:
@@ -200,16 +239,36 @@ class Peer:
             with self.sender.lock:
                 self.sender.ended(self)
 
-    def _next_operation(self) -> Callable[[], None] | None:
+    def _next_operation(self) -> Operation | None:
         with self.sender.lock:
             while not self._closing:
-                if self._operations:
-                    return self._operations.popleft()
-                if not self._changed.wait(self.sender.idle_s) and not self._operations and not self.pushes:
+                if self._urgent:
+                    return self._urgent.popleft()
+                if (push := self._turns.next(lambda push: True)) is not None:
+                    return self._next_of(push)
+                if not self._changed.wait(self.sender.idle_s) and not (self._urgent or self._turns or self.pushes):
                     # In the same breath as the check: nobody may find this peer and queue behind its end.
                     self.sender.forget(self)
                     break
             return None
+
+    def _next_of(self, push: Push) -> Operation:
+        head = push.queue[0]
+        if isinstance(head, QueuedWrite):
+            connection = push.connection
+            assert connection is not None, "a write of a push that is not open"
+            index, blocks = head.first_index, head.take(connection.blocks_per_write)
+            self._turns.charge(push, len(blocks) * self.sender.pool.layout.block_bytes)
+            push.reading = True
+            operation: Operation = partial(self._write, push, connection, head.layer, index, blocks)
+            if not head:
+                push.queue.popleft()
+        else:
+            operation = head
+            push.queue.popleft()
+        if not push.queue:
+            self._turns.leave(push)
+        return operation
 
     def _connect(self) -> Connection | None:
         """Tries the routes in turn. When none works, fails all pushes that wait for one: each alone would wait anew."""

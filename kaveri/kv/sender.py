@@ -7,7 +7,7 @@ from functools import partial
 
 from kaveri.errors import TransferFailed
 from kaveri.kv.digest import DigestFactory, xxh3
-from kaveri.kv.peer import Peer, Push
+from kaveri.kv.peer import Peer, Push, QueuedWrite
 from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import Ticket
@@ -104,7 +104,7 @@ class KvSender:
             push = Push(ticket, peer, self.digest)
             self._pushes[ticket.transfer_id] = push
             peer.pushes.add(push)
-            peer.submit(partial(peer.open, push))
+            peer.submit(push, partial(peer.open, push))
         deadline_s = ticket.expires_in_s + _ANSWER_GRACE_S
         self._reporter.call_after(deadline_s, partial(self._give_up, ticket.transfer_id, "the ticket expired"))
 
@@ -118,11 +118,11 @@ class KvSender:
         """
         with self.lock:
             push = self._pushes.get(transfer_id)
-            if push is not None and push.stopped is None:
+            if push is not None and push.stopped is None and source_blocks:
                 assert first_index == push.queued[layer], "a block was left out or written twice"
                 push.queued[layer] += len(source_blocks)
                 assert push.queued[layer] <= len(push.ticket.block_ids), "more blocks than the ticket has"
-                push.peer.submit(partial(push.peer.write, push, layer, first_index, tuple(source_blocks)))
+                push.peer.submit(push, QueuedWrite(layer, first_index, tuple(source_blocks)))
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """All blocks of all layers are queued. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
@@ -130,8 +130,9 @@ class KvSender:
             raise ValueError(f"a note of {len(note)} bytes; at most {NOTE_BYTES_MAX} travel")
         with self.lock:
             push = self._pushes.get(transfer_id)
-            if push is not None and push.stopped is None:
-                push.peer.submit(partial(push.peer.finish, push, note))
+            if push is not None and push.stopped is None and not push.ending:
+                push.ending = True
+                push.peer.submit(push, partial(push.peer.finish, push, note))
 
     def abort(self, transfer_id: bytes) -> None:
         """Gives up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored."""
@@ -153,6 +154,7 @@ class KvSender:
         """For peers, under the lock: no more of this push is sent; it fails as soon as its blocks are not read."""
         if push.stopped is None and push.transfer_id in self._pushes:
             push.stopped = reason
+            push.peer.drop_queue(push)
             if not push.reading:
                 self.fail(push, reason)
 
@@ -179,6 +181,7 @@ class KvSender:
 
     def _conclude(self, push: Push, event: PushAccepted | PushFailed) -> None:
         del self._pushes[push.transfer_id]
+        push.peer.drop_queue(push)
         push.peer.pushes.remove(push)
         self._reporter.report(event)
 
@@ -188,4 +191,4 @@ class KvSender:
             if push is not None and push.stopped is None:
                 self.stop(push, reason)
                 # Before what other transfers have queued: the receiver's blocks wait for it.
-                push.peer.submit_first(partial(push.peer.abort, push))
+                push.peer.submit_urgent(partial(push.peer.abort, push))
