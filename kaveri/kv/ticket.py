@@ -28,8 +28,7 @@ class Ticket:
     endpoints: tuple[KvEndpoint, ...]
     """In the receiver's order of preference."""
     block_ids: tuple[int, ...]
-    """Destination blocks: block i takes tokens [(first_block + i) * block_tokens, (first_block + i + 1) * block_tokens).
-    """
+    """Destination blocks: block i takes the block_tokens tokens from (first_block + i) * block_tokens on."""
     token_count: int
     """Tokens of the request; those from first_block on are pushed, and the last block may be part full."""
     expires_in_s: float
