@@ -63,14 +63,17 @@ class TokenPlaces:
     head_stride: int
 
     @classmethod
-    def of_blocks(cls, layout: KvLayout, block_ids: Sequence[int], first_head: int) -> "TokenPlaces":
-        """In the blocks of a pool: block i keeps tokens [i * block_tokens, (i + 1) * block_tokens).
+    def of_blocks(
+        cls, layout: KvLayout, block_ids: Sequence[int], first_head: int, first_token: int = 0
+    ) -> "TokenPlaces":
+        """In the blocks of a pool: block i keeps block_tokens tokens from first_token + i * block_tokens on.
 
         layout: the pool's, in an order of layout.ORDERS. first_head: of the pool's heads.
         """
         head_bytes = layout.head_dim * ELEMENT_BYTES[layout.dtype]
         kv, token, head = _strides(layout.order, layout.block_tokens, layout.kv_head_count, head_bytes)
-        return cls(0, layout.block_tokens, tuple(block_ids), layout.block_bytes, first_head * head, kv, token, head)
+        head_offset = first_head * head
+        return cls(first_token, layout.block_tokens, tuple(block_ids), layout.block_bytes, head_offset, kv, token, head)
 
     @classmethod
     def of_chunk(cls, order: str, tokens: range, head_count: int, head_bytes: int) -> "TokenPlaces":

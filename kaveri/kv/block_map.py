@@ -1,0 +1,61 @@
+"""How the blocks of a receiver's layout are put together from the blocks of a sender's. Pure; moves nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kaveri.kv.layout import ELEMENT_BYTES, KvLayout
+from kaveri.kv.regions import RegionCopy, TokenPlaces, map_regions
+from kaveri.kv.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """From blocks of one pool to blocks of another that holds the same layers and heads, or some of them (map_blocks).
+
+    >>> whole = KvLayout("model", 4, block_tokens=32, kv_head_count=2, head_dim=8, dtype="float16")
+    >>> upper = KvLayout("model", 2, 16, 1, 8, "float16", first_layer=2, first_kv_head=1)
+    >>> mapped = map_blocks(whole, upper)
+    >>> mapped.source_layer(0)
+    2
+    >>> for copy in mapped.copies(range(16, 32), [5], 0, [7], 16):
+    ...     print(copy.counts, copy.run_bytes, copy.source_strides, copy.destination_strides)
+    (32,) 16 (32,) (16,)
+    """
+
+    source: KvLayout
+    destination: KvLayout
+
+    def source_layer(self, layer: int) -> int:
+        """The source pool's layer that holds what `layer` of the destination's pool holds."""
+        return self.destination.first_layer + layer - self.source.first_layer
+
+    def copies(
+        self,
+        tokens: range,
+        source_ids: Sequence[int],
+        source_first: int,
+        destination_ids: Sequence[int],
+        destination_first: int,
+    ) -> tuple[RegionCopy, ...]:
+        """The KV of `tokens` from blocks into blocks, within each layer; see regions.copy_regions.
+
+        source_first, destination_first: the token at the beginning of the first of source_ids, of destination_ids.
+        """
+        first_head = self.destination.first_kv_head - self.source.first_kv_head
+        source = TokenPlaces.of_blocks(self.source, source_ids, first_head, source_first)
+        destination = TokenPlaces.of_blocks(self.destination, destination_ids, 0, destination_first)
+        head_bytes = self.source.head_dim * ELEMENT_BYTES[self.source.dtype]
+        return map_regions(tokens, self.destination.kv_head_count, head_bytes, source, destination)
+
+
+@lru_cache(maxsize=256)
+def map_blocks(source: KvLayout, destination: KvLayout) -> BlockMap:
+    """The map between two pools; computed once per pair. Raises LayoutMismatch (KvLayout.require_part)."""
+    source.require_part(destination)
+    return BlockMap(source, destination)
+
+
+def first_source_block(ticket: Ticket, layout: KvLayout) -> int:
+    """The first of a request's blocks, of `layout`, that holds a token which the ticket asks for."""
+    return ticket.first_block * ticket.layout.block_tokens // layout.block_tokens
