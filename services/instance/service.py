@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore, Follow
 from kaveri.cluster.view import Role
-from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.factory import BuiltEngine
 from kaveri.instance.config import load_engine
 from kaveri.instance.hosting import InstanceHost, new_incarnation
 from kaveri.telemetry.metrics import serve_metrics
@@ -41,7 +41,7 @@ async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
 
 
 def colocated_host(
-    config: ColocatedConfig, engine: StepwiseEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
+    config: ColocatedConfig, engine: BuiltEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
 ) -> InstanceHost:
     """A colocated instance around `engine`, which it owns from now on."""
     decode = DecodeInstance(

@@ -1,0 +1,53 @@
+"""vLLM's own options as a user gives them: a JSON object, or a YAML or JSON file. Imports vLLM only to check names."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kaveri.errors import ConfigError
+
+
+def parse_engine_args(text: str) -> Mapping[str, Any]:
+    """For `kaveri.config.setting`: '{"max_num_seqs": 64}', or the path of a file of such a mapping, @ before it or not.
+
+    Names may be written as on vLLM's command line, max-num-seqs. Nothing is checked that needs vLLM. Raises ValueError.
+    """
+    text = text.strip()
+    if not text:
+        return {}
+    if text.startswith("{"):
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is no JSON object: {error}") from error
+    else:
+        values = _read(Path(text.removeprefix("@")).expanduser())
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{text[:120]!r} holds no mapping of option names to values")
+    return {name.removeprefix("--").replace("-", "_"): value for name, value in values.items()}
+
+
+def _read(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); write a JSON object or name a file") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is neither YAML nor JSON: {error}") from error
+
+
+def require_known(engine_args: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a name that is no option of the vLLM that is installed."""
+    from vllm import EngineArgs
+
+    known = [option.name for option in fields(EngineArgs)]
+    for name in engine_args:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError("engine_args", f"{name!r} is no option of vLLM's engine{hint}")
