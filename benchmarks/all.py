@@ -18,7 +18,10 @@ import matplotlib.pyplot as plt
 
 BENCHMARKS = (
     "kv_transfer",
+    "kv_overlap",
     "kv_streaming",
+    "token_streaming",
+    "link_bandwidth",
     "router_overhead",
     "engine",
     "engine_profile",
@@ -87,10 +90,9 @@ def section(result: dict[str, Any]) -> str:
         "",
         f"![ratios of {result['name']}](results/{result['name']}.svg)",
         "",
-        "| ratio | value |",
-        "| --- | ---: |",
-        *(f"| {name} | {value:.3g} |" for name, value in result["ratios"].items()),
+        *_ratio_table(result["ratios"], result.get("asked", {})),
         "",
+        *_comparison_table(result.get("comparisons", [])),
         *(f"- {note}" for note in result["notes"]),
         "",
         f"<details><summary>All {len(result['rows'])} figures</summary>",
@@ -105,6 +107,22 @@ def section(result: dict[str, Any]) -> str:
         lines.append(f"| {row['name']} | {labels} | {figures} | {row['unit']} | {row['repeats']} |")
     lines += ["", "</details>", ""]
     return "\n".join(lines)
+
+
+def _ratio_table(ratios: dict[str, float], asked: dict[str, float]) -> list[str]:
+    if not asked:
+        return ["| ratio | value |", "| --- | ---: |", *(f"| {name} | {value:.3g} |" for name, value in ratios.items())]
+    aims = {name: f"{least:g}" for name, least in asked.items()}
+    rows = (f"| {name} | {value:.3g} | {aims.get(name, '')} |" for name, value in ratios.items())
+    return ["| ratio | value | asked for: at least |", "| --- | ---: | ---: |", *rows]
+
+
+def _comparison_table(comparisons: list[dict[str, str]]) -> list[str]:
+    if not comparisons:
+        return []
+    keys = ("figure", "paper", "ours", "why")
+    rows = ("| " + " | ".join(entry[key] for key in keys) + " |" for entry in comparisons)
+    return ["| the paper's figure | paper | here | why they differ |", "| --- | --- | --- | --- |", *rows, ""]
 
 
 def plot_ratios(result: dict[str, Any], path: Path) -> None:

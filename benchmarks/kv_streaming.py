@@ -283,8 +283,8 @@ def _measure_ablation(report: Report, repeats: int, cache: Cache, name: str, pla
             f"{_PAPER}slowdown with all three ({cache.layout.order})",
             "within 2 %",
             f"{100 * (slowdowns[-1] - 1):.2f} %",
-            f"the prompt's tail and the flush behind the last step, once in a run of {1e3 * min(compute_s):.0f} ms; there "
-            "500 tokens. See token_streaming for decode steps alone",
+            f"the prompt's tail and the flush behind the last step, once in a run of {1e3 * min(compute_s):.0f} ms; "
+            "there once in 500 tokens. See token_streaming for decode steps alone",
         )
 
 
