@@ -1,0 +1,76 @@
+"""vLLM's own options, as a user writes them; none of it needs vLLM."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kaveri.config import parse_config
+from kaveri.engine.factory import EngineSettings, build_engine, build_runner
+from kaveri.engine.vllm.options import parse_engine_args
+from kaveri.errors import ConfigError
+from services.decode.config import DecodeConfig
+from services.prefill.config import PrefillConfig
+
+WANTED = {"max_num_seqs": 64, "compilation_config": {"mode": 0}}
+
+
+def test_options_are_taken_from_json_and_from_a_yaml_or_json_file(tmp_path: Path) -> None:
+    assert parse_engine_args('{"max_num_seqs": 64, "compilation_config": {"mode": 0}}') == WANTED
+    yaml_file, json_file = tmp_path / "vllm.yaml", tmp_path / "vllm.json"
+    yaml_file.write_text("max-num-seqs: 64  # as on vLLM's command line\ncompilation_config: {mode: 0}\n")
+    json_file.write_text('{"max_num_seqs": 64, "compilation_config": {"mode": 0}}')
+    assert parse_engine_args(str(yaml_file)) == WANTED
+    assert parse_engine_args(f"@{yaml_file}") == WANTED
+    assert parse_engine_args(f" {json_file} ") == WANTED
+    assert parse_engine_args("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"max_num_seqs": }', "is no JSON object"),
+        ("{" * 100_000, "is no JSON object"),
+        ("nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("@nowhere.yaml", "nowhere.yaml cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("config_type", [PrefillConfig, DecodeConfig])
+def test_options_that_cannot_be_read_are_refused_by_flag(config_type: Any, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        parse_config(config_type, "service", ["--engine-args", text], {})
+    assert raised.value.field == "--engine-args"
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "just words", "1: 2", "a: [", "\x00"])
+def test_a_file_without_a_mapping_of_names_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"no mapping|neither YAML nor JSON"):
+        parse_engine_args(str(path))
+
+
+def test_options_reach_the_engines_settings() -> None:
+    config = parse_config(DecodeConfig, "decode", ["--engine", "vllm", "--engine-args", '{"max-num-seqs": 64}'], {})
+    assert config.engine_settings().engine_args == {"max_num_seqs": 64}
+    assert DecodeConfig().engine_settings().engine_args == {}
+
+
+def test_another_engine_refuses_them() -> None:
+    settings = EngineSettings(receives=False, engine="fake", engine_args={"max_num_seqs": 64})
+    with pytest.raises(ConfigError, match="are vLLM's options; the engine is fake") as raised:
+        build_engine(settings)
+    assert raised.value.field == "engine_args"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_the_error_says_how_to_install_it() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'kaveri\[vllm\]'") as raised:
+        build_engine(EngineSettings(receives=False, engine="vllm"))
+    assert raised.value.field == "engine"
+
+
+def test_vllm_is_not_profiled() -> None:
+    with pytest.raises(ConfigError, match="forms its steps by itself"):
+        build_runner(EngineSettings(receives=False, engine="vllm"))
