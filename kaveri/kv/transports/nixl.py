@@ -17,6 +17,7 @@ of hardware: RDMA. GPU memory is not served: pools are host memory.
 """
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -72,6 +73,7 @@ class NixlTransport(SocketTransport):
     ) -> None:
         """progress_timeout_s: most that one write may take, too; NIXL does not tell how far it is."""
         _import_nixl()
+        _start_ucx()
         super().__init__(
             "tcp",
             advertise_host=advertise_host,
@@ -198,24 +200,17 @@ class _Agent:
     """A NIXL agent that knows one pool. Used by one thread, and closed by it."""
 
     def __init__(self, pool: KvPool) -> None:
-        nixl = _import_nixl()
-        self._agent: Any = None
-        self._memory: Any = None
-        with _nixl_errors("starting"):
-            settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            self._agent = nixl.nixl_agent(f"kaveri-{os.getpid()}-{secrets.token_hex(8)}", settings)
-            region = (pool.memory.ctypes.data, pool.memory.nbytes, 0, "")
-            self._memory = self._agent.register_memory([region], "DRAM")
+        self._agent: Any = _ask("starting", _new_agent)
+        region = (pool.memory.ctypes.data, pool.memory.nbytes, 0, "")
+        self._memory: Any = _ask("registering the pool", self._agent.register_memory, [region], "DRAM")
 
     def metadata(self) -> bytes:
         """What lets another agent write into the pool."""
-        with _nixl_errors("describing the pool"):
-            return bytes(self._agent.get_agent_metadata())
+        return bytes(_ask("describing the pool", self._agent.get_agent_metadata))
 
     def progress(self) -> None:
         """Does what is due on this side of other agents' writes."""
-        with _nixl_errors("receiving"):
-            self._agent.get_new_notifs()
+        _ask("receiving", self._agent.get_new_notifs)
 
     def close(self) -> None:
         """Destroys the agent: nothing is read, written or received through it any more. Idempotent."""
@@ -238,13 +233,12 @@ class _SendingAgent(_Agent):
         self._write: Any = None
         self._status = "DONE"
         try:
-            with _nixl_errors("meeting the receiver's agent"):
-                target = self._agent.add_remote_agent(target_metadata)
-                layers, block_bytes = pool.layout.layer_count, pool.layout.block_bytes
-                own = _descriptors(pool.memory.ctypes.data, layers * pool.block_count, block_bytes)
-                self._source = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, "DRAM")
-                theirs = _descriptors(target_address, layers * target_block_count, block_bytes)
-                self._target = self._agent.prep_xfer_dlist(target, theirs, "DRAM")
+            target = _ask("meeting the receiver's agent", self._agent.add_remote_agent, target_metadata)
+            layers, block_bytes = pool.layout.layer_count, pool.layout.block_bytes
+            own = _descriptors(pool.memory.ctypes.data, layers * pool.block_count, block_bytes)
+            self._source = _ask("describing blocks", self._agent.prep_xfer_dlist, "NIXL_INIT_AGENT", own, "DRAM")
+            theirs = _descriptors(target_address, layers * target_block_count, block_bytes)
+            self._target = _ask("describing blocks", self._agent.prep_xfer_dlist, target, theirs, "DRAM")
         except BaseException:
             self.close()
             raise
@@ -253,19 +247,19 @@ class _SendingAgent(_Agent):
         """Begins a write. Raises LinkLost."""
         sources = np.asarray(source_blocks, np.int32) + layer * self._source_block_count
         targets = np.asarray(target_blocks, np.int32) + layer * self.target_block_count
-        with _nixl_errors("writing"):
-            self._write = self._agent.make_prepped_xfer("WRITE", self._source, sources, self._target, targets)
-            self._status = self._agent.transfer(self._write)
+        self._write = _ask(
+            "writing", self._agent.make_prepped_xfer, "WRITE", self._source, sources, self._target, targets
+        )
+        self._status = _ask("writing", self._agent.transfer, self._write)
 
     def is_written(self) -> bool:
         """Brings the write on; whether all its bytes are in the receiver's pool. Raises LinkLost."""
-        with _nixl_errors("writing"):
-            if self._status == "PROC":
-                self._status = self._agent.check_xfer_state(self._write)
-            if self._status == "DONE":
-                write, self._write = self._write, None
-                write.release()
-                return True
+        if self._status == "PROC":
+            self._status = _ask("writing", self._agent.check_xfer_state, self._write)
+        if self._status == "DONE":
+            _ask("writing", self._write.release)
+            self._write = None
+            return True
         if self._status != "PROC":
             raise LinkLost(f"nixl: writing: {self._status}")
         return False
@@ -299,17 +293,32 @@ def _descriptors(address: int, count: int, block_bytes: int) -> npt.NDArray[np.u
     return rows
 
 
-@contextlib.contextmanager
-def _nixl_errors(doing: str) -> Iterator[None]:
-    """Makes a LinkLost of NIXL's errors, which have no common base."""
-    problem = None
+def _ask(doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls NIXL, and makes a LinkLost of its errors, which have no common base."""
     try:
-        yield
+        return call(*arguments)
     except Exception as error:
         problem = f"nixl: {doing}: {error or type(error).__name__}"
-    if problem is not None:
-        # Not from within: the frames of NIXL's own error hold on to the agent, which would outlive close().
-        raise LinkLost(problem)
+    # Nothing that the new error carries may hold on to the agent, which would outlive close(): neither this frame nor
+    # the frames of NIXL's own error, which it would carry if it were raised above or by a context manager.
+    del call, arguments
+    raise LinkLost(problem)
+
+
+@functools.cache
+def _start_ucx() -> None:
+    """Makes an agent and forgets it. The first one of a process takes half a second of processor time, on each side: on
+    a busy machine some seconds, which the first request would wait for. Raises ConfigError."""
+    try:
+        _new_agent()
+    except Exception as error:
+        raise ConfigError("kv_transports", f"nixl does not start: {error}") from error
+
+
+def _new_agent() -> Any:
+    nixl = _import_nixl()
+    settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    return nixl.nixl_agent(f"kaveri-{os.getpid()}-{secrets.token_hex(8)}", settings)
 
 
 def _import_nixl() -> ModuleType:

@@ -22,7 +22,7 @@ from kaveri.kv.transport import LinkLost
 from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import pack_hello
 from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent, _SendingAgent
-from kaveri.testing.transport_conformance import MARK, WAIT_S, Recorder, wait_until
+from kaveri.testing.transport_conformance import MARK, WAIT_S, Recorder, open_descriptors, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 7
@@ -204,6 +204,22 @@ def test_a_receiver_with_a_bad_offer_is_not_connected_to(source: KvPool, offer: 
 
 
 @needs_nixl
+def test_an_agent_is_gone_even_while_its_error_is_at_hand(source: KvPool) -> None:
+    """The end of a connection says that nothing is written any more, and somebody may be handling the error then."""
+    NixlTransport()
+    before = open_descriptors()
+    with pytest.raises(LinkLost) as meeting:
+        _SendingAgent(source, 0, 4, b"garbage!")
+    with contextlib.closing(_Agent(source)) as receiving:
+        metadata = receiving.metadata()
+        agent = _SendingAgent(source, source.memory.ctypes.data, 8, metadata)
+        with pytest.raises(LinkLost) as writing:
+            agent.post(0, [1], [99])
+        agent.close()
+    assert not open_descriptors() - before, (meeting, writing)
+
+
+@needs_nixl
 def test_a_process_that_used_nixl_ends_well_and_has_printed_nothing() -> None:
     program = f"""
 from kaveri.kv.layout import KvLayout
@@ -236,6 +252,9 @@ def test_without_the_package_nixl_is_refused_with_the_name_of_its_extra(monkeypa
 
 class _NoListener:
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
+        raise AssertionError("nothing was sent")
+
+    def credited(self, byte_count: int) -> None:
         raise AssertionError("nothing was sent")
 
     def lost(self, reason: str) -> None:
