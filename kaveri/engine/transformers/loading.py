@@ -35,7 +35,7 @@ def load_runner(
     if dtype != "auto" and dtype not in TORCH_DTYPES:
         raise ConfigError("dtype", f"is {dtype!r}; choose auto, {', '.join(TORCH_DTYPES)}")
     target = _torch_device(device)
-    folder = _local_folder(resolve_model(model))
+    folder = local_folder(resolve_model(model))
     loaded = _load(folder, "auto" if dtype == "auto" else TORCH_DTYPES[dtype]).to(target)
     dtype_name = next((name for name, known in TORCH_DTYPES.items() if known == loaded.dtype), None)
     if dtype_name is None:
@@ -71,7 +71,7 @@ def _torch_device(device: str) -> torch.device:
     return target
 
 
-def _local_folder(model: str) -> Path:
+def local_folder(model: str) -> Path:
     """The folder with the model's files; downloads them when `model` is a hub id that is not cached yet."""
     folder = Path(model).expanduser()
     if folder.is_dir():
