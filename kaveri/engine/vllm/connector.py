@@ -1,0 +1,112 @@
+"""What vLLM loads as a KV connector: passes each hook to the side that it belongs to, and does nothing else.
+
+vLLM makes one with the scheduler and one in each worker. Order of the hooks in a step, as tests/library/engine/vllm
+holds vLLM to it: the scheduler asks get_num_new_matched_tokens and tells update_state_after_alloc for each request
+that it places, then build_connector_meta; the worker is told handle_preemptions before the model runs, save_kv_layer
+behind each layer's attention, wait_for_save behind all, and asked get_transfer_results; the scheduler hears
+request_finished_all_groups of each request that has ended, and takes back the blocks of those in the results.
+"""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kaveri.engine.vllm.connector_scheduler import SchedulerSide
+from kaveri.engine.vllm.connector_worker import StepAdvances, WorkerSide
+
+CONNECTOR_NAME = "KaveriConnector"
+
+
+class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
+    """scheduler_side, worker_side: set on the one that vLLM has made for that role, else None."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduler_side = SchedulerSide(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        else:
+            fingerprint = self._kv_transfer_config.kv_connector_extra_config["model_fingerprint"]
+            self.worker_side = WorkerSide(vllm_config, kv_cache_config, fingerprint)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """True: a prompt that is preempted while it is computed must be computed again, never handed off."""
+        return True
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True: within a full CUDA graph save_kv_layer would not be called."""
+        return True
+
+    # The scheduler's.
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.requested(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens > 0:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return StepMetadata(self._scheduler.stepping(scheduler_output))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request), None
+
+    # The worker's.
+
+    def get_mem_pool_context(self) -> Any:
+        return self._worker.cache.allocation()
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        self._worker.begin_step(kv_connector_metadata.advances)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: transfers write by themselves."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is computed only when all of its KV has landed."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._worker.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._worker.end_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received = self._worker.take_reports()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self.scheduler_side is not None, "a hook of the scheduler was called in a worker"
+        return self.scheduler_side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self.worker_side is not None, "a hook of the worker was called in the scheduler"
+        return self.worker_side
+
+
+class StepMetadata(KVConnectorMetadata):
+    """What the scheduler's side tells the worker's of a step."""
+
+    def __init__(self, advances: StepAdvances) -> None:
+        self.advances = advances

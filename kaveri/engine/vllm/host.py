@@ -1,0 +1,100 @@
+"""vLLM's in-process engine as we drive it. Everything of vLLM's inside that the engine touches is touched here.
+
+Not safe for threads: called by whoever constructs the engine, then by the engine's thread alone.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kaveri.engine.vllm.connector import KaveriConnector
+from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
+from kaveri.engine.vllm.connector_worker import WorkerSide
+
+_VACATE_STEPS = 100
+
+
+class Host:
+    """A loaded vLLM engine (LLMEngine, VLLM_ENABLE_V1_MULTIPROCESSING=0) with our connector in it."""
+
+    def __init__(
+        self, llm: Any, *, max_model_len: int, vocab_size: int, eos_token_ids: frozenset[int], thread_count: int
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.thread_count = thread_count
+        """Of PyTorch and OpenMP, as vLLM has set them for the thread that loaded it."""
+        self._llm = llm
+        self._scheduler = llm.engine_core.engine_core.scheduler
+        scheduler_connector, worker_connector = self._scheduler.get_kv_connector(), get_kv_transfer_group()
+        assert isinstance(scheduler_connector, KaveriConnector), "vLLM runs without our connector"
+        assert isinstance(worker_connector, KaveriConnector), "vLLM runs without our connector"
+        assert scheduler_connector.scheduler_side is not None
+        assert worker_connector.worker_side is not None
+        self.scheduler_side: SchedulerSide = scheduler_connector.scheduler_side
+        self.worker_side: WorkerSide = worker_connector.worker_side
+
+    def add(self, number: str, token_ids: Sequence[int], params: Any) -> None:
+        """Queues a request. Raises whatever vLLM does when it refuses one."""
+        params.extra_args = {**(params.extra_args or {}), **transfer_params(number)}
+        self._llm.add_request(number, {"prompt_token_ids": list(token_ids)}, params)
+
+    def abort(self, vllm_id: str) -> None:
+        """Ends a request; the connector is asked whether its blocks are kept. Unknown ids are ignored."""
+        self._llm.abort_request([vllm_id], internal=True)
+
+    def step(self) -> list[Any]:
+        """One step of the scheduler and, when it schedules anything, of the model; vLLM's RequestOutputs."""
+        outputs: list[Any] = self._llm.step()
+        return outputs
+
+    def holds(self, vllm_id: str) -> bool:
+        """Whether vLLM knows the request, be it only for its blocks."""
+        return vllm_id in self._scheduler.requests
+
+    @property
+    def unfinished_count(self) -> int:
+        """Requests that run or wait, for a transfer too."""
+        return sum(self._scheduler.get_request_counts())
+
+    @property
+    def running_count(self) -> int:
+        """Requests in the running batch."""
+        return int(self._scheduler.get_request_counts()[0])
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds; those of the prefix cache that nobody uses are free."""
+        return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def tables(self) -> dict[str, list[int]]:
+        """The blocks of each request that vLLM knows, by vLLM's id."""
+        return {
+            vllm_id: self._scheduler.kv_cache_manager.get_block_ids(vllm_id)[0] for vllm_id in self._scheduler.requests
+        }
+
+    def reference_counts(self) -> dict[int, int]:
+        """How many requests hold each block that is held at all; the null block, which is never free, left out."""
+        blocks = self._scheduler.kv_cache_manager.block_pool.blocks
+        return {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt and not block.is_null}
+
+    def vacate(self) -> None:
+        """Ends every request and takes all blocks back. No transfer is open any more."""
+        self.scheduler_side.desk = None
+        for vllm_id in tuple(self._scheduler.requests):
+            self.abort(vllm_id)
+            if self.holds(vllm_id):
+                self.worker_side.report_released(vllm_id)
+        for _ in range(_VACATE_STEPS):
+            if not self._scheduler.requests:
+                return
+            self._llm.step()
+        raise AssertionError(f"vLLM keeps {len(self._scheduler.requests)} requests")
+
+    def shutdown(self) -> None:
+        """Ends vLLM and frees its memory."""
+        with contextlib.suppress(Exception):
+            self._llm.engine_core.shutdown()

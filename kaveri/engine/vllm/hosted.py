@@ -1,0 +1,114 @@
+"""One request inside the vLLM engine: what we know of it beside what vLLM knows. No I/O, no locks."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.stepwise_sequence import Phase, Source
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.ticket import Ticket
+
+
+@dataclass(eq=False, slots=True)
+class Hosted:
+    """One request. Guarded by the engine's lock, but for what is said to be the engine thread's own."""
+
+    number: str
+    """Ours, never used again; what vLLM is told as the request's id."""
+    request: EngineRequest
+    phase: Phase
+    needed_blocks: int
+    """Blocks that it was promised: those of its prompt, and on the decode side of one token more."""
+    token_ids: list[int]
+    """Prompt and every token drawn so far."""
+    draw_index: int
+    """Index within the answer of the next token to tell of."""
+    block_ids: list[int] = field(default_factory=list)
+    """Blocks that vLLM has given it, as far as they count against what was promised. Prefill side: the source's own."""
+    computed: int = 0
+    """Tokens whose KV is in its blocks, as of the last step."""
+    started: bool = False
+    """Its first chunk has begun."""
+    preempted: bool = False
+    """It has given its blocks up and waits, inside vLLM, to be computed again."""
+    source: Source | None = None
+    """What of its blocks may be pushed. Prefill side only."""
+    transfer_id: bytes | None = None
+    """The open transfer that reads its blocks (prefill side) or can write them (decode side)."""
+    granted: "Future[Ticket] | None" = None
+    """Decode side, until the ticket is granted or refused."""
+    expires_at_s: float = 0.0
+    """By time.monotonic(); of the ticket."""
+    done: bool = False
+    """Ended. vLLM frees its blocks as soon as no transfer can touch them."""
+
+    # The engine thread's own.
+
+    vllm_id: str = ""
+    """vLLM's own id, while it knows of the request."""
+    vllm_request: Any = None
+    """vLLM's own record of it, read only."""
+    by_transfer: bool = False
+    """Its KV is to be brought by a transfer."""
+    placed: bool = False
+    """vLLM has given it blocks for that KV, once and for all: after a preemption it is computed here."""
+    received: bool = False
+    """vLLM is told, or has been, that this KV is there."""
+    resumed: bool = False
+    """vLLM has drawn the first token again, which prefill drew and told of."""
+    stopped: bool = False
+    """vLLM computes it no more."""
+    released: bool = False
+    """vLLM is told, or has been, to take its blocks back."""
+
+    @classmethod
+    def prefill(cls, number: str, request: EngineRequest, layout: KvLayout) -> "Hosted":
+        """A prompt to be computed."""
+        hosted = cls._of(number, request, Phase.PREFILLING, layout.block_count(len(request.token_ids)))
+        hosted.restart()
+        return hosted
+
+    @classmethod
+    def decode(
+        cls, number: str, request: EngineRequest, layout: KvLayout, expires_in_s: float, granted: "Future[Ticket]"
+    ) -> "Hosted":
+        """A prompt whose KV is to be brought by a transfer."""
+        hosted = cls._of(number, request, Phase.RESERVED, layout.block_count(len(request.token_ids) + 1))
+        hosted.by_transfer = True
+        hosted.granted = granted
+        hosted.expires_at_s = time.monotonic() + expires_in_s
+        return hosted
+
+    @classmethod
+    def _of(cls, number: str, request: EngineRequest, phase: Phase, needed_blocks: int) -> "Hosted":
+        return cls(number, request, phase, needed_blocks, list(request.token_ids), request.generated_count)
+
+    @property
+    def key(self) -> AttemptKey:
+        """What the service calls it."""
+        return self.request.key
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is on the prefill side."""
+        return self.phase in (Phase.PREFILLING, Phase.COMPUTED)
+
+    @property
+    def promised_blocks(self) -> int:
+        """Free blocks that nobody else may be promised."""
+        if self.done or self.phase is Phase.RUNNING:
+            return 0
+        return max(0, self.needed_blocks - len(self.block_ids))
+
+    def restart(self) -> None:
+        """Its prompt is computed from the beginning, in blocks that are not known yet."""
+        self.block_ids = []
+        self.source = Source(self.block_ids, len(self.request.token_ids))
+        self.computed = 0
+
+    def take(self, block_ids: Sequence[int]) -> None:
+        """vLLM has given it these blocks, all of them, in order."""
+        self.block_ids += block_ids[len(self.block_ids) :]

@@ -1,0 +1,158 @@
+"""Loads a model on vLLM and makes an engine of it, or says in one clear line why it cannot be served."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kaveri.errors import ConfigError
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transport import Transport
+from kaveri.models import resolve_model
+
+if TYPE_CHECKING:
+    from kaveri.engine.vllm.engine import VllmEngine
+    from kaveri.engine.vllm.host import Host
+
+_PREFILLS_AT_ONCE = 64
+"""Most prompts that one step packs; vLLM keeps buffers for each."""
+_OURS = {
+    "async_scheduling": "blocks are accounted for step by step",
+    "block_size": "set block_tokens",
+    "data_parallel_size": "each instance is one engine",
+    "disable_log_stats": "load goes out in heartbeats",
+    "dtype": "set dtype",
+    "kv_cache_memory_bytes": "set kv_cache_memory_bytes",
+    "kv_transfer_config": "KV is pushed by Kaveri's own connector",
+    "logits_processors": "Kaveri draws the tokens",
+    "max_model_len": "set max_model_len",
+    "max_num_batched_tokens": "set chunk_tokens",
+    "max_num_seqs": "set max_batch",
+    "model": "set model",
+    "pipeline_parallel_size": "pushes between pipeline stages are not there yet",
+    "scheduling_policy": "order and admission are the service's",
+    "skip_tokenizer_init": "texts are the router's business",
+    "speculative_config": "draws are keyed by their index, one token a step",
+}
+"""Options of vLLM that are not the user's to set here, and what to do instead."""
+
+
+def load_engine(
+    model: str,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    block_tokens: int = 0,
+    kv_cache_memory_bytes: int,
+    chunk_tokens: int,
+    max_batch: int,
+    listen: Sequence[KvEndpoint] = (),
+    transports: Sequence[Transport] | None = None,
+    engine_args: Mapping[str, Any] | None = None,
+) -> "VllmEngine":
+    """Loads weights, allocates the KV cache, opens the KV listener; takes seconds. start() is the caller's.
+
+    Must be called by the thread that imports vLLM, once in a process: vLLM's state is the process's.
+    model: a folder, a hub id or a bundled name. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+    max_model_len: None for as many positions as the model was made for. block_tokens: 0 for what the platform prefers.
+    listen: empty for an engine that only prefills. engine_args: further fields of vLLM's EngineArgs.
+    Raises ConfigError.
+    """
+    host = load_host(
+        model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        block_tokens=block_tokens,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        chunk_tokens=chunk_tokens,
+        max_batch=max_batch if listen else 0,
+        engine_args=engine_args,
+    )
+    from kaveri.engine.vllm.engine import VllmEngine
+
+    try:
+        return VllmEngine(host, max_batch=max_batch, listen=listen, transports=transports)
+    except BaseException:
+        host.shutdown()
+        raise
+
+
+def load_host(
+    model: str,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    block_tokens: int = 0,
+    kv_cache_memory_bytes: int,
+    chunk_tokens: int,
+    max_batch: int,
+    engine_args: Mapping[str, Any] | None = None,
+) -> "Host":
+    """vLLM with our connector in it; see load_engine. max_batch: 0 for an engine that only prefills."""
+    for key, value in (engine_args or {}).items():
+        if key in _OURS:
+            raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
+        if key == "tensor_parallel_size" and value != 1:
+            raise ConfigError("engine_args", f"{key} is {value}; one data-plane endpoint per rank is not there yet")
+    # In another process vLLM's scheduler could not be told anything between two steps.
+    if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+        raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", "is not 0; Kaveri drives vLLM within its own process")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # After the environment is set, which vLLM reads when it is imported.
+    import torch
+    from vllm import EngineArgs, LLMEngine
+    from vllm.config import KVTransferConfig
+
+    from kaveri.engine.transformers.fingerprint import fingerprint
+    from kaveri.engine.transformers.loading import local_folder
+    from kaveri.engine.vllm.connector import CONNECTOR_NAME
+    from kaveri.engine.vllm.draws import KeyedDraws
+    from kaveri.engine.vllm.host import Host
+
+    folder = local_folder(resolve_model(model))
+    arguments: dict[str, Any] = {
+        "enforce_eager": True,
+        "disable_hybrid_kv_cache_manager": True,
+        **(engine_args or {}),
+        "model": str(folder),
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "kv_cache_memory_bytes": kv_cache_memory_bytes,
+        "max_num_batched_tokens": chunk_tokens + max_batch,
+        "max_num_seqs": min(chunk_tokens, _PREFILLS_AT_ONCE) + max_batch,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "async_scheduling": False,
+        "logits_processors": [KeyedDraws],
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector=CONNECTOR_NAME,
+            kv_connector_module_path="kaveri.engine.vllm.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"model_fingerprint": fingerprint(folder)},
+        ),
+    }
+    if block_tokens:
+        arguments["block_size"] = block_tokens
+    try:
+        llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise ConfigError("engine", f"vLLM cannot serve {model}: {lines[-1].strip():.300}") from error
+    config = llm.model_config
+    return Host(
+        llm,
+        max_model_len=config.max_model_len,
+        vocab_size=config.get_vocab_size(),
+        eos_token_ids=_eos_token_ids(config),
+        thread_count=torch.get_num_threads(),
+    )
+
+
+def _eos_token_ids(config: Any) -> frozenset[int]:
+    """Those of the generation config, else of the model's, as transformers reads them."""
+    found = config.try_get_generation_config().get("eos_token_id", getattr(config.hf_text_config, "eos_token_id", None))
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])
