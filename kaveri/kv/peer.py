@@ -1,6 +1,7 @@
 """A sender's side of one receiver: its queues of operations, the thread that carries them out, and its connection."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -80,10 +81,30 @@ class Connection:
         self.transport = transport
         self.endpoint = endpoint
         self.is_lost = False
+        self.credit_bytes = 0
+        """What may be written now."""
+        self._credit_bytes_max = 0
         self._peer = peer
-        sender = peer.sender
-        self.link: Link = transport.connect(endpoint, peer.epoch, sender.pool, self)
-        self.blocks_per_write = max(1, transport.capabilities.write_bytes // sender.pool.layout.block_bytes)
+        # Last: it may be given credit at once.
+        self.link: Link = transport.connect(endpoint, peer.epoch, peer.sender.pool, self)
+
+    def take_credit(self, block_count: int) -> int:
+        """Under the lock: how many of these blocks one write may have. It has their credit now; there must be some.
+
+        A write takes no more than half of what the receiver has ever let the sender have at once: while it is on its
+        way, credit for the next one comes back.
+        """
+        write_bytes = min(self.transport.capabilities.write_bytes, self._credit_bytes_max // 2)
+        block_bytes = self._peer.sender.pool.layout.block_bytes
+        count = min(block_count, max(1, write_bytes // block_bytes), self.credit_bytes // block_bytes)
+        self.credit_bytes -= count * block_bytes
+        return count
+
+    def credited(self, byte_count: int) -> None:
+        with self._peer.sender.lock:
+            self.credit_bytes += byte_count
+            self._credit_bytes_max = max(self._credit_bytes_max, self.credit_bytes)
+            self._peer.credit_changed()
 
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         sender = self._peer.sender
@@ -122,10 +143,14 @@ class Peer:
         self.key = key
         self.epoch = epoch
         self.pushes: set[Push] = set()
+        self.credit_waits = 0
+        self.credit_wait_s = 0.0
         self._routes = routes
         self._connection: Connection | None = None
         # Of those with something queued.
         self._turns: Turns[Push] = Turns(_QUANTUM_BYTES)
+        # Since when all that is queued waits for credit, or when credit last came meanwhile [s].
+        self._waiting_since_s: float | None = None
         # What is not to wait for a turn: at most an abort for each push, and the dropping of a lost connection.
         self._urgent: deque[Operation] = deque()
         self._changed = threading.Condition(sender.lock)
@@ -142,6 +167,12 @@ class Peer:
         """Under the lock; for an operation that is not to wait for its turn."""
         self._urgent.append(operation)
         self._changed.notify()
+
+    def credit_changed(self) -> None:
+        """Under the lock: the connection was given credit, be it too little for a block."""
+        if self._waiting_since_s is not None:
+            self._waiting_since_s = time.monotonic()
+            self._changed.notify()
 
     def drop_queue(self, push: Push) -> None:
         """Under the lock: nothing more of the push is sent."""
@@ -203,12 +234,17 @@ class Peer:
     def _write(
         self, push: Push, connection: Connection, layer: int, first_index: int, source_blocks: tuple[int, ...]
     ) -> None:
-        """push.reading is set; it ends here."""
+        """push.reading is set, and ends here."""
+        block_bytes = self.sender.pool.layout.block_bytes
+        told_count = len(source_blocks)
         try:
-            connection.link.write(push.ticket, layer, first_index, source_blocks, push.digests[layer], push.is_stopped)
+            told_count = connection.link.write(
+                push.ticket, layer, first_index, source_blocks, push.digests[layer], push.is_stopped
+            )
         finally:
             with self.sender.lock:
                 push.reading = False
+                connection.credit_bytes += (len(source_blocks) - told_count) * block_bytes
                 if push.stopped is not None:
                     self.sender.fail(push, push.stopped)
         if push.is_stopped():
@@ -216,7 +252,7 @@ class Peer:
             return
         if self.sender.on_local_done is not None:
             self.sender.on_local_done(push.transfer_id, layer, source_blocks)
-        push.kv_bytes += len(source_blocks) * self.sender.pool.layout.block_bytes
+        push.kv_bytes += len(source_blocks) * block_bytes
         if first_index + len(source_blocks) == len(push.ticket.block_ids):
             connection.link.end_layer(push.ticket, layer, push.digests[layer].intdigest())
 
@@ -243,23 +279,36 @@ class Peer:
         with self.sender.lock:
             while not self._closing:
                 if self._urgent:
-                    return self._urgent.popleft()
-                if (push := self._turns.next(lambda push: True)) is not None:
-                    return self._next_of(push)
-                if not self._changed.wait(self.sender.idle_s) and not (self._urgent or self._turns or self.pushes):
-                    # In the same breath as the check: nobody may find this peer and queue behind its end.
-                    self.sender.forget(self)
-                    break
+                    operation: Operation | None = self._urgent.popleft()
+                elif (push := self._turns.next(self._can_go)) is not None:
+                    operation = self._next_of(push)
+                elif self._turns:
+                    operation = self._wait_for_credit()
+                else:
+                    self._waiting_since_s = operation = None
+                    if not self._changed.wait(self.sender.idle_s) and not (self._urgent or self._turns or self.pushes):
+                        # In the same breath as the check: nobody may find this peer and queue behind its end.
+                        self.sender.forget(self)
+                        break
+                if operation is not None:
+                    return operation
             return None
+
+    def _can_go(self, push: Push) -> bool:
+        if not isinstance(push.queue[0], QueuedWrite):
+            return True
+        assert push.connection is not None, "a write of a push that is not open"
+        return push.connection.credit_bytes >= self.sender.pool.layout.block_bytes
 
     def _next_of(self, push: Push) -> Operation:
         head = push.queue[0]
         if isinstance(head, QueuedWrite):
             connection = push.connection
-            assert connection is not None, "a write of a push that is not open"
-            index, blocks = head.first_index, head.take(connection.blocks_per_write)
+            assert connection is not None
+            index, blocks = head.first_index, head.take(connection.take_credit(len(head)))
             self._turns.charge(push, len(blocks) * self.sender.pool.layout.block_bytes)
             push.reading = True
+            self._waiting_since_s = None
             operation: Operation = partial(self._write, push, connection, head.layer, index, blocks)
             if not head:
                 push.queue.popleft()
@@ -269,6 +318,20 @@ class Peer:
         if not push.queue:
             self._turns.leave(push)
         return operation
+
+    def _wait_for_credit(self) -> Operation | None:
+        """All that is queued waits for credit. A receiver that takes nothing in for so long is as good as gone."""
+        now_s = time.monotonic()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+            self.credit_waits += 1
+        left_s = self._waiting_since_s + self.sender.credit_timeout_s - now_s
+        if left_s > 0:
+            self._changed.wait(left_s)
+            self.credit_wait_s += time.monotonic() - now_s
+            return None
+        assert self._connection is not None
+        return partial(self.lose, self._connection, f"no credit came for {self.sender.credit_timeout_s:g} s")
 
     def _connect(self) -> Connection | None:
         """Tries the routes in turn. When none works, fails all pushes that wait for one: each alone would wait anew."""

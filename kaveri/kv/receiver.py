@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from kaveri.errors import ConfigError, TransferFailed
+from kaveri.kv.credit import CreditBook
 from kaveri.kv.digest import Digest, DigestFactory, xxh3
 from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import NOTE_BYTES_MAX, Answer, Listener, Transport
+from kaveri.kv.transport import NOTE_BYTES_MAX, Answer, LinkLost, Listener, Transport
 from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import get_logger
+
+CREDIT_BYTES = 128 << 20
+"""What all senders together may have under way to a receiver. A window of 32 MiB for each of up to four is twice what
+the largest writes of a transport need to go on without a pause."""
+_LEAST_CREDIT_BYTES = 4 << 20
+"""What each sender may have under way, however many there are: enough for a socket to stay busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,8 @@ class KvReceiver:
     listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0").
     epoch: this incarnation, [0, 2**64); differs from that of every former receiver at the same addresses.
     transports: None for all that there are.
+    credit_bytes: what all senders together may have under way; see CreditBook. Each may have 4 MiB, or two blocks where
+    they are more, even when that makes more in all.
     Raises ConfigError when it cannot listen.
     """
 
@@ -60,6 +69,7 @@ class KvReceiver:
         epoch: int,
         transports: Sequence[Transport] | None = None,
         digest: DigestFactory = xxh3,
+        credit_bytes: int = CREDIT_BYTES,
     ) -> None:
         self.pool = pool
         self.epoch = epoch
@@ -67,6 +77,10 @@ class KvReceiver:
         self._lock = threading.Lock()
         # Granted and neither landed nor released.
         self._landings: dict[bytes, PoolLanding] = {}
+        # Of connections. Its lock is taken within no other, and none within it.
+        self._credit_lock = threading.Lock()
+        least_bytes = max(min(_LEAST_CREDIT_BYTES, credit_bytes), 2 * pool.layout.block_bytes)
+        self._credit: CreditBook[SenderCredit] = CreditBook(credit_bytes, least_bytes)
         self._closed = False
         self._listeners: list[Listener] = []
         self._reporter = Reporter[TransferLanded | TransferReleased]("kv-receiver", listener)
@@ -127,6 +141,25 @@ class KvReceiver:
             landing.abort("the receiver was closed")
         self._reporter.close()
 
+    def admit(self, give: Callable[[int], None]) -> "SenderCredit":
+        """For transports; see Intake."""
+        credit = SenderCredit(self, give)
+        self.change_credit(lambda book: book.join(credit))
+        return credit
+
+    def spend_credit(self, credit: "SenderCredit", byte_count: int) -> bool:
+        """For the credit of connections: whether there was so much of it."""
+        with self._credit_lock:
+            return self._credit.spend(credit, byte_count)
+
+    def change_credit(self, change: Callable[[CreditBook["SenderCredit"]], None]) -> None:
+        """For the credit of connections: changes the account, and gives what can be given then."""
+        with self._credit_lock:
+            change(self._credit)
+            granted = self._credit.grants()
+        for credit, byte_count in granted:
+            credit.give(byte_count)
+
     def open(self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer) -> "PoolLanding":
         """For transports; see Intake."""
         with self._lock:
@@ -157,6 +190,30 @@ class KvReceiver:
             landing = self._landings.get(transfer_id)
         if landing is not None:
             landing.abort(reason)
+
+
+class SenderCredit:
+    """The credit of one connection; see Credit."""
+
+    def __init__(self, receiver: KvReceiver, give: Callable[[int], None]) -> None:
+        self.give = give
+        self._receiver = receiver
+        self._is_closed = False
+
+    def spend(self, byte_count: int) -> None:
+        """See Credit.spend."""
+        if not self._receiver.spend_credit(self, byte_count):
+            raise LinkLost(f"protocol error: {byte_count} bytes beyond the sender's credit")
+
+    def settle(self, byte_count: int) -> None:
+        """See Credit.settle."""
+        self._receiver.change_credit(lambda book: book.settle(self, byte_count))
+
+    def close(self) -> None:
+        """See Credit.close."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._receiver.change_credit(lambda book: book.leave(self))
 
 
 class PoolLanding:

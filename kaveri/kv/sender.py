@@ -48,7 +48,9 @@ class KvSender:
     An opened transfer ends in exactly one event. A PushFailed does not say that the receiver has not landed it: the
     acceptance may have been lost on its way, so whoever pushes again must give the hand-over a new attempt number.
 
-    One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer.
+    One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer. Blocks
+    are written as far as the receiver has given credit; one that gives none for `credit_timeout_s` seconds, while
+    something waits for it, is taken for gone.
     transports: in the order of preference; None for all that there are. on_local_done: hears of source blocks that are
     not read any more, before their transfer ends; of those of a push that fails PushFailed alone may tell.
     """
@@ -61,12 +63,14 @@ class KvSender:
         transports: Sequence[Transport] | None = None,
         digest: DigestFactory = xxh3,
         idle_s: float = 60.0,
+        credit_timeout_s: float = 10.0,
         on_local_done: LocalDoneListener | None = None,
     ) -> None:
         self.pool = pool
         self.transports = tuple(transports or make_transports())
         self.digest = digest
         self.idle_s = idle_s
+        self.credit_timeout_s = credit_timeout_s
         self.on_local_done = on_local_done
         self.lock = threading.Lock()
         self._pushes: dict[bytes, Push] = {}

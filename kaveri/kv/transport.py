@@ -6,6 +6,8 @@ A transport moves blocks, named by their index in a registered pool and never by
     remote visible  Intake hears of the blocks, and at last of the note, which is ordered behind every byte
     accepted        the receiver has verified all digests, and its answer has reached the sender
 
+What a sender may have under way is the receiver's to say: it gives credit, in bytes, for all transfers of a connection.
+
 The contract fits two-sided links (sockets, NCCL), whose receiving thread asks for each run of blocks before it lets
 bytes in, and one-sided ones (shared memory, RDMA), which hold a landing's write permission from open to their fence.
 """
@@ -81,6 +83,23 @@ class Landing(Protocol):
         """Ends it: the sender gave up or broke the rules, or its link is gone. Answers it. Never raises; idempotent."""
 
 
+class Credit(Protocol):
+    """What one connection's sender may write, as its receiving end sees it. Called by that end's thread only.
+
+    A write is charged by its blocks, whatever becomes of its transfer.
+    """
+
+    def spend(self, byte_count: int) -> None:
+        """So many bytes begin to arrive, or are there. Raises LinkLost when the sender had no credit for them: a
+        two-sided link lets none of them in, a one-sided one finds out when they are there."""
+
+    def settle(self, byte_count: int) -> None:
+        """So many of the bytes that were spent are taken in or thrown away. May give credit, to other senders too."""
+
+    def close(self) -> None:
+        """The connection has ended, and nothing is written through it any more. Idempotent."""
+
+
 Answer = Callable[[bytes, str | None], None]
 """Tells the sender of a transfer id: accepted (None) or rejected (why). Never blocks and never raises."""
 
@@ -91,6 +110,10 @@ class Intake(Protocol):
     @property
     def epoch(self) -> int:
         """The receiver's incarnation, shown to every sender that connects."""
+
+    def admit(self, give: Callable[[int], None]) -> Credit:
+        """One connection more. `give` tells its sender that it may write so many bytes more, for the first time before
+        this returns; it is called on any thread, and never blocks and never raises."""
 
     def open(self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer) -> Landing:
         """Begins a transfer. Raises TransferFailed, having answered, when it may not begin."""
@@ -113,11 +136,12 @@ class Link(Protocol):
         source_blocks: Sequence[int],
         digest: Digest,
         is_stopped: Callable[[], bool],
-    ) -> None:
+    ) -> int:
         """Moves source_blocks[i] to ticket.block_ids[first_index + i] and returns when the source is no longer read.
 
-        Gives `digest` the bytes, in index order. Returns soon after is_stopped() turns true, whatever the receiver
-        does; an abort of the transfer must follow then.
+        The caller has the receiver's credit for them. Gives `digest` the bytes, in index order. Returns soon after
+        is_stopped() turns true, whatever the receiver does; an abort of the transfer must follow then. Returns how many
+        of the blocks the receiver hears of, so that they cost credit: all, unless it was stopped.
         """
 
     def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
@@ -141,6 +165,9 @@ class LinkListener(Protocol):
 
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         """The receiver accepted the transfer (None) or rejected it (why)."""
+
+    def credited(self, byte_count: int) -> None:
+        """The receiver lets so many bytes more be written. May be called before connect() has returned."""
 
     def lost(self, reason: str) -> None:
         """The connection is gone. Called at most once."""

@@ -122,14 +122,14 @@ class CollectiveLink(SocketLink):
         source_blocks: Sequence[int],
         digest: Digest,
         is_stopped: Callable[[], bool],
-    ) -> None:
+    ) -> int:
         """See Link.write. Returns once the blocks are gathered."""
         block_bytes = self._pool.layout.block_bytes
         step = self._pair.buffer_bytes // block_bytes
         for start in range(0, len(source_blocks), step):
             blocks = source_blocks[start : start + step]
             if not self._wait_for_buffer(is_stopped):
-                return
+                return start
             staged = self._pair.buffer(self._sent_count, len(blocks) * block_bytes)
             # Indices of one's own blocks; anything but "clip" makes numpy copy twice.
             np.take(self._pool.memory[layer], blocks, axis=0, out=staged.reshape(len(blocks), block_bytes), mode="clip")
@@ -137,6 +137,7 @@ class CollectiveLink(SocketLink):
             self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index + start, len(blocks)))
             self._pair.send(self._sent_count, staged.nbytes)
             self._sent_count += 1
+        return len(source_blocks)
 
     def break_off(self) -> None:
         """See Link.break_off."""
@@ -220,6 +221,11 @@ class GlooReceivingConnection(ReceivingConnection):
         self._announced_count += 1
         self._coming.append(header)
 
+    def _take_data(self, header: Header, landing: Landing | None) -> None:
+        # Settled when the message is there.
+        self._spend(header)
+        self._take_blocks(header, landing)
+
     def _take_message(self) -> None:
         assert self._pair is not None
         message = self._announced_count - len(self._coming)
@@ -231,6 +237,7 @@ class GlooReceivingConnection(ReceivingConnection):
                 self._scatter(header, landing, staged)
             except TransferFailed:
                 self._failed(header.transfer_id)
+        self._settle(header)
         self._say(Header(Kind.GRANTED, header.transfer_id))
 
     def _scatter(self, header: Header, landing: Landing, staged: npt.NDArray[np.uint8]) -> None:

@@ -70,14 +70,15 @@ class EmulatedLink:
         source_blocks: Sequence[int],
         digest: Digest,
         is_stopped: Callable[[], bool],
-    ) -> None:
+    ) -> int:
         """See Link.write. The bytes go at once, and the link is busy for the rest of its time."""
         began_s = time.monotonic()
-        self._inner.write(ticket, layer, first_index, source_blocks, digest, is_stopped)
+        told_count = self._inner.write(ticket, layer, first_index, source_blocks, digest, is_stopped)
         moved_bytes = len(source_blocks) * self._layout.block_bytes
         busy_s = self._speed.transfer_s(moved_bytes, self._layout.token_bytes)
         self._busy_until_s = max(began_s, self._busy_until_s) + busy_s
         self._sleep_until(self._busy_until_s, is_stopped)
+        return told_count
 
     def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
         """See Link.end_layer."""
@@ -134,9 +135,10 @@ class _MockLink(SocketLink):
         source_blocks: Sequence[int],
         digest: Digest,
         is_stopped: Callable[[], bool],
-    ) -> None:
+    ) -> int:
         # Neither side gives its digest any bytes, so the two agree.
         self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index, len(source_blocks)))
+        return len(source_blocks)
 
 
 class _MockReceivingConnection(ReceivingConnection):

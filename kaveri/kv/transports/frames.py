@@ -14,7 +14,8 @@ little-endian. Each side begins with a hello; the receiver's carries its epoch, 
                from `first index`
     LAYER_END  `layer digest` of all blocks of `layer`
     END        payload: the note
-    ABORT      the transfer is given up
+    ABORT      the transfer is given up                      CREDIT     payload: bytes (8) that may be sent beyond
+                                                                        those before, of whatever transfer
 
     where the sender writes by itself (shared memory, NIXL); GRANTED as credit, too (gloo)
     FENCED     nothing is written into the rejected         GRANTED    the opened transfer's blocks may be
@@ -23,6 +24,8 @@ little-endian. Each side begins with a hello; the receiver's carries its epoch, 
 A transfer is OPEN, DATA* and one LAYER_END for each layer, then END or ABORT. Every OPEN and every END is answered in
 the end, by one ACCEPTED or by one or more REJECTED. What a rejected transfer still brings is thrown away, so that a
 frame under way never disturbs the other transfers on the connection.
+
+Each DATA costs the bytes of its blocks, and the receiver begins with a CREDIT behind its hello.
 
 Where the sender writes by itself DATA has no payload: it says that the blocks are written. What else the receiver says
 behind its hello is told by shm.py, nixl.py and collective.py.
@@ -34,11 +37,12 @@ from typing import NamedTuple
 
 from kaveri.kv.transport import LinkLost
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"KAVERIKV"
 _HELLO = struct.Struct("<8sH6xQ")
 _HEADER = struct.Struct("<B3xI16sIIQQ")
 _OPENING = struct.Struct("<16sQ")
+_CREDIT = struct.Struct("<Q")
 
 HELLO_BYTES = _HELLO.size
 HEADER_BYTES = _HEADER.size
@@ -60,6 +64,7 @@ class Kind(enum.IntEnum):
     REJECTED = 7
     FENCED = 8
     GRANTED = 9
+    CREDIT = 10
 
 
 class Header(NamedTuple):
@@ -119,3 +124,17 @@ def unpack_opening(data: bytes | bytearray) -> tuple[bytes, int]:
         raise LinkLost(f"protocol error: OPEN of {len(data)} bytes")
     secret, epoch = _OPENING.unpack(data)
     return secret, epoch
+
+
+def pack_credit(byte_count: int) -> bytes:
+    """A CREDIT frame."""
+    return Header(Kind.CREDIT, bytes(16), _CREDIT.size).pack() + _CREDIT.pack(byte_count)
+
+
+def unpack_credit(data: bytes | bytearray) -> int:
+    """The bytes in the payload of CREDIT. Raises LinkLost."""
+    if len(data) != _CREDIT.size:
+        raise LinkLost(f"protocol error: CREDIT of {len(data)} bytes")
+    (byte_count,) = _CREDIT.unpack(data)
+    assert isinstance(byte_count, int)
+    return byte_count

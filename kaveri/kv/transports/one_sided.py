@@ -69,13 +69,15 @@ class OneSidedLink(SocketLink, ABC):
         source_blocks: Sequence[int],
         digest: Digest,
         is_stopped: Callable[[], bool],
-    ) -> None:
+    ) -> int:
         """See Link.write."""
         places = ticket.block_ids[first_index : first_index + len(source_blocks)]
         if max(places) >= self._target_block_count:
             raise LinkLost(f"a ticket for block {max(places)} of the receiver's {self._target_block_count}")
-        if self._put(ticket, layer, source_blocks, places, digest, is_stopped):
-            self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index, len(source_blocks)))
+        if not self._put(ticket, layer, source_blocks, places, digest, is_stopped):
+            return 0
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index, len(source_blocks)))
+        return len(source_blocks)
 
     def finish(self, ticket: Ticket, note: bytes) -> None:
         """See Link.finish. The end mark says that nothing is written any more, whatever the answer."""

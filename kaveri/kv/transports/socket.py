@@ -24,6 +24,7 @@ from kaveri.kv.transports.frames import (
     Kind,
     pack_hello,
     pack_opening,
+    unpack_credit,
     unpack_header,
     unpack_hello,
 )
@@ -192,7 +193,7 @@ class SocketLink:
         source_blocks: Sequence[int],
         digest: Digest,
         is_stopped: Callable[[], bool],
-    ) -> None:
+    ) -> int:
         """See Link.write."""
         block_bytes = self._pool.layout.block_bytes
         self._send(
@@ -205,9 +206,10 @@ class SocketLink:
             unsent_bytes = self._stream.send(regions, is_stopped)
             if unsent_bytes:
                 self._owed_bytes = unsent_bytes + (len(source_blocks) - start - len(batch)) * block_bytes
-                return
+                break
             for region in regions:
                 digest.update(region)
+        return len(source_blocks)
 
     def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
         """See Link.end_layer."""
@@ -253,7 +255,9 @@ class SocketLink:
             self._listener.lost(reason)
 
     def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
-        if header.kind == Kind.ACCEPTED:
+        if header.kind == Kind.CREDIT:
+            self._listener.credited(unpack_credit(payload))
+        elif header.kind == Kind.ACCEPTED:
             self._listener.answered(header.transfer_id, None)
         elif header.kind == Kind.REJECTED:
             self._listener.answered(header.transfer_id, payload.decode(errors="replace"))

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from kaveri.errors import TransferFailed
 from kaveri.kv.pool import KvPool
 from kaveri.kv.ticket import KvEndpoint
-from kaveri.kv.transport import Intake, Landing, LinkLost
+from kaveri.kv.transport import Credit, Intake, Landing, LinkLost
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
     SMALL_PAYLOAD_BYTES,
     Header,
     Kind,
+    pack_credit,
     pack_hello,
     unpack_header,
     unpack_hello,
@@ -119,6 +120,7 @@ class ReceivingConnection:
         self._intake = intake
         self._answering = threading.Lock()
         self._landings: dict[bytes, Landing] = {}
+        self._credit: Credit | None = None
 
     def run(self) -> None:
         """Reads until the connection ends, then aborts what it has not brought to an end."""
@@ -127,6 +129,7 @@ class ReceivingConnection:
             # A stranger that says nothing is sent away after the progress limit.
             unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
             self._greet(pack_hello(self._intake.epoch))
+            self._credit = self._intake.admit(self._give)
             while True:
                 self._stream.wait_readable()
                 self._take_frame()
@@ -137,6 +140,8 @@ class ReceivingConnection:
             getattr(get_logger(), level)("kv connection ended", reason=reason, open_transfers=len(self._landings))
         finally:
             self._end(f"connection lost: {reason}")
+            if self._credit is not None:
+                self._credit.close()
 
     def break_off(self) -> None:
         """Makes run() return soon. Any thread."""
@@ -163,7 +168,7 @@ class ReceivingConnection:
             if header.kind == Kind.OPEN:
                 self._open(header)
             elif header.kind == Kind.DATA:
-                self._take_blocks(header, landing)
+                self._take_data(header, landing)
             elif header.kind == Kind.LAYER_END:
                 self._stream.discard(header.payload_bytes)
                 if landing is not None:
@@ -201,6 +206,25 @@ class ReceivingConnection:
 
     def _opened(self, transfer_id: bytes, landing: Landing) -> None:
         self._landings[transfer_id] = landing
+
+    def _take_data(self, header: Header, landing: Landing | None) -> None:
+        self._spend(header)
+        try:
+            self._take_blocks(header, landing)
+        finally:
+            self._settle(header)
+
+    def _spend(self, header: Header) -> None:
+        assert self._credit is not None
+        self._credit.spend(self._cost_bytes(header))
+
+    def _settle(self, header: Header) -> None:
+        assert self._credit is not None
+        self._credit.settle(self._cost_bytes(header))
+
+    def _cost_bytes(self, header: Header) -> int:
+        # The two differ where the sender's blocks are in memory already, or where it breaks the rules.
+        return max(header.payload_bytes, header.block_count * self._pool.layout.block_bytes)
 
     def _take_blocks(self, header: Header, landing: Landing | None) -> None:
         if landing is None:
@@ -250,9 +274,15 @@ class ReceivingConnection:
             self._say(Header(Kind.REJECTED, transfer_id, len(reason)), reason)
 
     def _say(self, header: Header, payload: bytes = b"") -> None:
+        self._say_now(header.pack() + payload)
+
+    def _give(self, byte_count: int) -> None:
+        self._say_now(pack_credit(byte_count))
+
+    def _say_now(self, frame: bytes) -> None:
         try:
             with self._answering:
-                self._stream.send_now(header.pack() + payload)
+                self._stream.send_now(frame)
         except LinkLost:
             self._give_up()
 

@@ -41,6 +41,9 @@ class Listening:
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         """Of no interest."""
 
+    def credited(self, byte_count: int) -> None:
+        """Of no interest."""
+
     def lost(self, reason: str) -> None:
         self.is_lost.set()
 

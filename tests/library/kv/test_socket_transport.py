@@ -22,6 +22,7 @@ from kaveri.kv.transports.frames import (
     HELLO_BYTES,
     Header,
     Kind,
+    pack_credit,
     pack_hello,
     pack_opening,
     unpack_header,
@@ -76,12 +77,18 @@ class Stranger:
         return data
 
     def answer(self) -> tuple[Kind, bytes, str]:
-        header = unpack_header(self.read(HEADER_BYTES))
-        return header.kind, header.transfer_id, self.read(header.payload_bytes).decode()
+        """The next one that is no credit."""
+        while True:
+            header = unpack_header(self.read(HEADER_BYTES))
+            payload = self.read(header.payload_bytes)
+            if header.kind != Kind.CREDIT:
+                return header.kind, header.transfer_id, payload.decode()
 
     def require_closed(self) -> None:
         with contextlib.suppress(ConnectionResetError):
-            assert self.socket.recv(1) == b""
+            while data := self.socket.recv(1 << 16):
+                # It was given credit before it was found out.
+                assert unpack_header(data[:HEADER_BYTES]).kind == Kind.CREDIT
 
 
 @pytest.fixture
@@ -305,9 +312,10 @@ def test_a_sender_that_stops_within_a_frame_loses_its_connection(
 
 
 class Deaf:
-    """A receiver that answers the hello and then reads nothing more."""
+    """A receiver that answers the hello, gives credit and then reads nothing more."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, credit_bytes: int = 1 << 30) -> None:
+        self.credit_bytes = credit_bytes
         self.listening = socket.socket(socket.AF_UNIX)
         self.listening.bind(path)
         self.listening.listen(1)
@@ -317,7 +325,7 @@ class Deaf:
 
     def greet(self) -> socket.socket:
         accepted, _ = self.listening.accept()
-        accepted.sendall(pack_hello(EPOCH))
+        accepted.sendall(pack_hello(EPOCH) + pack_credit(self.credit_bytes))
         return accepted
 
 
@@ -424,6 +432,9 @@ def test_connecting_to_a_frozen_receiver_ends(tmp_path: Path, nothing_left: None
 
 class _Silent:
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
+        raise AssertionError
+
+    def credited(self, byte_count: int) -> None:
         raise AssertionError
 
     def lost(self, reason: str) -> None:

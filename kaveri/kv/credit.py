@@ -1,0 +1,121 @@
+"""How many bytes all senders together may have under way to one receiver, and how that is divided. Pure: keeps the
+account; who tells the senders, and under which lock, is the receiver's.
+
+A sender writes on credit, and what it has written comes home when the receiver has taken it in (H. T. Kung,
+T. Blackwell and A. Chapman, "Credit-Based Flow Control for ATM Networks", SIGCOMM 1994). A receiver that is slow gives
+no credit: what is for it waits on the sending side, and what is for others goes on.
+
+    given: outstanding ── spend: arriving ── settle: home
+    └──────────── held ────────────────┘
+"""
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+SenderT = TypeVar("SenderT", bound=Hashable)
+
+_SHARES_MIN = 4
+"""No sender holds more than this part of it all, so that the first one does not take what the next ones need: a sender
+that stands still keeps what it has."""
+
+
+@dataclass(slots=True)
+class _Account:
+    outstanding_bytes: int = 0
+    arriving_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self.outstanding_bytes + self.arriving_bytes
+
+
+class CreditBook(Generic[SenderT]):
+    """The credit of one receiver. Not safe to use from several threads.
+
+    All senders have the same window, `total_bytes` over their number, but for a `least_bytes` that each has whatever
+    the others do. So no more than total_bytes + least_bytes * senders is ever held. When senders come, the windows of
+    those that are there shrink as they use them; what comes home then is given round robin.
+    """
+
+    def __init__(self, total_bytes: int, least_bytes: int) -> None:
+        """least_bytes: at least 2."""
+        self.total_bytes = total_bytes
+        self.least_bytes = least_bytes
+        self._accounts: dict[SenderT, _Account] = {}
+        # Who is asked next whether it wants some.
+        self._ring: deque[SenderT] = deque()
+        self._held_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Given to senders and not home."""
+        return self._held_bytes
+
+    @property
+    def sender_count(self) -> int:
+        """Those that have joined and not left."""
+        return len(self._accounts)
+
+    @property
+    def window_bytes(self) -> int:
+        """What each sender may hold, once the others have come down to as much."""
+        return max(self.least_bytes, self.total_bytes // max(_SHARES_MIN, len(self._accounts)))
+
+    def outstanding_bytes(self, sender: SenderT) -> int:
+        """Credit that the sender has not used, as far as is known here."""
+        return self._accounts[sender].outstanding_bytes
+
+    def join(self, sender: SenderT) -> None:
+        """One sender more. It holds nothing yet: see grants()."""
+        assert sender not in self._accounts, "joined twice"
+        self._accounts[sender] = _Account()
+        self._ring.append(sender)
+
+    def leave(self, sender: SenderT) -> None:
+        """The sender cannot write any more: all that it holds is home."""
+        self._held_bytes -= self._accounts.pop(sender).held_bytes
+        self._ring.remove(sender)
+
+    def spend(self, sender: SenderT, byte_count: int) -> bool:
+        """So many bytes of the sender are here, or arriving. False, and nothing happens, when it has no credit for
+        them."""
+        account = self._accounts[sender]
+        if byte_count > account.outstanding_bytes:
+            return False
+        account.outstanding_bytes -= byte_count
+        account.arriving_bytes += byte_count
+        return True
+
+    def settle(self, sender: SenderT, byte_count: int) -> None:
+        """So many of the arriving bytes are taken in, or thrown away."""
+        account = self._accounts[sender]
+        assert byte_count <= account.arriving_bytes, "settled before it was spent"
+        account.arriving_bytes -= byte_count
+        self._held_bytes -= byte_count
+
+    def grants(self) -> list[tuple[SenderT, int]]:
+        """Gives what can be given, at least a quarter of a window at a time: small change costs more than it brings."""
+        window_bytes = self.window_bytes
+        granted: list[tuple[SenderT, int]] = []
+        for _ in range(len(self._ring)):
+            sender = self._ring[0]
+            self._ring.rotate(-1)
+            account = self._accounts[sender]
+            free_bytes = self.total_bytes - self._held_bytes
+            reach_bytes = min(window_bytes, max(account.held_bytes + free_bytes, self.least_bytes))
+            due_bytes = reach_bytes - account.held_bytes
+            if due_bytes >= reach_bytes // 4 > 0:
+                account.outstanding_bytes += due_bytes
+                self._held_bytes += due_bytes
+                granted.append((sender, due_bytes))
+        return granted
+
+    def check_integrity(self) -> None:
+        """Asserts that the account is right in itself, and within its bounds."""
+        accounts = self._accounts.values()
+        assert all(account.outstanding_bytes >= 0 and account.arriving_bytes >= 0 for account in accounts)
+        assert self._held_bytes == sum(account.held_bytes for account in accounts), "credit was lost or made"
+        assert self._held_bytes <= self.total_bytes + self.least_bytes * len(self._accounts), "too much was given"
+        assert sorted(map(id, self._ring)) == sorted(map(id, self._accounts)), "a sender is forgotten"
