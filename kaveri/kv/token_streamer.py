@@ -107,6 +107,10 @@ class TokenStreamer:
     offered again every retry_s, each request by itself. Memory: one staging buffer of staging_bytes, at least one
     token's KV.
 
+    interval_s: a streamer that has caught up rests until so long after its last write began, so that the lines of steps
+    shorter than this go together: what a write costs the CPU, and the step loop that shares it, is paid by the second
+    and not by the step. It is also how much later lines may be safe. 0: no rest. flush() does not wait for it.
+
     A request's tokens reach the sink in order. Only between open() and end() are its blocks read; a block is not to be
     given to anyone else before end() has returned.
     """
@@ -120,6 +124,7 @@ class TokenStreamer:
         behind_tokens: int = 64,
         write_timeout_s: float = 10.0,
         retry_s: float = 1.0,
+        interval_s: float = 0.02,
     ) -> None:
         self._lines = PoolLines(pool)
         if staging_bytes < self._lines.line_bytes:
@@ -129,6 +134,7 @@ class TokenStreamer:
         self._behind_tokens = behind_tokens
         self._write_timeout_s = write_timeout_s
         self._retry_s = retry_s
+        self._interval_s = interval_s
         self._changed = threading.Condition()
         self._streams: dict[str, _Stream] = {}
         # Streams with something to do, in turn.
@@ -139,6 +145,11 @@ class TokenStreamer:
         self._told_count = 0
         # Calls of flush() that want the sink to settle, and those that have been served.
         self._settle_wanted = self._settle_done = 0
+        # Until when the thread rests, and whether it waits for just that: a step need not wake it then.
+        self._rest_until_s = 0.0
+        self._resting = False
+        # Calls of flush() under way: nobody rests meanwhile.
+        self._flushing = 0
         # Of ends and settling, what _Stream has for lines.
         self._failure: str | None = None
         self._retry_at_s = 0.0
@@ -184,7 +195,8 @@ class TokenStreamer:
                     if not stream.behind and token_count - stream.streamed > self._behind_tokens:
                         stream.behind = True
                         newly_behind.append(request)
-            self._changed.notify_all()
+            if not self._resting:
+                self._changed.notify_all()
         if newly_behind:
             get_logger().warning("kv streams are behind", request_ids=newly_behind)
 
@@ -229,11 +241,16 @@ class TokenStreamer:
                     for stream, written in marks
                 )
 
-            self._wait(reached, deadline_s)
-            self._settle_wanted += 1
-            wanted = self._settle_wanted
+            self._flushing += 1
             self._changed.notify_all()
-            self._wait(lambda: self._settle_done >= wanted, deadline_s)
+            try:
+                self._wait(reached, deadline_s)
+                self._settle_wanted += 1
+                wanted = self._settle_wanted
+                self._changed.notify_all()
+                self._wait(lambda: self._settle_done >= wanted, deadline_s)
+            finally:
+                self._flushing -= 1
 
     def close(self) -> None:
         """Ends the thread, after what it is at, and then the sink; streams nothing more. Idempotent."""
@@ -275,10 +292,13 @@ class TokenStreamer:
                 work = self._choose(now_s)
                 if work is not None:
                     return work
-                retries_s = [stream.retry_at_s for stream in self._due]
+                self._resting = now_s < self._rest_until_s and not self._flushing
+                due = [stream.retry_at_s for stream in self._due if stream.request not in self._ended]
+                wake_s = [self._rest_until_s] if self._resting else due
                 if self._ended or self._settle_wanted > self._settle_done:
-                    retries_s.append(self._retry_at_s)
-                self._changed.wait(max(0.0, min(retries_s) - now_s) if retries_s else None)
+                    wake_s.append(self._retry_at_s)
+                self._changed.wait(max(0.0, min(wake_s) - now_s) if wake_s else None)
+                self._resting = False
             return None
 
     def _choose(self, now_s: float) -> _Work | None:
@@ -287,6 +307,8 @@ class TokenStreamer:
                 return _Work(ended=self._ended[0])
             if self._settle_wanted > self._settle_done:
                 return _Work(settle=self._settle_wanted)
+        if now_s < self._rest_until_s and not self._flushing:
+            return None
         # Lines of a name that was used before come behind its end.
         ready = [stream for stream in self._due if stream.retry_at_s <= now_s and stream.request not in self._ended]
         if not ready:
@@ -303,6 +325,8 @@ class TokenStreamer:
             room -= len(tokens)
             stream.reading = stream.offered = True
             runs.append((stream, tokens))
+        # While anything is left over there is no rest.
+        self._rest_until_s = now_s + self._interval_s if room and len(together) == len(ready) else 0.0
         return _Work(runs=tuple(runs))
 
     def _do(self, work: _Work) -> None:

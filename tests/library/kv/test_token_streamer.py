@@ -124,6 +124,28 @@ def test_a_request_that_grows_gives_its_new_blocks(pool: KvPool, sink: MemorySin
     assert sink.lines["a"] == lines_of(pool, [3, 8], range(5))
 
 
+def test_steps_within_the_interval_reach_the_sink_together(pool: KvPool, sink: MemorySink) -> None:
+    streamer = TokenStreamer(pool, sink, interval_s=3600.0)
+    streamer.open("a", [3, 9])
+    streamer.open("b", [1])
+    streamer.advance({"a": 1})
+    wait_until(lambda: sink.run_counts == [1], "nothing to rest from, so the first step goes out at once")
+    for token_count in range(2, 5):
+        streamer.advance({"a": token_count, "b": token_count - 1})
+    streamer.flush(WAIT_S)
+    assert sink.run_counts == [1, 2]
+    assert sink.lines == {"a": lines_of(pool, [3, 9], range(4)), "b": lines_of(pool, [1], range(3))}
+    streamer.close()
+
+
+def test_a_streamer_that_has_not_caught_up_does_not_rest(pool: KvPool, sink: MemorySink) -> None:
+    streamer = TokenStreamer(pool, sink, staging_bytes=7 * LINE_BYTES, interval_s=3600.0)
+    streamer.open("a", range(6))
+    streamer.advance({"a": 24})
+    wait_until(lambda: positions(streamer, "a") == [24], "four writes, and no flush that asks for them")
+    streamer.close()
+
+
 def test_steps_go_on_while_the_sink_stands_still_and_streams_catch_up(
     pool: KvPool, sink: MemorySink, streamer: TokenStreamer
 ) -> None:
