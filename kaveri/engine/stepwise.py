@@ -50,9 +50,10 @@ from kaveri.errors import (
     KaveriError,
     RequestCancelled,
 )
+from kaveri.kv.mapped_sender import MappedSender
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
 from kaveri.telemetry.logs import get_logger
@@ -118,7 +119,7 @@ class StepwiseEngine:
         self._receiver: KvReceiver | None = None
         if listen:
             self._receiver = KvReceiver(self._pool, self._on_landing, listen=listen, epoch=epoch, transports=transports)
-        self._sender = KvSender(self._pool, self._on_push, transports=transports)
+        self._sender = MappedSender(self._pool, self._on_push, transports=transports)
         self._pushes = Pushes(self._sender, layout)
         self._info = EngineInfo(
             engine=runner.name,
@@ -194,7 +195,7 @@ class StepwiseEngine:
             self._work.notify()
 
     def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
-        self._layout.require_same(ticket.layout)
+        self._layout.require_mappable(ticket.layout)
         with self._lock:
             self._require_alive()
             sequence = self._account.prefills.get(key)
@@ -204,7 +205,7 @@ class StepwiseEngine:
                 raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
             source = sequence.source
             assert source is not None
-            pushed = len(source.block_ids) - ticket.first_block
+            pushed = ticket.layout.block_count(source.token_count) - ticket.first_block
             if (ticket.token_count, len(ticket.block_ids)) != (source.token_count, pushed):
                 reason = f"the ticket is for {ticket.token_count} tokens, the request has {source.token_count}"
                 self._outbox.put(KvPushFailed(key, reason))

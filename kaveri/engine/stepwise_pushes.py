@@ -10,7 +10,9 @@ import threading
 from collections.abc import Iterable
 
 from kaveri.engine.stepwise_sequence import Source
+from kaveri.kv.block_map import first_source_block
 from kaveri.kv.layout import KvLayout
+from kaveri.kv.mapped_sender import MappedSender
 from kaveri.kv.sender import KvSender
 from kaveri.kv.ticket import Ticket
 from kaveri.v1 import kv_pb2
@@ -19,7 +21,7 @@ from kaveri.v1 import kv_pb2
 class Pushes:
     """Feeds the sender from the sources of one engine. Safe to use from any thread."""
 
-    def __init__(self, sender: KvSender, layout: KvLayout) -> None:
+    def __init__(self, sender: KvSender | MappedSender, layout: KvLayout) -> None:
         self._sender = sender
         self._layout = layout
         self._lock = threading.Lock()
@@ -29,14 +31,14 @@ class Pushes:
     def open(self, source: Source, ticket: Ticket) -> None:
         """Begins a push: queues what is computed, and hands over if that is all.
 
-        The blocks that the receiver has already (ticket.first_block) are left out. The sender no longer reads for an
-        earlier push of this source. Raises LayoutMismatch and TransferFailed.
+        The blocks that hold nothing but what the receiver has already (ticket.first_block) are left out. The sender no
+        longer reads for an earlier push of this source. Raises LayoutMismatch and TransferFailed.
         """
         with self._lock:
             self._sender.open(ticket)
             source.transfer_id = ticket.transfer_id
-            source.first_block = ticket.first_block
-            source.written = [ticket.first_block] * self._layout.layer_count
+            source.first_block = first_source_block(ticket, self._layout)
+            source.written = [source.first_block] * self._layout.layer_count
             for layer in range(self._layout.layer_count):
                 self._write(source, layer, source.ready_in_step if layer < self._layers_done else source.ready)
             if source.note is not None:

@@ -41,7 +41,7 @@ class Source:
     transfer_id: bytes | None = None
     """The last push opened. It may have failed meanwhile: the sender ignores what is written to it then."""
     first_block: int = 0
-    """Blocks that the receiver of that push has already."""
+    """Blocks that hold nothing but what the receiver of that push has already."""
     written: list[int] = field(default_factory=list)
     """Per layer, up to which block the source is queued for that push."""
 

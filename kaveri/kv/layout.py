@@ -76,6 +76,15 @@ class KvLayout:
             self._require_equal(other, _MAPPED)
             self._require_known(other)
 
+    def is_mappable(self, other: "KvLayout | None") -> bool:
+        """Whether require_mappable() raises nothing; no layout fits nothing."""
+        try:
+            if other is not None:
+                self.require_mappable(other)
+        except LayoutMismatch:
+            return False
+        return other is not None
+
     def require_part(self, part: "KvLayout") -> None:
         """Raises LayoutMismatch, naming the field, unless `part` is of layers and heads of this one, and mappable."""
         self._require_equal(part, _MAPPED | _PART)

@@ -163,25 +163,26 @@ def missing_roles(view: ClusterView, model: str) -> tuple[Role, ...]:
 def choose_decode(
     view: ClusterView,
     model: str,
-    needed_blocks: int,
+    needed_tokens: int,
     unconfirmed_blocks: UnconfirmedWork[KeyT],
     rng: random.Random,
     layout: KvLayout | None = None,
     avoid: Collection[str] = (),
     policy: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO,
-    predicted_blocks: int = 0,
+    predicted_tokens: int = 0,
     unconfirmed_heavy: UnconfirmedWork[KeyT] | None = None,
     heavy: bool = False,
     turn: int = 0,
 ) -> InstanceStatus | None:
-    """The ready decode instance of `model` to reserve `needed_blocks` on, or None when none has room now.
+    """The ready decode instance of `model` to reserve room for `needed_tokens` on, or None when none has it now.
 
     Load is the requests there, then their tokens of context. Placements that no heartbeat shows yet count: their blocks
     as taken, themselves as requests.
-    layout: when given, only instances with the very same KV layout. avoid: taken only when nothing else has room.
+    layout: when given, only instances onto whose KV layout it can be mapped. avoid: taken only when nothing else has
+    room.
 
-    Heavy-light is TetriInfer's algorithm (section 3.3.4): it draws two instances that have room for `predicted_blocks`,
-    if there are any, else for `needed_blocks`. A heavy request takes the one with the lower ratio of heavy to light
+    Heavy-light is TetriInfer's algorithm (section 3.3.4): it draws two instances that have room for `predicted_tokens`,
+    if there are any, else for `needed_tokens`. A heavy request takes the one with the lower ratio of heavy to light
     requests, load breaking ties, so that heavy ones are spread evenly; a light one takes the less loaded.
     unconfirmed_heavy: the pieces of unconfirmed_blocks again, with amount 1 for heavy ones, else 0.
     heavy: whether this request is; for heavy-light and imbalance. turn: rises by one with each choice; for round-robin.
@@ -205,7 +206,8 @@ def choose_decode(
     candidates = [
         status
         for status in view.ready(Role.DECODE, model)
-        if (layout is None or status.record.layout == layout) and room(status) >= needed_blocks
+        if (layout is None or layout.is_mappable(status.record.layout))
+        and room(status) >= blocks_there(status, needed_tokens)
     ]
     candidates = _preferred(candidates, avoid)
     if not candidates:
@@ -214,7 +216,7 @@ def choose_decode(
         case DecodePlacementPolicy.POWER_OF_TWO:
             return _better_of_two(candidates, load, rng)
         case DecodePlacementPolicy.HEAVY_LIGHT:
-            enough = [status for status in candidates if room(status) >= predicted_blocks]
+            enough = [status for status in candidates if room(status) >= blocks_there(status, predicted_tokens)]
             # Light ones go by load: by the ratio, each would lower it where it is low, and draw all others there.
             return _better_of_two(enough or candidates, heavy_share if heavy else load, rng)
         case DecodePlacementPolicy.LEAST_LOADED:
@@ -225,6 +227,12 @@ def choose_decode(
             return rng.choice(candidates)
         case DecodePlacementPolicy.IMBALANCE:
             return candidates[0] if heavy else rng.choice(candidates)
+
+
+def blocks_there(status: InstanceStatus, token_count: int) -> int:
+    """Blocks of that instance which so many tokens take; one for each where it has not said how large they are."""
+    layout = status.record.layout
+    return token_count if layout is None else layout.block_count(token_count)
 
 
 def _prompt_takers(view: ClusterView, model: str) -> list[InstanceStatus]:

@@ -108,7 +108,7 @@ class DecodeInstance:
         """
         if self._draining:
             raise Unavailable("the decode instance is draining", retry_after_s=1.0)
-        self._info.layout.require_same(layout)
+        self._info.layout.require_mappable(layout)
         key = AttemptKey(request_id, next(self._numbers))
         engine_request = EngineRequest(key, token_ids, generated_count, params)
         self._end_former(request_id, attempt)

@@ -29,6 +29,7 @@ from kaveri.policy.placement import (
     DecodePlacementPolicy,
     HeavyThresholds,
     UnconfirmedWork,
+    blocks_there,
     choose_decode,
 )
 from kaveri.telemetry.logs import get_logger
@@ -171,7 +172,7 @@ class Dispatcher:
             self._failed_there(request, instance_id, "push_failed", failure.reason)
 
     async def _find_room(self, request: PrefillRequest, unfit: dict[str, KaveriError]) -> InstanceStatus:
-        needed_blocks = self._layout.block_count(request.token_count + 1)
+        needed_tokens = request.token_count + 1
         heavy = self._thresholds.is_heavy(request.predicted_length, request.prompt_tokens)
         seen_s = time.monotonic()
         while True:
@@ -184,20 +185,20 @@ class Dispatcher:
             target = choose_decode(
                 view,
                 self._model,
-                needed_blocks,
+                needed_tokens,
                 self._unconfirmed_blocks,
                 self._rng,
                 self._layout,
                 avoid,
                 policy=self._policy,
-                predicted_blocks=self._predicted_blocks(request),
+                predicted_tokens=_predicted_tokens(request),
                 unconfirmed_heavy=self._unconfirmed_heavy,
                 heavy=heavy,
                 turn=self._turn,
             )
             if target is not None and target.record.instance_id not in avoid:
                 # From here on, without a wait in between, so that no two requests count on the same room.
-                self._unconfirmed_blocks.add(request.key, target, needed_blocks)
+                self._unconfirmed_blocks.add(request.key, target, blocks_there(target, needed_tokens))
                 self._unconfirmed_heavy.add(request.key, target, int(heavy))
                 self._turn += 1
                 return target
@@ -207,15 +208,9 @@ class Dispatcher:
             if candidates:
                 seen_s = now_s
             elif now_s - seen_s > _NO_INSTANCE_S:
-                raise Unavailable("there is no decode instance", retry_after_s=1.0)
+                raise Unavailable(self._why_none(view), retry_after_s=1.0)
             wake_s = min(self._resting_until_s.values(), default=now_s + _LONGEST_WAIT_S)
             await self._wait_for_change(min(wake_s - now_s, _LONGEST_WAIT_S))
-
-    def _predicted_blocks(self, request: PrefillRequest) -> int:
-        """Blocks that the request is predicted to end with, at the least."""
-        if request.predicted_length is None:
-            return 0
-        return self._layout.block_count(request.prompt_tokens + request.predicted_length.low)
 
     def _settle(self, request: PrefillRequest, instance_id: str) -> None:
         self._unconfirmed_blocks.settle(request.key, instance_id)
@@ -225,8 +220,17 @@ class Dispatcher:
         return {
             status.record.instance_id
             for status in view.ready(Role.DECODE, self._model)
-            if status.record.layout == self._layout
+            if self._layout.is_mappable(status.record.layout)
         }
+
+    def _why_none(self, view: ClusterView) -> str:
+        for status in view.ready(Role.DECODE, self._model):
+            try:
+                if status.record.layout is not None:
+                    self._layout.require_mappable(status.record.layout)
+            except LayoutMismatch as error:
+                return f"there is no decode instance that takes this one's KV: {status.record.instance_id}: {error}"
+        return "there is no decode instance"
 
     async def _reserve(self, request: PrefillRequest, placement: _Placement, target: InstanceStatus) -> Ticket:
         placement.target = target
@@ -275,3 +279,8 @@ class Dispatcher:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.set_result(None)
+
+
+def _predicted_tokens(request: PrefillRequest) -> int:
+    """Tokens that the request is predicted to end with, at the least."""
+    return 0 if request.predicted_length is None else request.prompt_tokens + request.predicted_length.low

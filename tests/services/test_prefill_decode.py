@@ -207,21 +207,6 @@ async def test_prefill_drops_an_older_attempt_for_a_newer_and_refuses_the_older(
     await cluster.all_free()
 
 
-async def test_a_pool_of_another_layout_is_refused_before_room_is_spent(cluster: Any, by_hand: Any) -> None:
-    prefill, decode = await cluster.prefill(block_tokens=32), await cluster.decode()
-    router = await cluster.router()
-    with pytest.raises(aio.AioRpcError) as refused:
-        await by_hand.reserve(decode, "a", 15, layout=prefill.engine.info.layout)
-    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert decode.held_blocks == 0
-    # The dispatcher does not even ask there.
-    call = router.prefill(prefill, "b", prompt(9, 10), max_tokens=5, timeout_s=0.5)
-    with pytest.raises(aio.AioRpcError) as expired:
-        await call.ended()
-    assert expired.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await cluster.all_free()
-
-
 async def test_a_full_queue_refuses(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(max_queue=2, chunk_tokens=16, fake_step_s=0.1)
     router = await cluster.router()

@@ -77,7 +77,7 @@ def test_decode_goes_to_a_ready_instance_with_room_whenever_there_is_one(
         UnconfirmedWork[str](),
         random.Random(seed),
         policy=policy,
-        predicted_blocks=needed_blocks + seed % 3,
+        predicted_tokens=needed_blocks + seed % 3,
         heavy=heavy,
         turn=seed,
     )
@@ -276,9 +276,9 @@ def test_heavy_light_wants_room_for_the_predicted_answer_and_does_without_when_t
         status("d1", Role.DECODE, free_blocks=9, heavy_requests=3, running_requests=3),
     )
     policy = DecodePlacementPolicy.HEAVY_LIGHT
-    assert {decode_choice(view, policy, seed, predicted_blocks=5) for seed in range(20)} == {"d1"}
-    assert {decode_choice(view, policy, seed, predicted_blocks=4) for seed in range(20)} == {"d0"}
-    assert {decode_choice(view, policy, seed, predicted_blocks=50) for seed in range(20)} == {"d0"}
+    assert {decode_choice(view, policy, seed, predicted_tokens=5) for seed in range(20)} == {"d1"}
+    assert {decode_choice(view, policy, seed, predicted_tokens=4) for seed in range(20)} == {"d0"}
+    assert {decode_choice(view, policy, seed, predicted_tokens=50) for seed in range(20)} == {"d0"}
 
 
 def test_heavy_requests_just_placed_count_in_the_ratio() -> None:

@@ -1,0 +1,129 @@
+"""Prefill and decode instances whose KV blocks differ work together; what cannot be mapped is refused by the field."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.engine.fake import FakeModel
+from kaveri.kv.transports import TRANSPORT_NAMES
+
+over_each_transport = pytest.mark.parametrize("kv_transports", [(name,) for name in TRANSPORT_NAMES])
+
+
+def prompt(seed: int, token_count: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(1, 1000) for _ in range(token_count)]
+
+
+@over_each_transport
+@pytest.mark.parametrize(("here", "there"), [(16, 64), (128, 16), (48, 32)])
+async def test_instances_with_blocks_of_unlike_size_answer_with_exact_tokens(
+    cluster: Any, kv_transports: tuple[str, ...], here: int, there: int
+) -> None:
+    prefill = await cluster.prefill(block_tokens=here, chunk_tokens=64)
+    await cluster.decode(block_tokens=there)
+    router = await cluster.router()
+    chance = random.Random(here)
+    prompts = {f"r{number}": prompt(number, chance.randint(1, 400)) for number in range(12)}
+    calls = {name: router.prefill(prefill, name, token_ids, max_tokens=10) for name, token_ids in prompts.items()}
+    for name, call in calls.items():
+        # The fake engine verifies every earlier token's KV in every step.
+        assert await router.answer(call, name) == FakeModel().answer(prompts[name], 0, 10), name
+        assert call.get("handed_over").kv_transport == f"{kv_transports[0]} mapped"
+    await cluster.all_free()
+
+
+@over_each_transport
+async def test_like_and_unlike_decode_instances_are_pushed_to_side_by_side(cluster: Any) -> None:
+    prefills = [await cluster.prefill(f"prefill-{number}", block_tokens=size) for number, size in enumerate((16, 32))]
+    for number, size in enumerate((16, 32, 128)):
+        await cluster.decode(f"decode-{number}", block_tokens=size)
+    router = await cluster.router()
+    prompts = {f"r{number}": prompt(number, 1 + 13 * number) for number in range(24)}
+    calls = {
+        name: router.prefill(prefills[number % 2], name, token_ids, max_tokens=8)
+        for number, (name, token_ids) in enumerate(prompts.items())
+    }
+    for name, call in calls.items():
+        assert await router.answer(call, name) == FakeModel().answer(prompts[name], 0, 8), name
+    used = {call.get("placed").decode_instance_id for call in calls.values()}
+    assert used == {"decode-0", "decode-1", "decode-2"}
+    mapped = {name: call.get("handed_over").kv_transport.endswith("mapped") for name, call in calls.items()}
+    like = {0: "decode-0", 1: "decode-1"}
+    for number, (name, call) in enumerate(calls.items()):
+        assert mapped[name] == (call.get("placed").decode_instance_id != like[number % 2])
+    await cluster.all_free()
+
+
+@over_each_transport
+async def test_a_request_that_is_given_up_while_it_is_mapped_leaves_nothing_behind(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(block_tokens=32, chunk_tokens=32, fake_step_s=0.01)
+    decode = await cluster.decode(block_tokens=16)
+    router = await cluster.router()
+    calls = [router.prefill(prefill, f"r{number}", prompt(number, 400), max_tokens=5) for number in range(4)]
+    await by_hand.eventually(lambda: all(call.seen("placed") for call in calls[:2]), "pushes are under way")
+    for number, call in enumerate(calls):
+        call.call.cancel()
+        await by_hand.abort(decode, f"r{number}")
+    await cluster.all_free()
+    token_ids = prompt(9, 300)
+    call = router.prefill(prefill, "after", token_ids, max_tokens=5)
+    assert await router.answer(call, "after") == FakeModel().answer(token_ids, 0, 5)
+    await cluster.all_free()
+
+
+@over_each_transport
+async def test_a_decode_instance_that_dies_under_a_mapped_push_is_replaced_by_another(
+    cluster: Any, by_hand: Any
+) -> None:
+    prefill = await cluster.prefill(block_tokens=16, chunk_tokens=16, fake_step_s=0.02)
+    doomed = await cluster.decode("decode-0", block_tokens=64)
+    router = await cluster.router()
+    token_ids = prompt(7, 400)
+    call = router.prefill(prefill, "a", token_ids, max_tokens=10)
+    await by_hand.eventually(lambda: call.seen("placed"), "placed")
+    await router.subscribe(await cluster.decode("decode-1", block_tokens=32))
+    doomed.serving.cancel()
+    assert await router.answer(call, "a") == FakeModel().answer(token_ids, 0, 10)
+    assert call.get("placed").decode_instance_id == "decode-1"
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_fingerprint", "another"),
+        ("dtype", "float16"),
+        ("order", "vllm-opaque-7"),
+        ("layer_count", 1),
+        ("first_kv_head", 2),
+    ],
+)
+async def test_what_cannot_be_mapped_is_refused_by_the_field_before_room_is_spent(
+    cluster: Any, by_hand: Any, field: str, value: object
+) -> None:
+    decode = await cluster.decode()
+    await cluster.router()
+    foreign = replace(decode.engine.info.layout, block_tokens=32, **{field: value})
+    with pytest.raises(aio.AioRpcError) as refused:
+        await by_hand.reserve(decode, "a", 15, layout=foreign)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert field in str(refused.value.details())
+    assert decode.held_blocks == 0
+
+
+async def test_a_decode_instance_of_another_model_is_never_asked_and_the_error_says_why(cluster: Any) -> None:
+    prefill = await cluster.prefill(block_tokens=32)
+    decode = await cluster.decode(fake_eos_probability=1e-9)
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(9, 10), max_tokens=5)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await call.ended()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "decode-0: KV layouts differ in model_fingerprint" in str(refused.value.details())
+    assert decode.metric("kaveri_decode_requests_total", outcome="refused") == 0
+    await cluster.all_free()
