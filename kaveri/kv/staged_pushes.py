@@ -191,12 +191,10 @@ class StagedPushes:
             push = self._pushes.get(transfer_id)
             if push is None:
                 return
-            # Where the sender is about to be told of it, it is told of this behind.
             push.aborted = True
-            event = None if push.opened else self._end(push, PushFailed(transfer_id, "aborted"))
-        if event is not None:
-            self._listener(event)
-        elif push.opened:
+            opened = push.opened
+        # Else the sender is told behind its open(): the receiver is to hear of it as well.
+        if opened:
             self._sender.abort(transfer_id)
 
     def close(self) -> None:

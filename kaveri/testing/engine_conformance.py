@@ -446,8 +446,9 @@ class EngineConformance:
 
     def test_full_pools_refuse_and_say_so(self, harness: EngineHarness) -> None:
         with running_pair(harness) as probe:
+            prefill_blocks = probe.prefill.info.layout.block_count(MAX_MODEL_LEN)
             blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
-        with running_pair(harness, prefill_blocks=blocks, decode_blocks=blocks) as pair:
+        with running_pair(harness, prefill_blocks=prefill_blocks, decode_blocks=blocks) as pair:
             big = make_request(pair.prefill, "big", MAX_MODEL_LEN - 10, 5)
             small = make_request(pair.prefill, "small", MAX_MODEL_LEN // 2, 5)
             pair.prefill.prefill(big)
@@ -536,9 +537,9 @@ class EngineConformance:
         print(f"seed {seed}")
         rng = random.Random(seed)
         with running_pair(harness) as probe:
-            layout = probe.decode.info.layout
-        blocks = layout.block_count(MAX_MODEL_LEN) + rng.randrange(6)
-        with running_pair(harness, prefill_blocks=2 * blocks, decode_blocks=blocks, max_batch=4) as pair:
+            prefill_blocks = 2 * probe.prefill.info.layout.block_count(MAX_MODEL_LEN)
+            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN) + rng.randrange(6)
+        with running_pair(harness, prefill_blocks=prefill_blocks, decode_blocks=blocks, max_batch=4) as pair:
             kept: list[EngineRequest] = []
             for i in range(24):
                 request = make_request(pair.prefill, f"r{i}", rng.randrange(1, 70), rng.randrange(1, 50), seed)

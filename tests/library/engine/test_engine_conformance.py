@@ -15,23 +15,25 @@ from kaveri.testing.engine_conformance import EngineConformance
 
 
 class _Harness:
-    def __init__(self, folder: Path, block_tokens: int) -> None:
+    def __init__(self, folder: Path, block_tokens: int, prefill_block_tokens: int | None = None) -> None:
         self._folder = folder
         self._block_tokens = block_tokens
+        self._prefill_block_tokens = prefill_block_tokens or block_tokens
         self._count = 0
 
-    def _runner(self, max_model_len: int) -> ModelRunner:
-        return FakeRunner(FakeModel(max_model_len=max_model_len, block_tokens=self._block_tokens))
+    def _runner(self, max_model_len: int, block_tokens: int) -> ModelRunner:
+        return FakeRunner(FakeModel(max_model_len=max_model_len, block_tokens=block_tokens))
 
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> StepwiseEngine:
-        return StepwiseEngine(self._runner(max_model_len), total_blocks, chunk_tokens=chunk_tokens)
+        runner = self._runner(max_model_len, self._prefill_block_tokens)
+        return StepwiseEngine(runner, total_blocks, chunk_tokens=chunk_tokens)
 
     def decode_engine(
         self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
     ) -> StepwiseEngine:
         self._count += 1
         return StepwiseEngine(
-            self._runner(max_model_len),
+            self._runner(max_model_len, self._block_tokens),
             total_blocks,
             chunk_tokens=chunk_tokens,
             max_batch=max_batch,
@@ -45,14 +47,14 @@ class _Harness:
 class _TimedHarness(_Harness):
     """Steps of a millisecond or so."""
 
-    def _runner(self, max_model_len: int) -> ModelRunner:
+    def _runner(self, max_model_len: int, block_tokens: int) -> ModelRunner:
         latency = LatencyModel(
             name="quick",
             source="this test",
             prefill=PrefillLatency(step_s=5e-4, token_s=1e-6, token_squared_s=1e-9),
             decode=(DecodeLatency(min_batch=1, step_s=5e-4, context_token_s=1e-8, request_s=1e-6),),
         )
-        model = FakeModel(max_model_len=max_model_len, block_tokens=self._block_tokens)
+        model = FakeModel(max_model_len=max_model_len, block_tokens=block_tokens)
         return TimedRunner(FakeRunner(model), latency)
 
 
@@ -66,3 +68,12 @@ class TestStepwiseOnFake(EngineConformance):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _Harness:
         return _Harness(tmp_path, request.param)
+
+
+class TestStepwiseWithUnlikeBlocks(EngineConformance):
+    """Every push is mapped."""
+
+    @pytest.fixture(params=[(4, 16), (16, 4)], ids=["blocks of 4 to 16", "blocks of 16 to 4"])
+    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _Harness:
+        here, there = request.param
+        return _Harness(tmp_path, there, prefill_block_tokens=here)
