@@ -1,0 +1,8 @@
+"""What the vLLM tests share: an engine whose scheduler and worker are in this process, quiet and on the CPU."""
+
+import os
+
+# Read by vLLM when it is first asked for.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
