@@ -55,6 +55,7 @@ class Account:
         self.decodes[hosted.key] = self.prefills.pop(hosted.key)
         hosted.phase = Phase.LANDED
         hosted.source = None
+        hosted.needed_blocks = 0
 
     def end(self, hosted: Hosted) -> None:
         """The request is done: nothing more is heard of it. Its blocks follow when nothing can touch them."""

@@ -345,12 +345,12 @@ class VllmEngine:
                         unwanted.append(hosted.transfer_id)
                     hosted.restart()
             for hosted, computed in advances:
-                hosted.preempted = False
+                hosted.preempted = hosted.behind = False
                 if hosted.source is not None:
                     followed.append((hosted.source, computed))
                     if not hosted.started and not hosted.done:
-                        hosted.started = True
                         self._outbox.put(PrefillStarted(hosted.key))
+                hosted.started = True
         for transfer_id in unwanted:
             self._pushes.abort(transfer_id)
         self._advances = advances
@@ -524,9 +524,7 @@ class VllmEngine:
         while True:
             with self._lock:
                 if self._account.short_of_blocks:
-                    given_up = self._account.give_up_adopted()
-                    for hosted in given_up:
-                        self._outbox.put(Preempted(hosted.key))
+                    self._give_up_adopted()
                 if not self._account.waiting or self._account.running_count() >= self._max_batch:
                     return
                 hosted = self._account.waiting.popleft()
@@ -546,11 +544,19 @@ class VllmEngine:
         """
         with self._lock:
             self._part(hosted)
+            hosted.behind = True
             request = replace(hosted.request, token_ids=tuple(hosted.token_ids), generated_count=hosted.draw_index)
         try:
             self._host.add(hosted.number, request.token_ids, decode_params(request, self._info.eos_token_ids))
         except Exception as error:  # vLLM has no one class for what it refuses
             self._refuse(hosted, refusal_of(error))
+
+    def _give_up_adopted(self) -> None:
+        """Adopted requests that are not computed make room for those that were, and wait for blocks."""
+        for hosted in self._account.decodes.values():
+            if hosted.phase in (Phase.LANDED, Phase.WAITING) and not hosted.by_transfer and hosted.vllm_id:
+                self._part(hosted)
+                self._outbox.put(Preempted(hosted.key))
 
     def _part(self, hosted: Hosted) -> None:
         """Parts a request from the blocks that it has: vLLM takes them back."""
@@ -579,12 +585,14 @@ class VllmEngine:
             self._advances = ()
             steps: list[TokenStep] = []
             for output in outputs:
-                hosted = self._by_number.get(output.request_id)
-                if hosted is None or hosted.done:
-                    continue
-                self._settle_output(hosted, output, steps, computed, unwanted)
+                told = self._by_number.get(output.request_id)
+                if told is not None and not told.done:
+                    self._settle_output(told, output, steps, computed, unwanted)
             if steps:
                 self._outbox.put(StepTokens(tuple(steps)))
+            for hosted in self._account.decodes.values():
+                # It found no room in this step: others must not take what it waits for.
+                hosted.preempted = hosted.preempted or hosted.behind
             self._account.unused_blocks = self._host.free_blocks
         # Nobody waits longer for a first token because its KV is handed over.
         self._outbox.publish()

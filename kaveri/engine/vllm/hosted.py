@@ -31,7 +31,7 @@ class Hosted:
     computed: int = 0
     """Tokens whose KV is in its blocks, as of the last step."""
     started: bool = False
-    """Its first chunk has begun."""
+    """Its first chunk, or its first step in the running batch, has begun."""
     preempted: bool = False
     """It has given its blocks up and waits, inside vLLM, to be computed again."""
     source: Source | None = None
@@ -57,6 +57,8 @@ class Hosted:
     """vLLM has given it blocks for that KV, once and for all: after a preemption it is computed here."""
     received: bool = False
     """vLLM is told, or has been, that this KV is there."""
+    behind: bool = False
+    """Adopted: vLLM has been given what follows its first token, and has not begun with it."""
     resumed: bool = False
     """vLLM has drawn the first token again, which prefill drew and told of."""
     stopped: bool = False
@@ -99,7 +101,7 @@ class Hosted:
     @property
     def promised_blocks(self) -> int:
         """Free blocks that nobody else may be promised."""
-        if self.done or self.phase is Phase.RUNNING:
+        if self.done or (self.phase is Phase.RUNNING and self.started):
             return 0
         return max(0, self.needed_blocks - len(self.block_ids))
 

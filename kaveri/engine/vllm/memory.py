@@ -71,12 +71,8 @@ def pool_over(caches: Mapping[str, Tensor], layout: KvLayout, shared: SharedMemo
         if tensor.data_ptr() != first.data_ptr() + index * layer_bytes:
             raise ConfigError("kv_cache_layout", f"layer {index} of vLLM's KV cache does not follow on the one before")
     shape = (len(tensors), first.shape[0], layout.block_bytes)
-    whole = torch.empty(0, dtype=torch.uint8).set_(
-        first.untyped_storage(),
-        first.storage_offset() * first.element_size(),
-        (int(np.prod(shape)),),
-    )
-    memory: npt.NDArray[np.uint8] = whole.numpy().reshape(shape)
+    whole = first.as_strided((len(tensors), first.numel()), (first.numel(), 1), int(first.storage_offset()))
+    memory: npt.NDArray[np.uint8] = whole.view(torch.uint8).numpy().reshape(shape)
     if shared is not None and shared.bytes.ctypes.data != memory.ctypes.data:
         shared = None
     if shared is None:

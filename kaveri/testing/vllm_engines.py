@@ -1,0 +1,45 @@
+"""vLLM engines for tests: one model, loaded once by a process, that serves as many small engines one after another."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kaveri.engine.vllm.engine import VllmEngine
+from kaveri.engine.vllm.host import Host
+from kaveri.engine.vllm.loading import load_host
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transports import make_transports
+
+
+def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
+    """For EngineProcess: loads the model, with these arguments of load_host, and returns what makes engines of it."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    host = load_host(model, **loading)
+
+    def make(
+        total_blocks: int, max_batch: int, listen: Sequence[KvEndpoint] = (), transports: Sequence[str] | None = None
+    ) -> VllmEngine:
+        spoken = None if transports is None else make_transports(tuple(transports), None)
+        return VllmEngine(LentHost(host, total_blocks), max_batch=max_batch, listen=listen, transports=spoken)
+
+    return make
+
+
+class LentHost(Host):
+    """A loaded vLLM that outlives its engine, and of whose blocks the engine has only so many."""
+
+    def __init__(self, host: Host, total_blocks: int) -> None:
+        vars(self).update(vars(host))
+        self._llm.reset_prefix_cache()
+        self._blocks = self._scheduler.kv_cache_manager.block_pool
+        self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
+
+    def reference_counts(self) -> dict[int, int]:
+        """As the host's, without the blocks that the engine has not got."""
+        withheld = {block.block_id for block in self._withheld}
+        counts = super().reference_counts()
+        return {block: count for block, count in counts.items() if block not in withheld}
+
+    def shutdown(self) -> None:
+        """Gives the model back for the next engine."""
+        self._blocks.free_blocks(self._withheld)
