@@ -32,6 +32,8 @@ from kaveri.telemetry.logs import get_logger
 DEFAULT_CHUNK_TOKENS = 512
 """What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
 DEFAULT_BLOCK_TOKENS = 16
+_VLLM_CPU_BLOCK_TOKENS = 32
+"""The least that its attention takes there; its own default of 128 leaves much of a small pool unused."""
 _SOCKET_PREFIX = "kaveri-kv-"
 
 
@@ -59,8 +61,8 @@ class EngineSettings:
     kv_cache_memory_bytes: int = 128 * 2**20
     """Size of the KV pool, over all layers; rounded down to whole blocks."""
     block_tokens: int | None = None
-    """Tokens per KV block; instances that exchange KV must agree. None: DEFAULT_BLOCK_TOKENS, or the least above it
-    that vLLM's attention takes on this device."""
+    """Tokens per KV block; instances that exchange KV must agree. None: DEFAULT_BLOCK_TOKENS; on
+    vLLM 32 on CPUs, and what it prefers elsewhere."""
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     """Most prompt tokens computed in one step."""
     profile: Profile | None = None
@@ -115,12 +117,29 @@ def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
         raise ConfigError("engine", reason)
     if settings.profile is not None:
         raise ConfigError("profile", "was measured on another engine; `kaveri profile` does not measure vllm")
-    # Not at the top: importing vLLM takes many seconds.
+    # Before vLLM is imported, which takes many seconds.
+    listen, transports = _listen_endpoints(settings), _transports(settings)
+    from vllm.platforms import current_platform
+
     from kaveri.engine.vllm.loading import load_engine
     from kaveri.engine.vllm.options import require_known
 
+    if settings.device not in ("auto", current_platform.device_type):
+        reason = f"is {settings.device}; this vLLM computes on {current_platform.device_type}"
+        raise ConfigError("device", reason)
     require_known(settings.engine_args)
-    return load_engine(settings, listen=_listen_endpoints(settings), transports=_transports(settings))
+    return load_engine(
+        settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len or None,
+        block_tokens=settings.block_tokens or (_VLLM_CPU_BLOCK_TOKENS if current_platform.is_cpu() else 0),
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        chunk_tokens=settings.chunk_tokens,
+        max_batch=settings.max_batch,
+        listen=listen,
+        transports=transports,
+        engine_args=settings.engine_args,
+    )
 
 
 def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
