@@ -147,8 +147,8 @@ def measure(options: Options, report: Report) -> None:
     """A batch of 8, as the paper's."""
     configure_logs("token_streaming", "benchmark", level="error")
     torch.set_num_threads(1)
-    repeats = {"timed": options.choose(5, 2), "transformers": options.choose(9, 3)}
-    answer_tokens = {"timed": options.choose(100, 25), "transformers": options.choose(192, 64)}
+    repeats = {"timed": options.choose(5, 2), "transformers": options.choose(15, 3)}
+    answer_tokens = {"timed": options.choose(100, 25), "transformers": options.choose(128, 64)}
     report.workload = {
         "batch": BATCH,
         "prompt_tokens": PROMPT_TOKENS,
