@@ -227,7 +227,7 @@ class InProcessCluster:
 
     async def prefill(self, instance_id: str = "prefill-0", **settings: Any) -> RunningInstance:
         settings = {"kv_transports": self.kv_transports, **settings}
-        config = PrefillConfig(instance_id=instance_id, engine="fake", **_small(settings))
+        config = PrefillConfig(instance_id=instance_id, **_small(settings))
         engine = build_engine(config.engine_settings(receives=False))
         registry = CollectorRegistry()
         host = prefill_host(config, engine, await self.store(), registry)
@@ -235,14 +235,14 @@ class InProcessCluster:
 
     async def decode(self, instance_id: str = "decode-0", **settings: Any) -> RunningInstance:
         settings = {"kv_transports": self.kv_transports, **settings}
-        config = DecodeConfig(instance_id=instance_id, engine="fake", **_small(settings))
+        config = DecodeConfig(instance_id=instance_id, **_small(settings))
         engine = build_engine(config.engine_settings())
         registry = CollectorRegistry()
         host = decode_host(config, engine, await self.store(), registry)
         return await self._run(instance_id, engine, host, registry)
 
     async def colocated(self, instance_id: str = "colocated-0", **settings: Any) -> RunningInstance:
-        config = ColocatedConfig(instance_id=instance_id, engine="fake", **_small(settings))
+        config = ColocatedConfig(instance_id=instance_id, **_small(settings))
         engine = build_engine(config.engine_settings(receives=False))
         registry = CollectorRegistry()
         host = colocated_host(config, engine, await self.store(), registry)
@@ -300,7 +300,7 @@ class InProcessCluster:
 
 def _small(settings: dict[str, Any]) -> dict[str, Any]:
     small = {"max_model_len": 512, "kv_cache_memory": 2**21, "heartbeat_interval_s": 0.02, "drain_timeout_s": 5.0}
-    return {"model": "fake", **small, **settings}
+    return {"engine": "fake", "model": "fake", **small, **settings}
 
 
 @pytest.fixture

@@ -1,15 +1,20 @@
 """Prefill and decode instances whose KV blocks differ work together; what cannot be mapped is refused by the field."""
 
+import asyncio
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import torch
 from grpc import aio
+from transformers import AutoModelForCausalLM
 
 from kaveri.engine.fake import FakeModel
 from kaveri.kv.transports import TRANSPORT_NAMES
+from kaveri.testing.tiny_models import make_tiny_model
 
 over_each_transport = pytest.mark.parametrize("kv_transports", [(name,) for name in TRANSPORT_NAMES])
 
@@ -34,6 +39,38 @@ async def test_instances_with_blocks_of_unlike_size_answer_with_exact_tokens(
         # The fake engine verifies every earlier token's KV in every step.
         assert await router.answer(call, name) == FakeModel().answer(prompts[name], 0, 10), name
         assert call.get("handed_over").kv_transport == f"{kv_transports[0]} mapped"
+    await cluster.all_free()
+
+
+async def test_transformers_draws_the_same_tokens_behind_a_mapped_push(cluster: Any, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "qwen2", max_positions=512)
+    model = {"engine": "transformers", "model": str(folder), "dtype": "float32", "kv_cache_memory": 2**23}
+    prefill = await cluster.prefill(block_tokens=64, chunk_tokens=96, **model)
+    decode = await cluster.decode(block_tokens=16, **model)
+    router = await cluster.router()
+    chance = random.Random(3)
+    vocab_size = decode.engine.info.vocab_size
+    prompts = {
+        f"r{size}": [chance.randrange(vocab_size) for _ in range(size)] for size in (1, 16, 63, 64, 65, 200, 300)
+    }
+    calls = {
+        name: router.prefill(prefill, name, token_ids, max_tokens=12, temperature=0.0)
+        for name, token_ids in prompts.items()
+    }
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, call in calls.items():
+        given = torch.tensor([prompts[name]])
+        output = await asyncio.to_thread(
+            reference.generate,
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        answer = await router.answer(call, name)
+        assert answer == output[0, len(prompts[name]) :].tolist(), name
+        assert call.get("handed_over").kv_transport.endswith("mapped")
     await cluster.all_free()
 
 
