@@ -44,7 +44,7 @@ _ABUNDANT_BLOCKS = 400
 
 
 class EngineHarness(Protocol):
-    """Makes the engines under test. They must exchange KV, and one block must hold at most 16 tokens."""
+    """Makes the engines under test. They must exchange KV, and one block must hold at most 32 tokens."""
 
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> PrefillEngine:
         """Not started."""
@@ -424,8 +424,8 @@ class EngineConformance:
             blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
         with running_pair(harness, decode_blocks=blocks) as pair:
             layout = pair.decode.info.layout
-            # Each prompt takes a quarter of the pool, each answer another one.
-            length = MAX_MODEL_LEN // 4 - layout.block_tokens
+            # Each prompt takes a quarter of the pool at most, each answer another one.
+            length = max(1, MAX_MODEL_LEN // 4 - layout.block_tokens)
             requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(5)]
             for request in requests:
                 pair.hand_over(request)

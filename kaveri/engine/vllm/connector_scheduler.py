@@ -1,12 +1,32 @@
 """The connector's side in vLLM's scheduler: vLLM's words for our requests, and back. Decides nothing by itself."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kaveri.engine.vllm.connector_worker import StepAdvances
 from kaveri.engine.vllm.hosted import Hosted
 
 _PARAM = "kaveri_number"
+
+
+class Placement(NamedTuple):
+    """A request whose KV a transfer brings has its blocks."""
+
+    hosted: Hosted
+    first_block: int
+    """Those before it have their KV already, from vLLM's prefix cache."""
+    block_ids: Sequence[int]
+    """All of them."""
+
+
+class Advance(NamedTuple):
+    """A request is computed by a step."""
+
+    hosted: Hosted
+    computed: int
+    """Tokens whose KV it has behind the step."""
+    block_ids: Sequence[int]
+    """All of its blocks, on the prefill side."""
 
 
 class Desk(Protocol):
@@ -15,13 +35,11 @@ class Desk(Protocol):
     def find(self, number: str) -> Hosted | None:
         """The request that vLLM was given under this number of ours."""
 
-    def allocated(self, hosted: Hosted, first_block: int, block_ids: Sequence[int]) -> None:
-        """vLLM has blocks for a request whose KV a transfer brings: all of them, of which those before first_block
-        are there already."""
-
-    def stepping(self, advances: Sequence[tuple[Hosted, int]], preempted: Sequence[Hosted]) -> StepAdvances:
-        """A step begins: who is computed, up to which token; and who gave their blocks up for it. Returns what the
-        worker's side is to follow."""
+    def stepping(
+        self, placements: Sequence[Placement], advances: Sequence[Advance], preempted: Sequence[Hosted]
+    ) -> StepAdvances:
+        """A step begins: who was given blocks for KV that a transfer brings, who is computed, and who gave its blocks
+        up for it. Returns what the worker's side is to follow."""
 
     def keeps_blocks(self, hosted: Hosted, token_id: int | None) -> bool:
         """vLLM is done with a request, whose last token this is; whether its blocks are to be kept until we say."""
@@ -39,6 +57,7 @@ class SchedulerSide:
         self.desk: Desk | None = None
         self._block_tokens = block_tokens
         self._hosted: dict[str, Hosted] = {}
+        self._placements: list[Placement] = []
 
     def requested(self, request: Any) -> None:
         """vLLM has taken a request in."""
@@ -61,22 +80,23 @@ class SchedulerSide:
         hosted = self._hosted[request.request_id]
         if not hosted.placed:
             hosted.placed = True
-            assert self.desk is not None
-            self.desk.allocated(hosted, (request.num_tokens - external_tokens) // self._block_tokens, block_ids)
+            first_block = (request.num_tokens - external_tokens) // self._block_tokens
+            self._placements.append(Placement(hosted, first_block, block_ids))
 
     def stepping(self, scheduler_output: Any) -> StepAdvances:
         """vLLM has decided what the next step computes."""
         if self.desk is None:
             return ()
-        advances: list[tuple[Hosted, int]] = []
+        advances: list[Advance] = []
         for vllm_id, token_count in scheduler_output.num_scheduled_tokens.items():
             hosted = self._hosted.get(vllm_id)
             if hosted is not None:
-                if hosted.source is not None:
-                    hosted.take(scheduler_output.kv_connector_block_state.get_block_ids(vllm_id)[0])
-                advances.append((hosted, hosted.vllm_request.num_computed_tokens + token_count))
+                pushed = hosted.source is not None
+                block_ids = scheduler_output.kv_connector_block_state.get_block_ids(vllm_id)[0] if pushed else ()
+                advances.append(Advance(hosted, hosted.vllm_request.num_computed_tokens + token_count, block_ids))
         preempted = [self._hosted[vllm_id] for vllm_id in scheduler_output.preempted_req_ids if vllm_id in self._hosted]
-        return self.desk.stepping(advances, preempted)
+        placements, self._placements = self._placements, []
+        return self.desk.stepping(placements, advances, preempted)
 
     def finished(self, request: Any) -> bool:
         """vLLM computes a request no more. Whether it keeps its blocks until the worker's side reports it."""

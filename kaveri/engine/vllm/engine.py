@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import torch
 from google.protobuf.message import DecodeError
 
 from kaveri.engine.contract import (
@@ -48,6 +47,7 @@ from kaveri.engine.stepwise_pushes import Pushes
 from kaveri.engine.stepwise_sequence import Phase, Source, validate_request
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.vllm.account import Account
+from kaveri.engine.vllm.connector_scheduler import Advance, Placement
 from kaveri.engine.vllm.connector_worker import StepAdvances
 from kaveri.engine.vllm.draws import FIRST_TOKENS
 from kaveri.engine.vllm.host import Host
@@ -113,7 +113,7 @@ class VllmEngine:
         self._added: list[Hosted] = []
         self._checks: list[Future[None]] = []
         self._woken = False
-        self._advances: Sequence[tuple[Hosted, int]] = ()
+        self._advances: Sequence[Advance] = ()
         self._outbox = Outbox(self._on_listener_error)
         self._closing = False
         self._broken: str | None = None
@@ -300,11 +300,49 @@ class VllmEngine:
         """See Desk.find."""
         return self._by_number.get(number)
 
-    def allocated(self, hosted: Hosted, first_block: int, block_ids: Sequence[int]) -> None:
-        """See Desk.allocated."""
-        assert self._receiver is not None, "only an engine that listens reserves"
+    def stepping(
+        self, placements: Sequence[Placement], advances: Sequence[Advance], preempted: Sequence[Hosted]
+    ) -> StepAdvances:
+        """See Desk.stepping."""
+        followed: list[tuple[Source, int]] = []
+        unwanted: list[bytes] = []
         with self._lock:
-            hosted.take(block_ids)
+            for hosted in preempted:
+                hosted.preempted = True
+                hosted.computed = 0
+                if hosted.done:
+                    continue
+                self._outbox.put(Preempted(hosted.key))
+                if hosted.is_prefill:
+                    # Its blocks are written by others from now on: what was queued of them must not be accepted.
+                    if hosted.transfer_id is not None:
+                        unwanted.append(hosted.transfer_id)
+                    hosted.restart()
+            for hosted, computed, block_ids in advances:
+                hosted.preempted = hosted.behind = False
+                if hosted.source is not None:
+                    hosted.take(block_ids)
+                    followed.append((hosted.source, computed))
+                    if not hosted.started and not hosted.done:
+                        self._outbox.put(PrefillStarted(hosted.key))
+                hosted.started = True
+            for hosted, _, block_ids in placements:
+                hosted.take(block_ids)
+            self._account.unused_blocks = self._host.free_blocks
+        for transfer_id in unwanted:
+            self._pushes.abort(transfer_id)
+        for placement in placements:
+            self._grant(placement)
+        self._advances = advances
+        # A request that has begun says so before the step that begins it is computed.
+        self._outbox.publish()
+        return followed
+
+    def _grant(self, placement: Placement) -> None:
+        """vLLM has blocks for a reservation: whoever waits for it gets the ticket."""
+        assert self._receiver is not None, "only an engine that listens reserves"
+        hosted, first_block, block_ids = placement
+        with self._lock:
             if hosted.done:
                 return
         token_count = len(hosted.request.token_ids)
@@ -327,36 +365,6 @@ class VllmEngine:
             self._receiver.revoke(ticket.transfer_id)
         elif granted is not None:
             granted.set_result(ticket)
-
-    def stepping(self, advances: Sequence[tuple[Hosted, int]], preempted: Sequence[Hosted]) -> StepAdvances:
-        """See Desk.stepping."""
-        followed: list[tuple[Source, int]] = []
-        unwanted: list[bytes] = []
-        with self._lock:
-            for hosted in preempted:
-                hosted.preempted = True
-                hosted.computed = 0
-                if hosted.done:
-                    continue
-                self._outbox.put(Preempted(hosted.key))
-                if hosted.is_prefill:
-                    # Its blocks are written by others from now on: what was queued of them must not be accepted.
-                    if hosted.transfer_id is not None:
-                        unwanted.append(hosted.transfer_id)
-                    hosted.restart()
-            for hosted, computed in advances:
-                hosted.preempted = hosted.behind = False
-                if hosted.source is not None:
-                    followed.append((hosted.source, computed))
-                    if not hosted.started and not hosted.done:
-                        self._outbox.put(PrefillStarted(hosted.key))
-                hosted.started = True
-        for transfer_id in unwanted:
-            self._pushes.abort(transfer_id)
-        self._advances = advances
-        # A request that has begun says so before the step that begins it is computed.
-        self._outbox.publish()
-        return followed
 
     def keeps_blocks(self, hosted: Hosted, token_id: int | None) -> bool:
         """See Desk.keeps_blocks."""
@@ -420,8 +428,6 @@ class VllmEngine:
     # The engine thread.
 
     def _loop(self) -> None:
-        # The thread that made the model has set this for itself alone.
-        torch.set_num_threads(self._host.thread_count)
         stalled = False
         try:
             while True:
@@ -576,7 +582,7 @@ class VllmEngine:
         computed: list[tuple[Source, int]] = []
         unwanted: list[bytes] = []
         with self._lock:
-            for hosted, computed_tokens in self._advances:
+            for hosted, computed_tokens, _ in self._advances:
                 if hosted.done:
                     continue
                 hosted.computed = computed_tokens

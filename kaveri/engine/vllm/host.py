@@ -19,14 +19,10 @@ _VACATE_STEPS = 100
 class Host:
     """A loaded vLLM engine (LLMEngine, VLLM_ENABLE_V1_MULTIPROCESSING=0) with our connector in it."""
 
-    def __init__(
-        self, llm: Any, *, max_model_len: int, vocab_size: int, eos_token_ids: frozenset[int], thread_count: int
-    ) -> None:
+    def __init__(self, llm: Any, *, max_model_len: int, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.thread_count = thread_count
-        """Of PyTorch and OpenMP, as vLLM has set them for the thread that loaded it."""
         self._llm = llm
         self._scheduler = llm.engine_core.engine_core.scheduler
         scheduler_connector, worker_connector = self._scheduler.get_kv_connector(), get_kv_transfer_group()

@@ -99,7 +99,6 @@ def load_host(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # After the environment is set, which vLLM reads when it is imported.
-    import torch
     from vllm import EngineArgs, LLMEngine
     from vllm.config import KVTransferConfig
 
@@ -146,7 +145,6 @@ def load_host(
         max_model_len=config.max_model_len,
         vocab_size=config.get_vocab_size(),
         eos_token_ids=_eos_token_ids(config),
-        thread_count=torch.get_num_threads(),
     )
 
 

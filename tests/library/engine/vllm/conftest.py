@@ -1,0 +1,80 @@
+"""vLLM engines for the tests of this folder: processes, started once, that lend their model to one test at a time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kaveri.testing.engine_process import EngineProcess
+from kaveri.testing.tiny_models import make_tiny_model
+
+MAX_MODEL_LEN = 128
+CHUNK_TOKENS = 16
+BLOCK_TOKENS = 32
+"""What vLLM's CPU kernels want at least."""
+_BLOCKS = 401
+"""One more than a test takes: vLLM keeps the first for itself."""
+
+
+class Lender:
+    """Processes for one role, each with vLLM and the same model in it."""
+
+    def __init__(self, model: Path, max_batch: int) -> None:
+        self._model = model
+        self._max_batch = max_batch
+        self._processes: list[EngineProcess] = []
+
+    def lend(self) -> EngineProcess:
+        """A process whose last engine is closed."""
+        for process in self._processes:
+            if process.is_free:
+                return process
+        # Only where vLLM is installed, which the fixtures have made sure of.
+        from kaveri.testing.vllm_engines import prepare
+
+        loading = {
+            "dtype": "float32",
+            "max_model_len": MAX_MODEL_LEN,
+            "block_tokens": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": 2**27,
+            "chunk_tokens": CHUNK_TOKENS,
+            "max_batch": self._max_batch,
+            "engine_args": {"num_gpu_blocks_override": _BLOCKS},
+        }
+        process = EngineProcess(
+            prepare,
+            str(self._model),
+            loading,
+            preload=["kaveri.testing.vllm_engines"],
+            OMP_NUM_THREADS="1",
+            VLLM_LOGGING_LEVEL="ERROR",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        )
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.close()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("vllm")
+    # Heads as wide as vLLM's CPU kernels take them.
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", max_positions=256, hidden_size=128, head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def prefills(model_folder: Path) -> Iterator[Lender]:
+    lender = Lender(model_folder, 0)
+    yield lender
+    lender.close()
+
+
+@pytest.fixture(scope="session")
+def decodes(model_folder: Path) -> Iterator[Lender]:
+    lender = Lender(model_folder, 8)
+    yield lender
+    lender.close()

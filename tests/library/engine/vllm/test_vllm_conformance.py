@@ -1,0 +1,60 @@
+"""The vLLM engine does what every engine must, KV pushed over real sockets between two processes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance
+from kaveri.testing.engine_process import RemoteEngine
+
+
+class _Harness:
+    def __init__(self, prefills: Any, decodes: Any, socket_folder: Path, reference: Any) -> None:
+        self._prefills = prefills
+        self._decodes = decodes
+        self._socket_folder = socket_folder
+        self._reference = reference
+        self._count = 0
+
+    def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> RemoteEngine:
+        assert (max_model_len, chunk_tokens) == (MAX_MODEL_LEN, CHUNK_TOKENS)
+        return self._prefills.lend().open(total_blocks=total_blocks, max_batch=1)
+
+    def decode_engine(
+        self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
+    ) -> RemoteEngine:
+        assert (max_model_len, chunk_tokens) == (MAX_MODEL_LEN, CHUNK_TOKENS)
+        self._count += 1
+        listen = [
+            KvEndpoint("unix", str(self._socket_folder / f"kv{self._count}.sock")),
+            KvEndpoint("tcp", "127.0.0.1:0"),
+        ]
+        return self._decodes.lend().open(total_blocks=total_blocks, max_batch=max_batch, listen=listen)
+
+    def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
+        prompt = torch.tensor([list(token_ids)])
+        output = self._reference.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=token_count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        answer: list[int] = output[0, len(token_ids) :].tolist()
+        return answer
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_folder)
+
+
+class TestVllmEngine(EngineConformance):
+    @pytest.fixture
+    def harness(self, prefills: Any, decodes: Any, reference: Any, tmp_path: Path) -> _Harness:
+        return _Harness(prefills, decodes, tmp_path, reference)
