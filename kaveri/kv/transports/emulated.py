@@ -19,6 +19,9 @@ from kaveri.kv.transports.stream import Stream
 
 _CHECK_S = 0.02
 """Longest sleep that does not ask whether the push is still wanted."""
+_AHEAD_S = 0.01
+"""How much a link takes on before it has sent what came before, as a socket's buffer does. Were it nothing, the link
+would stand idle after each piece for as long as the sending thread wakes up late."""
 
 
 class EmulatedTransport:
@@ -71,13 +74,14 @@ class EmulatedLink:
         digest: Digest,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """See Link.write. The bytes go at once, and the link is busy for the rest of its time."""
+        """See Link.write. The bytes go at once, and the link is busy for the rest of its time; all but the last
+        _AHEAD_S of that are spent here."""
         began_s = time.monotonic()
         told_count = self._inner.write(ticket, layer, first_index, source_blocks, digest, is_stopped)
         moved_bytes = len(source_blocks) * self._layout.block_bytes
         busy_s = self._speed.transfer_s(moved_bytes, self._layout.token_bytes)
         self._busy_until_s = max(began_s, self._busy_until_s) + busy_s
-        self._sleep_until(self._busy_until_s, is_stopped)
+        self._sleep_until(self._busy_until_s - _AHEAD_S, is_stopped)
         return told_count
 
     def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
@@ -90,7 +94,7 @@ class EmulatedLink:
         Other transfers of the link wait for that as well, which a real link would not make them: with milliseconds of
         latency and many short transfers to one receiver the link is slower than its bandwidth says.
         """
-        self._sleep_until(time.monotonic() + self._speed.latency_s, lambda: False)
+        self._sleep_until(max(time.monotonic(), self._busy_until_s) + self._speed.latency_s, lambda: False)
         self._inner.finish(ticket, note)
 
     def abort(self, ticket: Ticket) -> None:

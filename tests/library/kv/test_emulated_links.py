@@ -94,6 +94,41 @@ def test_an_emulated_link_takes_at_least_its_time_and_its_label_says_so() -> Non
     assert (target.memory[:, [0, 2]] == 7).all()
 
 
+class LateClock:
+    """A clock that only sleeping moves, and always 3 ms too far, as on a machine with other things to do."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds + 0.003
+
+
+def test_late_wake_ups_do_not_make_an_emulated_link_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LateClock()
+    monkeypatch.setattr("kaveri.kv.transports.emulated.time", clock)
+    source, target = KvPool(LAYOUT, 50), KvPool(LAYOUT, 50)
+    pushed = Recorder()
+    # A millisecond for each block: shorter than a wake-up is late.
+    transports = slowed(make_transports(("tcp",)), f"{LAYOUT.block_bytes}KBps")
+    listen = [KvEndpoint("tcp", "127.0.0.1:0")]
+    with (
+        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=transports)) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
+    ):
+        ticket = receiver.grant(range(50), 200, 30.0)
+        sender.open(ticket)
+        for layer in range(LAYOUT.layer_count):
+            for block in range(50):
+                sender.write(ticket.transfer_id, layer, block, [block])
+        sender.finish(ticket.transfer_id, b"")
+        assert isinstance(pushed.wait(ticket), PushAccepted)
+    assert 0.1 <= clock.now_s < 0.11
+
+
 def test_an_abort_does_not_wait_for_the_emulated_link() -> None:
     source, target = KvPool(LAYOUT, 4), KvPool(LAYOUT, 4)
     pushed, landed = Recorder(), Recorder()
