@@ -63,9 +63,10 @@ class CreditBook(Generic[SenderT]):
         """What each sender may hold, once the others have come down to as much."""
         return max(self.least_bytes, self.total_bytes // max(_SHARES_MIN, len(self._accounts)))
 
-    def outstanding_bytes(self, sender: SenderT) -> int:
-        """Credit that the sender has not used, as far as is known here."""
-        return self._accounts[sender].outstanding_bytes
+    @property
+    def arriving_bytes(self) -> int:
+        """Spent and not settled."""
+        return sum(account.arriving_bytes for account in self._accounts.values())
 
     def join(self, sender: SenderT) -> None:
         """One sender more. It holds nothing yet: see grants()."""
@@ -106,7 +107,7 @@ class CreditBook(Generic[SenderT]):
             free_bytes = self.total_bytes - self._held_bytes
             reach_bytes = min(window_bytes, max(account.held_bytes + free_bytes, self.least_bytes))
             due_bytes = reach_bytes - account.held_bytes
-            if due_bytes >= reach_bytes // 4 > 0:
+            if due_bytes >= max(1, reach_bytes // 4):
                 account.outstanding_bytes += due_bytes
                 self._held_bytes += due_bytes
                 granted.append((sender, due_bytes))

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kaveri.kv.digest import DigestFactory
+from kaveri.kv.flow import PeerFlow
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Link, LinkLost, Transport
 from kaveri.kv.turns import Turns
@@ -143,8 +144,6 @@ class Peer:
         self.key = key
         self.epoch = epoch
         self.pushes: set[Push] = set()
-        self.credit_waits = 0
-        self.credit_wait_s = 0.0
         self._routes = routes
         self._connection: Connection | None = None
         # Of those with something queued.
@@ -174,10 +173,29 @@ class Peer:
             self._waiting_since_s = time.monotonic()
             self._changed.notify()
 
+    def flow(self) -> PeerFlow:
+        """Under the lock: what is under way."""
+        connection = self._connection
+        block_bytes = self.sender.pool.layout.block_bytes
+        unaccepted_bytes = sum(push.kv_bytes for push in self.pushes)
+        queued_count = sum(sum(push.queued) for push in self.pushes if push.stopped is None)
+        written_bytes = sum(push.kv_bytes for push in self.pushes if push.stopped is None)
+        return PeerFlow(
+            address=(connection.endpoint if connection is not None else self._routes[0][1]).address,
+            transport=connection.transport.label if connection is not None else "",
+            push_count=len(self.pushes),
+            block_count=sum(len(push.ticket.block_ids) for push in self.pushes),
+            queued_bytes=queued_count * block_bytes - written_bytes,
+            unaccepted_bytes=unaccepted_bytes,
+            credit_bytes=connection.credit_bytes if connection is not None else 0,
+            is_waiting=self._waiting_since_s is not None,
+        )
+
     def drop_queue(self, push: Push) -> None:
         """Under the lock: nothing more of the push is sent."""
         push.queue.clear()
         self._turns.leave(push)
+        self._changed.notify()
 
     def close(self) -> None:
         """Under the lock: makes the thread end soon."""
@@ -324,11 +342,11 @@ class Peer:
         now_s = time.monotonic()
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
-            self.credit_waits += 1
+            self.sender.credit_waits += 1
         left_s = self._waiting_since_s + self.sender.credit_timeout_s - now_s
         if left_s > 0:
             self._changed.wait(left_s)
-            self.credit_wait_s += time.monotonic() - now_s
+            self.sender.credit_wait_s += time.monotonic() - now_s
             return None
         assert self._connection is not None
         return partial(self.lose, self._connection, f"no credit came for {self.sender.credit_timeout_s:g} s")

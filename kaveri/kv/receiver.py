@@ -10,6 +10,7 @@ from functools import partial
 from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.credit import CreditBook
 from kaveri.kv.digest import Digest, DigestFactory, xxh3
+from kaveri.kv.flow import ReceiverFlow
 from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import KvEndpoint, Ticket
@@ -140,6 +141,26 @@ class KvReceiver:
         for landing in waiting:
             landing.abort("the receiver was closed")
         self._reporter.close()
+
+    def flow(self) -> ReceiverFlow:
+        """What is under way."""
+        with self._lock:
+            leased = [(len(landing.ticket.block_ids), landing.is_stopped()) for landing in self._landings.values()]
+        with self._credit_lock:
+            return ReceiverFlow(
+                sender_count=self._credit.sender_count,
+                window_bytes=self._credit.window_bytes,
+                held_bytes=self._credit.held_bytes,
+                arriving_bytes=self._credit.arriving_bytes,
+                leased_block_count=sum(count for count, _ in leased),
+                quarantined_block_count=sum(count for count, stopped in leased if stopped),
+            )
+
+    def check_integrity(self) -> None:
+        """Asserts that no credit is lost or made up, and that no more than the limit is given. Any time; says nothing
+        of what senders believe that they have."""
+        with self._credit_lock:
+            self._credit.check_integrity()
 
     def admit(self, give: Callable[[int], None]) -> "SenderCredit":
         """For transports; see Intake."""

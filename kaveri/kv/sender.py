@@ -7,6 +7,7 @@ from functools import partial
 
 from kaveri.errors import TransferFailed
 from kaveri.kv.digest import DigestFactory, xxh3
+from kaveri.kv.flow import SenderFlow
 from kaveri.kv.peer import Peer, Push, QueuedWrite
 from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
@@ -73,6 +74,9 @@ class KvSender:
         self.credit_timeout_s = credit_timeout_s
         self.on_local_done = on_local_done
         self.lock = threading.Lock()
+        # Of all peers, those of former times included. Guarded by the lock.
+        self.credit_waits = 0
+        self.credit_wait_s = 0.0
         self._pushes: dict[bytes, Push] = {}
         self._peers: dict[tuple[object, ...], Peer] = {}
         # Of peers, those that are on their way out included.
@@ -141,6 +145,12 @@ class KvSender:
     def abort(self, transfer_id: bytes) -> None:
         """Gives up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored."""
         self._give_up(transfer_id, "aborted")
+
+    def flow(self) -> SenderFlow:
+        """What is under way."""
+        with self.lock:
+            peers = tuple(peer.flow() for peer in self._peers.values())
+            return SenderFlow(peers, self.credit_waits, self.credit_wait_s)
 
     def close(self) -> None:
         """Breaks all connections, fails what is under way, ends threads. Idempotent. Waits for a connection attempt
