@@ -26,7 +26,7 @@ from kaveri.kv.transport import Transport
 from kaveri.kv.transports import make_transports
 
 STAGING_BYTES = 64 * 2**20
-"""Memory for the blocks of one other shape; the source pool's size where that is less."""
+"""Memory for the blocks of one other shape; less where the source pool is smaller, more where four blocks need it."""
 STAGINGS_MAX = 4
 """Other shapes that are served at a time. One that is not in use gives way to a new one."""
 

@@ -8,7 +8,8 @@ digests are over its own blocks. Owns the staging pool, the thread that copies a
 A staging block of a layer is taken when it is to be filled and free again when the link no longer reads it. Receivers
 share them by dynamic thresholds (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
 Switches", 1998, with alpha = 1): each may hold as many as are free. So one that takes nothing holds up nobody else, and
-one that is alone has half of them.
+one that is alone has half of them; it takes several such receivers to have them all, until their links or their tickets
+run out of time.
 """
 
 import threading
@@ -26,6 +27,9 @@ from kaveri.kv.sender import KvSender, PushAccepted, PushFailed, PushListener
 from kaveri.kv.ticket import Ticket
 from kaveri.kv.transport import Transport
 from kaveri.telemetry.logs import get_logger
+
+_BLOCKS_MIN = 4
+"""Staging blocks of each layer at the least, however large they are."""
 
 
 class StagedPush:
@@ -115,7 +119,7 @@ class StagedPushes:
 
     shape: a receiver's layout without its place in the model, so that all ranks of an instance share the staging.
     listener: hears of each opened push once, on a thread of this one; the source blocks are not read any more then.
-    The memory is staging_bytes at the most, but one block of each layer at the least; it is taken and touched by the
+    The memory is staging_bytes at the most, but four blocks of each layer at the least; it is taken and touched by the
     thread here, so that nobody waits for that.
     """
 
@@ -136,7 +140,7 @@ class StagedPushes:
         self._transports = transports
         self._digest = digest
         self._idle_s = idle_s
-        self.block_count = max(1, staging_bytes // (shape.layer_count * shape.block_bytes))
+        self.block_count = max(_BLOCKS_MIN, staging_bytes // (shape.layer_count * shape.block_bytes))
         self._changed = threading.Condition()
         # In the order of their turns.
         self._pushes: dict[bytes, StagedPush] = {}

@@ -5,7 +5,7 @@ import itertools
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from kaveri.kv.partition import KvPartition
 from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transport import Transport
 from kaveri.kv.transports import PATH_NAMES, make_transports
+from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_conformance import WAIT_S, Recorder, open_descriptors, wait_until
 from tests.library.kv.kv_reference import MARK, Instance, Reference, layouts, make_reference, partitions
 
@@ -73,13 +75,11 @@ class ReceivingInstance:
 class Source:
     """One rank's pool with one request in it, and its sender."""
 
-    def __init__(self, instance: Instance, transport: str, staging_bytes: int, rank: int = 0) -> None:
-        self.pool, self.block_ids = instance.pools[rank], instance.block_ids[rank]
+    def __init__(self, instance: Instance, transport: str | Transport, staging_bytes: int) -> None:
+        self.pool, self.block_ids = instance.pools[0], instance.block_ids[0]
         self.pushed = Recorder()
-        transports = make_transports((transport,))
-        self.sender = MappedSender(
-            self.pool, self.pushed, transports=transports, staging_bytes=staging_bytes, idle_s=WAIT_S
-        )
+        transports = make_transports((transport,)) if isinstance(transport, str) else [transport]
+        self.sender = MappedSender(self.pool, self.pushed, transports=transports, staging_bytes=staging_bytes)
 
     def open(self, tickets: list[Ticket]) -> bytes:
         """The whole to one, or parts to several. Returns the transfer's name."""
@@ -140,7 +140,7 @@ def whole_and_split(draw: st.DrawFn) -> tuple[KvPartition, KvPartition]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm", "tcp"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     whole_and_split(),
     st.integers(1, 300),
@@ -179,3 +179,229 @@ def test_every_byte_reaches_its_place_in_every_rank_of_any_instance(
         if mapped:
             receiving.assert_holds(reference, token_count, first_block)
         sending.sender.check_integrity()
+
+
+class HeldDigest:
+    """Takes nothing in until it is let go: a receiver that does not read on."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self._gate = gate
+        self._digest: Digest = xxh3()
+
+    def update(self, data: memoryview, /) -> None:
+        assert self._gate.wait(WAIT_S), "never let go"
+        self._digest.update(data)
+
+    def intdigest(self) -> int:
+        return self._digest.intdigest()
+
+
+def one_rank(block_tokens: int, order: str = "2NHD", model: KvLayout = MODEL) -> KvPartition:
+    return KvPartition.even(replace(model, block_tokens=block_tokens, order=order))
+
+
+class Pair:
+    """One source and any number of receiving instances, closed at the end."""
+
+    def __init__(
+        self,
+        folder: str,
+        source: KvPartition,
+        token_count: int,
+        staging_bytes: int,
+        transport: str,
+        sending: Transport | None = None,
+    ) -> None:
+        """sending: the sender's own transport, where it is not just that of the name."""
+        self.folder, self.transport, self.token_count = folder, transport, token_count
+        self.chance = np.random.default_rng(token_count)
+        self.reference = make_reference(source.layout, token_count, self.chance)
+        instance = Instance.of(source, token_count, self.chance)
+        instance.write(self.reference)
+        self.source = Source(instance, sending or transport, staging_bytes)
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(self.source.close)
+
+    def receiving(self, partition: KvPartition, digest: DigestFactory = xxh3) -> ReceivingInstance:
+        instance = Instance.of(partition, self.token_count, self.chance)
+        receiving = ReceivingInstance(instance, self.transport, self.folder, digest)
+        # Before the sender is closed, which might wait for what the receiver does not take.
+        self._stack.callback(receiving.close)
+        return receiving
+
+    def require_landed(self, receiving: ReceivingInstance, name: bytes) -> None:
+        event = self.source.wait(name)
+        assert isinstance(event, PushAccepted), event
+        receiving.assert_holds(self.reference, self.token_count)
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+WIDE = replace(MODEL, kv_head_count=8, head_dim=64)
+"""A token of a layer is 2 KiB: prompts outgrow what a socket's buffers take."""
+
+
+def test_a_receiver_that_takes_nothing_holds_up_nobody_else(folder: str) -> None:
+    # An eighth of the prompt.
+    with Pair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix") as pair:
+        gate = threading.Event()
+        stuck = pair.receiving(one_rank(32, model=WIDE), digest=lambda: HeldDigest(gate))
+        free = pair.receiving(one_rank(32, model=WIDE))
+        held = pair.source.push(stuck.grant(1000))
+        landed = [pair.source.wait(pair.source.push(free.grant(1000), seed)) for seed in range(3)]
+        assert all(isinstance(event, PushAccepted) for event in landed), landed
+        assert held not in pair.source.pushed.events
+        free.assert_holds(pair.reference, 1000)
+        gate.set()
+        pair.require_landed(stuck, held)
+
+
+def test_a_push_that_waits_for_staging_ends_with_its_ticket_and_gives_all_back(folder: str) -> None:
+    # A frame that is cut short by its ticket's end costs its link so long.
+    sending = SocketTransport("unix", progress_timeout_s=0.5)
+    with Pair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix", sending) as pair:
+        gate = threading.Event()
+        stuck = pair.receiving(one_rank(32, model=WIDE), digest=lambda: HeldDigest(gate))
+        name = pair.source.push(stuck.grant(1000, expires_in_s=0.3))
+        failed = pair.source.wait(name)
+        assert isinstance(failed, PushFailed)
+        assert "expired" in failed.reason
+        pair.source.sender.check_integrity()
+        gate.set()
+        working = pair.receiving(one_rank(32, model=WIDE))
+        pair.require_landed(working, pair.source.push(working.grant(1000)))
+
+
+@pytest.mark.parametrize("transport", ["unix", "shm", "tcp"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_pushes_at_once_some_of_them_given_up_leave_no_staging_block_behind(
+    folder: str, transport: str, seed: int
+) -> None:
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    before = open_descriptors(), set(threading.enumerate())
+    model = replace(MODEL, block_tokens=32)
+    with Pair(folder, one_rank(32), 700, 30_000, transport) as pair:
+        partitions = [
+            one_rank(16),
+            one_rank(64, "2HND"),
+            KvPartition.even(replace(model, block_tokens=16), pipeline_stages=2),
+            KvPartition.even(replace(model, block_tokens=64, order="2HND"), tensor_ranks=2),
+        ]
+        source = pair.source
+        fates: dict[bytes, tuple[ReceivingInstance, list[Ticket], bool]] = {}
+        for number in range(12):
+            receiving = pair.receiving(partitions[number % 4])
+            tickets = receiving.grant(700)
+            name = f"transfer {number}".encode()
+            source.sender.open_parts(name, tickets)
+            # How many steps are made before it is given up, None: never.
+            steps = list(source.steps(tickets[0], chance))
+            given_up = chance.random() < 0.4
+            for step in steps[: chance.randint(0, len(steps)) if given_up else None]:
+                source.write(name, tickets[0], *step)
+            if given_up:
+                source.sender.abort(name)
+            else:
+                source.sender.finish(name, NOTE)
+            fates[name] = receiving, tickets, given_up
+        for name, (receiving, tickets, given_up) in fates.items():
+            event = source.wait(name)
+            if given_up:
+                assert event == PushFailed(name, event.reason)  # type: ignore[union-attr]
+                for ticket in tickets:
+                    assert isinstance(receiving.landed.wait(ticket), TransferReleased)
+            else:
+                assert isinstance(event, PushAccepted), event
+                receiving.assert_holds(pair.reference, 700)
+        source.sender.check_integrity()
+    wait_until(lambda: open_descriptors() <= before[0], "descriptors are closed")
+    assert set(threading.enumerate()) <= before[1]
+
+
+def test_one_part_that_fails_ends_the_others_and_the_transfer_names_it(folder: str) -> None:
+    with Pair(folder, one_rank(16), 200, 1 << 20, "unix") as pair:
+        receiving = pair.receiving(KvPartition.even(replace(MODEL, block_tokens=32), tensor_ranks=2))
+        tickets = receiving.grant(200)
+        tickets[1] = replace(tickets[1], secret=bytes(16))
+        event = pair.source.wait(pair.source.push(tickets))
+        assert isinstance(event, PushFailed)
+        assert event.reason.startswith("layers 0-3, KV heads 2-3: rejected: wrong secret")
+        pair.source.sender.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_fingerprint", "another"),
+        ("dtype", "bfloat16"),
+        ("head_dim", 16),
+        ("order", "vllm-opaque-7"),
+        ("layer_count", 3),
+        ("kv_head_count", 2),
+        ("first_layer", 1),
+        ("first_kv_head", 2),
+    ],
+)
+def test_what_cannot_be_mapped_is_refused_by_the_field_before_anything_is_opened(
+    folder: str, field: str, value: object
+) -> None:
+    with Pair(folder, one_rank(16), 50, 1 << 20, "unix") as pair:
+        (ticket,) = pair.receiving(one_rank(32)).grant(50)
+        with pytest.raises(LayoutMismatch) as caught:
+            pair.source.sender.open(replace(ticket, layout=replace(ticket.layout, **{field: value})))
+        assert caught.value.field == field
+
+
+def test_parts_must_be_of_one_instance_and_cover_the_model(folder: str) -> None:
+    with Pair(folder, one_rank(16), 50, 1 << 20, "unix") as pair:
+        split = KvPartition.even(replace(MODEL, block_tokens=32), pipeline_stages=2, tensor_ranks=2)
+        tickets = pair.receiving(split).grant(50)
+        open_parts = pair.source.sender.open_parts
+        with pytest.raises(InvalidArgument, match="layer 2, KV head 0 is missing"):
+            open_parts(b"name", [*tickets[:2], tickets[3]])
+        with pytest.raises(InvalidArgument, match="at least one"):
+            open_parts(b"name", [])
+        with pytest.raises(InvalidArgument, match="different transfers"):
+            open_parts(b"name", [*tickets, tickets[0]])
+        with pytest.raises(InvalidArgument, match="token_count"):
+            open_parts(b"name", [*tickets[:3], replace(tickets[3], token_count=49)])
+        other = replace(tickets[3], layout=replace(tickets[3].layout, block_tokens=64))
+        with pytest.raises(LayoutMismatch, match="block_tokens"):
+            open_parts(b"name", [*tickets[:3], other])
+        beyond = replace(tickets[3], layout=replace(tickets[3].layout, first_kv_head=3))
+        with pytest.raises(LayoutMismatch, match="kv_heads"):
+            open_parts(b"name", [*tickets[:3], beyond])
+        open_parts(b"name", tickets)
+        pair.source.sender.abort(b"name")
+        assert isinstance(pair.source.wait(b"name"), PushFailed)
+
+
+def test_a_shape_that_is_not_in_use_gives_way_to_a_new_one(folder: str) -> None:
+    with Pair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
+        for block_tokens in range(17, 17 + 2 * STAGINGS_MAX):
+            receiving = pair.receiving(one_rank(block_tokens))
+            pair.require_landed(receiving, pair.source.push(receiving.grant(100)))
+        waiting = []
+        for block_tokens in range(50, 50 + STAGINGS_MAX):
+            (ticket,) = pair.receiving(one_rank(block_tokens)).grant(100)
+            waiting.append(pair.source.open([ticket]))
+        with pytest.raises(TransferFailed, match="other layouts already"):
+            pair.source.open(pair.receiving(one_rank(70)).grant(100))
+        for name in waiting:
+            pair.source.sender.abort(name)
+            assert isinstance(pair.source.wait(name), PushFailed)
+
+
+def test_closing_fails_what_is_under_way_and_refuses_the_rest(folder: str) -> None:
+    with Pair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
+        receiving = pair.receiving(one_rank(32))
+        name = pair.source.open(receiving.grant(100))
+        pair.source.sender.close()
+        assert isinstance(pair.source.wait(name), PushFailed)
+        with pytest.raises(TransferFailed, match="closed"):
+            pair.source.open(receiving.grant(100))
