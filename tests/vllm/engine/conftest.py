@@ -27,7 +27,7 @@ class Lender:
     def lend(self) -> EngineProcess:
         """A process whose last engine is closed."""
         for process in self._processes:
-            if process.is_free:
+            if process.is_alive and process.is_free:
                 return process
         # Only where vLLM is installed, which the fixtures have made sure of.
         from kaveri.testing.vllm_engines import prepare

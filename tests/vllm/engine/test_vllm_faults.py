@@ -1,0 +1,273 @@
+"""What the conformance suite does not ask of the vLLM engine: peers that die, every transport, what is cached, what
+other engines push."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kaveri.engine.contract import (
+    AttemptKey,
+    EngineStopped,
+    FirstToken,
+    KvPushed,
+    KvPushFailed,
+    Landed,
+    LandingFailed,
+    Preempted,
+    PrefillProgress,
+)
+from kaveri.errors import EngineError, LayoutMismatch
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.testing.engine_conformance import EngineRequest, Pair, make_request, when_there_is_room
+from kaveri.testing.engine_process import RemoteEngine
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+
+_BLOCKS = 60
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_folder)
+
+
+def _answer(reference: Any, request: EngineRequest, token_count: int) -> list[int]:
+    prompt = torch.tensor([list(request.token_ids)])
+    output = reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=token_count, do_sample=False, pad_token_id=0
+    )
+    answer: list[int] = output[0, len(request.token_ids) :].tolist()
+    return answer
+
+
+class _Bench:
+    """Engines of a test, closed at its end."""
+
+    def __init__(self, prefills: Any, decodes: Any, folder: Path, stack: ExitStack) -> None:
+        self._prefills = prefills
+        self._decodes = decodes
+        self._folder = folder
+        self._stack = stack
+        self._count = 0
+
+    def prefill(self, recorder: EngineRecorder, **arguments: Any) -> RemoteEngine:
+        engine: RemoteEngine = self._prefills.lend().open(**{"total_blocks": _BLOCKS, "max_batch": 1} | arguments)
+        return self._started(engine, recorder)
+
+    def decode(self, recorder: EngineRecorder, *transports: str, **arguments: Any) -> RemoteEngine:
+        self._count += 1
+        listen = [KvEndpoint(name, self._address(name)) for name in transports or ("unix",)]
+        given = {"total_blocks": _BLOCKS, "max_batch": 4, "listen": listen} | arguments
+        if transports:
+            given["transports"] = transports
+        engine: RemoteEngine = self._decodes.lend().open(**given)
+        return self._started(engine, recorder)
+
+    def pair(self, *transports: str, admit: bool = True, **arguments: Any) -> Pair:
+        prefilled = EngineRecorder()
+        prefill = self.prefill(prefilled, **({"transports": transports} if transports else {}))
+        decoded = EngineRecorder()
+        decode = self.decode(decoded, *transports, **arguments)
+        if admit:
+            decoded.on_event = lambda event: decode.admit(event.key) if isinstance(event, Landed) else None
+        return Pair(prefill, decode, prefilled, decoded)
+
+    def _started(self, engine: RemoteEngine, recorder: EngineRecorder) -> RemoteEngine:
+        self._stack.callback(engine.close)
+        engine.start(recorder)
+        return engine
+
+    def _address(self, transport: str) -> str:
+        local = transport in ("unix", "shm")
+        return str(self._folder / f"{transport}{self._count}.sock") if local else "127.0.0.1:0"
+
+
+@pytest.fixture
+def bench(prefills: Any, decodes: Any, tmp_path: Path) -> Iterator[_Bench]:
+    with ExitStack() as stack:
+        yield _Bench(prefills, decodes, tmp_path, stack)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm", "gloo", "nixl"])
+def test_kv_lands_in_vllms_own_memory_over_every_transport(bench: _Bench, reference: Any, transport: str) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu13")
+    pair = bench.pair(transport)
+    requests = [make_request(pair.prefill, f"{transport}{length}", length, 12) for length in (1, 32, 33, 90)]
+    for request in requests:
+        pair.hand_over(request)
+    for request in requests:
+        assert pair.answer(request) == _answer(reference, request, 12)
+        assert pair.prefilled.wait_for(KvPushed, request.key).transport.startswith(transport)
+    wait_until_free(pair.prefill, pair.decode)
+
+
+def test_blocks_that_decode_has_cached_are_not_pushed(bench: _Bench, reference: Any) -> None:
+    pair = bench.pair()
+    first = make_request(pair.prefill, "first", 100, 8)
+    pair.hand_over(first)
+    assert pair.answer(first) == _answer(reference, first, 8)
+    wait_until_free(pair.prefill, pair.decode)
+    tail = make_request(pair.prefill, "tail", 20, 8).token_ids
+    second = replace(first, key=AttemptKey("second", 1), token_ids=first.token_ids[:70] + tail)
+    ticket = pair.reserve(second)
+    assert (ticket.first_block, len(ticket.block_ids), ticket.token_count) == (2, 1, 90)
+    pair.prefill.prefill(second)
+    pair.prefill.push_to(second.key, ticket)
+    assert pair.answer(second) == _answer(reference, second, 8)
+    assert (
+        pair.prefilled.wait_for(KvPushed, second.key).kv_bytes == ticket.layout.block_bytes * ticket.layout.layer_count
+    )
+    wait_until_free(pair.prefill, pair.decode)
+
+
+def test_what_prefill_has_cached_is_pushed_without_being_computed(bench: _Bench, reference: Any) -> None:
+    pair = bench.pair()
+    first = make_request(pair.prefill, "first", 97, 1)
+    pair.prefill.prefill(first)
+    pair.prefilled.wait_for_finish(first.key)
+    second = replace(first, key=AttemptKey("second", 1), params=replace(first.params, max_tokens=9))
+    pair.hand_over(second)
+    assert pair.answer(second) == _answer(reference, second, 9)
+    assert pair.prefilled.of(PrefillProgress, first.key)
+    assert not pair.prefilled.of(PrefillProgress, second.key)
+    wait_until_free(pair.prefill, pair.decode)
+
+
+def test_killed_prefill_costs_decode_nothing_but_the_request(bench: _Bench, prefills: Any, reference: Any) -> None:
+    pair = bench.pair()
+    request = make_request(pair.prefill, "r", 100, 8)
+    ticket = pair.reserve(request)
+    process = pair.prefill.process  # type: ignore[attr-defined]
+
+    def kill_at_first_chunk(event: Any) -> None:
+        if isinstance(event, PrefillProgress):
+            os.kill(process.pid, signal.SIGSTOP)
+            pair.prefilled.on_event = None
+
+    pair.prefilled.on_event = kill_at_first_chunk
+    pair.prefill.prefill(request)
+    pair.prefill.push_to(request.key, ticket)
+    pair.prefilled.wait_for(PrefillProgress, request.key)
+    process.kill()
+    pair.decoded.wait_for(LandingFailed, request.key)
+    wait_until_free(pair.decode)
+    prefilled = EngineRecorder()
+    again = Pair(bench.prefill(prefilled), pair.decode, prefilled, pair.decoded)
+    retried = replace(request, key=AttemptKey("r", 2))
+    again.hand_over(retried)
+    assert again.answer(retried) == _answer(reference, request, 8)
+    wait_until_free(again.prefill, again.decode)
+
+
+def test_killed_decode_leaves_the_kv_for_another(bench: _Bench, reference: Any) -> None:
+    pair = bench.pair(admit=False)
+    request = make_request(pair.prefill, "r", 100, 8)
+    pair.prefill.prefill(request)
+    pair.prefilled.wait_for(FirstToken, request.key)
+    ticket = pair.reserve(request)
+    pair.decode.process.kill()  # type: ignore[attr-defined]
+    pair.prefill.push_to(request.key, ticket)
+    pair.prefilled.wait_for(KvPushFailed, request.key)
+    decoded = EngineRecorder()
+    decode = bench.decode(decoded)
+    decoded.on_event = lambda event: decode.admit(event.key) if isinstance(event, Landed) else None
+    again = Pair(pair.prefill, decode, pair.prefilled, decoded)
+    again.prefill.push_to(request.key, again.reserve(request))
+    assert again.answer(request) == _answer(reference, request, 8)
+    wait_until_free(again.prefill, again.decode)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_two_hundred_random_cancels_leak_no_block_and_disturb_nobody(bench: _Bench, reference: Any, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    pair = bench.pair(total_blocks=12)
+    kept: list[EngineRequest] = []
+    for i in range(230):
+        request = make_request(pair.prefill, f"r{i}", rng.randrange(1, 100), rng.randrange(1, 25), seed)
+        cancelled = i % 8 != 0
+        if cancelled and rng.random() < 0.3:
+            # Before the reservation is granted, or while it is.
+            asked = pair.decode.reserve(request, 60.0)
+            pair.decode.abort(request.key)
+            assert asked.exception(SOON_S) is None or asked.exception() is not None
+        elif cancelled:
+            ticket = pair.reserve(request)
+            if rng.random() < 0.3:
+                pair.decode.abort(request.key)
+            when_there_is_room(lambda request=request: pair.prefill.prefill(request))
+            pair.prefill.push_to(request.key, ticket)
+            if rng.random() < 0.5:
+                pair.prefilled.wait_for(FirstToken, request.key)
+            for engine in rng.sample((pair.prefill, pair.decode), 2):
+                engine.abort(request.key)
+        else:
+            pair.hand_over(request)
+            kept.append(request)
+    for request in kept:
+        assert pair.answer(request) == _answer(reference, request, request.params.max_tokens or 0)
+        if request.params.max_tokens == 1:
+            pair.decode.abort(request.key)
+    wait_until_free(pair.prefill, pair.decode)
+
+
+def test_sampled_and_preempted_answers_are_those_of_a_roomy_pool(bench: _Bench) -> None:
+    answers = []
+    for total_blocks in (_BLOCKS, 5):
+        with ExitStack() as stack:
+            pair = bench.pair(total_blocks=total_blocks)
+            stack.callback(pair.prefill.close)
+            stack.callback(pair.decode.close)
+            requests = [
+                make_request(pair.prefill, f"r{i}", 30, 90, temperature=0.8, top_p=0.9, seed=i, logprobs=2)
+                for i in range(4)
+            ]
+            for request in requests:
+                pair.hand_over(request)
+            answers.append([pair.answer(request) for request in requests])
+            assert bool(pair.decoded.of(Preempted)) == (total_blocks == 5)
+            wait_until_free(pair.prefill, pair.decode)
+    assert answers[0] == answers[1]
+
+
+def test_engine_whose_step_fails_stops_and_says_so(bench: _Bench) -> None:
+    pair = bench.pair(fail_at_step=6)
+    request = make_request(pair.prefill, "r", 20, 50)
+    pair.hand_over(request)
+    pair.decoded.problems.clear()
+    with pytest.raises(AssertionError, match="a step that fails"):
+        pair.decoded.wait_for_finish(request.key)
+    assert isinstance(pair.decoded.events[-1], EngineStopped)
+    with pytest.raises(EngineError):
+        pair.decode.reserve(request, 60.0).result(SOON_S)
+    with pytest.raises(EngineError):
+        pair.decode.admit(request.key)
+    pair.decode.abort(request.key)
+
+
+def test_kv_of_another_engine_is_refused_by_the_order_of_its_bytes(bench: _Bench, model_folder: Path) -> None:
+    from kaveri.engine.stepwise import StepwiseEngine
+    from kaveri.engine.transformers.loading import load_runner
+
+    pair = bench.pair()
+    request = make_request(pair.prefill, "r", 20, 5)
+    ticket = pair.reserve(request)
+    runner = load_runner(str(model_folder), "float32", "cpu", 128, ticket.layout.block_tokens)
+    foreign = StepwiseEngine(runner, 20)
+    try:
+        foreign.start(EngineRecorder())
+        foreign.prefill(request)
+        with pytest.raises(LayoutMismatch) as raised:
+            foreign.push_to(request.key, ticket)
+        assert raised.value.field == "order"
+    finally:
+        foreign.close()
