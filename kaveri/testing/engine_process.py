@@ -68,6 +68,17 @@ class EngineProcess:
         return self._process.pid
 
     @property
+    def is_alive(self) -> bool:
+        """False once it is closed or has ended by itself."""
+        return self._reader.is_alive()
+
+    def kill(self) -> None:
+        """As SIGKILL would at any moment. What its engine was asked fails with ConnectionError."""
+        self._process.kill()
+        self._process.join()
+        self._reader.join()
+
+    @property
     def is_free(self) -> bool:
         """Whether the last engine is closed, if there was one."""
         return self._engine is None or self._engine.closed
@@ -82,9 +93,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """Ends the process, whatever it does."""
-        self._process.kill()
-        self._process.join()
-        self._reader.join()
+        self.kill()
         self._connection.close()
 
     def call(self, method: str, *arguments: object) -> "Future[Any]":
@@ -129,7 +138,7 @@ class RemoteEngine:
         self.info = info
         self.closed = False
         self.events: queue.Queue[Sequence[EngineEvent]] = queue.Queue()
-        self._process = process
+        self.process = process
         self._listener: EngineListener | None = None
 
     def start(self, listener: EngineListener) -> None:
@@ -138,8 +147,9 @@ class RemoteEngine:
         self._call("start")
 
     def close(self) -> None:
-        self._call("close")
-        self.events.join()
+        if self.process.is_alive:
+            self._call("close")
+            self.events.join()
         self.closed = True
 
     def stats(self) -> EngineStats:
@@ -159,7 +169,7 @@ class RemoteEngine:
         self._call("push_to", key, ticket)
 
     def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
-        return self._process.call("reserve", request, expires_in_s)
+        return self.process.call("reserve", request, expires_in_s)
 
     def adopt(self, key: AttemptKey) -> None:
         self._call("adopt", key)
@@ -168,7 +178,7 @@ class RemoteEngine:
         self._call("admit", key)
 
     def _call(self, method: str, *arguments: object) -> Any:
-        return self._process.call(method, *arguments).result(_ANSWER_TIMEOUT_S)
+        return self.process.call(method, *arguments).result(_ANSWER_TIMEOUT_S)
 
     def _tell(self) -> None:
         assert self._listener is not None

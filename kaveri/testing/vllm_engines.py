@@ -17,22 +17,39 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
     host = load_host(model, **loading)
 
     def make(
-        total_blocks: int, max_batch: int, listen: Sequence[KvEndpoint] = (), transports: Sequence[str] | None = None
+        total_blocks: int,
+        max_batch: int,
+        listen: Sequence[KvEndpoint] = (),
+        transports: Sequence[str] | None = None,
+        fail_at_step: int | None = None,
     ) -> VllmEngine:
         spoken = None if transports is None else make_transports(tuple(transports), None)
-        return VllmEngine(LentHost(host, total_blocks), max_batch=max_batch, listen=listen, transports=spoken)
+        lent = LentHost(host, total_blocks, fail_at_step)
+        return VllmEngine(lent, max_batch=max_batch, listen=listen, transports=spoken)
 
     return make
 
 
 class LentHost(Host):
-    """A loaded vLLM that outlives its engine, and of whose blocks the engine has only so many."""
+    """A loaded vLLM that outlives its engine, and of whose blocks the engine has only so many.
 
-    def __init__(self, host: Host, total_blocks: int) -> None:
+    fail_at_step: the step, counted from 1, that raises instead.
+    """
+
+    def __init__(self, host: Host, total_blocks: int, fail_at_step: int | None = None) -> None:
         vars(self).update(vars(host))
+        self._steps_left = fail_at_step
         self._llm.reset_prefix_cache()
         self._blocks = self._scheduler.kv_cache_manager.block_pool
         self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
+
+    def step(self) -> list[Any]:
+        """As the host's, but for the one that fails."""
+        if self._steps_left is not None:
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                raise RuntimeError("a step that fails")
+        return super().step()
 
     def reference_counts(self) -> dict[int, int]:
         """As the host's, without the blocks that the engine has not got."""
@@ -42,4 +59,5 @@ class LentHost(Host):
 
     def shutdown(self) -> None:
         """Gives the model back for the next engine."""
+        self.vacate()
         self._blocks.free_blocks(self._withheld)
