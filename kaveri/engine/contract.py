@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kaveri.kv.flow import KvFlow
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.sampling import FinishReason, Logprobs, SamplingParams
@@ -221,6 +222,9 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """A snapshot. Never blocks on a step."""
+
+    def kv_flow(self) -> KvFlow:
+        """What KV is under way from here and to here. Never blocks on a step."""
 
     def abort(self, key: AttemptKey) -> None:
         """Ends a request in any phase. Idempotent; unknown keys are ignored. Events on their way may still follow."""

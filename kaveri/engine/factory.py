@@ -21,6 +21,7 @@ from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.engine.timed import TimedRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
+from kaveri.kv.receiver import CREDIT_BYTES
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import Transport
 from kaveri.kv.transports import MOCK, PATH_NAMES, TRANSPORT_NAMES, make_transports, slowed
@@ -77,6 +78,8 @@ class EngineSettings:
     """The host in tickets. None: kv_host."""
     kv_transports: tuple[str, ...] = TRANSPORT_NAMES
     """Where it receives: those on which it listens. Where it sends: those that it tries, the preferred first."""
+    kv_credit_bytes: int = CREDIT_BYTES
+    """Where it receives: what all who push to it may have under way together."""
     kv_link: str = ""
     """The emulated link over which it sends; see kaveri.kv.link_speed. Empty: none."""
     fake_model: FakeModel = field(default_factory=FakeModel)
@@ -108,6 +111,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         max_batch=settings.max_batch,
         listen=_listen_endpoints(settings),
         transports=transports,
+        kv_credit_bytes=settings.kv_credit_bytes,
     )
 
 
@@ -138,6 +142,7 @@ def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
         max_batch=settings.max_batch,
         listen=listen,
         transports=transports,
+        kv_credit_bytes=settings.kv_credit_bytes,
         engine_args=settings.engine_args,
     )
 

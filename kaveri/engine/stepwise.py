@@ -50,9 +50,10 @@ from kaveri.errors import (
     KaveriError,
     RequestCancelled,
 )
+from kaveri.kv.flow import KvFlow, ReceiverFlow
 from kaveri.kv.mapped_sender import MappedSender
 from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
@@ -72,6 +73,7 @@ class StepwiseEngine:
     max_batch: most decode requests of a step; admitted ones beyond wait here, in order.
     listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
     transports: what carries KV, in the order in which this engine's pushes prefer them; None for the socket transports.
+    kv_credit_bytes: what all who push here may have under way together.
     Raises ConfigError when one request of the runner's max_model_len does not fit into the empty pool, or when it
     cannot listen.
     """
@@ -85,6 +87,7 @@ class StepwiseEngine:
         max_batch: int = 64,
         listen: Ordered[KvEndpoint] = (),
         transports: Ordered[Transport] | None = None,
+        kv_credit_bytes: int = CREDIT_BYTES,
     ) -> None:
         layout = runner.layout
         if chunk_tokens < 1:
@@ -118,7 +121,14 @@ class StepwiseEngine:
         epoch = secrets.randbits(63)
         self._receiver: KvReceiver | None = None
         if listen:
-            self._receiver = KvReceiver(self._pool, self._on_landing, listen=listen, epoch=epoch, transports=transports)
+            self._receiver = KvReceiver(
+                self._pool,
+                self._on_landing,
+                listen=listen,
+                epoch=epoch,
+                transports=transports,
+                credit_bytes=kv_credit_bytes,
+            )
         self._sender = MappedSender(self._pool, self._on_push, transports=transports)
         self._pushes = Pushes(self._sender, layout)
         self._info = EngineInfo(
@@ -162,6 +172,10 @@ class StepwiseEngine:
     def stats(self) -> EngineStats:
         with self._lock:
             return self._account.stats()
+
+    def kv_flow(self) -> KvFlow:
+        receiving = self._receiver.flow() if self._receiver is not None else ReceiverFlow()
+        return KvFlow(self._sender.flow(), receiving)
 
     def abort(self, key: AttemptKey) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
 """What flow control looks like from outside at one moment: values for metrics and tests. Snapshots, safe to keep."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +62,11 @@ class ReceiverFlow:
     """Blocks of granted transfers that have neither landed nor been released, per layer."""
     quarantined_block_count: int = 0
     """Those of them whose transfer has ended, and that a sender may still write to."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvFlow:
+    """Both sides of one pool."""
+
+    sending: SenderFlow = field(default_factory=SenderFlow)
+    receiving: ReceiverFlow = field(default_factory=ReceiverFlow)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from kaveri.errors import InvalidArgument, LayoutMismatch, TransferFailed
 from kaveri.kv.block_map import map_blocks
 from kaveri.kv.digest import DigestFactory, xxh3
+from kaveri.kv.flow import SenderFlow
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed, PushListener
@@ -129,6 +130,12 @@ class MappedSender:
             self._direct.abort(transfer_id)
         else:
             self._abort_parts(transfer)
+
+    def flow(self) -> SenderFlow:
+        """As KvSender.flow; a receiver with pushes of several shapes counts once for each."""
+        with self._lock:
+            stagings = tuple(self._stagings.values())
+        return SenderFlow.total((self._direct.flow(), *(staging.flow() for staging in stagings)))
 
     def close(self) -> None:
         """As KvSender.close."""

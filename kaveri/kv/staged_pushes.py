@@ -20,6 +20,7 @@ from dataclasses import replace
 from kaveri.errors import TransferFailed
 from kaveri.kv.block_map import BlockMap, first_source_block
 from kaveri.kv.digest import DigestFactory
+from kaveri.kv.flow import SenderFlow
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
 from kaveri.kv.regions import copy_regions
@@ -200,6 +201,10 @@ class StagedPushes:
         # Else the sender is told behind its open(): the receiver is to hear of it as well.
         if opened:
             self._sender.abort(transfer_id)
+
+    def flow(self) -> SenderFlow:
+        """As KvSender.flow; empty before the staging memory is there."""
+        return self._sender.flow() if self._sender is not None else SenderFlow()
 
     def close(self) -> None:
         """Fails what is under way, and lets staging and threads go; does not wait. Idempotent."""

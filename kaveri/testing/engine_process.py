@@ -24,6 +24,7 @@ from kaveri.engine.contract import (
     EngineRequest,
     EngineStats,
 )
+from kaveri.kv.flow import KvFlow
 from kaveri.kv.ticket import Ticket
 
 _ANSWER_TIMEOUT_S = 120.0
@@ -155,6 +156,10 @@ class RemoteEngine:
     def stats(self) -> EngineStats:
         stats: EngineStats = self._call("stats")
         return stats
+
+    def kv_flow(self) -> KvFlow:
+        flow: KvFlow = self._call("kv_flow")
+        return flow
 
     def abort(self, key: AttemptKey) -> None:
         self._call("abort", key)

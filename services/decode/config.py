@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from kaveri.config import setting
+from kaveri.config import setting, size_bytes
 from kaveri.engine.factory import EngineSettings
 from kaveri.instance.config import InstanceConfig
+from kaveri.kv.receiver import CREDIT_BYTES
 from kaveri.kv.transports import TRANSPORT_NAMES, transport_names
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.length import RangeEnd
@@ -30,6 +31,11 @@ class DecodeConfig(BatchConfig):
         TRANSPORT_NAMES,
         transport_names,
     )
+    kv_credit_bytes: int = setting(
+        "KV that all prefill instances together may have under way to this one: 128MiB or a number of bytes",
+        CREDIT_BYTES,
+        size_bytes,
+    )
     reservation_ttl_s: float = setting("seconds that a reservation waits for its KV", 30.0, above=0)
 
     def engine_settings(self, receives: bool = True) -> EngineSettings:
@@ -38,5 +44,9 @@ class DecodeConfig(BatchConfig):
             # A network of its own for KV: tickets name it as it is.
             settings = replace(settings, kv_advertise_host=None)
         return replace(
-            settings, kv_host=self.kv_host or self.host, kv_port=self.kv_port, kv_transports=self.kv_transports
+            settings,
+            kv_host=self.kv_host or self.host,
+            kv_port=self.kv_port,
+            kv_transports=self.kv_transports,
+            kv_credit_bytes=self.kv_credit_bytes,
         )

@@ -3,6 +3,7 @@
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from kaveri.engine.contract import Engine
+from kaveri.instance.kv_metrics import ReceivingMetrics
 from kaveri.instance.metrics import register_block_gauges
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
 
@@ -58,3 +59,4 @@ class DecodeMetrics:
         )
         if engine is not None:
             register_block_gauges(engine, registry)
+            registry.register(ReceivingMetrics(engine.kv_flow))

@@ -3,6 +3,7 @@
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kaveri.engine.contract import Engine
+from kaveri.instance.kv_metrics import SendingMetrics
 from kaveri.instance.metrics import register_block_gauges
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
 
@@ -65,3 +66,4 @@ class PrefillMetrics:
         )
         self.waiting = Gauge("kaveri_prefill_queued_tokens", "Tokens accepted and not computed yet.", registry=registry)
         register_block_gauges(engine, registry)
+        registry.register(SendingMetrics(engine.kv_flow))

@@ -22,10 +22,10 @@ Facts = tuple[str, str, tuple[str, ...]]
 
 def _facts(registry: CollectorRegistry) -> Iterator[Facts]:
     for collector in set(registry._collector_to_names):
-        if isinstance(collector, MetricWrapperBase):
-            for family in collector.describe():
-                name = f"{family.name}_total" if family.type == "counter" else family.name
-                yield name, family.type, collector._labelnames
+        for family in collector.describe():
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = collector._labelnames if isinstance(collector, MetricWrapperBase) else family._labelnames
+            yield name, family.type, tuple(labels)
 
 
 def _registered() -> dict[str, set[Facts]]:

@@ -54,7 +54,8 @@ from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.hosted import Hosted
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
 from kaveri.errors import ConfigError, EngineError, InvalidArgument, KaveriError, NoCapacity, RequestCancelled
-from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.flow import KvFlow, ReceiverFlow
+from kaveri.kv.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
@@ -76,6 +77,7 @@ class VllmEngine:
     max_batch: most decode requests in the running batch; admitted ones beyond wait here, in order.
     listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
     transports: what carries KV, in the order in which this engine's pushes prefer them; None for the socket transports.
+    kv_credit_bytes: what all who push here may have under way together.
     Raises ConfigError when one request of the model's length does not fit into the empty pool, or when it cannot
     listen; the host is the caller's own then, and the engine's otherwise.
     """
@@ -87,6 +89,7 @@ class VllmEngine:
         max_batch: int = 64,
         listen: Sequence[KvEndpoint] = (),
         transports: Sequence[Transport] | None = None,
+        kv_credit_bytes: int = CREDIT_BYTES,
     ) -> None:
         pool = host.worker_side.pool
         layout, total_blocks = pool.layout, host.free_blocks
@@ -122,7 +125,14 @@ class VllmEngine:
         epoch = secrets.randbits(63)
         self._receiver: KvReceiver | None = None
         if listen:
-            self._receiver = KvReceiver(pool, self._on_landing, listen=listen, epoch=epoch, transports=transports)
+            self._receiver = KvReceiver(
+                pool,
+                self._on_landing,
+                listen=listen,
+                epoch=epoch,
+                transports=transports,
+                credit_bytes=kv_credit_bytes,
+            )
         self._sender = KvSender(pool, self._on_push, transports=transports)
         self._pushes = Pushes(self._sender, layout)
         host.worker_side.pushes = self._pushes
@@ -176,6 +186,10 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         with self._lock:
             return self._account.stats()
+
+    def kv_flow(self) -> KvFlow:
+        receiving = self._receiver.flow() if self._receiver is not None else ReceiverFlow()
+        return KvFlow(self._sender.flow(), receiving)
 
     def abort(self, key: AttemptKey) -> None:
         refused: Future[Ticket] | None = None

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kaveri.errors import ConfigError
+from kaveri.kv.receiver import CREDIT_BYTES
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import Transport
 from kaveri.models import resolve_model
@@ -47,6 +48,7 @@ def load_engine(
     max_batch: int,
     listen: Sequence[KvEndpoint] = (),
     transports: Sequence[Transport] | None = None,
+    kv_credit_bytes: int = CREDIT_BYTES,
     engine_args: Mapping[str, Any] | None = None,
 ) -> "VllmEngine":
     """Loads weights, allocates the KV cache, opens the KV listener; takes seconds. start() is the caller's.
@@ -70,7 +72,9 @@ def load_engine(
     from kaveri.engine.vllm.engine import VllmEngine
 
     try:
-        return VllmEngine(host, max_batch=max_batch, listen=listen, transports=transports)
+        return VllmEngine(
+            host, max_batch=max_batch, listen=listen, transports=transports, kv_credit_bytes=kv_credit_bytes
+        )
     except BaseException:
         host.shutdown()
         raise
