@@ -126,6 +126,10 @@ class OneSidedLink(SocketLink, ABC):
         with self._sending:
             super()._send(header, payload)
 
+    def _hold(self, header: Header) -> None:
+        with self._sending:
+            super()._hold(header)
+
     def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
         transfer_id = header.transfer_id
         lets_go = False

@@ -127,11 +127,11 @@ class ReceivingConnection:
         reason = "the receiver broke"
         try:
             # A stranger that says nothing is sent away after the progress limit.
+            self._stream.start()
             unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
             self._greet(pack_hello(self._intake.epoch))
             self._credit = self._intake.admit(self._give)
             while True:
-                self._stream.wait_readable()
                 self._take_frame()
         except LinkLost as error:
             reason = error.reason
@@ -162,7 +162,7 @@ class ReceivingConnection:
             landing.abort(reason)
 
     def _take_frame(self) -> None:
-        header = unpack_header(self._stream.receive_bytes(HEADER_BYTES))
+        header = unpack_header(self._stream.receive_next(HEADER_BYTES))
         landing = self._landings.get(header.transfer_id)
         try:
             if header.kind == Kind.OPEN:
