@@ -62,7 +62,7 @@ class EngineSettings:
     kv_cache_memory_bytes: int = 128 * 2**20
     """Size of the KV pool, over all layers; rounded down to whole blocks."""
     block_tokens: int | None = None
-    """Tokens per KV block; instances that exchange KV must agree. None: DEFAULT_BLOCK_TOKENS; on
+    """Tokens per KV block; instances may differ, but those of vLLM. None: DEFAULT_BLOCK_TOKENS; on
     vLLM 32 on CPUs, and what it prefers elsewhere."""
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     """Most prompt tokens computed in one step."""

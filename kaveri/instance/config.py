@@ -63,7 +63,7 @@ class EngineConfig:
         size_bytes,
     )
     block_tokens: int | None = setting(
-        f"tokens per KV block; all instances must agree; None: {DEFAULT_BLOCK_TOKENS}, with vllm on CPUs 32",
+        f"tokens per KV block, alike on all vllm instances; None: {DEFAULT_BLOCK_TOKENS}, with vllm on CPUs 32",
         None,
         least=1,
     )

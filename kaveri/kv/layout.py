@@ -10,6 +10,9 @@ ORDERS = ("2NHD", "2HND")
 """Orders of bytes within a block that can be mapped onto one another: K then V, then token and head or head and token,
 then element. Whatever else an engine declares is opaque, and fits only its like (KvLayout.require_same)."""
 
+MAPPED_TOKENS_MAX = 1024
+"""Tokens of a block that is mapped, at the most: whoever maps it keeps a few such blocks of each layer."""
+
 _MAPPED = frozenset({"block_tokens", "order"})
 """Fields that may differ where blocks are mapped."""
 _PART = frozenset({"layer_count", "kv_head_count", "first_layer", "first_kv_head"})
@@ -70,7 +73,8 @@ class KvLayout:
     def require_mappable(self, other: "KvLayout") -> None:
         """Raises LayoutMismatch, naming the field, unless every byte here has its place there and the other way round.
 
-        Blocks of the same part of the same model may be of another size and, where both are known, of another order.
+        Blocks of the same part of the same model may be of another size, up to MAPPED_TOKENS_MAX, and, where both are
+        known, of another order.
         """
         if self != other:
             self._require_equal(other, _MAPPED)
@@ -106,3 +110,6 @@ class KvLayout:
             raise LayoutMismatch("order", self.order, other.order)
         if self.dtype not in ELEMENT_BYTES:
             raise LayoutMismatch("dtype", self.dtype, other.dtype)
+        for layout in (self, other):
+            if not 1 <= layout.block_tokens <= MAPPED_TOKENS_MAX:
+                raise LayoutMismatch("block_tokens", self.block_tokens, other.block_tokens)

@@ -345,6 +345,8 @@ def test_one_part_that_fails_ends_the_others_and_the_transfer_names_it(folder: s
         ("kv_head_count", 2),
         ("first_layer", 1),
         ("first_kv_head", 2),
+        ("block_tokens", 0),
+        ("block_tokens", 1 << 20),
     ],
 )
 def test_what_cannot_be_mapped_is_refused_by_the_field_before_anything_is_opened(
