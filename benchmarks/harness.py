@@ -50,6 +50,8 @@ class Report:
     """A paper's figures beside those of this run."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    skipped: str = ""
+    """Why nothing was measured. Empty: it was."""
 
     def row(self, name: str, values: Sequence[float], unit: str, **labels: Any) -> float:
         """Adds one figure measured `len(values)` times, prints it, and returns its median."""
@@ -80,6 +82,11 @@ class Report:
         self.notes.append(text)
         print(f"  note: {text}", flush=True)
 
+    def skip(self, reason: str) -> None:
+        """Says that nothing can be measured here. An earlier result stays as it is."""
+        self.skipped = reason
+        print(f"  skipped: {reason}", flush=True)
+
 
 def run(name: str, measure: Callable[[Options, Report], None], description: str | None) -> None:
     """Runs one benchmark from the command line; writes its JSON where --json says."""
@@ -92,6 +99,8 @@ def run(name: str, measure: Callable[[Options, Report], None], description: str 
     started = time.monotonic()
     print(f"{name}:", flush=True)
     measure(Options(quick=given.quick, model=given.model), report)
+    if report.skipped:
+        return
     result = {
         "name": name,
         "commit": _commit(),
