@@ -1,9 +1,11 @@
-"""The transports there are. `socket` serves "unix" and "tcp", `shm` processes of one host and `nixl` whatever UCX
-reaches, both by the protocol of `one_sided`, `collective` "gloo" and "nccl", `emulated` studies."""
+"""The transports there are. `socket` serves "unix" and "tcp", and `tls` the latter encrypted; `shm` serves processes of
+one host and `nixl` whatever UCX reaches, both by the protocol of `one_sided`; `collective` is "gloo" and "nccl";
+`emulated` is for studies."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kaveri.errors import ConfigError
 from kaveri.kv.link_speed import parse_link_speed
 from kaveri.kv.transport import Transport
 from kaveri.kv.transports.collective import CollectiveTransport
@@ -11,6 +13,7 @@ from kaveri.kv.transports.emulated import EmulatedTransport, MockTransport
 from kaveri.kv.transports.nixl import NixlTransport
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
+from kaveri.kv.transports.tls import TlsFiles, TlsTransport
 
 TRANSPORT_NAMES = ("shm", "unix", "tcp")
 """Fastest first: the order in which a sender prefers them."""
@@ -18,9 +21,11 @@ PATH_NAMES = ("shm", "unix")
 """Their addresses are paths of Unix sockets; all others' are HOST:PORT."""
 MOCK = "mock"
 """Moves no bytes; only ever used when asked for."""
+TLS = "tls"
+"""Used when asked for: it needs certificates."""
 OPTIONAL_NAMES = ("nixl", "nccl", "gloo")
 """Used when asked for: they need packages or devices that not every machine has."""
-_KNOWN_NAMES = (*TRANSPORT_NAMES, *OPTIONAL_NAMES, MOCK)
+_KNOWN_NAMES = (*TRANSPORT_NAMES, TLS, *OPTIONAL_NAMES, MOCK)
 
 
 def transport_names(text: str) -> tuple[str, ...]:
@@ -48,6 +53,13 @@ def tcp_transport(advertise_host: str | None = None) -> SocketTransport:
     return SocketTransport("tcp", advertise_host=advertise_host)
 
 
+def tls_transport(files: TlsFiles | None, advertise_host: str | None = None) -> TlsTransport:
+    """TCP, encrypted. advertise_host: see tcp_transport. Raises ConfigError without files, or with bad ones."""
+    if files is None:
+        raise ConfigError("kv_transports", "tls needs kv_tls_cert, kv_tls_key and kv_tls_ca")
+    return TlsTransport(files, advertise_host=advertise_host)
+
+
 def nixl_transport(advertise_host: str | None = None) -> NixlTransport:
     """NIXL. advertise_host: see tcp_transport. Raises ConfigError when it is not installed."""
     return NixlTransport(advertise_host=advertise_host)
@@ -68,12 +80,15 @@ def slowed_tcp_transport() -> Transport:
     return slowed((tcp_transport(),), "100Gbps,10us")[0]
 
 
-def make_transports(names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str | None = None) -> tuple[Transport, ...]:
-    """The transports of these names, in this order. advertise_host: see tcp_transport."""
+def make_transports(
+    names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str | None = None, tls: TlsFiles | None = None
+) -> tuple[Transport, ...]:
+    """The transports of these names, in this order. advertise_host: see tcp_transport. tls: for "tls"."""
     makers: dict[str, Callable[[], Transport]] = {
         "shm": shm_transport,
         "unix": unix_transport,
         "tcp": partial(tcp_transport, advertise_host),
+        TLS: partial(tls_transport, tls, advertise_host),
         "nixl": partial(nixl_transport, advertise_host),
         "gloo": partial(gloo_transport, advertise_host),
         "nccl": partial(nccl_transport, advertise_host),

@@ -1,0 +1,183 @@
+"""A stream that is encrypted, between two ends that have shown certificates of one authority. Knows nothing of frames.
+
+TLS by Python's ssl from memory to memory, and the socket driven as that of any other stream: an encrypted socket of
+Python's cannot be written to and read from at the same time, nor be left in the middle of a call, and makes a system
+call of every 16 KiB.
+"""
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from kaveri.kv.transport import LinkLost
+from kaveri.kv.transports.stream import Stream, never
+
+_PIECE_BYTES = 1 << 18
+"""What is encrypted, and what is taken off the socket, at a time: it stays in the second-level cache."""
+
+_REFUSAL_S = 1.0
+"""How long a peer that was refused may take to read it."""
+_FOREIGN = frozenset({"WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "HTTP_REQUEST", "BAD_RECORD_TYPE"})
+
+
+class TlsStream(Stream):
+    """See Stream; what only one-sided links need is not for it.
+
+    What was encrypted and could not be sent before send() was stopped is kept, and goes in front of what comes next.
+    """
+
+    def __init__(
+        self, connected: socket.socket, progress_timeout_s: float, context: ssl.SSLContext, *, is_server: bool
+    ) -> None:
+        super().__init__(connected, progress_timeout_s)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
+        # OpenSSL's object, with its memory, is for one thread at a time. It never waits.
+        self._lock = threading.Lock()
+        self._arrived = memoryview(bytearray(_PIECE_BYTES))
+        self._unsent = memoryview(b"")
+
+    def start(self) -> None:
+        """See Stream.start: the handshake."""
+        began_s = time.monotonic()
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                super().send([memoryview(self._outgoing.read())])
+                try:
+                    self._pull(began_s)
+                except LinkLost as error:
+                    raise LinkLost(f"tls protocol: in the handshake, {error.reason}") from error
+            except ssl.SSLError as error:
+                self._refuse()
+                raise LinkLost(f"tls protocol: {_reason(error)}") from error
+            else:
+                super().send([memoryview(self._outgoing.read())])
+                return
+
+    def receive(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
+        """See Stream.receive."""
+        left_bytes, progress_s = sum(map(len, regions)), time.monotonic()
+        for region in regions:
+            start = 0
+            while start < len(region):
+                if is_stopped():
+                    return left_bytes
+                received = self._decrypted(region[start:])
+                if received:
+                    start += received
+                    left_bytes -= received
+                    progress_s = time.monotonic()
+                else:
+                    self._pull(progress_s)
+        return left_bytes
+
+    def send(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
+        """See Stream.send."""
+        if not self._send_rest(is_stopped):
+            return sum(map(len, regions))
+        left_bytes, waiting_bytes = sum(map(len, regions)), 0
+        for region in regions:
+            for start in range(0, len(region), _PIECE_BYTES):
+                piece = region[start : start + _PIECE_BYTES]
+                self._encrypt(piece)
+                left_bytes -= len(piece)
+                waiting_bytes += len(piece)
+                if waiting_bytes >= _PIECE_BYTES or not left_bytes:
+                    waiting_bytes = 0
+                    self._unsent = memoryview(self._encrypted())
+                    if not self._send_rest(is_stopped):
+                        return left_bytes
+        return left_bytes
+
+    def send_now(self, data: bytes) -> None:
+        """See Stream.send_now."""
+        self._encrypt(memoryview(data))
+        super().send_now(self._encrypted())
+
+    def _receive_waiting(self, view: memoryview) -> int | None:
+        while not (received := self._decrypted(view)):
+            # Not the payload's first byte, perhaps, but a part of a record, or one of TLS's own.
+            arrived = super()._receive_waiting(self._arrived)
+            if arrived is None:
+                return None
+            self._take(arrived)
+        return received
+
+    def _decrypted(self, view: memoryview) -> int:
+        """How many bytes were there; 0: the next record has not arrived."""
+        try:
+            with self._lock:
+                # Into a buffer; the types know of bytearrays only, and not what comes back then.
+                return cast(int, self._tls.read(len(view), cast(bytearray, view)))
+        except ssl.SSLWantReadError:
+            return 0
+        except ssl.SSLError as error:
+            raise LinkLost(f"tls protocol: {_reason(error)}") from error
+
+    def _encrypt(self, data: memoryview) -> None:
+        try:
+            with self._lock:
+                while data:
+                    # A record at a time.
+                    data = data[self._tls.write(data) :]
+        except ssl.SSLError as error:
+            raise LinkLost(f"tls protocol: {_reason(error)}") from error
+
+    def _encrypted(self) -> bytes:
+        with self._lock:
+            return self._outgoing.read()
+
+    def _send_rest(self, is_stopped: Callable[[], bool]) -> bool:
+        """Whether all that is encrypted was sent."""
+        if self._unsent:
+            unsent_bytes = super().send([self._unsent], is_stopped)
+            self._unsent = self._unsent[len(self._unsent) - unsent_bytes :]
+        return not self._unsent
+
+    def _pull(self, since_s: float) -> None:
+        """Takes what there is off the socket, or waits a moment for it."""
+        try:
+            received = self._socket.recv_into(self._arrived)
+        except BlockingIOError:
+            self._require_progress(since_s, "arrived")
+            return
+        except OSError as error:
+            raise LinkLost(f"receiving: {error.strerror}") from error
+        if received == 0:
+            raise LinkLost("the peer closed the connection")
+        self._take(received)
+
+    def _take(self, byte_count: int) -> None:
+        with self._lock:
+            self._incoming.write(self._arrived[:byte_count])
+
+    def _refuse(self) -> None:
+        """Tells the peer why, and lets it read that: what it has sent meanwhile, left unread, would take it back."""
+        with contextlib.suppress(LinkLost):
+            super().send([memoryview(self._outgoing.read())])
+        self.say_no_more()
+        give_up_at_s = time.monotonic() + _REFUSAL_S
+        with contextlib.suppress(OSError):
+            while time.monotonic() < give_up_at_s:
+                with contextlib.suppress(BlockingIOError):
+                    if not self._socket.recv_into(self._arrived):
+                        return
+
+
+def _reason(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate: {error.verify_message}"
+    if error.reason is None:
+        return str(error)
+    words = error.reason.lower().replace("_", " ")
+    if "ALERT" in error.reason:
+        return f"the peer refused this side: {words}"
+    if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "the peer showed no certificate"
+    return f"the peer does not speak TLS 1.3: {words}" if error.reason in _FOREIGN else words

@@ -1,0 +1,38 @@
+"""Certificates for tests of TLS, made by the openssl command."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from kaveri.kv.transports.tls import TlsFiles, TlsTransport
+
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+FILES_VARIABLE = "KAVERI_TESTING_TLS"
+"""Names the three files, so that processes which tests start show the same certificate."""
+
+
+class Authority:
+    """A certificate authority that nobody else trusts; its files are in `folder`, which is there."""
+
+    def __init__(self, folder: Path, name: str = "authority") -> None:
+        self._folder = folder
+        self.certificate = folder / f"{name}.pem"
+        self._key = folder / f"{name}.key"
+        _openssl("req", "-x509", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.certificate)
+
+    def certify(self, name: str, days: int = 1) -> TlsFiles:
+        """A key and its certificate. days: negative ones have passed when it is made."""
+        certificate, key, request = (self._folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
+        _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", key, "-out", request)
+        signed_by = ("-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial")
+        _openssl("x509", "-req", "-in", request, *signed_by, "-days", str(days), "-out", certificate)
+        return TlsFiles(str(certificate), str(key), str(self.certificate))
+
+
+def tls_transport() -> TlsTransport:
+    """With the files that FILES_VARIABLE names: for the conformance suite."""
+    return TlsTransport(TlsFiles(*os.environ[FILES_VARIABLE].split(os.pathsep)))
+
+
+def _openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)

@@ -1,0 +1,262 @@
+"""KV over TLS: who is let in, what those who are not hear, and that nobody reads along."""
+
+import contextlib
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kaveri.errors import ConfigError
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, TransferLanded
+from kaveri.kv.sender import KvSender, PushAccepted
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transport import LinkLost, Transport
+from kaveri.kv.transports import make_transports, tcp_transport
+from kaveri.kv.transports.frames import HELLO_BYTES, pack_hello
+from kaveri.kv.transports.tls import TlsFiles, TlsTransport
+from kaveri.kv.transports.tls_stream import TlsStream
+from kaveri.testing.certificates import FILES_VARIABLE, Authority
+from kaveri.testing.transport_conformance import SMALL_LAYOUT, WAIT_S, Recorder, TransportConformance
+from kaveri.testing.transport_peer import fill_pool
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """Of another authority."""
+    return Authority(tmp_path_factory.mktemp("others"), "others").certify("stranger")
+
+
+@pytest.fixture(scope="module")
+def expired(authority: Authority) -> TlsFiles:
+    return authority.certify("expired", days=-1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files(authority: Authority) -> Iterator[TlsFiles]:
+    files = authority.certify("instance")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FILES_VARIABLE, os.pathsep.join((files.certificate, files.key, files.authority)))
+        yield files
+
+
+class TestTls(TransportConformance):
+    factory = "kaveri.testing.certificates:tls_transport"
+
+    def address(self, directory: Path) -> str:
+        return "127.0.0.1:0"
+
+
+class NobodyListens:
+    """Of a link that is never made."""
+
+    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
+        raise AssertionError
+
+    def credited(self, byte_count: int) -> None:
+        raise AssertionError
+
+    def lost(self, reason: str) -> None:
+        raise AssertionError
+
+
+@contextlib.contextmanager
+def receiving(transport: Transport) -> Iterator[tuple[KvReceiver, Recorder]]:
+    landed = Recorder()
+    pool = KvPool(SMALL_LAYOUT, 8)
+    listen = [KvEndpoint(transport.name, "127.0.0.1:0")]
+    with contextlib.closing(KvReceiver(pool, landed, listen=listen, epoch=7, transports=[transport])) as receiver:
+        yield receiver, landed
+
+
+def refusal(sending: Transport, receiver: KvReceiver) -> str:
+    """Why no link can be made."""
+    with pytest.raises(LinkLost) as lost:
+        sending.connect(receiver.endpoints[0], 7, KvPool(SMALL_LAYOUT, 1), NobodyListens())
+    return lost.value.reason
+
+
+def push(sending: Transport, receiver: KvReceiver, landed: Recorder, address: str | None = None) -> KvPool:
+    """Pushes three blocks of each layer, which land; returns where they come from. address: None for the receiver's."""
+    source, pushed = KvPool(SMALL_LAYOUT, 8), Recorder()
+    fill_pool(source, 3)
+    ticket = receiver.grant([1, 5, 2], 12, 60.0)
+    endpoint = receiver.endpoints[0]
+    ticket = replace(ticket, endpoints=(KvEndpoint(endpoint.transport, address or endpoint.address),))
+    with contextlib.closing(KvSender(source, pushed, transports=[sending])) as sender:
+        sender.open(ticket)
+        for layer in range(SMALL_LAYOUT.layer_count):
+            sender.write(ticket.transfer_id, layer, 0, [0, 3, 4])
+        sender.finish(ticket.transfer_id, b"")
+        event = pushed.wait(ticket)
+    assert isinstance(event, PushAccepted), event
+    assert event.transport == sending.name
+    assert isinstance(landed.wait(ticket), TransferLanded)
+    assert (receiver.pool.memory[:, [1, 5, 2]] == source.memory[:, [0, 3, 4]]).all()
+    return source
+
+
+@contextlib.contextmanager
+def tapped(address: str) -> Iterator[tuple[str, bytearray]]:
+    """Another address for the same listener, good for one connection; and all that goes to the listener through it."""
+    host, _, port = address.rpartition(":")
+    seen = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+
+        def carry(source: socket.socket, target: socket.socket, seen: bytearray) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    seen += data
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def serve() -> None:
+            near, _ = listening.accept()
+            far = socket.create_connection((host, int(port)))
+            with near, far:
+                back = threading.Thread(target=carry, args=(far, near, bytearray()))
+                back.start()
+                carry(near, far, seen)
+                back.join()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        stack.callback(thread.join, WAIT_S)
+        yield f"127.0.0.1:{listening.getsockname()[1]}", seen
+
+
+# Who is let in
+
+
+def test_a_push_lands_and_its_transport_is_tls(files: TlsFiles) -> None:
+    with receiving(TlsTransport(files)) as (receiver, landed):
+        assert receiver.endpoints[0].transport == "tls"
+        push(TlsTransport(files), receiver, landed)
+
+
+@pytest.mark.parametrize("kind", ["tls", "tcp"])
+def test_nobody_on_the_way_reads_a_push_as_over_plain_tcp(files: TlsFiles, kind: str) -> None:
+    transport = make_transports((kind,), tls=files)[0]
+    with (
+        receiving(transport) as (receiver, landed),
+        tapped(receiver.endpoints[0].address) as (address, seen),
+    ):
+        source = push(transport, receiver, landed, address)
+    # Frames, and the bytes of a block.
+    shown = [what in seen for what in (pack_hello(0), source.memory[0, 3].tobytes())]
+    assert shown == [kind == "tcp"] * 2
+    assert len(seen) > SMALL_LAYOUT.layer_count * 3 * SMALL_LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("refusing", ["receiver", "sender"])
+@pytest.mark.parametrize("trouble", ["stranger", "expired"])
+def test_a_certificate_of_another_authority_or_time_is_refused(
+    files: TlsFiles,
+    trouble: str,
+    refusing: str,
+    request: pytest.FixtureRequest,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    bad = request.getfixturevalue(trouble)
+    # Both trust the same authority; one shows what that has not signed, or not for now.
+    bad = TlsFiles(bad.certificate, bad.key, files.authority)
+    sender, owner = (bad, files) if refusing == "receiver" else (files, bad)
+    words = "certificate has expired" if trouble == "expired" else "unable to get local issuer certificate"
+    with receiving(TlsTransport(owner)) as (receiver, landed):
+        reason = refusal(TlsTransport(sender), receiver)
+        if refusing == "sender":
+            assert f"the peer's certificate: {words}" in reason
+        else:
+            assert "the peer refused this side" in reason
+            assert ("expired" if trouble == "expired" else "unknown ca") in reason
+            push(TlsTransport(files), receiver, landed)
+    logged = capfd.readouterr().out
+    assert "kv connection ended" in logged
+    assert (words if refusing == "receiver" else "the peer refused this side") in logged
+
+
+def test_a_sender_without_a_certificate_is_refused(files: TlsFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    context = ssl.create_default_context(cafile=files.authority)
+    context.check_hostname = False
+    with receiving(TlsTransport(files)) as (receiver, landed):
+        host, _, port = receiver.endpoints[0].address.rpartition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as plain:
+            nameless = TlsStream(plain, WAIT_S, context, is_server=False)
+            nameless.start()  # TLS 1.3: the receiver looks at certificates after this
+            nameless.send_bytes(pack_hello(0))
+            with pytest.raises(LinkLost, match="refused this side: tlsv13 alert certificate required"):
+                nameless.receive_bytes(HELLO_BYTES)
+        push(TlsTransport(files), receiver, landed)
+    assert "the peer showed no certificate" in capfd.readouterr().out
+
+
+def test_plain_tcp_is_refused(files: TlsFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    with receiving(TlsTransport(files)) as (receiver, landed):
+        refusal(tcp_transport(), receiver)
+        push(TlsTransport(files), receiver, landed)
+    assert "the peer does not speak TLS 1.3" in capfd.readouterr().out
+
+
+def test_a_receiver_that_speaks_plain_tcp_is_not_pushed_to(files: TlsFiles) -> None:
+    with receiving(tcp_transport()) as (receiver, _):
+        assert "tls protocol: in the handshake, the peer closed the connection" in refusal(
+            TlsTransport(files), receiver
+        )
+
+
+def test_an_older_tls_is_refused(files: TlsFiles) -> None:
+    context = ssl.create_default_context(cafile=files.authority)
+    context.check_hostname = False
+    context.load_cert_chain(files.certificate, files.key)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with receiving(TlsTransport(files)) as (receiver, _):
+        host, _, port = receiver.endpoints[0].address.rpartition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as plain, pytest.raises(LinkLost, match="version"):
+            TlsStream(plain, WAIT_S, context, is_server=False).start()
+
+
+def test_whoever_says_nothing_is_sent_away(files: TlsFiles) -> None:
+    with receiving(TlsTransport(files, progress_timeout_s=0.1)) as (receiver, landed):
+        host, _, port = receiver.endpoints[0].address.rpartition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as silent:
+            assert silent.recv(1) == b""
+        push(TlsTransport(files), receiver, landed)
+
+
+# Files
+
+
+def test_each_bad_file_is_named(files: TlsFiles, stranger: TlsFiles, tmp_path: Path) -> None:
+    locked = tmp_path / "locked.key"
+    encrypt = ("openssl", "pkey", "-in", files.key, "-aes256", "-passout", "pass:secret", "-out", str(locked))
+    subprocess.run(encrypt, check=True, timeout=60)
+    for field, bad, words in (
+        ("kv_tls_cert", replace(files, certificate=str(tmp_path / "none.pem")), "cannot read .*none.pem"),
+        ("kv_tls_key", replace(files, key=stranger.key), "is not the key of"),
+        ("kv_tls_key", replace(files, key=str(tmp_path)), "cannot read"),
+        ("kv_tls_cert", replace(files, key=str(locked)), "unencrypted"),
+        ("kv_tls_cert", replace(files, certificate=files.key), "are not a certificate and its key"),
+        ("kv_tls_ca", replace(files, authority=files.key), "holds no certificate"),
+    ):
+        with pytest.raises(ConfigError, match=words) as raised:
+            TlsTransport(bad)
+        assert raised.value.field == field, bad
+
+
+def test_tls_without_files_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match="tls needs kv_tls_cert"):
+        make_transports(("tls",))
