@@ -87,7 +87,10 @@ def measure(options: Options, report: Report) -> None:
                     _measure_copies(report, repeats, cache, places, other, Path(folder))
                 for name, place in places.items():
                     _measure_ablation(report, ablation_repeats[order], cache, name, place, steps[order])
-    report.note("extra time is beside the same compute with nothing streamed, taken in the same repeat")
+    report.note(
+        "extra time is beside the same compute with nothing streamed, taken in the same repeat; in its ratios less than "
+        "a millisecond counts as one"
+    )
     report.note("disk: files of a temporary folder in the page cache; a flush is a file with a digest, and not synced")
     report.note("a flush of one region to a process is a ticket asked for over a pipe, a push and its acceptance")
     report.note(f"{os.cpu_count()} cores for both processes and whatever else runs")
@@ -256,10 +259,7 @@ def _measure_ablation(report: Report, repeats: int, cache: Cache, name: str, pla
         )
     where = f"{name}, {cache.layout.order}"
     for number in range(1, len(_WAYS)):
-        # A ratio of what is left over; near zero it says no more than that.
-        report.ratio(
-            f"extra time before / with {_WAYS[number]}, {where}", extra_s[number - 1] / max(1e-4, extra_s[number])
-        )
+        report.ratio(f"extra time before / with {_WAYS[number]}, {where}", _gain(extra_s[number - 1], extra_s[number]))
     report.ratio(f"slowdown before / with {_WAYS[1]}, {where}", slowdowns[0] / slowdowns[1])
     report.ratio(f"slowdown with {_WAYS[1]} / with all of them, {where}", slowdowns[1] / slowdowns[-1])
     report.ratio(f"slowdown with all of them, {where}", slowdowns[-1])
@@ -268,14 +268,14 @@ def _measure_ablation(report: Report, repeats: int, cache: Cache, name: str, pla
         report.compare(
             f"{_PAPER}buffered copies over one transfer per region ({cache.layout.order})",
             "95x",
-            f"{slowdowns[0] / slowdowns[1]:.3g}x of the latency, {extra_s[0] / extra_s[1]:.3g}x of the extra time",
+            f"{slowdowns[0] / slowdowns[1]:.3g}x of the latency, {_gain(extra_s[0], extra_s[1]):.3g}x of the extra time",
             f"the more regions, the more it gains: here {regions} a step of {1e3 * STEP_S:.0f} ms; there K is a tensor "
             "of six dimensions, whose heads are in pieces too, and a piece a call of cudaMemcpy",
         )
         report.compare(
             f"{_PAPER}the other two optimisations ({cache.layout.order})",
             "1.4x",
-            f"{slowdowns[1] / slowdowns[-1]:.3g}x of the latency, {extra_s[1] / max(1e-4, extra_s[-1]):.3g}x of the "
+            f"{slowdowns[1] / slowdowns[-1]:.3g}x of the latency, {_gain(extra_s[1], extra_s[-1]):.3g}x of the "
             "extra time",
             "what there is left to hide depends on the time of a buffered transfer in a step's time",
         )
@@ -286,6 +286,11 @@ def _measure_ablation(report: Report, repeats: int, cache: Cache, name: str, pla
             f"the prompt's tail and the flush behind the last step, once in a run of {1e3 * min(compute_s):.0f} ms; "
             "there once in 500 tokens. See token_streaming for decode steps alone",
         )
+
+
+def _gain(before_s: float, after_s: float) -> float:
+    """Less than a millisecond counts as one: what is left over is as small as the noise then."""
+    return before_s / max(1e-3, after_s)
 
 
 def _prompt(stage: _Stage) -> None:
