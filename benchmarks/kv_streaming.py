@@ -88,8 +88,8 @@ def measure(options: Options, report: Report) -> None:
                 for name, place in places.items():
                     _measure_ablation(report, ablation_repeats[order], cache, name, place, steps[order])
     report.note(
-        "extra time is beside the same compute with nothing streamed, taken in the same repeat; in its ratios less than "
-        "a millisecond counts as one"
+        "extra time is beside the same compute with nothing streamed, taken in the same repeat; in its ratios less "
+        "than a millisecond counts as one"
     )
     report.note("disk: files of a temporary folder in the page cache; a flush is a file with a digest, and not synced")
     report.note("a flush of one region to a process is a ticket asked for over a pipe, a push and its acceptance")
@@ -268,7 +268,8 @@ def _measure_ablation(report: Report, repeats: int, cache: Cache, name: str, pla
         report.compare(
             f"{_PAPER}buffered copies over one transfer per region ({cache.layout.order})",
             "95x",
-            f"{slowdowns[0] / slowdowns[1]:.3g}x of the latency, {_gain(extra_s[0], extra_s[1]):.3g}x of the extra time",
+            f"{slowdowns[0] / slowdowns[1]:.3g}x of the latency, {_gain(extra_s[0], extra_s[1]):.3g}x of the extra "
+            "time",
             f"the more regions, the more it gains: here {regions} a step of {1e3 * STEP_S:.0f} ms; there K is a tensor "
             "of six dimensions, whose heads are in pieces too, and a piece a call of cudaMemcpy",
         )
