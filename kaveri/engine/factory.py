@@ -25,6 +25,7 @@ from kaveri.kv.receiver import CREDIT_BYTES
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import Transport
 from kaveri.kv.transports import MOCK, PATH_NAMES, TRANSPORT_NAMES, make_transports, slowed
+from kaveri.kv.transports.tls import TlsFiles
 from kaveri.models import resolve_model
 from kaveri.profile.file import Profile, ProfiledEngine
 from kaveri.profile.machine import this_machine
@@ -78,6 +79,8 @@ class EngineSettings:
     """The host in tickets. None: kv_host."""
     kv_transports: tuple[str, ...] = TRANSPORT_NAMES
     """Where it receives: those on which it listens. Where it sends: those that it tries, the preferred first."""
+    kv_tls: TlsFiles | None = None
+    """For the transport "tls"."""
     kv_credit_bytes: int = CREDIT_BYTES
     """Where it receives: what all who push to it may have under way together."""
     kv_link: str = ""
@@ -195,7 +198,7 @@ def _transports(settings: EngineSettings) -> tuple[Transport, ...]:
     if MOCK in settings.kv_transports and reads_kv:
         reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"
         raise ConfigError("kv_transports", reason)
-    transports = make_transports(settings.kv_transports, settings.kv_advertise_host)
+    transports = make_transports(settings.kv_transports, settings.kv_advertise_host, settings.kv_tls)
     if not settings.kv_link:
         return transports
     get_logger().warning("kv is pushed over an emulated link", link=settings.kv_link)

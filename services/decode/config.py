@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from kaveri.config import setting, size_bytes
 from kaveri.engine.factory import EngineSettings
 from kaveri.instance.config import InstanceConfig
+from kaveri.instance.kv_tls import KvTlsConfig
 from kaveri.kv.receiver import CREDIT_BYTES
 from kaveri.kv.transports import TRANSPORT_NAMES, transport_names
 from kaveri.policy.admission import AdmissionPolicy
@@ -21,13 +22,13 @@ class BatchConfig(InstanceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(BatchConfig):
+class DecodeConfig(KvTlsConfig, BatchConfig):
     """Takes requests with their KV cache and generates their tokens."""
 
     kv_host: str = setting("address on which pushed KV is taken; empty: the value of --host", "")
     kv_port: int = setting("port on which pushed KV is taken; 0: a free one", 0, least=0, most=MAX_PORT)
     kv_transports: tuple[str, ...] = setting(
-        "how pushed KV is taken: some of shm and unix (same machine and user only) and tcp",
+        "how pushed KV is taken: some of shm and unix (same machine and user only), tcp and tls",
         TRANSPORT_NAMES,
         transport_names,
     )
@@ -48,5 +49,6 @@ class DecodeConfig(BatchConfig):
             kv_host=self.kv_host or self.host,
             kv_port=self.kv_port,
             kv_transports=self.kv_transports,
+            kv_tls=self.tls_files(self.kv_transports),
             kv_credit_bytes=self.kv_credit_bytes,
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from kaveri.config import setting
 from kaveri.engine.factory import EngineSettings
 from kaveri.instance.config import InstanceConfig
+from kaveri.instance.kv_tls import KvTlsConfig
 from kaveri.kv.link_speed import link_text
 from kaveri.kv.transports import TRANSPORT_NAMES, transport_names
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
@@ -35,7 +36,7 @@ class PromptConfig(InstanceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(PromptConfig):
+class PrefillConfig(KvTlsConfig, PromptConfig):
     """Computes prompts in chunks and pushes their KV cache to decode instances."""
 
     kv_transports: tuple[str, ...] = setting(
@@ -53,4 +54,9 @@ class PrefillConfig(PromptConfig):
     )
 
     def engine_settings(self, receives: bool = False) -> EngineSettings:
-        return replace(super().engine_settings(receives), kv_transports=self.kv_transports, kv_link=self.kv_link)
+        return replace(
+            super().engine_settings(receives),
+            kv_transports=self.kv_transports,
+            kv_tls=self.tls_files(self.kv_transports),
+            kv_link=self.kv_link,
+        )
