@@ -1,4 +1,4 @@
-"""How the blocks of a receiver's layout are put together from the blocks of a sender's. Pure; moves nothing."""
+"""How blocks of one layout are put together from blocks of another. Pure; moves nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,25 @@ from kaveri.kv.ticket import Ticket
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """From blocks of one pool to blocks of another that holds the same layers and heads, or some of them (map_blocks).
+    """From blocks of one pool to blocks of another, of all layers and heads that both hold (map_blocks, merge_blocks).
 
     >>> whole = KvLayout("model", 4, block_tokens=32, kv_head_count=2, head_dim=8, dtype="float16")
     >>> upper = KvLayout("model", 2, 16, 1, 8, "float16", first_layer=2, first_kv_head=1)
     >>> mapped = map_blocks(whole, upper)
     >>> mapped.source_layer(0)
     2
-    >>> for copy in mapped.copies(range(16, 32), [5], 0, [7], 16):
+    >>> for copy in mapped.copies(range(16, 32), [5], 0, [7], 16):  # K and V of 16 tokens, a head of 16 bytes each
     ...     print(copy.counts, copy.run_bytes, copy.source_strides, copy.destination_strides)
-    (32,) 16 (32,) (16,)
+    (2, 16) 16 (1024, 32) (256, 16)
     """
 
     source: KvLayout
     destination: KvLayout
+
+    @property
+    def layers(self) -> range:
+        """The model's layers that both hold."""
+        return _common(self.source.layers, self.destination.layers)
 
     def source_layer(self, layer: int) -> int:
         """The source pool's layer that holds what `layer` of the destination's pool holds."""
@@ -38,24 +43,38 @@ class BlockMap:
         destination_ids: Sequence[int],
         destination_first: int,
     ) -> tuple[RegionCopy, ...]:
-        """The KV of `tokens` from blocks into blocks, within each layer; see regions.copy_regions.
+        """The KV of `tokens` from blocks into blocks, within each layer that both hold; see regions.copy_regions.
 
         source_first, destination_first: the token at the beginning of the first of source_ids, of destination_ids.
         """
-        first_head = self.destination.first_kv_head - self.source.first_kv_head
-        source = TokenPlaces.of_blocks(self.source, source_ids, first_head, source_first)
-        destination = TokenPlaces.of_blocks(self.destination, destination_ids, 0, destination_first)
+        heads = _common(self.source.kv_heads, self.destination.kv_heads)
+        source_head = heads.start - self.source.first_kv_head
+        destination_head = heads.start - self.destination.first_kv_head
+        source = TokenPlaces.of_blocks(self.source, source_ids, source_head, source_first)
+        destination = TokenPlaces.of_blocks(self.destination, destination_ids, destination_head, destination_first)
         head_bytes = self.source.head_dim * ELEMENT_BYTES[self.source.dtype]
-        return map_regions(tokens, self.destination.kv_head_count, head_bytes, source, destination)
+        return map_regions(tokens, len(heads), head_bytes, source, destination)
 
 
 @lru_cache(maxsize=256)
 def map_blocks(source: KvLayout, destination: KvLayout) -> BlockMap:
-    """The map between two pools; computed once per pair. Raises LayoutMismatch (KvLayout.require_part)."""
+    """To a pool of the same layers and heads, or of some of them; computed once per pair. Raises LayoutMismatch
+    (KvLayout.require_part)."""
     source.require_part(destination)
+    return BlockMap(source, destination)
+
+
+@lru_cache(maxsize=256)
+def merge_blocks(source: KvLayout, destination: KvLayout) -> BlockMap:
+    """To a pool that holds more layers or heads; computed once per pair. Raises LayoutMismatch."""
+    destination.require_part(source)
     return BlockMap(source, destination)
 
 
 def first_source_block(ticket: Ticket, layout: KvLayout) -> int:
     """The first of a request's blocks, of `layout`, that holds a token which the ticket asks for."""
     return ticket.first_block * ticket.layout.block_tokens // layout.block_tokens
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -1,9 +1,10 @@
 """What a block of KV cache looks like, when two pools may exchange blocks byte by byte, and when blocks can be mapped
 from one onto the other. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from kaveri.errors import LayoutMismatch
+from kaveri.errors import InvalidArgument, LayoutMismatch
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ORDERS = ("2NHD", "2HND")
@@ -97,6 +98,15 @@ class KvLayout:
         for name, ours, theirs in (("layers", self.layers, part.layers), ("kv_heads", self.kv_heads, part.kv_heads)):
             if not (theirs and ours.start <= theirs.start and theirs.stop <= ours.stop):
                 raise LayoutMismatch(name, ours, theirs)
+
+    def require_whole(self, parts: Sequence["KvLayout"]) -> None:
+        """Raises InvalidArgument unless the parts hold all layers and heads of this one together."""
+        given = {(layer, head) for part in parts for layer in part.layers for head in part.kv_heads}
+        for layer in self.layers:
+            for head in self.kv_heads:
+                if (layer, head) not in given:
+                    limit = f"of all layers and heads together; layer {layer}, KV head {head} is missing"
+                    raise InvalidArgument("parts", len(parts), limit)
 
     def _require_equal(self, other: "KvLayout", but: frozenset[str]) -> None:
         for field in fields(self):

@@ -98,7 +98,7 @@ class MappedSender:
                 if getattr(ticket.layout, field) != getattr(first.layout, field):
                     raise LayoutMismatch(field, getattr(first.layout, field), getattr(ticket.layout, field))
             self.pool.layout.require_part(ticket.layout)
-        self._require_whole([ticket.layout for ticket in tickets])
+        self.pool.layout.require_whole([ticket.layout for ticket in tickets])
         self._open(transfer_id, tickets)
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
@@ -229,14 +229,6 @@ class MappedSender:
     def _abort_parts(transfer: "_Transfer") -> None:
         for part in transfer.parts:
             part.pusher.abort(part.ticket.transfer_id)
-
-    def _require_whole(self, layouts: Sequence[KvLayout]) -> None:
-        given = {(layer, head) for layout in layouts for layer in layout.layers for head in layout.kv_heads}
-        for layer in self.pool.layout.layers:
-            for head in self.pool.layout.kv_heads:
-                if (layer, head) not in given:
-                    limit = f"of all layers and heads together; layer {layer}, KV head {head} is missing"
-                    raise InvalidArgument("tickets", len(layouts), limit)
 
 
 @dataclass(frozen=True, slots=True)

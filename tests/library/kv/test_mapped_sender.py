@@ -75,8 +75,8 @@ class ReceivingInstance:
 class Source:
     """One rank's pool with one request in it, and its sender."""
 
-    def __init__(self, instance: Instance, transport: str | Transport, staging_bytes: int) -> None:
-        self.pool, self.block_ids = instance.pools[0], instance.block_ids[0]
+    def __init__(self, instance: Instance, transport: str | Transport, staging_bytes: int, rank: int = 0) -> None:
+        self.pool, self.block_ids = instance.pools[rank], instance.block_ids[rank]
         self.pushed = Recorder()
         transports = make_transports((transport,)) if isinstance(transport, str) else [transport]
         self.sender = MappedSender(self.pool, self.pushed, transports=transports, staging_bytes=staging_bytes)
