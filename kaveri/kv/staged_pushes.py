@@ -149,6 +149,8 @@ class StagedPushes:
         self._free = [list(range(self.block_count - 1, -1, -1)) for _ in range(shape.layer_count)]
         # Staging blocks in use, by (receiver, layer).
         self._held: Counter[tuple[object, int]] = Counter()
+        # Made by the thread, before it takes the first push.
+        self._made: KvSender | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-stage", daemon=True)
         self._thread.start()
@@ -204,7 +206,7 @@ class StagedPushes:
 
     def flow(self) -> SenderFlow:
         """As KvSender.flow; empty before the staging memory is there."""
-        return self._sender.flow() if self._sender is not None else SenderFlow()
+        return self._made.flow() if self._made is not None else SenderFlow()
 
     def close(self) -> None:
         """Fails what is under way, and lets staging and threads go; does not wait. Idempotent."""
@@ -230,14 +232,18 @@ class StagedPushes:
             )
             assert self._held == counted, "the account of receivers is wrong"
 
+    @property
+    def _sender(self) -> KvSender:
+        assert self._made is not None, "no push is opened before there is a sender"
+        return self._made
+
     # The thread.
 
     def _run(self) -> None:
-        sender: KvSender | None = None
         reason = "the sender was closed"
         try:
             self._staging = KvPool(self._shape, self.block_count)
-            self._sender = sender = KvSender(
+            self._made = KvSender(
                 self._staging,
                 self._on_event,
                 transports=self._transports,
@@ -259,8 +265,8 @@ class StagedPushes:
             reason = f"staging failed: {error!r}"
         finally:
             self.close()
-            if sender is not None:
-                sender.close()
+            if self._made is not None:
+                self._made.close()
             with self._changed:
                 for push in self._pushes.values():
                     push.reading = False

@@ -2,11 +2,15 @@
 
 import contextlib
 import itertools
+import multiprocessing
+import os
 import random
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,7 @@ from kaveri.kv.digest import Digest, DigestFactory, xxh3
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.mapped_sender import STAGINGS_MAX, MappedSender
 from kaveri.kv.partition import KvPartition
+from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
@@ -255,6 +260,7 @@ def test_a_receiver_that_takes_nothing_holds_up_nobody_else(folder: str) -> None
         landed = [pair.source.wait(pair.source.push(free.grant(1000), seed)) for seed in range(3)]
         assert all(isinstance(event, PushAccepted) for event in landed), landed
         assert held not in pair.source.pushed.events
+        assert [peer.push_count for peer in pair.source.sender.flow().peers if peer.unaccepted_bytes] == [1]
         free.assert_holds(pair.reference, 1000)
         gate.set()
         pair.require_landed(stuck, held)
@@ -407,3 +413,37 @@ def test_closing_fails_what_is_under_way_and_refuses_the_rest(folder: str) -> No
         assert isinstance(pair.source.wait(name), PushFailed)
         with pytest.raises(TransferFailed, match="closed"):
             pair.source.open(receiving.grant(100))
+
+
+def receive_in_a_process(control: Connection, path: str, layout: KvLayout, block_count: int) -> None:
+    """Grants one ticket for all blocks and takes what comes."""
+    pool = KvPool(layout, block_count)
+    receiver = KvReceiver(pool, lambda _: None, listen=[KvEndpoint("unix", path)], epoch=1)
+    control.send(receiver.grant(range(block_count), block_count * layout.block_tokens, 60.0))
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("is_frozen_first", [False, True])
+def test_a_receiver_that_is_killed_gives_source_and_staging_back(folder: str, is_frozen_first: bool) -> None:
+    token_count, target = 1024, one_rank(64, model=WIDE)
+    spawn = multiprocessing.get_context("spawn")
+    control, theirs = spawn.Pipe()
+    arguments = (theirs, str(Path(folder) / "killed.sock"), target.layout, token_count // 64)
+    process = spawn.Process(target=receive_in_a_process, args=arguments, daemon=True)
+    process.start()
+    with Pair(folder, one_rank(16, model=WIDE), token_count, 1 << 20, "unix") as pair:
+        assert control.poll(WAIT_S)
+        ticket = control.recv()
+        if is_frozen_first:
+            # It answers no more, and its connection takes a bounded number of bytes.
+            os.kill(process.pid, signal.SIGSTOP)  # type: ignore[arg-type]
+        name = pair.source.open([ticket])
+        for layer in range(2):
+            pair.source.write(name, ticket, layer, 0, len(pair.source.block_ids))
+        process.kill()
+        failed = pair.source.wait(name)
+        assert isinstance(failed, PushFailed), failed
+        pair.source.sender.check_integrity()
+        working = pair.receiving(target)
+        pair.require_landed(working, pair.source.push(working.grant(token_count)))
+    process.join(WAIT_S)
