@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from kaveri.errors import LayoutMismatch, NoCapacity
+from kaveri.errors import InvalidArgument, LayoutMismatch, NoCapacity
 from kaveri.kv.blocks import BlockAllocator
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
+from kaveri.rpc.messages import layout_from_proto, layout_to_proto
 
 LAYOUT = KvLayout("m", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="bfloat16")
 
@@ -31,6 +32,8 @@ def test_a_layout_knows_its_sizes() -> None:
         ("head_dim", 6),
         ("dtype", "float16"),
         ("order", "NHD2"),
+        ("first_layer", 3),
+        ("first_kv_head", 2),
     ],
 )
 def test_layouts_that_differ_name_the_field(field: str, value: object) -> None:
@@ -38,6 +41,40 @@ def test_layouts_that_differ_name_the_field(field: str, value: object) -> None:
     with pytest.raises(LayoutMismatch) as caught:
         LAYOUT.require_same(dataclasses.replace(LAYOUT, **{field: value}))
     assert (caught.value.field, caught.value.theirs) == (field, value)
+
+
+def test_layouts_are_mappable_when_only_blocks_and_known_orders_differ() -> None:
+    for other in (LAYOUT, dataclasses.replace(LAYOUT, block_tokens=128), dataclasses.replace(LAYOUT, order="2HND")):
+        LAYOUT.require_mappable(other)
+        assert LAYOUT.is_mappable(other)
+    opaque = dataclasses.replace(LAYOUT, order="engine-1")
+    opaque.require_mappable(dataclasses.replace(opaque))
+    for other in (dataclasses.replace(opaque, block_tokens=8), LAYOUT, None):
+        assert not opaque.is_mappable(other)
+
+
+def test_ranks_of_one_instance_are_never_taken_for_one_another() -> None:
+    model = dataclasses.replace(LAYOUT, layer_count=6, kv_head_count=4)
+    ranks = [
+        dataclasses.replace(LAYOUT, first_layer=first_layer, first_kv_head=first_head)
+        for first_layer in (0, 3)
+        for first_head in (0, 2)
+    ]
+    for one, other in itertools.permutations(ranks, 2):
+        assert not one.is_mappable(other)
+        with pytest.raises(LayoutMismatch):
+            one.require_part(other)
+    for rank in ranks:
+        assert not model.is_mappable(rank)
+        model.require_part(rank)
+    model.require_whole(ranks)
+    with pytest.raises(InvalidArgument, match="layer 0, KV head 2 is missing"):
+        model.require_whole([ranks[0], *ranks[2:]])
+
+
+def test_layouts_travel_whole() -> None:
+    layout = dataclasses.replace(LAYOUT, order="2HND", first_layer=3, first_kv_head=2)
+    assert layout_from_proto(layout_to_proto(layout)) == layout
 
 
 def test_a_pool_is_aligned_contiguous_and_zero() -> None:

@@ -15,6 +15,7 @@ from kaveri.policy.placement import (
     HeavyThresholds,
     PlacementPolicy,
     UnconfirmedWork,
+    blocks_there,
     choose_decode,
     choose_prefill,
     missing_roles,
@@ -216,6 +217,30 @@ def test_decode_instances_with_another_kv_layout_are_left_out() -> None:
     fitting = replace(fitting, record=replace(fitting.record, layout=layout))
     chosen = choose_decode(view_of(fitting, other), MODEL, 1, UnconfirmedWork[str](), random.Random(1), layout=layout)
     assert chosen is fitting
+
+
+def test_room_is_counted_in_the_blocks_of_each_decode_instance() -> None:
+    here = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
+    small, large, opaque = (
+        replace(entry, record=replace(entry.record, layout=replace(here, **changes)))  # type: ignore[arg-type]
+        for entry, changes in (
+            (status("d0", Role.DECODE, free_blocks=12), {}),
+            (status("d1", Role.DECODE, free_blocks=2), {"block_tokens": 128}),
+            (status("d2", Role.DECODE, free_blocks=99), {"block_tokens": 128, "order": "opaque"}),
+        )
+    )
+    view = view_of(small, large, opaque)
+
+    def choice(token_count: int) -> InstanceStatus | None:
+        return choose_decode(view, MODEL, token_count, UnconfirmedWork[str](), random.Random(1), layout=here)
+
+    assert choice(193) is large, "13 blocks of 16, 2 of 128"
+    assert choice(257) is None
+    assert [blocks_there(entry, 129) for entry in (small, large, status("d3"))] == [9, 2, 129]
+    assert {
+        choose_decode(view, MODEL, 192, UnconfirmedWork[str](), random.Random(seed), layout=here) is small
+        for seed in range(20)
+    } == {True, False}
 
 
 def decode_choice(view: ClusterView, policy: DecodePlacementPolicy, seed: int = 0, **more: object) -> str:
