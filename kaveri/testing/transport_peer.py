@@ -1,42 +1,52 @@
-"""A sender or a receiver in a process of its own, told what to do line by line: something to kill, stop and wake.
+"""One side of KV transfers, here or in a process of its own: something to kill, stop and wake.
 
-    python -m kaveri.testing.transport_peer send|receive FACTORY ADDRESS
+    python -m kaveri.testing.transport_peer FACTORY DESCRIPTOR
 
-FACTORY is "module:callable", which makes the Transport. Commands and events are JSON objects, one per line, on stdin
-and stdout. The pools have PEER_LAYOUT; a sender's is filled by fill_pool.
+is a nursery, which a PeerNursery starts: a process that has imported what the transport needs, and forks a peer for
+each socket that arrives over DESCRIPTOR. FACTORY is "module:callable", which makes the Transport. Processes talk in
+pickled messages, one per packet; each ends when its socket does.
 """
 
 import contextlib
-import dataclasses
 import importlib
-import json
+import mmap
 import os
-import select
+import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from kaveri.kv.digest import DigestFactory, xxh3
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver
-from kaveri.kv.sender import KvSender
+from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
 from kaveri.telemetry.logs import configure_logs
 
-PEER_LAYOUT = KvLayout("conformance", 4, block_tokens=16, kv_head_count=4, head_dim=32, dtype="float32")
-"""16 KiB blocks."""
-PEER_BLOCKS = 512
+WAIT_S = 20.0
+"""Deadline of every wait; a loaded machine is slow, a hang is for ever."""
+_PATIENCE_S = 60.0
+"""The same where connections to dead and stopped processes may have to be waited for first."""
+_PACKET_BYTES = 1 << 18
+
+Event = PushAccepted | PushFailed | TransferLanded | TransferReleased
 
 
 def fill_pool(pool: KvPool, seed: int) -> None:
     """Random bytes, the same for the same seed."""
-    generator = np.random.default_rng(seed)
-    pool.memory[:] = generator.integers(0, 256, pool.memory.shape, dtype=np.uint8)
+    noise = np.random.default_rng(seed).bytes(pool.memory.nbytes)
+    pool.memory[:] = np.frombuffer(noise, np.uint8).reshape(pool.memory.shape)
 
 
 def load_transport(factory: str) -> Transport:
@@ -45,125 +55,317 @@ def load_transport(factory: str) -> Transport:
     return cast(Transport, getattr(importlib.import_module(module), name)())
 
 
-class PeerProcess:
-    """The parent's handle on such a process. Use as a context manager: it is killed at the end."""
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Waits for a condition; fails the test after the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.002)
 
-    def __init__(self, role: str, factory: str, address: str = "") -> None:
-        command = [sys.executable, "-P", "-m", "kaveri.testing.transport_peer", role, factory, address]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self._unread = b""
+
+class Recorder:
+    """Keeps the events of one side, and those of transfers that have had one already."""
+
+    def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
+        self._changed = threading.Condition()
+        self._on_event = on_event
+        self.events: dict[bytes, Event] = {}
+        self.doubled: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self._on_event(event)
+        with self._changed:
+            if event.transfer_id in self.events:
+                self.doubled.append(event)
+            self.events[event.transfer_id] = event
+            self._changed.notify_all()
+
+    def wait(self, ticket: Ticket, timeout_s: float = WAIT_S) -> Event:
+        """The event of this transfer."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: ticket.transfer_id in self.events, timeout_s)
+            assert arrived, f"no event of the transfer within {timeout_s:g} s"
+            return self.events[ticket.transfer_id]
+
+
+class Side:
+    """A sender or a receiver in this process."""
+
+    def __init__(self, factory: str, on_event: Callable[[Event], None] = lambda _: None) -> None:
+        self._factory = factory
+        self._side: KvSender | KvReceiver | None = None
+        self._threads: set[threading.Thread] = set()
+        self._descriptors: set[tuple[str, str]] = set()
+        self.recorder = Recorder(on_event)
+
+    def start_sender(self, layout: KvLayout, block_count: int, seed: int, digest: DigestFactory = xxh3) -> KvPool:
+        """Its pool, filled by fill_pool()."""
+        self._begin()
+        pool = KvPool(layout, block_count)
+        fill_pool(pool, seed)
+        self._side = KvSender(pool, self.recorder, transports=[load_transport(self._factory)], digest=digest)
+        return pool
+
+    def start_receiver(
+        self, layout: KvLayout, block_count: int, address: str, epoch: int, credit_bytes: int
+    ) -> tuple[KvPool, tuple[KvEndpoint, ...]]:
+        """Its pool, and where it listens."""
+        self._begin()
+        pool, transport = KvPool(layout, block_count), load_transport(self._factory)
+        self._side = KvReceiver(
+            pool,
+            self.recorder,
+            listen=[KvEndpoint(transport.name, address)],
+            epoch=epoch,
+            transports=[transport],
+            credit_bytes=credit_bytes,
+        )
+        return pool, self._side.endpoints
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of the KvSender or KvReceiver returns."""
+        return getattr(self._side, method)(*arguments)
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """The same for a method that returns nothing."""
+        self.ask(method, *arguments)
+
+    def wait(self, ticket: Ticket) -> Event:
+        """The event of this transfer."""
+        return self.recorder.wait(ticket, _PATIENCE_S)
+
+    def end(self) -> list[str]:
+        """Closes it. What has been left of it."""
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+        left = [f"the thread {thread.name}" for thread in set(threading.enumerate()) - self._threads]
+        return left + [f"the descriptor {target}" for _, target in open_descriptors() - self._descriptors]
+
+    def _begin(self) -> None:
+        # Once for the process: what the transport starts for good.
+        load_transport(self._factory)
+        self._threads, self._descriptors = set(threading.enumerate()), open_descriptors()
+
+
+class PeerProcess:
+    """A side in a process of its own. Use as a context manager, or close() it: the process is killed at the end."""
+
+    def __init__(self, channel: socket.socket, pid: int) -> None:
+        self._channel = channel
+        self._pid = pid
+        # Names this very process, even once its number has been given to another one.
+        self._process = os.pidfd_open(pid)
+        self.is_alive = True
+        self.recorder = Recorder()
 
     def __enter__(self) -> "PeerProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        # Broken: a command that the killed process has not read.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self.close()
 
-    def tell(self, command: str, **arguments: Any) -> None:
-        """Sends a command; see _send and _receive."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
-        self._process.stdin.flush()
+    def start_sender(self, layout: KvLayout, block_count: int, seed: int) -> None:
+        """See Side.start_sender."""
+        self.recorder = Recorder()
+        self.ask("start_sender", layout, block_count, seed)
 
-    def hear(self, timeout_s: float = 20.0) -> dict[str, Any]:
-        """The next event. Raises TimeoutError."""
-        assert self._process.stdout is not None
-        deadline_s = time.monotonic() + timeout_s
-        while b"\n" not in self._unread:
-            remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0 or not select.select([self._process.stdout], [], [], remaining_s)[0]:
-                raise TimeoutError("the peer process says nothing")
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not data:
-                raise EOFError("the peer process has ended")
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return cast(dict[str, Any], json.loads(line))
+    def start_receiver(
+        self,
+        layout: KvLayout,
+        block_count: int,
+        address: str,
+        epoch: int,
+        credit_bytes: int,
+        on_event: Callable[[Event], None] = lambda _: None,
+    ) -> tuple[KvPool, tuple[KvEndpoint, ...]]:
+        """See Side.start_receiver. The pool is the other process's own, mapped. on_event: called within ask() and
+        wait()."""
+        self.recorder = Recorder(on_event)
+        self._send("start_receiver", layout, block_count, address, epoch, credit_bytes)
+        endpoints, (descriptor,) = self._answer()
+        shape = (layout.layer_count, block_count, layout.block_bytes)
+        with os.fdopen(descriptor):
+            mapped = mmap.mmap(descriptor, int(np.prod(shape)))
+        return KvPool.over(layout, np.frombuffer(mapped, np.uint8).reshape(shape)), endpoints
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """See Side.ask."""
+        self._send(method, *arguments)
+        return self._answer()[0]
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """See Side.tell; does not wait for it."""
+        self._send(method, *arguments, is_asked=False)
+
+    def wait(self, ticket: Ticket) -> Event:
+        """See Side.wait."""
+        while ticket.transfer_id not in self.recorder.events:
+            self._hear()
+        return self.recorder.events[ticket.transfer_id]
+
+    def end(self) -> list[str]:
+        """See Side.end. It may start another side then."""
+        return cast(list[str], self.ask("end"))
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGKILL, SIGSTOP or SIGCONT."""
-        self._process.send_signal(number)
+        """SIGKILL, SIGSTOP or SIGCONT. Returns once all its threads are gone, or stand still."""
+        signal.pidfd_send_signal(self._process, number)
         if number == signal.SIGKILL:
-            self._process.wait()
+            # Its descriptors are closed when the last of its threads has ended.
+            with contextlib.suppress(EOFError):
+                while True:
+                    self._hear()
+            self.is_alive = False
         if number == signal.SIGSTOP:
             # On a busy machine its threads go on until one of them has taken the signal.
-            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+            wait_until(self._stands_still, "the process stands still")
+
+    def close(self) -> None:
+        """Kills it. Idempotent."""
+        if self.is_alive:
+            self.signal(signal.SIGKILL)
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
+        self._channel.close()
+
+    def _stands_still(self) -> bool:
+        states = [
+            stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{self._pid}/task").glob("*/stat")
+        ]
+        return set(states) == {"T"}
+
+    def _send(self, method: str, *arguments: Any, is_asked: bool = True) -> None:
+        # Broken: a command for a process that has been killed.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            _send(self._channel, (method, arguments, is_asked))
+
+    def _answer(self) -> tuple[Any, list[int]]:
+        """The next answer, and the descriptors that came with it."""
+        while (heard := self._hear()) is None:
+            pass
+        return heard
+
+    def _hear(self) -> tuple[Any, list[int]] | None:
+        """Takes one message, which is an event or what it returns."""
+        (kind, content), descriptors = _receive(self._channel)
+        assert kind != "error", f"the peer process: {content}"
+        if kind == "answer":
+            return content, descriptors
+        self.recorder(content)
+        return None
 
 
-def ticket_to_json(ticket: Ticket) -> dict[str, Any]:
-    """A ticket as JSON can carry it."""
-    names = {"transfer_id": ticket.transfer_id.hex(), "secret": ticket.secret.hex()}
-    return {**dataclasses.asdict(ticket), **names}
+class PeerNursery:
+    """Starts peer processes in milliseconds each, one transport's. Use as a context manager."""
+
+    def __init__(self, factory: str) -> None:
+        self._channel, theirs = _channels()
+        command = [sys.executable, "-P", "-m", "kaveri.testing.transport_peer", factory, str(theirs.fileno())]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        theirs.close()
+
+    def __enter__(self) -> "PeerNursery":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+    def start(self) -> PeerProcess:
+        """One more process; the caller's to close."""
+        ours, theirs = _channels()
+        with theirs:
+            _send(self._channel, (), [theirs.fileno()])
+            return PeerProcess(ours, _receive(self._channel)[0])
 
 
-def ticket_from_json(value: dict[str, Any]) -> Ticket:
-    """The inverse."""
-    return Ticket(
-        transfer_id=bytes.fromhex(value["transfer_id"]),
-        secret=bytes.fromhex(value["secret"]),
-        epoch=value["epoch"],
-        endpoints=tuple(KvEndpoint(**endpoint) for endpoint in value["endpoints"]),
-        block_ids=tuple(value["block_ids"]),
-        token_count=value["token_count"],
-        expires_in_s=value["expires_in_s"],
-        layout=KvLayout(**value["layout"]),
-    )
+def open_descriptors() -> set[tuple[str, str]]:
+    """Every descriptor of this process with what it refers to, so that one that is given out again counts as new."""
+    descriptors = set()
+    for number in os.listdir("/proc/self/fd"):
+        # The one that lists them is gone by now.
+        with contextlib.suppress(FileNotFoundError):
+            descriptors.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    # Pools are memory files, which close with their last reference: pytest still has one.
+    return {(number, target) for number, target in descriptors if not target.startswith("/memfd:kaveri-kv")}
 
 
-def _say(event: object) -> None:
-    text = {"event": type(event).__name__}
-    for name, value in dataclasses.asdict(event).items():  # type: ignore[call-overload]
-        text[name] = value.hex() if isinstance(value, bytes) else value
-    print(json.dumps(text), flush=True)
+def _channels() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pair[0].settimeout(_PATIENCE_S)
+    return pair
 
 
-def _send(factory: str) -> None:
-    pool = KvPool(PEER_LAYOUT, PEER_BLOCKS)
-    fill_pool(pool, 0)
-    sender = KvSender(pool, _say, transports=[load_transport(factory)])
-    for line in sys.stdin:
-        order = json.loads(line)
-        if order["command"] == "open":
-            ticket = ticket_from_json(order["ticket"])
-            sender.open(ticket)
-        elif order["command"] == "write":
-            sender.write(ticket.transfer_id, order["layer"], order["first_index"], order["source_blocks"])
-        else:
-            assert order["command"] == "finish", order
-            sender.finish(ticket.transfer_id, b"")
-    sender.close()
+def _send(channel: socket.socket, message: Any, descriptors: list[int] | None = None) -> None:
+    socket.send_fds(channel, [pickle.dumps(message)], descriptors or [])
 
 
-def _receive(factory: str, address: str) -> None:
-    transport = load_transport(factory)
-    pool = KvPool(PEER_LAYOUT, PEER_BLOCKS)
-    listen = [KvEndpoint(transport.name, address)]
-    receiver = KvReceiver(pool, _say, listen=listen, epoch=1, transports=[transport])
-    for line in sys.stdin:
-        order = json.loads(line)
-        assert order["command"] == "grant", order
-        ticket = receiver.grant(order["block_ids"], order["token_count"], order["expires_in_s"])
-        print(json.dumps(ticket_to_json(ticket)), flush=True)
-    receiver.close()
+def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
+    """Raises EOFError and TimeoutError."""
+    try:
+        packet, descriptors, _, _ = socket.recv_fds(channel, _PACKET_BYTES, 1)
+    except ConnectionResetError:
+        packet = b""
+    if not packet:
+        raise EOFError("the process has ended")
+    return pickle.loads(packet), descriptors
+
+
+def _nurse(factory: str, channel: socket.socket) -> None:
+    """A nursery: forks a peer for each socket that comes, until its own ends."""
+    # Nobody waits for peers: their sockets tell when they end.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    load_transport(factory)
+    while True:
+        _, descriptors = _receive(channel)
+        with socket.socket(fileno=descriptors[0]) as theirs:
+            pid = os.fork()
+            if pid == 0:
+                channel.close()
+                _serve(factory, theirs)
+        _send(channel, pid)
+
+
+def _serve(factory: str, channel: socket.socket) -> None:
+    """A peer: does what it is told, until its socket ends."""
+    try:
+        side = Side(factory)
+        while True:
+            (method, arguments, is_asked), _ = _receive(channel)
+            answer: object = None
+            descriptors: list[int] = []
+            if method.startswith("start"):
+                side = Side(factory, lambda event: _send(channel, ("event", event)))
+            if method == "start_receiver":
+                pool, answer = side.start_receiver(*arguments)
+                descriptors = [pool.descriptor]
+            elif method == "start_sender":
+                side.start_sender(*arguments)
+            elif method == "end":
+                answer = side.end()
+            else:
+                answer = side.ask(method, *arguments)
+            if is_asked:
+                _send(channel, ("answer", answer), descriptors)
+    except BaseException as error:
+        if not isinstance(error, EOFError):
+            with contextlib.suppress(OSError):
+                _send(channel, ("error", traceback.format_exc()))
+    finally:
+        # Nothing of the nursery's is closed here.
+        os._exit(0)
 
 
 def main() -> None:
-    """Runs until stdin ends."""
-    role, factory, address = sys.argv[1:]
-    # To stderr: stdout is for events.
-    configure_logs("kv-peer", role)
-    if role == "send":
-        _send(factory)
-    else:
-        _receive(factory, address)
+    """Runs until its socket ends."""
+    factory, descriptor = sys.argv[1:]
+    configure_logs("kv-peer", factory, "error")
+    with contextlib.suppress(EOFError):
+        _nurse(factory, socket.socket(fileno=int(descriptor)))
 
 
 if __name__ == "__main__":

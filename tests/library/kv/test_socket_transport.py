@@ -29,7 +29,7 @@ from kaveri.kv.transports.frames import (
     unpack_hello,
 )
 from kaveri.kv.transports.socket import SocketTransport
-from kaveri.testing.transport_conformance import PROMPT_S, WAIT_S, Recorder, open_descriptors, wait_until
+from kaveri.testing.transport_conformance import WAIT_S, Recorder, open_descriptors, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 2**63 + 5
@@ -289,7 +289,7 @@ def test_a_transfer_revoked_within_a_frame_is_fenced_while_its_sender_stands_sti
     stranger.send(Header(Kind.DATA, ticket.transfer_id, len(data), 0, 0, 3), data[:half])
     wait_until(lambda: bool((receiver.pool.memory[0, 0] == content[0, 0]).all()), "the first block has arrived")
     receiver.revoke(ticket.transfer_id)
-    assert isinstance(landed.wait(ticket, PROMPT_S), TransferReleased)
+    assert isinstance(landed.wait(ticket), TransferReleased)
     assert stranger.answer() == (Kind.REJECTED, ticket.transfer_id, "revoked")
     # The blocks are somebody else's by now, and the rest of the frame must not touch them.
     receiver.pool.memory[:] = 0
@@ -362,7 +362,7 @@ def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still
             # Once a block is here the sender is in the middle of a frame that nobody takes.
             accepted.recv(LARGE_LAYOUT.block_bytes, socket.MSG_WAITALL)
             sender.abort(deaf.ticket.transfer_id)
-            assert pushed.wait(deaf.ticket, PROMPT_S) == PushFailed(deaf.ticket.transfer_id, "aborted")
+            assert pushed.wait(deaf.ticket) == PushFailed(deaf.ticket.transfer_id, "aborted")
 
 
 def test_the_next_endpoint_is_tried_when_one_does_not_answer(tmp_path: Path, nothing_left: None) -> None:
