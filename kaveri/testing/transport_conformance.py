@@ -269,7 +269,7 @@ class TransportConformance:
             for sender in senders:
                 sender.close()
 
-    @pytest.mark.timeout(120 + 2 * RUN_COUNT)
+    @pytest.mark.timeout(120 + 5 * RUN_COUNT)
     def test_no_random_run_shows_a_wrong_byte_or_leaves_anything(
         self, tmp_path: Path, nursery: PeerNursery, nothing_left: None
     ) -> None:
