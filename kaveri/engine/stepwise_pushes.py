@@ -9,6 +9,8 @@ of this file.
 import threading
 from collections.abc import Iterable
 
+from google.protobuf.message import DecodeError
+
 from kaveri.engine.stepwise_sequence import Source
 from kaveri.kv.block_map import first_source_block
 from kaveri.kv.layout import KvLayout
@@ -94,3 +96,11 @@ class Pushes:
             source.written[layer] = block_count
             index = first - source.first_block
             self._sender.write(source.transfer_id, layer, index, source.block_ids[first:block_count])
+
+
+def first_token_of(note: bytes) -> int | None:
+    """The token that a hand-over names; None when the note is none of ours."""
+    try:
+        return kv_pb2.HandOver.FromString(note).first_token_id
+    except DecodeError:
+        return None

@@ -10,6 +10,8 @@ from kaveri.engine.vllm.loading import load_host
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 
+_VACATE_STEPS = 100
+
 
 def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
     """For EngineProcess: loads the model, with these arguments of load_host, and returns what makes engines of it."""
@@ -59,5 +61,17 @@ class LentHost(Host):
 
     def shutdown(self) -> None:
         """Gives the model back for the next engine."""
-        self.vacate()
+        self._vacate()
         self._blocks.free_blocks(self._withheld)
+
+    def _vacate(self) -> None:
+        """Ends every request and takes all blocks back. No transfer is open any more."""
+        for vllm_id in tuple(self._scheduler.requests):
+            self.abort(vllm_id)
+            if self.holds(vllm_id):
+                self.worker_side.report_released(vllm_id)
+        for _ in range(_VACATE_STEPS):
+            if not self._scheduler.requests:
+                return
+            self._llm.step()
+        raise AssertionError(f"vLLM keeps {len(self._scheduler.requests)} requests")

@@ -1,6 +1,7 @@
 """Every live request of a vLLM engine, and what of vLLM's blocks is promised to whom. No I/O, no locks."""
 
 from collections import deque
+from collections.abc import Iterable
 
 from kaveri.engine.contract import AttemptKey, EngineStats
 from kaveri.engine.stepwise_sequence import Phase
@@ -18,6 +19,8 @@ class Account:
         self.decodes: dict[AttemptKey, Hosted] = {}
         self.waiting: deque[Hosted] = deque()
         """Those of `decodes` that are admitted and not in the running batch, in the order of admission."""
+        self.by_number: dict[str, Hosted] = {}
+        """All of them, live and ended, as vLLM is told of them."""
         self.ended: set[Hosted] = set()
         """Done, but vLLM has not got their blocks back, or a transfer can still touch them."""
         self.unused_blocks = total_blocks
@@ -47,6 +50,7 @@ class Account:
             reason = f"{hosted.needed_blocks} KV blocks are needed, {free_blocks} are free"
             raise NoCapacity(role, _RETRY_AFTER_S, reason)
         table[hosted.key] = hosted
+        self.by_number[hosted.number] = hosted
 
     def adopt(self, hosted: Hosted) -> None:
         """A computed request of the prefill side becomes a landed one of the decode side."""
@@ -68,6 +72,19 @@ class Account:
                 self.waiting.remove(hosted)
         self.ended.add(hosted)
 
+    def forget(self, hosted: Hosted) -> None:
+        """vLLM has the blocks of an ended request back."""
+        self.ended.discard(hosted)
+        self.by_number.pop(hosted.number, None)
+
+    def admit(self, max_batch: int) -> list[Hosted]:
+        """Takes those who wait into the running batch, in order, as many as it has room for."""
+        room = max_batch - self.running_count()
+        admitted = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+        for hosted in admitted:
+            hosted.phase = Phase.RUNNING
+        return admitted
+
     def running_count(self) -> int:
         """Requests in the running batch, those that were preempted in it included."""
         return sum(hosted.phase is Phase.RUNNING for hosted in self.decodes.values())
@@ -85,6 +102,7 @@ class Account:
         self.decodes.clear()
         self.waiting.clear()
         self.ended.clear()
+        self.by_number.clear()
         self.unused_blocks = self._total_blocks
 
     def stats(self) -> EngineStats:
@@ -98,6 +116,16 @@ class Account:
             pending_prefill_tokens=sum(len(hosted.request.token_ids) - hosted.computed for hosted in prefilling),
             context_tokens=sum(hosted.computed for hosted in self._live()),
         )
+
+    def check_integrity(self, vllm_ids: Iterable[str]) -> None:
+        """Asserts that nobody is counted twice, and that whoever of these vLLM holds is known here."""
+        known = {hosted.vllm_id for hosted in (*self._live(), *self.ended)}
+        for vllm_id in vllm_ids:
+            assert vllm_id in known, f"vLLM keeps {vllm_id}, which nobody knows"
+        assert len(self.waiting) == len(set(self.waiting)), "a request waits twice"
+        assert all(hosted.phase is Phase.WAITING for hosted in self.waiting), "a request waits that is not admitted"
+        assert all(hosted.done for hosted in self.ended), "a request has ended that is not done"
+        assert not any(hosted.done for hosted in self._live()), "a request is done that has not ended"
 
     def _live(self) -> tuple[Hosted, ...]:
         return (*self.prefills.values(), *self.decodes.values())

@@ -13,8 +13,6 @@ from kaveri.engine.vllm.connector import KaveriConnector
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
 from kaveri.engine.vllm.connector_worker import WorkerSide
 
-_VACATE_STEPS = 100
-
 
 class Host:
     """A loaded vLLM engine (LLMEngine, VLLM_ENABLE_V1_MULTIPROCESSING=0) with our connector in it."""
@@ -76,19 +74,6 @@ class Host:
         """How many requests hold each block that is held at all; the null block, which is never free, left out."""
         blocks = self._scheduler.kv_cache_manager.block_pool.blocks
         return {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt and not block.is_null}
-
-    def vacate(self) -> None:
-        """Ends every request and takes all blocks back. No transfer is open any more."""
-        self.scheduler_side.desk = None
-        for vllm_id in tuple(self._scheduler.requests):
-            self.abort(vllm_id)
-            if self.holds(vllm_id):
-                self.worker_side.report_released(vllm_id)
-        for _ in range(_VACATE_STEPS):
-            if not self._scheduler.requests:
-                return
-            self._llm.step()
-        raise AssertionError(f"vLLM keeps {len(self._scheduler.requests)} requests")
 
     def shutdown(self) -> None:
         """Ends vLLM and frees its memory."""

@@ -114,3 +114,19 @@ class Hosted:
     def take(self, block_ids: Sequence[int]) -> None:
         """vLLM has given it these blocks, all of them, in order."""
         self.block_ids += block_ids[len(self.block_ids) :]
+
+    def draw(self, token_id: int) -> None:
+        """Its next token is drawn."""
+        self.token_ids.append(token_id)
+        self.draw_index += 1
+
+    def leave_behind(self) -> "Hosted":
+        """Parts with what vLLM keeps for it, which is another's from now on: one that has ended, and is released."""
+        left = Hosted(f"{self.number}-left", self.request, self.phase, 0, [], 0)
+        left.done = left.stopped = left.released = True
+        left.vllm_id = self.vllm_id
+        self.vllm_id, self.vllm_request = "", None
+        self.stopped = self.released = False
+        self.block_ids = []
+        self.computed = 0
+        return left

@@ -9,6 +9,7 @@ from kaveri.kv.receiver import CREDIT_BYTES
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import Transport
 from kaveri.models import resolve_model
+from kaveri.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
     from kaveri.engine.vllm.engine import VllmEngine
@@ -119,7 +120,8 @@ def load_host(
         **(engine_args or {}),
         "model": str(folder),
         "dtype": dtype,
-        "max_model_len": max_model_len,
+        # -1: what the model was made for, or less when the cache holds less.
+        "max_model_len": max_model_len or -1,
         "kv_cache_memory_bytes": kv_cache_memory_bytes,
         "max_num_batched_tokens": chunk_tokens + max_batch,
         "max_num_seqs": min(chunk_tokens, _PREFILLS_AT_ONCE) + max_batch,
@@ -144,12 +146,24 @@ def load_host(
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise ConfigError("engine", f"vLLM cannot serve {model}: {lines[-1].strip():.300}") from error
     config = llm.model_config
-    return Host(
+    host = Host(
         llm,
         max_model_len=config.max_model_len,
         vocab_size=config.get_vocab_size(),
         eos_token_ids=_eos_token_ids(config),
     )
+    pool_tokens = host.free_blocks * host.worker_side.pool.layout.block_tokens
+    if max_model_len is None and host.max_model_len > pool_tokens:
+        # vLLM has counted the block that it keeps for itself.
+        host.max_model_len = pool_tokens
+    if max_model_len is None and host.max_model_len < (made_for := config.hf_text_config.max_position_embeddings):
+        get_logger().warning(
+            "max_model_len is reduced to what the KV cache holds",
+            model_tokens=made_for,
+            served_tokens=host.max_model_len,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        )
+    return host
 
 
 def _eos_token_ids(config: Any) -> frozenset[int]:

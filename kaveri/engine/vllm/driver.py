@@ -1,0 +1,378 @@
+"""The engine thread: tells vLLM what has changed, lets it make a step, and tells what came of it.
+
+The only one that calls vLLM. Within a step vLLM's scheduler calls back, through the connector (see Desk).
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from kaveri.engine.contract import (
+    EngineInfo,
+    FirstToken,
+    Preempted,
+    PrefillProgress,
+    PrefillStarted,
+    RequestFailed,
+    StepTokens,
+    TokenStep,
+)
+from kaveri.engine.stepwise_pushes import Pushes
+from kaveri.engine.stepwise_sequence import Phase, Source
+from kaveri.engine.stopping import finish_reason
+from kaveri.engine.vllm.board import Board
+from kaveri.engine.vllm.connector_scheduler import Advance, Placement
+from kaveri.engine.vllm.connector_worker import StepAdvances
+from kaveri.engine.vllm.draws import FIRST_TOKENS
+from kaveri.engine.vllm.host import Host
+from kaveri.engine.vllm.hosted import Hosted
+from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
+from kaveri.errors import EngineError, KaveriError, NoCapacity
+from kaveri.sampling import FinishReason
+from kaveri.telemetry.logs import get_logger
+
+_STALLED_S = 0.05
+"""How long the thread sleeps at most when nothing that vLLM has can run: what changes that wakes it."""
+_RETRY_AFTER_S = 0.1
+
+
+class Driver:
+    """A Desk, and the thread that it is called on.
+
+    grant: called with every placement, within the step that has made it. on_broken: called when a step has failed.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        host: Host,
+        pushes: Pushes,
+        info: EngineInfo,
+        max_batch: int,
+        grant: Callable[[Placement], None],
+        on_broken: Callable[[], None],
+    ) -> None:
+        self.thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
+        self._board = board
+        self._account = board.account
+        self._outbox = board.outbox
+        self._host = host
+        self._pushes = pushes
+        self._info = info
+        self._max_batch = max_batch
+        self._grant = grant
+        self._on_broken = on_broken
+        # Whom the step under way computes.
+        self._advances: Sequence[Advance] = ()
+
+    def refuse(self, hosted: Hosted, error: KaveriError) -> None:
+        """Ends a request that vLLM or the receiver does not take, and tells whoever waits for it."""
+        with self._board.lock:
+            if hosted.done:
+                return
+            granted, hosted.granted = hosted.granted, None
+            if granted is None:
+                self._outbox.put(RequestFailed(hosted.key, str(error)))
+            self._board.end(hosted)
+        if granted is not None:
+            granted.set_exception(error)
+        self._outbox.publish()
+
+    def check(self) -> None:
+        """Asserts that vLLM's blocks and the account agree. Between steps: on the engine thread, or when it is not
+        running."""
+        tables, counts = self._host.tables(), self._host.reference_counts()
+        held: dict[int, int] = {}
+        for block_ids in tables.values():
+            for block in block_ids:
+                held[block] = held.get(block, 0) + 1
+        assert held == counts, f"vLLM's tables {tables} do not account for its blocks {counts}"
+        assert self._host.free_blocks + len(counts) == self._info.total_blocks, "vLLM has lost blocks"
+        with self._board.lock:
+            self._account.check_integrity(tables)
+
+    # What vLLM's scheduler tells within a step.
+
+    def find(self, number: str) -> Hosted | None:
+        """See Desk.find."""
+        return self._account.by_number.get(number)
+
+    def stepping(
+        self, placements: Sequence[Placement], advances: Sequence[Advance], preempted: Sequence[Hosted]
+    ) -> StepAdvances:
+        """See Desk.stepping."""
+        followed: list[tuple[Source, int]] = []
+        unwanted: list[bytes] = []
+        with self._board.lock:
+            for hosted in preempted:
+                hosted.preempted = True
+                hosted.computed = 0
+                if hosted.done:
+                    continue
+                self._outbox.put(Preempted(hosted.key))
+                if hosted.is_prefill:
+                    # Its blocks are written by others from now on: what was queued of them must not be accepted.
+                    if hosted.transfer_id is not None:
+                        unwanted.append(hosted.transfer_id)
+                    hosted.restart()
+            for hosted, computed, block_ids in advances:
+                hosted.preempted = hosted.behind = False
+                if hosted.source is not None:
+                    hosted.take(block_ids)
+                    followed.append((hosted.source, computed))
+                    if not hosted.started and not hosted.done:
+                        self._outbox.put(PrefillStarted(hosted.key))
+                hosted.started = True
+            for hosted, _, block_ids in placements:
+                hosted.take(block_ids)
+            self._account.unused_blocks = self._host.free_blocks
+        for transfer_id in unwanted:
+            self._pushes.abort(transfer_id)
+        for placement in placements:
+            self._grant(placement)
+        self._advances = advances
+        # A request that has begun says so before the step that begins it is computed.
+        self._outbox.publish()
+        return followed
+
+    def keeps_blocks(self, hosted: Hosted, token_id: int | None) -> bool:
+        """See Desk.keeps_blocks."""
+        with self._board.lock:
+            if hosted.source is None:
+                # vLLM itself keeps those of a request that still waits for its KV.
+                return False
+            if hosted.transfer_id is not None:
+                return True
+            return not hosted.done and token_id is not None and self._finish(hosted, token_id) is None
+
+    # The thread.
+
+    def _loop(self) -> None:
+        try:
+            stalled = False
+            while True:
+                with self._board.lock:
+                    self._sleep(stalled)
+                    if self._board.closing:
+                        return
+                    self._board.woken = False
+                    added, self._board.added = self._board.added, []
+                    checks, self._board.checks = self._board.checks, []
+                stalled = not self._turn(added)
+                for check in checks:
+                    self._answer(check)
+        # Whatever a step raises, the state of model and cache is unknown: nobody may be left waiting for tokens.
+        except Exception as error:
+            get_logger().exception("the engine stops", error=repr(error))
+            self._board.stop(repr(error))
+        finally:
+            if self._board.broken is not None:
+                self._on_broken()
+
+    def _sleep(self, stalled: bool) -> None:
+        """Returns when there is something to do. With the lock held."""
+        while not (self._board.closing or self._board.woken or self._host.worker_side.has_reports):
+            runnable = self._runnable_count() > 0
+            if runnable and not stalled:
+                return
+            self._board.work.wait(_STALLED_S if runnable else None)
+            stalled = False
+
+    def _runnable_count(self) -> int:
+        """Requests that the next step could compute something for."""
+        return self._host.unfinished_count - self._account.idle_count()
+
+    def _turn(self, added: Sequence[Hosted]) -> bool:
+        """Tells vLLM what has changed and lets it make a step. Whether anything came of it."""
+        for hosted in added:
+            self._add(hosted)
+        self._release_ended()
+        self._admit_waiting()
+        reporting = self._host.worker_side.has_reports
+        outputs: Sequence[Any] = ()
+        self._advances = ()
+        if reporting or self._runnable_count():
+            outputs = self._host.step()
+        advanced = bool(self._advances)
+        self._settle_step(outputs)
+        # Nothing waits for room inside vLLM: it would be granted when nobody wants it any more.
+        for hosted in added:
+            if hosted.by_transfer and not hosted.placed and not hosted.done:
+                self.refuse(hosted, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
+        return reporting or advanced or bool(added)
+
+    def _add(self, hosted: Hosted) -> None:
+        """Gives vLLM a request for the first time."""
+        if hosted.done:
+            return
+        request = hosted.request
+        if hosted.is_prefill:
+            self._give(hosted, request.token_ids, prefill_params(request))
+        else:
+            self._give(hosted, request.token_ids, decode_params(request, self._info.eos_token_ids, hosted.number))
+
+    def _give(self, hosted: Hosted, token_ids: Sequence[int], params: Any) -> None:
+        try:
+            self._host.add(hosted.number, token_ids, params)
+        except Exception as error:  # vLLM has no one class for what it refuses
+            self.refuse(hosted, refusal_of(error))
+
+    def _release_ended(self) -> None:
+        """Has vLLM end what we have ended, and take back the blocks that no transfer can touch any more."""
+        with self._board.lock:
+            ended = [(hosted, hosted.transfer_id is None) for hosted in self._account.ended]
+        gone = []
+        for hosted, untouched in ended:
+            if hosted.vllm_id and not hosted.stopped:
+                self._host.abort(hosted.vllm_id)
+            if not hosted.vllm_id or not self._host.holds(hosted.vllm_id):
+                if untouched:
+                    gone.append(hosted)
+            elif untouched and not hosted.released:
+                hosted.released = True
+                self._host.worker_side.report_released(hosted.vllm_id)
+        with self._board.lock:
+            for hosted in gone:
+                self._account.forget(hosted)
+        for hosted in gone:
+            FIRST_TOKENS.forget(hosted.number)
+
+    def _admit_waiting(self) -> None:
+        """Lets vLLM compute admitted requests, as many as the batch has room for."""
+        with self._board.lock:
+            if self._account.short_of_blocks:
+                self._give_up_adopted()
+            admitted = self._account.admit(self._max_batch)
+        for hosted in admitted:
+            if hosted.by_transfer:
+                FIRST_TOKENS.put(hosted.number, hosted.token_ids[-1])
+                hosted.received = True
+                self._host.worker_side.report_received(hosted.vllm_id)
+            else:
+                self._continue_adopted(hosted)
+
+    def _continue_adopted(self, hosted: Hosted) -> None:
+        """vLLM has ended a prompt with its first token, so what follows is another request to it.
+
+        It finds the prompt's blocks in vLLM's prefix cache: those in use are given back at the end of the very step
+        that places it.
+        """
+        with self._board.lock:
+            self._part(hosted)
+            hosted.behind = True
+        request = replace(hosted.request, token_ids=tuple(hosted.token_ids), generated_count=hosted.draw_index)
+        self._give(hosted, request.token_ids, decode_params(request, self._info.eos_token_ids))
+
+    def _give_up_adopted(self) -> None:
+        """Adopted requests that are not computed make room for those that were, and wait for blocks."""
+        for hosted in self._account.decodes.values():
+            if hosted.phase in (Phase.LANDED, Phase.WAITING) and not hosted.by_transfer and hosted.vllm_id:
+                self._part(hosted)
+                self._outbox.put(Preempted(hosted.key))
+
+    def _part(self, hosted: Hosted) -> None:
+        """Parts a request from the blocks that vLLM keeps for it: vLLM takes them back."""
+        if hosted.vllm_id:
+            self._host.worker_side.report_released(hosted.vllm_id)
+            self._account.ended.add(hosted.leave_behind())
+
+    def _settle_step(self, outputs: Sequence[Any]) -> None:
+        """Accounts for a step and tells what it drew."""
+        computed: list[tuple[Source, int]] = []
+        unwanted: list[bytes] = []
+        with self._board.lock:
+            for hosted, computed_tokens, _ in self._advances:
+                if not hosted.done:
+                    hosted.computed = computed_tokens
+                    if hosted.phase is Phase.PREFILLING and computed_tokens < len(hosted.request.token_ids):
+                        self._outbox.put(PrefillProgress(hosted.key, computed_tokens))
+            steps: list[TokenStep] = []
+            for output in outputs:
+                told = self._account.by_number.get(output.request_id)
+                if told is None or told.done:
+                    continue
+                if told.phase is Phase.PREFILLING:
+                    self._settle_prompt(told, output, computed, unwanted)
+                else:
+                    self._settle_answer(told, output, steps)
+            if steps:
+                self._outbox.put(StepTokens(tuple(steps)))
+            for hosted in self._account.decodes.values():
+                # It found no room in this step: others must not take what it waits for.
+                hosted.preempted = hosted.preempted or hosted.behind
+            self._account.unused_blocks = self._host.free_blocks
+        # Nobody waits longer for a first token because its KV is handed over.
+        self._outbox.publish()
+        for source, first_token_id in computed:
+            self._pushes.hand_over(source, first_token_id)
+        for transfer_id in unwanted:
+            self._pushes.abort(transfer_id)
+
+    def _settle_prompt(
+        self, hosted: Hosted, output: Any, computed: list[tuple[Source, int]], unwanted: list[bytes]
+    ) -> None:
+        """A prompt is computed: its KV is handed over to whom it is pushed, or not wanted any more."""
+        drawn = output.outputs[0]
+        if not drawn.token_ids:
+            self._fail(hosted, drawn.finish_reason)
+            return
+        assert hosted.source is not None
+        token_id = drawn.token_ids[0]
+        finish = self._finish(hosted, token_id)
+        self._outbox.put(FirstToken(hosted.key, token_id, self._logprobs(hosted, drawn), finish))
+        hosted.draw(token_id)
+        hosted.phase = Phase.COMPUTED
+        if finish is None:
+            computed.append((hosted.source, token_id))
+            return
+        if hosted.transfer_id is not None:
+            unwanted.append(hosted.transfer_id)
+        self._board.end(hosted)
+
+    def _settle_answer(self, hosted: Hosted, output: Any, steps: list[TokenStep]) -> None:
+        """A request of the running batch has its next token."""
+        drawn = output.outputs[0]
+        if not drawn.token_ids:
+            self._fail(hosted, drawn.finish_reason)
+            return
+        token_id = drawn.token_ids[0]
+        if hosted.by_transfer and not hosted.resumed:
+            # The token that prefill drew and told of: vLLM computes the prompt's last token again, and draws it again.
+            if token_id != hosted.token_ids[-1]:
+                raise EngineError(f"vLLM drew {token_id} where {hosted.token_ids[-1]} was handed over")
+            hosted.resumed = True
+            FIRST_TOKENS.forget(hosted.number)
+            return
+        finish = self._finish(hosted, token_id)
+        steps.append(TokenStep(hosted.key, hosted.draw_index, token_id, self._logprobs(hosted, drawn), finish))
+        hosted.draw(token_id)
+        if finish is not None:
+            self._board.end(hosted)
+        elif output.finished:
+            self._fail(hosted, drawn.finish_reason)
+
+    def _fail(self, hosted: Hosted, reason: object) -> None:
+        self._outbox.put(RequestFailed(hosted.key, f"vLLM ended it for the reason {reason!r}"))
+        self._board.end(hosted)
+
+    def _logprobs(self, hosted: Hosted, drawn: Any) -> Any:
+        position = drawn.logprobs[0] if drawn.logprobs else None
+        return logprobs_of(position, drawn.token_ids[0], hosted.request.params.logprobs)
+
+    def _finish(self, hosted: Hosted, token_id: int) -> FinishReason | None:
+        """Why the request ends with this token, its next; None when it goes on."""
+        context_tokens = len(hosted.token_ids) + 1
+        eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
+        return finish_reason(
+            hosted.request.params, eos_token_ids, token_id, hosted.draw_index, context_tokens, max_model_len
+        )
+
+    def _answer(self, check: "Future[None]") -> None:
+        try:
+            self.check()
+        except AssertionError as error:
+            check.set_exception(error)
+        else:
+            check.set_result(None)
