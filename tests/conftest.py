@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 # Read by torch when it is first imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -10,3 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--engine: on which engine the tests of the services run that can do with any; `make test-vllm` gives vllm."""
+    parser.addoption("--engine", choices=("fake", "vllm"), default="fake", help="of the service tests")

@@ -112,7 +112,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         total_blocks,
         chunk_tokens=settings.chunk_tokens,
         max_batch=settings.max_batch,
-        listen=_listen_endpoints(settings),
+        listen=listen_endpoints(settings),
         transports=transports,
         kv_credit_bytes=settings.kv_credit_bytes,
     )
@@ -125,7 +125,7 @@ def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
     if settings.profile is not None:
         raise ConfigError("profile", "was measured on another engine; `kaveri profile` does not measure vllm")
     # Before vLLM is imported, which takes many seconds.
-    listen, transports = _listen_endpoints(settings), _transports(settings)
+    listen, transports = listen_endpoints(settings), _transports(settings)
     from vllm.platforms import current_platform
 
     from kaveri.engine.vllm.loading import load_engine
@@ -289,7 +289,8 @@ def _fit_model_len(runner: ModelRunner, settings: EngineSettings, total_blocks: 
     runner.max_model_len = pool_tokens
 
 
-def _listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
+def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
+    """Where an engine of these settings takes pushes, the best way first."""
     if not settings.receives:
         return ()
     _remove_abandoned_sockets()

@@ -1,7 +1,10 @@
-"""A cluster of real prefill and decode servers in one process: fake engines, real gRPC and KV sockets, no router."""
+"""A cluster of real prefill and decode servers in one process: real gRPC and KV sockets, no router.
+
+Engines are fake ones, or with --engine vllm vLLM's, each in a process of its own that the tests share.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +15,14 @@ from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.view import InstanceLoad
-from kaveri.engine.factory import build_engine
-from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.factory import BuiltEngine
 from kaveri.instance.hosting import InstanceHost
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.transports import TRANSPORT_NAMES
 from kaveri.rpc.messages import layout_to_proto, params_to_proto
 from kaveri.rpc.server import open_channel
 from kaveri.sampling import SamplingParams
+from kaveri.testing.service_engines import Engines, FakeEngines, VllmEngines
 from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
@@ -47,7 +50,7 @@ class RunningInstance:
     """One server with its engine."""
 
     instance_id: str
-    engine: StepwiseEngine
+    engine: BuiltEngine
     host: InstanceHost
     stopping: asyncio.Event
     serving: asyncio.Task[int]
@@ -218,8 +221,9 @@ class RouterStub:
 class InProcessCluster:
     """Servers that share one in-memory cluster state."""
 
-    def __init__(self, kv_transports: tuple[str, ...]) -> None:
+    def __init__(self, kv_transports: tuple[str, ...], engines: Engines) -> None:
         self.kv_transports = kv_transports
+        self.engines = engines
         self.state = MemoryCluster()
         self.instances: list[RunningInstance] = []
         self.routers: list[RouterStub] = []
@@ -228,7 +232,7 @@ class InProcessCluster:
     async def prefill(self, instance_id: str = "prefill-0", **settings: Any) -> RunningInstance:
         settings = {"kv_transports": self.kv_transports, **settings}
         config = PrefillConfig(instance_id=instance_id, **_small(settings))
-        engine = build_engine(config.engine_settings(receives=False))
+        engine = self.engines.make(config.engine_settings(receives=False))
         registry = CollectorRegistry()
         host = prefill_host(config, engine, await self.store(), registry)
         return await self._run(instance_id, engine, host, registry)
@@ -236,14 +240,14 @@ class InProcessCluster:
     async def decode(self, instance_id: str = "decode-0", **settings: Any) -> RunningInstance:
         settings = {"kv_transports": self.kv_transports, **settings}
         config = DecodeConfig(instance_id=instance_id, **_small(settings))
-        engine = build_engine(config.engine_settings())
+        engine = self.engines.make(config.engine_settings())
         registry = CollectorRegistry()
         host = decode_host(config, engine, await self.store(), registry)
         return await self._run(instance_id, engine, host, registry)
 
     async def colocated(self, instance_id: str = "colocated-0", **settings: Any) -> RunningInstance:
         config = ColocatedConfig(instance_id=instance_id, **_small(settings))
-        engine = build_engine(config.engine_settings(receives=False))
+        engine = self.engines.make(config.engine_settings(receives=False))
         registry = CollectorRegistry()
         host = colocated_host(config, engine, await self.store(), registry)
         return await self._run(instance_id, engine, host, registry)
@@ -257,8 +261,22 @@ class InProcessCluster:
                 await router.subscribe(instance)
         return router
 
+    def expected(self, token_ids: list[int], token_count: int, generated_count: int = 0) -> list[int]:
+        """What the engines must answer, by other means than theirs, to the parameters that RouterStub gives."""
+        return self.engines.answer(token_ids, token_count, generated_count)
+
+    def blocks(self, token_count: int) -> int:
+        """What these tokens take."""
+        return -(-token_count // self.engines.block_tokens)
+
+    def needs_fake_engines(self, why: str) -> None:
+        """Skips the test on others."""
+        if not isinstance(self.engines, FakeEngines):
+            pytest.skip(why)
+
     async def all_free(self, within_s: float = 1.0) -> None:
         """Every block of every engine comes free, and the accounts are right."""
+        within_s = max(within_s, self.engines.free_within_s)
         for instance in self.instances:
             if not instance.serving.done():
                 await eventually(instance.free, f"{instance.instance_id} frees its blocks", within_s)
@@ -269,7 +287,7 @@ class InProcessCluster:
             await router.close()
         for instance in self.instances:
             if not instance.serving.done():
-                await eventually(instance.free, f"{instance.instance_id} frees its blocks", 1.0)
+                await eventually(instance.free, f"{instance.instance_id} frees its blocks", self.engines.free_within_s)
                 instance.engine.check_integrity()
                 await instance.stop()
             await instance.channel.close()
@@ -284,7 +302,7 @@ class InProcessCluster:
         return store
 
     async def _run(
-        self, instance_id: str, engine: StepwiseEngine, host: InstanceHost, registry: CollectorRegistry
+        self, instance_id: str, engine: BuiltEngine, host: InstanceHost, registry: CollectorRegistry
     ) -> RunningInstance:
         stopping = asyncio.Event()
         serving = asyncio.create_task(host.serve(stopping))
@@ -315,9 +333,20 @@ def kv_transports() -> tuple[str, ...]:
     return TRANSPORT_NAMES
 
 
+@pytest.fixture(scope="session")
+def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
+    """Makes the engines of all tests."""
+    if request.config.getoption("--engine") == "fake":
+        yield FakeEngines()
+        return
+    made = VllmEngines(request.getfixturevalue("tmp_path_factory").mktemp("model"))
+    yield made
+    made.close()
+
+
 @pytest.fixture
-async def cluster(kv_transports: tuple[str, ...]) -> AsyncIterator[InProcessCluster]:
-    cluster = InProcessCluster(kv_transports)
+async def cluster(kv_transports: tuple[str, ...], engines: Engines) -> AsyncIterator[InProcessCluster]:
+    cluster = InProcessCluster(kv_transports, engines)
     try:
         yield cluster
     finally:
