@@ -186,6 +186,15 @@ def test_every_byte_reaches_its_place_in_every_rank_of_any_instance(
         sending.sender.check_integrity()
 
 
+@pytest.mark.parametrize("transport", ["nixl", "gloo"])
+def test_optional_transports_carry_mapped_pushes_too(folder: str, transport: str) -> None:
+    pytest.importorskip("nixl_cu13" if transport == "nixl" else "torch")
+    with Pair(folder, one_rank(16), 500, 100_000, transport) as pair:
+        for partition in (one_rank(64, "2HND"), KvPartition.even(replace(MODEL, block_tokens=32), tensor_ranks=2)):
+            receiving = pair.receiving(partition)
+            pair.require_landed(receiving, pair.source.push(receiving.grant(500)))
+
+
 class HeldDigest:
     """Takes nothing in until it is let go: a receiver that does not read on."""
 
