@@ -22,7 +22,7 @@ CREDIT_BYTES = 128 << 20
 """What all senders together may have under way to a receiver. A window of 32 MiB for each of up to four is twice what
 the largest writes of a transport need to go on without a pause."""
 _LEAST_CREDIT_BYTES = 4 << 20
-"""What each sender may have under way, however many there are: enough for a socket to stay busy."""
+"""What each sender may have under way, however many there are: a socket stays busy with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class KvReceiver:
     listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0").
     epoch: this incarnation, [0, 2**64); differs from that of every former receiver at the same addresses.
     transports: None for all that there are.
-    credit_bytes: what all senders together may have under way; see CreditBook. Each may have 4 MiB, or two blocks where
-    they are more, even when that makes more in all.
+    credit_bytes: what all senders together may have under way; see CreditBook. Each may have 4 MiB of it, or a quarter
+    where that is less, and two blocks at the least, even when that makes more in all.
     Raises ConfigError when it cannot listen.
     """
 
@@ -80,7 +80,7 @@ class KvReceiver:
         self._landings: dict[bytes, PoolLanding] = {}
         # Of connections. Its lock is taken within no other, and none within it.
         self._credit_lock = threading.Lock()
-        least_bytes = max(min(_LEAST_CREDIT_BYTES, credit_bytes), 2 * pool.layout.block_bytes)
+        least_bytes = max(2 * pool.layout.block_bytes, min(_LEAST_CREDIT_BYTES, credit_bytes // 4))
         self._credit: CreditBook[SenderCredit] = CreditBook(credit_bytes, least_bytes)
         self._closed = False
         self._listeners: list[Listener] = []

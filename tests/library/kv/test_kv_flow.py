@@ -2,15 +2,31 @@
 
 import contextlib
 import importlib.util
+import os
+import random
+import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from kaveri.kv.digest import Digest, xxh3
 from kaveri.kv.layout import KvLayout
-from kaveri.kv.sender import KvSender
-from kaveri.testing.transport_conformance import WAIT_S, World, load_transport
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.sender import KvSender, PushAccepted
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.testing.transport_conformance import PEER_BLOCKS, PEER_LAYOUT, World
+from kaveri.testing.transport_peer import (
+    WAIT_S,
+    PeerNursery,
+    PeerProcess,
+    Recorder,
+    fill_pool,
+    load_transport,
+    wait_until,
+)
 
 LAYOUT = KvLayout("flow", 8, block_tokens=16, kv_head_count=8, head_dim=64, dtype="float32")
 """64 KiB blocks."""
@@ -27,33 +43,113 @@ _FACTORIES = {
     "gloo": "kaveri.kv.transports:gloo_transport",
     "nixl": "kaveri.kv.transports:nixl_transport",
 }
-_TRANSPORTS = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(name == "nixl" and importlib.util.find_spec("nixl_cu13") is None, reason="nixl")
-    )
-    for name in _FACTORIES
-]
+_NEEDS_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
+_TRANSPORTS = [pytest.param(name, marks=[_NEEDS_NIXL] if name == "nixl" else []) for name in _FACTORIES]
 
 
-@pytest.fixture(params=_TRANSPORTS)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    name = request.param
-    address = str(tmp_path / "kv.sock") if name in ("unix", "shm") else "127.0.0.1:0"
-    world = World(_FACTORIES[name], address, LAYOUT, POOL_BLOCKS)
+class FlowWorld(World):
+    """A world whose receiver gives little credit, and may be slow."""
+
+    credit_bytes = 128 * MIB
+    digest: Callable[[], Digest] = xxh3
+
+    def start_receiver(self) -> KvReceiver:
+        """See World."""
+        self.epoch += 1
+        transport = load_transport(self.factory)
+        self.receiver = KvReceiver(
+            self.target,
+            self.landed,
+            listen=[KvEndpoint(transport.name, self.address)],
+            epoch=self.epoch,
+            transports=[transport],
+            digest=type(self).digest,
+            credit_bytes=self.credit_bytes,
+        )
+        return self.receiver
+
+    def expect_landed(self, *pushes: tuple[Ticket, list[int]]) -> None:
+        """Waits for the landing of pushes that go on at once, and compares the whole pool."""
+        for ticket, source in pushes:
+            assert isinstance(self.landed.wait(ticket), TransferLanded), self.landed.events
+            assert isinstance(self.pushed.wait(ticket), PushAccepted)
+            self.expect(ticket, source)
+        self.check_target()
+
+
+class SmallCreditWorld(FlowWorld):
+    """Eight blocks for all senders together: less than one layer of a long push, and two for each."""
+
+    credit_bytes = 8 * LAYOUT.block_bytes
+
+
+class SlowDigest:
+    """Takes nothing in of blocks that begin with SLOW_BYTE until `go` is set: a receiving thread that stands still."""
+
+    SLOW_BYTE = 0xAA
+    go = threading.Event()
+
+    def __init__(self) -> None:
+        self._digest: Digest = xxh3()
+
+    def update(self, data: memoryview, /) -> None:
+        """Takes more bytes, in its own time."""
+        if data[0] == self.SLOW_BYTE:
+            assert SlowDigest.go.wait(WAIT_S)
+        self._digest.update(data)
+
+    def intdigest(self) -> int:
+        """As of xxh3."""
+        return self._digest.intdigest()
+
+
+class SlowWorld(FlowWorld):
+    """Its receiver stands still in the middle of certain transfers."""
+
+    digest = SlowDigest
+
+
+@contextlib.contextmanager
+def open_world(kind: type[FlowWorld], name: str, directory: Path) -> Iterator[FlowWorld]:
+    address = str(directory / "kv.sock") if name in ("unix", "shm") else "127.0.0.1:0"
+    world = kind(_FACTORIES[name], address, LAYOUT, POOL_BLOCKS)
     try:
         yield world
         world.check_integrity()
+        world.receiver.check_integrity()
     finally:
         world.close()
 
 
+@pytest.fixture(params=_TRANSPORTS, scope="module")
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def nursery(name: str) -> Iterator[PeerNursery]:
+    with PeerNursery(_FACTORIES[name]) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def world(name: str, tmp_path: Path) -> Iterator[FlowWorld]:
+    with open_world(FlowWorld, name, tmp_path) as world:
+        yield world
+
+
+@pytest.fixture
+def small_world(name: str, tmp_path: Path) -> Iterator[FlowWorld]:
+    with open_world(SmallCreditWorld, name, tmp_path) as world:
+        yield world
+
+
 class WrittenBytes:
-    """What a sender has written of each transfer. The thread that writes stands still until release()."""
+    """What a sender has written, write by write. Its thread stands still from the first one to release()."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
         self._released = threading.Event()
-        # (transfer, bytes) of each write, in order.
         self.writes: list[tuple[bytes, int]] = []
 
     def __call__(self, transfer_id: bytes, layer: int, blocks: Sequence[int]) -> None:
@@ -64,30 +160,221 @@ class WrittenBytes:
     def release(self) -> None:
         self._released.set()
 
+    def of(self, transfer_id: bytes) -> int:
+        """Bytes of a transfer."""
+        return sum(byte_count for writer, byte_count in self.writes if writer == transfer_id)
+
     def before_the_end_of(self, transfer_id: bytes, other_id: bytes) -> int:
         """Bytes of `other_id` that were written before the last ones of `transfer_id`."""
         last = max(i for i, (writer, _) in enumerate(self.writes) if writer == transfer_id)
         return sum(byte_count for writer, byte_count in self.writes[:last] if writer == other_id)
 
 
-def test_a_short_push_overtakes_a_long_one_of_the_same_sender(world: World) -> None:
+def sender_of(world: World, on_local_done: WrittenBytes | None = None, credit_timeout_s: float = 10.0) -> KvSender:
+    return KvSender(
+        world.source,
+        world.pushed,
+        transports=[load_transport(world.factory)],
+        on_local_done=on_local_done,
+        credit_timeout_s=credit_timeout_s,
+    )
+
+
+def credit_is_where_it_should_be(receiver: KvReceiver, senders: Sequence[KvSender]) -> bool:
+    """Nothing is under way: both sides count the same credit, and whoever wants to write has some."""
+    flow = receiver.flow()
+    peers = [peer for sender in senders for peer in sender.flow().peers if peer.transport]
+    return (
+        flow.arriving_bytes == 0
+        and flow.sender_count == len(peers)
+        and flow.held_bytes == sum(peer.credit_bytes for peer in peers)
+        and all(peer.credit_bytes > flow.window_bytes // 2 for peer in peers)
+    )
+
+
+# Between the pushes of one sender
+
+
+def test_a_short_push_overtakes_a_long_one_of_the_same_sender(world: FlowWorld) -> None:
     written = WrittenBytes()
-    transport = load_transport(world.factory)
-    with contextlib.closing(
-        KvSender(world.source, world.pushed, transports=[transport], on_local_done=written)
-    ) as sender:
+    with contextlib.closing(sender_of(world, written)) as sender:
         long, short = world.grant(LONG_BLOCKS), world.grant(SHORT_BLOCKS)
         world.push(long, list(range(LONG_BLOCKS)), sender)
         assert written.began.wait(WAIT_S)
         # All of the long one is queued before it.
         world.push(short, [70, 79], sender)
         written.release()
-        for ticket, source in ((long, list(range(LONG_BLOCKS))), (short, [70, 79])):
-            world.landed.wait(ticket)
-            world.pushed.wait(ticket)
-            world.expect(ticket, source)
-    world.check_target()
+        world.expect_landed((long, list(range(LONG_BLOCKS))), (short, [70, 79]))
     # A turn of the long one, and what was under way.
     assert written.before_the_end_of(short.transfer_id, long.transfer_id) <= 12 * MIB
-    layers = [byte_count for writer, byte_count in written.writes if writer == long.transfer_id]
-    assert sum(layers) == 32 * MIB
+    assert written.of(long.transfer_id) == 32 * MIB
+
+
+# Between senders
+
+
+def test_a_sender_that_stands_still_holds_up_no_other(world: FlowWorld) -> None:
+    written = WrittenBytes()
+    with contextlib.closing(sender_of(world, written)) as flooding:
+        long, short = world.grant(LONG_BLOCKS), world.grant(SHORT_BLOCKS)
+        world.push(long, list(range(LONG_BLOCKS)), flooding)
+        assert written.began.wait(WAIT_S)
+        before = written.of(long.transfer_id)
+        world.push(short, [70, 79])
+        assert isinstance(world.landed.wait(short), TransferLanded)
+        assert isinstance(world.pushed.wait(short), PushAccepted)
+        assert written.of(long.transfer_id) == before < 32 * MIB
+        written.release()
+        world.expect_landed((long, list(range(LONG_BLOCKS))), (short, [70, 79]))
+
+
+def test_a_flood_that_is_taken_in_slowly_holds_up_no_other_sender_and_stays_in_its_window(
+    name: str, tmp_path: Path
+) -> None:
+    SlowDigest.go.clear()
+    with open_world(SlowWorld, name, tmp_path) as world, contextlib.closing(sender_of(world)) as flooding:
+        world.source.memory[:, :LONG_BLOCKS, 0] = SlowDigest.SLOW_BYTE
+        world.source.memory[:, LONG_BLOCKS:, 0] = 1
+        flood, short = (world.grant(LONG_BLOCKS), list(range(LONG_BLOCKS))), (world.grant(SHORT_BLOCKS), [70, 79])
+        world.push(*flood, flooding)
+        wait_until(lambda: world.receiver.flow().arriving_bytes > 0, "the flood arrives")
+        world.push(*short)
+        assert isinstance(world.landed.wait(short[0]), TransferLanded)
+        assert isinstance(world.pushed.wait(short[0]), PushAccepted)
+        (peer,) = flooding.flow().peers
+        assert peer.unaccepted_bytes <= world.receiver.flow().window_bytes
+        assert world.receiver.flow().held_bytes <= 128 * MIB
+        SlowDigest.go.set()
+        world.expect_landed(flood, short)
+
+
+def test_several_senders_share_a_little_credit(small_world: FlowWorld) -> None:
+    world = small_world
+    senders = [sender_of(world) for _ in range(6)]
+    with contextlib.ExitStack() as stack:
+        for sender in senders:
+            stack.enter_context(contextlib.closing(sender))
+        pushes = []
+        for i, sender in enumerate(senders):
+            source = list(range(i, i + 10))
+            pushes.append((world.grant(len(source)), source))
+            world.push(*pushes[-1], sender)
+        limit_bytes = (8 + 2 * len(senders)) * LAYOUT.block_bytes
+        assert world.receiver.flow().held_bytes <= limit_bytes
+        world.expect_landed(*pushes)
+        wait_until(lambda: credit_is_where_it_should_be(world.receiver, senders), "all credit is back")
+        assert 0 < world.receiver.flow().held_bytes <= limit_bytes
+    wait_until(lambda: world.receiver.flow().held_bytes == 0, "the credit of closed senders is home")
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KAVERI_KV_SEEDS", "2"))))
+def test_no_credit_is_lost_however_transfers_and_senders_end(small_world: FlowWorld, seed: int) -> None:
+    print(f"seed {seed}")
+    world, chance = small_world, random.Random(seed)
+    senders = [sender_of(world) for _ in range(3)]
+    try:
+        for _ in range(3):
+            transfers: list[tuple[Ticket, list[int]]] = []
+            for sender in senders:
+                ending = chance.choice(("land", "land", "abort", "revoke", "expire"))
+                source = chance.sample(range(POOL_BLOCKS), chance.randint(1, 20))
+                # Short: the receiver hears nothing else of a sender that is closed before it has opened its push.
+                ticket = world.grant(len(source), expires_in_s=0.2 if ending == "expire" else 2.0)
+                transfers.append((ticket, source))
+                sender.open(ticket)
+                layer_count = LAYOUT.layer_count if ending == "land" else chance.randint(0, LAYOUT.layer_count)
+                for layer in range(layer_count):
+                    sender.write(ticket.transfer_id, layer, 0, source)
+                if ending == "land":
+                    sender.finish(ticket.transfer_id, b"note")
+                elif ending == "abort":
+                    sender.abort(ticket.transfer_id)
+                elif ending == "revoke":
+                    world.receiver.revoke(ticket.transfer_id)
+            if chance.random() < 0.5:
+                # In the middle of whatever it does.
+                victim = chance.randrange(len(senders))
+                senders[victim].close()
+                senders[victim] = sender_of(world)
+            for ticket, source in transfers:
+                if isinstance(world.landed.wait(ticket), TransferLanded):
+                    world.expect(ticket, source)
+                world.pushed.wait(ticket)
+            wait_until(lambda: credit_is_where_it_should_be(world.receiver, senders), "all credit is back")
+            world.receiver.check_integrity()
+            world.check_target()
+            assert world.receiver.flow().leased_block_count == 0
+            for ticket, _ in transfers:
+                world.allocator.release(ticket.transfer_id)
+    finally:
+        for sender in senders:
+            sender.close()
+    wait_until(lambda: world.receiver.flow().held_bytes == 0, "the credit of closed senders is home")
+
+
+def test_the_credit_of_a_killed_sender_comes_home(name: str, nursery: PeerNursery, tmp_path: Path) -> None:
+    source = list(range(PEER_BLOCKS // 2))
+    with open_world(PeerWorld, name, tmp_path) as world:
+        ticket = world.grant(len(source))
+        with nursery.start() as peer:
+            peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
+            peer.tell("open", ticket)
+            for layer in range(PEER_LAYOUT.layer_count):
+                peer.tell("write", ticket.transfer_id, layer, 0, source)
+            wait_until(
+                lambda: bool((world.target.memory[0, ticket.block_ids[0]] == world.source.memory[0, 0]).all()),
+                "the first block has arrived",
+            )
+            assert world.receiver.flow().held_bytes > 0
+            peer.signal(signal.SIGKILL)
+            assert isinstance(world.landed.wait(ticket), TransferReleased)
+        wait_until(lambda: world.receiver.flow().held_bytes == 0, "its credit is home")
+        assert world.receiver.flow().leased_block_count == 0
+
+
+# Between receivers
+
+
+@pytest.mark.parametrize("credit_bytes", [128 * MIB, MIB])
+def test_a_frozen_receiver_holds_up_nothing_but_pushes_to_itself(
+    name: str, nursery: PeerNursery, tmp_path: Path, credit_bytes: int
+) -> None:
+    """With much credit the sender may be in the middle of a write when the receiver freezes, with little it waits."""
+    pushed, source, blocks = Recorder(), KvPool(PEER_LAYOUT, PEER_BLOCKS), list(range(PEER_BLOCKS))
+    fill_pool(source, 0)
+    with contextlib.ExitStack() as stack:
+        transports = [load_transport(_FACTORIES[name])]
+        sender = stack.enter_context(contextlib.closing(KvSender(source, pushed, transports=transports)))
+
+        def receiver(epoch: int) -> PeerProcess:
+            peer = stack.enter_context(nursery.start())
+            address = str(tmp_path / f"{epoch}.sock") if name in ("unix", "shm") else "127.0.0.1:0"
+            peer.start_receiver(PEER_LAYOUT, PEER_BLOCKS, address, epoch, credit_bytes)
+            return peer
+
+        def push(peer: PeerProcess, *, frozen: bool = False) -> Ticket:
+            ticket: Ticket = peer.ask("grant", blocks, 1, WAIT_S / 2)
+            if frozen:
+                peer.signal(signal.SIGSTOP)
+            sender.open(ticket)
+            for layer in range(PEER_LAYOUT.layer_count):
+                sender.write(ticket.transfer_id, layer, 0, blocks)
+            sender.finish(ticket.transfer_id, b"")
+            return ticket
+
+        freezing, live = receiver(1), receiver(2)
+        assert isinstance(pushed.wait(push(freezing)), PushAccepted)
+        stuck = push(freezing, frozen=True)
+        for _ in range(3):
+            assert isinstance(pushed.wait(push(live)), PushAccepted)
+        freezing.signal(signal.SIGCONT)
+        # How depends on how long that took.
+        assert pushed.wait(stuck)
+        assert freezing.wait(stuck)
+
+
+class PeerWorld(FlowWorld):
+    """For a sender in another process."""
+
+    def __init__(self, factory: str, address: str, layout: KvLayout, block_count: int) -> None:
+        super().__init__(factory, address, PEER_LAYOUT, PEER_BLOCKS)

@@ -25,6 +25,7 @@ from kaveri.kv.transports.frames import (
     pack_credit,
     pack_hello,
     pack_opening,
+    unpack_credit,
     unpack_header,
     unpack_hello,
 )
@@ -38,14 +39,19 @@ EPOCH = 2**63 + 5
 class Stranger:
     """The other end of a receiver's socket: sends what it likes."""
 
-    def __init__(self, endpoint: KvEndpoint) -> None:
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.socket.settimeout(WAIT_S)
+
+    @staticmethod
+    def at(endpoint: KvEndpoint) -> "Stranger":
         if endpoint.transport == "unix":
-            self.socket = socket.socket(socket.AF_UNIX)
-            self.socket.connect(endpoint.address)
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(endpoint.address)
         else:
             host, port = endpoint.address.split(":")
-            self.socket = socket.create_connection((host, int(port)))
-        self.socket.settimeout(WAIT_S)
+            connection = socket.create_connection((host, int(port)))
+        return Stranger(connection)
 
     def greet(self) -> None:
         self.socket.sendall(pack_hello(0))
@@ -119,7 +125,7 @@ def connect(receiver: KvReceiver) -> Iterator[Callable[[], Stranger]]:
     with contextlib.ExitStack() as stack:
 
         def connect() -> Stranger:
-            stranger = Stranger(receiver.endpoints[0])
+            stranger = Stranger.at(receiver.endpoints[0])
             stack.enter_context(stranger.socket)
             return stranger
 
@@ -311,16 +317,48 @@ def test_a_sender_that_stops_within_a_frame_loses_its_connection(
     assert "nothing arrived" in event.reason
 
 
+def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let_in(
+    landed: Recorder, nothing_left: None, content: np.ndarray
+) -> None:
+    pool, listen = KvPool(LAYOUT, 8), [KvEndpoint("tcp", "127.0.0.1:0")]
+    with (
+        contextlib.closing(KvReceiver(pool, landed, listen=listen, epoch=EPOCH, credit_bytes=1)) as receiver,
+        Stranger.at(receiver.endpoints[0]).socket as connection,
+    ):
+        stranger = Stranger(connection)
+        stranger.greet()
+        header = unpack_header(stranger.read(HEADER_BYTES))
+        assert header.kind == Kind.CREDIT
+        # Two blocks are the least that a sender is given, and it sends three.
+        assert unpack_credit(stranger.read(header.payload_bytes)) == 2 * LAYOUT.block_bytes
+        ticket = receiver.grant([6, 2, 3], 12, 30.0)
+        stranger.open(ticket)
+        stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3), content[0].tobytes())
+        event = landed.wait(ticket)
+        assert isinstance(event, TransferReleased)
+        assert "beyond the sender's credit" in event.reason
+        assert not pool.memory.any()
+        wait_until(lambda: receiver.flow().held_bytes == 0, "its credit is home")
+        receiver.check_integrity()
+
+
 class Deaf:
     """A receiver that answers the hello, gives credit and then reads nothing more."""
 
-    def __init__(self, path: str, credit_bytes: int = 1 << 30) -> None:
+    def __init__(self, path: str, credit_bytes: int = 1 << 30, expires_in_s: float = 30.0) -> None:
         self.credit_bytes = credit_bytes
         self.listening = socket.socket(socket.AF_UNIX)
         self.listening.bind(path)
         self.listening.listen(1)
         self.ticket = Ticket(
-            b"t" * 16, b"s" * 16, EPOCH, (KvEndpoint("unix", path),), tuple(range(1024)), 4096, 30.0, LARGE_LAYOUT
+            b"t" * 16,
+            b"s" * 16,
+            EPOCH,
+            (KvEndpoint("unix", path),),
+            tuple(range(1024)),
+            4096,
+            expires_in_s,
+            LARGE_LAYOUT,
         )
 
     def greet(self) -> socket.socket:
@@ -363,6 +401,57 @@ def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still
             accepted.recv(LARGE_LAYOUT.block_bytes, socket.MSG_WAITALL)
             sender.abort(deaf.ticket.transfer_id)
             assert pushed.wait(deaf.ticket) == PushFailed(deaf.ticket.transfer_id, "aborted")
+
+
+def test_a_sender_writes_as_far_as_its_credit_and_fails_a_push_that_waits_past_its_ticket(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    pushed = Recorder()
+    block_bytes = LARGE_LAYOUT.block_bytes
+    deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=3 * block_bytes + 100, expires_in_s=1.0)
+    with deaf.listening, contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed)) as sender:
+        sender.open(deaf.ticket)
+        sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
+        with deaf.greet() as accepted:
+            stranger = Stranger(accepted)
+            stranger.read(HELLO_BYTES)
+            opening = unpack_header(stranger.read(HEADER_BYTES))
+            stranger.read(opening.payload_bytes)
+            arrived: list[int] = []
+            while sum(arrived) < 3:
+                arrived.append(take_blocks(stranger))
+            accepted.sendall(pack_credit(block_bytes - 200))
+            wait_until(lambda: sender.flow().peers[0].credit_bytes == block_bytes - 100, "the credit is counted")
+            assert sender.flow().peers[0].is_waiting
+            accepted.sendall(pack_credit(100))
+            assert take_blocks(stranger) == 1
+            assert isinstance(pushed.wait(deaf.ticket), PushFailed)
+            # An abort needs no credit, and nothing else has come.
+            assert unpack_header(stranger.read(HEADER_BYTES)).kind == Kind.ABORT
+            assert sender.flow().credit_waits > 0
+
+
+def take_blocks(stranger: Stranger) -> int:
+    header = unpack_header(stranger.read(HEADER_BYTES))
+    assert header.kind == Kind.DATA
+    stranger.read(header.payload_bytes)
+    return header.block_count
+
+
+def test_a_receiver_that_gives_no_credit_is_taken_for_gone(tmp_path: Path, nothing_left: None) -> None:
+    pushed = Recorder()
+    deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=0)
+    pool = KvPool(LARGE_LAYOUT, 1024)
+    with deaf.listening, contextlib.closing(KvSender(pool, pushed, credit_timeout_s=0.2)) as sender:
+        sender.open(deaf.ticket)
+        with deaf.greet() as accepted:
+            sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
+            event = pushed.wait(deaf.ticket)
+            assert isinstance(event, PushFailed)
+            assert "no credit came for 0.2 s" in event.reason
+            accepted.settimeout(WAIT_S)
+            while accepted.recv(1 << 16):
+                pass
 
 
 def test_the_next_endpoint_is_tried_when_one_does_not_answer(tmp_path: Path, nothing_left: None) -> None:
