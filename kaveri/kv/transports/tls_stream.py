@@ -110,15 +110,18 @@ class TlsStream(Stream):
         return received
 
     def _decrypted(self, view: memoryview) -> int:
-        """How many bytes were there; 0: the next record has not arrived."""
+        """How many bytes of it were there; 0: the next record has not arrived."""
+        left = view
         try:
             with self._lock:
-                # Into a buffer; the types know of bytearrays only, and not what comes back then.
-                return cast(int, self._tls.read(len(view), cast(bytearray, view)))
+                while left:
+                    # A record at a time. The types know of bytearrays only, and not what comes back then.
+                    left = left[cast(int, self._tls.read(len(left), cast(bytearray, left))) :]
         except ssl.SSLWantReadError:
-            return 0
+            pass
         except ssl.SSLError as error:
             raise LinkLost(f"tls protocol: {_reason(error)}") from error
+        return len(view) - len(left)
 
     def _encrypt(self, data: memoryview) -> None:
         try:
