@@ -1,6 +1,6 @@
 """Links with nothing around them, for kv_transfer to compare with: no transfers, no frames, no digests, no fences.
 
-    socket   sendmsg / recvmsg_into between the blocks, up to 1024 of them a call, with the transport's buffers
+    socket   sendmsg / recvmsg_into between the blocks, up to 1024 of them a call, with the buffers that suit it best
     nixl     one prepared NIXL write for each layer, all posted before any is waited for; the receiving end pauses
              between polls as the transport does: without, it took the sending end half of its speed on two cores
     gloo     messages of 1 MiB, four posted at a time; between the blocks themselves where they lie in a row, else with
@@ -22,13 +22,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from kaveri.kv.pool import KvPool
-from kaveri.kv.transports.socket import set_buffers
 
 BUFFERS_PER_CALL = 1024
 MESSAGE_BYTES = 1 << 20
 POSTED_MESSAGES = 4
 WAIT_S = 30.0
 _PAUSE_S = 1e-4
+_BUFFER_BYTES = 1 << 18
 
 
 class BareSender(Protocol):
@@ -89,7 +89,7 @@ class _SocketReceiver:
     def accept(self) -> None:
         self._socket, _ = self._listening.accept()
         self._listening.close()
-        set_buffers(self._socket)
+        _set_buffers(self._socket)
 
     def receive(self, target: Sequence[int]) -> None:
         for layer in range(self._pool.layout.layer_count):
@@ -106,7 +106,7 @@ class _SocketSender:
     def __init__(self, family: str, address: Any) -> None:
         self._socket = socket.socket(socket.AF_INET if family == "tcp" else socket.AF_UNIX)
         self._socket.connect(address)
-        set_buffers(self._socket)
+        _set_buffers(self._socket)
         if family == "tcp":
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -318,6 +318,11 @@ def _messages(pool: KvPool, blocks: Sequence[int]) -> Iterator[tuple[int, Sequen
     for layer in range(pool.layout.layer_count):
         for start in range(0, len(blocks), step):
             yield layer, blocks[start : start + step]
+
+
+def _set_buffers(connected: socket.socket) -> None:
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connected.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
 
 def _is_run(blocks: Sequence[int]) -> bool:

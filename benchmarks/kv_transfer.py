@@ -1,250 +1,187 @@
-"""Speed of a KV push between two processes: against memcpy, and against a bare link moving the same bytes.
+"""Speed of a KV push between two processes: against memory copies, and against a bare link moving the same bytes.
 
-Each repeat moves the same bytes in every way, one after the other, so that ratios compare neighbours in time:
+Each round moves the same bytes in every way, one after the other and in turning order, so that ratios compare
+neighbours in time:
 
-    memcpy   np.copyto within one process, one block at a time
-    bare     the same kind of link with nothing around it; see bare_links.py
-    grpc     gRPC bytes, beside tcp
-    kv       KvSender to KvReceiver, from open() to PushAccepted, with the digests and without
+    kv                 KvSender to KvReceiver, from open() to PushAccepted
+    kv, no digest      the same without the digests, which no bare link takes
+    bare               the same kind of link with nothing around it, beside tls plain tcp; see bare_links.py
+    grpc               gRPC bytes, beside tcp
+    memcpy             beside shm, of contiguous blocks: np.copyto, a layer at a time, within one process
+    gather + scatter   beside shm, of scattered blocks: into a buffer of 512 KiB, and from there to their places
+    copy of each       beside shm, of scattered blocks: np.copyto, a block at a time, from place to place
+
+One thing varies at a time: bytes from 1 MiB to 1 GiB, at 16 KiB a block and contiguous; blocks from 4 KiB to
+contiguous, at 64 MiB. "contiguous" is one run per layer on both sides, the others are in random order on both sides.
 """
 
-import contextlib
 import importlib.util
-import multiprocessing
 import os
-import queue
+import shutil
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.bare_links import BareSender, bare_receiver, bare_sender
 from benchmarks.harness import Options, Report, run
-from kaveri.kv.digest import DigestFactory, NoDigest, xxh3
+from benchmarks.local_copies import EACH, GATHER_SCATTER, MEMCPY, LocalCopies
+from benchmarks.receiving_process import ReceivingProcess, receiving_process
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transports import PATH_NAMES, make_transports
 from kaveri.telemetry.logs import configure_logs
 
-LAYOUT = KvLayout("benchmark", 8, block_tokens=16, kv_head_count=4, head_dim=32, dtype="float32")
-PUSHED_BLOCKS = 512
-POOL_BLOCKS = 2 * PUSHED_BLOCKS
-KV_BYTES = LAYOUT.layer_count * PUSHED_BLOCKS * LAYOUT.block_bytes
-WAIT_S = 30.0
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+LAYER_COUNT = 8
+HEAD_DIMS = {16 * KIB: 32, 4 * KIB: 8, 64 * KIB: 128}
+"""By bytes of a block."""
+MAIN_BLOCK_BYTES = 16 * KIB
+MAIN_BYTES = 64 * MIB
+SIZES = (MIB, 16 * MIB, MAIN_BYTES, GIB)
+REPEATS = 3
 
-DIGESTS: dict[str, DigestFactory] = {"xxh3": xxh3, "none": NoDigest}
-
-BARE_LINKS = {
-    "tcp": {"bare": "tcp", "grpc": "grpc"},
-    "unix": {"bare": "unix"},
-    # No kernel copies its bytes, so there is no bare link to compare with.
-    "shm": {},
-    "nixl": {"bare": "nixl"},
-    "gloo": {"bare": "gloo"},
+BARE_KINDS = {
+    "tcp": ("tcp", "grpc"),
+    "tls": ("tcp",),
+    "unix": ("unix",),
+    "shm": (),
+    "nixl": ("nixl",),
+    "gloo": ("gloo",),
 }
-"""For each transport: what is measured beside it, as whose kind in bare_links.py."""
+"""For each transport: what is measured beside it, as its kind in bare_links.py."""
 
-_PLAIN = "kv without digests"
-_TARGETS = {
-    ("kv", "bare", "blocks"): {"tcp": 0.8, "unix": 0.8},
-    (_PLAIN, "bare", "blocks"): {"nixl": 0.9, "gloo": 0.9},
-    (_PLAIN, "bare", "contiguous"): {"nixl": 0.9, "gloo": 0.9},
-    (_PLAIN, "memcpy", "blocks"): {"shm": 0.8},
-    (_PLAIN, "memcpy", "contiguous"): {"shm": 0.85},
-}
-"""Least ratio of (what, to what, shape) for a transport."""
+_PLAIN = "kv, no digest"
+_TARGETS = {"bare": 0.9, MEMCPY: 0.85, GATHER_SCATTER: 0.8}
+"""Least ratio to each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is moved."""
+
+    kv_bytes: int
+    block_bytes: int
+    is_contiguous: bool
+
+    @property
+    def size(self) -> str:
+        """In words."""
+        return f"{self.kv_bytes // GIB} GiB" if self.kv_bytes >= GIB else f"{self.kv_bytes // MIB} MiB"
+
+    @property
+    def shape(self) -> str:
+        """In words."""
+        return "contiguous" if self.is_contiguous else f"{self.block_bytes // KIB} KiB"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether its ratios are results: short transfers, and odd blocks, are figures."""
+        return self.kv_bytes >= MAIN_BYTES and self.block_bytes == MAIN_BLOCK_BYTES
+
+    def rounds(self) -> int:
+        """Of a repeat: what is short is moved more often."""
+        return max(1, min(8, 192 * MIB // self.kv_bytes))
+
+    def places(self, block_count: int, seed: int) -> list[int]:
+        """Blocks of a pool of `block_count` per layer."""
+        count = self.kv_bytes // LAYER_COUNT // self.block_bytes
+        if self.is_contiguous:
+            return list(range(count))
+        return np.random.default_rng(seed).permutation(block_count)[:count].tolist()
 
 
 def measure(options: Options, report: Report) -> None:
-    """64 MiB in 16 KiB blocks, in random order on both sides ("blocks") and in one run per layer ("contiguous")."""
+    """All transports, the cases of one size of block after the other."""
     configure_logs("kv_transfer", "benchmark", level="warning")
-    repeats = options.choose(15, 5)
+    sizes = options.choose(SIZES, (MIB, MAIN_BYTES))
+    cases = [Case(size, MAIN_BLOCK_BYTES, is_contiguous) for is_contiguous in (False, True) for size in sizes]
+    cases += [Case(MAIN_BYTES, block_bytes, False) for block_bytes in options.choose((4 * KIB, 64 * KIB), ())]
     report.workload = {
-        "kv_bytes": KV_BYTES,
-        "block_bytes": LAYOUT.block_bytes,
-        "layers": LAYOUT.layer_count,
-        "blocks": PUSHED_BLOCKS,
-        "pool_blocks": POOL_BLOCKS,
-        "repeats": repeats,
+        "layers": LAYER_COUNT,
+        "cases": [f"{case.size}, {case.shape}" for case in cases],
+        "repeats": REPEATS,
+        "rounds of a repeat": {case.size: case.rounds() for case in cases},
     }
-    shuffled = np.random.default_rng(0).permutation(POOL_BLOCKS)
-    scattered = shuffled[:PUSHED_BLOCKS].tolist(), shuffled[PUSHED_BLOCKS:].tolist()
-    contiguous = list(range(PUSHED_BLOCKS)), list(range(PUSHED_BLOCKS))
-    pool = KvPool(LAYOUT, POOL_BLOCKS)
-    pool.memory[:] = np.random.default_rng(1).integers(0, 256, pool.memory.shape, dtype=np.uint8)
-    for transport in BARE_LINKS:
-        if transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
-            report.note("nixl-cu13 is not installed: nixl was not measured")
-            continue
-        for shape, (source, target) in (("blocks", scattered), ("contiguous", contiguous)):
-            with _receiving_process(transport, pool) as receiving:
-                _measure_case(report, repeats, pool, receiving, transport, shape, source, target)
+    missing = {}
+    if importlib.util.find_spec("nixl_cu13") is None:
+        missing["nixl"] = "nixl-cu13 is not installed"
+    if shutil.which("openssl") is None:
+        missing["tls"] = "there is no openssl command to make certificates with"
+    for transport, reason in missing.items():
+        report.note(f"{transport} was not measured: {reason}")
+    transports = [name for name in BARE_KINDS if name not in missing]
+    for block_bytes in dict.fromkeys(case.block_bytes for case in cases):
+        ours = [case for case in cases if case.block_bytes == block_bytes]
+        pool = _filled_pool(block_bytes, max(case.kv_bytes for case in ours))
+        for transport in transports:
+            with receiving_process(transport, BARE_KINDS[transport], pool) as receiving:
+                copies = LocalCopies(pool) if transport == "shm" else None
+                for case in ours:
+                    _measure_case(report, case, transport, pool.block_count, receiving, copies)
     report.note(
-        f"{POOL_BLOCKS} blocks in each pool; the two processes share {os.cpu_count()} cores with whatever else runs"
+        f"the two processes share {os.cpu_count()} cores with whatever else runs; a digest has no core of its own"
     )
 
 
 def _measure_case(
     report: Report,
-    repeats: int,
-    pool: KvPool,
-    receiving: "_ReceivingProcess",
+    case: Case,
     transport: str,
-    shape: str,
-    source: Sequence[int],
-    target: Sequence[int],
+    block_count: int,
+    receiving: ReceivingProcess,
+    copies: LocalCopies | None,
 ) -> None:
-    twin = KvPool(LAYOUT, POOL_BLOCKS)
-    elapsed_s: dict[str, list[float]] = {name: [] for name in ("memcpy", *BARE_LINKS[transport], "kv", _PLAIN)}
-    cpu_s: dict[str, list[float]] = {name: [] for name in elapsed_s}
-    for repeat in range(-1, repeats):  # the first one warms up
-        for name in elapsed_s:
-            began_cpu_s = receiving.cpu_s() + time.process_time()
-            began_s = time.perf_counter()
-            if name == "memcpy":
-                _copy(pool, twin, source, target)
-            elif name in BARE_LINKS[transport]:
-                began_s = receiving.bare_copy(name, pool, source, target)
+    source, target = case.places(block_count, 1), case.places(block_count, 2)
+    references = ["grpc" if kind == "grpc" else "bare" for kind in BARE_KINDS[transport]]
+    if copies is not None:
+        references += [MEMCPY] if case.is_contiguous else [GATHER_SCATTER, EACH]
+    names = ("kv", _PLAIN, *references)
+    elapsed_s: dict[str, list[float]] = {name: [] for name in names}
+    cpu_s: dict[str, list[float]] = {name: [] for name in names}
+    rounds = case.rounds()
+    for number in range(-1, REPEATS * rounds):  # the first one warms up
+        for name in names if number % 2 else reversed(names):
+            began_cpu_s, began_s = receiving.cpu_s(), time.perf_counter()
+            if name in ("kv", _PLAIN):
+                began_s = receiving.push(source, target, "xxh3" if name == "kv" else "none")
+            elif name in ("bare", "grpc"):
+                began_s = receiving.bare_copy("grpc" if name == "grpc" else BARE_KINDS[transport][0], source, target)
             else:
-                began_s = receiving.push(pool, source, target, "xxh3" if name == "kv" else "none")
+                assert copies is not None
+                copies.copy(name, source, target)
             seconds = time.perf_counter() - began_s
-            spent_s = receiving.cpu_s() + time.process_time() - began_cpu_s
-            if repeat >= 0:
+            if number >= 0:
                 elapsed_s[name].append(seconds)
-                cpu_s[name].append(spent_s)
-    labels = {"transport": transport, "shape": shape}
-    gib = KV_BYTES / 2**30
-    for name, values in elapsed_s.items():
-        report.row(name, [gib / value for value in values], "GiB/s", **labels)
-        report.row(f"{name}: cpu of both processes", [value / gib for value in cpu_s[name]], "s/GiB", **labels)
-    for other in (*BARE_LINKS[transport], "memcpy"):
-        for name in ("kv", _PLAIN):
-            # Neighbours in time are compared, then the median is taken: the machine's load changes between repeats.
-            pairs = zip(elapsed_s[other], elapsed_s[name], strict=True)
-            ratio = statistics.median(theirs / ours for theirs, ours in pairs)
-            target_ratio = _TARGETS.get((name, other, shape), {}).get(transport)
-            report.ratio(f"{name} / {other}, {transport}, {shape}", ratio, target=target_ratio)
+                cpu_s[name].append(receiving.cpu_s() - began_cpu_s)
+    labels = {"transport": transport, "bytes": case.size, "blocks": case.shape}
+    gib = case.kv_bytes / GIB
+    for name in names:
+        report.row(name, [gib / seconds for seconds in _medians(elapsed_s[name], rounds)], "GiB/s", **labels)
+        cpu_s_per_gib = [seconds / gib for seconds in _medians(cpu_s[name], rounds)]
+        report.row(f"{name}: cpu of both", cpu_s_per_gib, "s/GiB", **labels)
+    for name, other in [*((name, other) for name in ("kv", _PLAIN) for other in references), ("kv", _PLAIN)]:
+        # Neighbours in time are compared, then the median is taken: the machine's load changes between rounds.
+        ratios = [theirs / ours for theirs, ours in zip(elapsed_s[other], elapsed_s[name], strict=True)]
+        text = f"{name} / {other}"
+        report.row(text, _medians(ratios, rounds), "ratio", **labels)
+        if case.is_main:
+            where = f"{transport}, {case.size}, {case.shape}"
+            target_ratio = None if transport == "tls" else _TARGETS.get(other)
+            report.ratio(f"{text}: {where}", statistics.median(ratios), target_ratio)
 
 
-def _copy(pool: KvPool, twin: KvPool, source: Sequence[int], target: Sequence[int]) -> None:
-    for layer in range(LAYOUT.layer_count):
-        from_layer, to_layer = pool.memory[layer], twin.memory[layer]
-        if source == sorted(source) and target == sorted(target):
-            np.copyto(to_layer[target[0] : target[-1] + 1], from_layer[source[0] : source[-1] + 1])
-            continue
-        for from_block, to_block in zip(source, target, strict=True):
-            np.copyto(to_layer[to_block], from_layer[from_block])
+def _medians(values: Sequence[float], rounds: int) -> list[float]:
+    """One for each repeat."""
+    return [statistics.median(values[start : start + rounds]) for start in range(0, len(values), rounds)]
 
 
-class _ReceivingProcess:
-    """The other process, with receivers, and bare links beside them."""
-
-    def __init__(self, control: Connection, transport: str, bare: dict[str, BareSender]) -> None:
-        """bare: by name."""
-        self._control = control
-        self._transport = transport
-        self._bare = bare
-        self._events: queue.Queue[PushAccepted | PushFailed] = queue.Queue()
-        self._senders: dict[str, KvSender] = {}
-
-    def cpu_s(self) -> float:
-        """What it has used so far."""
-        return float(self._ask("cpu"))  # type: ignore[arg-type]
-
-    def bare_copy(self, name: str, pool: KvPool, source: Sequence[int], target: Sequence[int]) -> float:
-        """Sends the blocks over a bare link; returns when that began."""
-        self._ask("bare", list(target), name)
-        began_s = time.perf_counter()
-        self._bare[name].send(pool, source, target)
-        return began_s
-
-    def push(self, pool: KvPool, source: Sequence[int], target: Sequence[int], digest: str) -> float:
-        """Pushes the blocks and waits for the acceptance; returns when that began."""
-        ticket = self._ask("grant", list(target), digest)
-        assert isinstance(ticket, Ticket)
-        if digest not in self._senders:
-            transports = make_transports((self._transport,))
-            self._senders[digest] = KvSender(pool, self._events.put, transports=transports, digest=DIGESTS[digest])
-        sender = self._senders[digest]
-        began_s = time.perf_counter()
-        sender.open(ticket)
-        for layer in range(LAYOUT.layer_count):
-            sender.write(ticket.transfer_id, layer, 0, source)
-        sender.finish(ticket.transfer_id, b"")
-        event = self._events.get(timeout=WAIT_S)
-        assert isinstance(event, PushAccepted), event
-        return began_s
-
-    def close(self) -> None:
-        """Ends the connections and the process."""
-        for sender in self._senders.values():
-            sender.close()
-        self._control.send(("end",))
-        for bare in self._bare.values():
-            bare.close()
-
-    def _ask(self, *question: object) -> object:
-        self._control.send(question)
-        return self._control.recv()
-
-
-@contextlib.contextmanager
-def _receiving_process(transport: str, pool: KvPool) -> Iterator[_ReceivingProcess]:
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        control, their_control = spawn.Pipe()
-        process = spawn.Process(target=_receive, args=(their_control, transport, folder), daemon=True)
-        process.start()
-        their_control.close()
-        bare = {name: bare_sender(kind, pool, control.recv()) for name, kind in BARE_LINKS[transport].items()}
-        receiving = _ReceivingProcess(control, transport, bare)
-        try:
-            yield receiving
-        finally:
-            receiving.close()
-            process.join(WAIT_S)
-            control.close()
-
-
-def _receive(control: Connection, transport: str, folder: str) -> None:
-    """The receiving process: does what it is told, one thing at a time."""
-    configure_logs("kv_transfer", "receiver", level="warning")
-    pool = KvPool(LAYOUT, POOL_BLOCKS)
-    receivers: dict[str, KvReceiver] = {}
-    for epoch, (name, digest) in enumerate(DIGESTS.items()):
-        address = str(Path(folder) / f"{name}.sock") if transport in PATH_NAMES else "127.0.0.1:0"
-        receivers[name] = KvReceiver(
-            pool,
-            lambda _: None,
-            listen=[KvEndpoint(transport, address)],
-            epoch=epoch,
-            transports=make_transports((transport,)),
-            digest=digest,
-        )
-    bare = {}
-    for name, kind in BARE_LINKS[transport].items():
-        bare[name] = bare_receiver(kind, pool, folder)
-        control.send(bare[name].address)
-        bare[name].accept()
-    while (order := control.recv())[0] != "end":
-        if order[0] == "cpu":
-            control.send(time.process_time())
-        elif order[0] == "grant":
-            control.send(receivers[order[2]].grant(order[1], 1, WAIT_S))
-        else:
-            control.send("ready")
-            bare[order[2]].receive(order[1])
-    for receiver in receivers.values():
-        receiver.close()
-    for link in bare.values():
-        link.close()
+def _filled_pool(block_bytes: int, kv_bytes: int) -> KvPool:
+    layout = KvLayout("benchmark", LAYER_COUNT, 16, kv_head_count=4, head_dim=HEAD_DIMS[block_bytes], dtype="float32")
+    assert layout.block_bytes == block_bytes
+    pool = KvPool(layout, kv_bytes // LAYER_COUNT // block_bytes * (1 if kv_bytes == GIB else 2))
+    pool.memory[:] = np.random.default_rng(0).integers(0, 256, pool.memory.shape[1:], np.uint8)
+    return pool
 
 
 if __name__ == "__main__":
