@@ -50,6 +50,11 @@ class KvPool:
 
         memory: [layer_count, block_count, block_bytes], uint8, C-contiguous. shared: the file whose first bytes it is.
         """
+        if not isinstance(memory, np.ndarray):
+            # Device memory, most likely. No transport takes any (Capabilities.memory_kinds).
+            raise ConfigError(
+                "kv memory", f"pools are host memory, in a numpy array, and this is a {type(memory).__name__}"
+            )
         expected = (layout.layer_count, memory.shape[1], layout.block_bytes)
         if memory.shape != expected or memory.dtype != np.uint8 or not memory.flags.c_contiguous:
             raise ValueError(f"{memory.dtype} {memory.shape} is no pool of this layout: uint8 {expected}, in one piece")

@@ -38,7 +38,7 @@ class Capabilities:
     needs_posted_receives: bool
     """The receiver must post a receive before the sender may send (NCCL, gloo)."""
     memory_kinds: frozenset[str]
-    """"host", "cuda"."""
+    """"host"; "cuda" when one takes device memory, which none does today."""
     same_host_only: bool
     can_revoke: bool
     """The receiver alone can stop writes of one transfer, while the sender is silent and the link stays up."""

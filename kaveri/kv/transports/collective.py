@@ -25,6 +25,7 @@ import socket
 import struct
 import threading
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -411,14 +412,12 @@ def _joined_store(host: str, port: int) -> Any:
 @contextlib.contextmanager
 def _group_errors(doing: str) -> Iterator[None]:
     """Makes a LinkLost of torch's errors, which are RuntimeErrors."""
-    problem = None
     try:
         yield
     except RuntimeError as error:
-        problem = f"{doing}: {str(error).splitlines()[0][:200]}"
-    if problem is not None:
-        # Not from within: frames of the other error may hold on to the group, which would outlive close().
-        raise LinkLost(problem)
+        # What they hold on to of the group would outlive close() while somebody handles the error.
+        traceback.clear_frames(error.__traceback__)
+        raise LinkLost(f"{doing}: {str(error).splitlines()[0][:200]}") from error
 
 
 def _require_backend(backend: str) -> None:

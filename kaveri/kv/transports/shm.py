@@ -1,12 +1,14 @@
 """The shared-memory transport, "shm": the sender maps the receiver's pool and copies blocks into it.
 
-One copy, by the sender, and no byte of payload through the kernel. Behind its hello the receiver hands its pool's
-descriptor over, on a byte that means nothing; all else is the protocol of one_sided.py, over a Unix socket that is open
-to the same user alone.
+One copy, by the sender, and no byte of payload through the kernel. Behind its hello the receiver hands over the memory
+file that its pool begins, and says how many blocks a layer has. All else is the protocol of one_sided.py, over a Unix
+socket that is open to the same user alone.
 """
 
+import math
 import mmap
 import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,13 +18,14 @@ import numpy.typing as npt
 from kaveri.kv.digest import Digest
 from kaveri.kv.pool import KvPool, is_run
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import LinkListener, LinkLost
+from kaveri.kv.transport import Intake, LinkListener, LinkLost
 from kaveri.kv.transports.one_sided import OneSidedLink, OneSidedReceivingConnection
 from kaveri.kv.transports.socket import SocketTransport
+from kaveri.kv.transports.socket_listener import SocketListener
 from kaveri.kv.transports.stream import Stream, batches
 
-_CARRIER = b"\0"
-"""Descriptors travel beside bytes, never alone."""
+_OFFER = struct.Struct("<Q")
+"""Blocks per layer of the receiver's pool. Its descriptor comes with it."""
 _PERMITTED_BYTES = 2 << 20
 """What is copied under one permission, which whoever wants the writing to end waits for: a fraction of a millisecond.
 Asking for it every 512 KiB costs a tenth of the speed."""
@@ -46,12 +49,18 @@ class ShmTransport(SocketTransport):
         self.connection_type = ShmReceivingConnection
         self.capabilities = replace(self.capabilities, one_sided=True, can_revoke=False)
 
+    def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
+        """See Transport.listen. Raises ConfigError, too, for a pool that is in no memory file."""
+        _ = pool.descriptor
+        return super().listen(address, pool, intake)
+
     def _link(
         self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> "ShmLink":
-        _, descriptor = meeting.receive_descriptor(len(_CARRIER))
+        offer, descriptor = meeting.receive_descriptor(_OFFER.size)
         try:
-            target = _map_pool(descriptor, pool)
+            (block_count,) = _OFFER.unpack(offer)
+            target = _map_pool(descriptor, block_count, pool)
         finally:
             os.close(descriptor)
         return ShmLink(stream, pool, listener, endpoint, target)
@@ -106,23 +115,21 @@ class ShmReceivingConnection(OneSidedReceivingConnection):
 
     def _greet(self, hello: bytes) -> None:
         super()._greet(hello)
-        self._stream.send_descriptor(_CARRIER, self._pool.descriptor)
+        self._stream.send_descriptor(_OFFER.pack(self._pool.block_count), self._pool.descriptor)
 
 
-def _map_pool(descriptor: int, own: KvPool) -> npt.NDArray[np.uint8]:
+def _map_pool(descriptor: int, block_count: int, own: KvPool) -> npt.NDArray[np.uint8]:
     """The receiver's pool, [layer_count, block_count, block_bytes], which has the layout of one's own."""
-    layout = own.layout
-    total_bytes = os.fstat(descriptor).st_size
-    block_count, rest_bytes = divmod(total_bytes, layout.layer_count * layout.block_bytes)
-    if rest_bytes or not block_count:
-        raise LinkLost(f"the receiver's pool of {total_bytes} bytes is not of this layout")
+    shape = (own.layout.layer_count, block_count, own.layout.block_bytes)
+    pool_bytes, file_bytes = math.prod(shape), os.fstat(descriptor).st_size
+    if not 0 < pool_bytes <= file_bytes:
+        raise LinkLost(f"a pool of {block_count} blocks a layer is not in the receiver's {file_bytes} bytes")
     try:
         # Its pages are there, and each faults once here when it is first written. Mapping them all now would take that
         # off the first requests, and count another process's whole pool as resident in this one.
-        memory = np.frombuffer(mmap.mmap(descriptor, total_bytes), np.uint8)
+        return np.frombuffer(mmap.mmap(descriptor, pool_bytes), np.uint8).reshape(shape)
     except OSError as error:
         raise LinkLost(f"the receiver's pool cannot be mapped: {error.strerror}") from error
-    return memory.reshape(layout.layer_count, block_count, layout.block_bytes)
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int], piece_blocks: int) -> list[tuple[int, int, int]]:

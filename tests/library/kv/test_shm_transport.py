@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
+from kaveri.kv.pool import KvPool, SharedMemory
 from kaveri.kv.receiver import KvReceiver, TransferLanded
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint
@@ -62,6 +63,38 @@ def test_nobody_can_shrink_a_pool_that_others_have_mapped() -> None:
     pool = KvPool(LAYOUT, 4)
     with pytest.raises(PermissionError):
         os.ftruncate(pool.descriptor, 0)
+
+
+def test_a_pool_at_the_beginning_of_a_larger_file_is_written_to(tmp_path: Path) -> None:
+    shared = SharedMemory(LAYOUT.layer_count * 4 * LAYOUT.block_bytes + 4096)
+    memory = shared.bytes[:-4096].reshape(LAYOUT.layer_count, 4, LAYOUT.block_bytes)
+    source, target = KvPool(LAYOUT, 4), KvPool.over(LAYOUT, memory, shared)
+    source.memory[:] = 7
+    pushed = Recorder()
+    listen = [KvEndpoint("shm", str(tmp_path / "kv.sock"))]
+    with (
+        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1)) as receiver,
+        contextlib.closing(KvSender(source, pushed)) as sender,
+    ):
+        assert isinstance(push(sender, receiver, pushed), PushAccepted)
+    assert (target.memory[:, [0, 2]] == 7).all()
+    assert not target.memory[:, [1, 3]].any()
+    assert not shared.bytes[-4096:].any()
+
+
+def test_a_pool_that_no_other_process_can_map_is_refused(tmp_path: Path) -> None:
+    pool = KvPool.over(LAYOUT, np.zeros((LAYOUT.layer_count, 4, LAYOUT.block_bytes), np.uint8))
+    with pytest.raises(ConfigError, match="memory file"):
+        shm_transport().listen(str(tmp_path / "kv.sock"), pool, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_is_not_the_hosts_is_refused() -> None:
+    class DeviceTensor:
+        shape = (LAYOUT.layer_count, 4, LAYOUT.block_bytes)
+
+    with pytest.raises(ConfigError, match="host memory"):
+        KvPool.over(LAYOUT, DeviceTensor())
 
 
 def test_a_ticket_for_blocks_beyond_the_pool_fails_and_writes_nothing(tmp_path: Path) -> None:
