@@ -157,6 +157,8 @@ class PeerProcess:
         # Names this very process, even once its number has been given to another one.
         self._process = os.pidfd_open(pid)
         self.is_alive = True
+        # What it is told while it is stopped. It would fill the socket sooner or later.
+        self._held: list[tuple[str, tuple[Any, ...], bool]] | None = None
         self.recorder = Recorder()
 
     def __enter__(self) -> "PeerProcess":
@@ -220,6 +222,11 @@ class PeerProcess:
         if number == signal.SIGSTOP:
             # On a busy machine its threads go on until one of them has taken the signal.
             wait_until(self._stands_still, "the process stands still")
+            self._held = []
+        if number == signal.SIGCONT:
+            held, self._held = self._held or [], None
+            for message in held:
+                _send(self._channel, message)
 
     def close(self) -> None:
         """Kills it. Idempotent."""
@@ -237,6 +244,9 @@ class PeerProcess:
         return set(states) == {"T"}
 
     def _send(self, method: str, *arguments: Any, is_asked: bool = True) -> None:
+        if self._held is not None:
+            self._held.append((method, arguments, is_asked))
+            return
         # Broken: a command for a process that has been killed.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             _send(self._channel, (method, arguments, is_asked))
