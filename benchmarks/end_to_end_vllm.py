@@ -246,6 +246,7 @@ async def start_systems(resources: AsyncExitStack, model: str) -> tuple[list[Sys
         decode_flags=("--chunk-tokens", str(CHUNK_TOKENS), "--max-batch", str(MAX_BATCH)),
         restart=False,
         drain_timeout_s=2.0,
+        start_timeout_s=600.0,
     )
     flags = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(CHUNK_TOKENS)]
     flags += ["--max-num-seqs", str(MAX_BATCH), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]

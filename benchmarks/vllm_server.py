@@ -14,7 +14,7 @@ from typing import Any
 from kaveri.local.process import ChildProcess
 from kaveri.models import resolve_model
 
-_START_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 600.0
 _STOP_GRACE_S = 20.0
 _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 300.0
