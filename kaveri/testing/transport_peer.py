@@ -12,6 +12,7 @@ import importlib
 import mmap
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -214,7 +215,8 @@ class PeerProcess:
         """SIGKILL, SIGSTOP or SIGCONT. Returns once all its threads are gone, or stand still."""
         signal.pidfd_send_signal(self._process, number)
         if number == signal.SIGKILL:
-            # Its descriptors are closed when the last of its threads has ended.
+            # Readable once the last of its threads has ended. Its socket ends earlier, when others may still be open.
+            assert select.select([self._process], [], [], _PATIENCE_S)[0], "a killed process does not end"
             with contextlib.suppress(EOFError):
                 while True:
                     self._hear()
