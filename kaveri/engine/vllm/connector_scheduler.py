@@ -68,6 +68,11 @@ class SchedulerSide:
             hosted.vllm_request = request
             self._hosted[request.request_id] = hosted
 
+    def leave_to(self, left: Hosted) -> None:
+        """What vLLM has for a request is this one's from now on."""
+        if left.vllm_id in self._hosted:
+            self._hosted[left.vllm_id] = left
+
     def matched(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond its own cache's a transfer will bring, and that vLLM shall wait for them."""
         hosted = self._hosted.get(request.request_id)

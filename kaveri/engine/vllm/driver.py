@@ -66,6 +66,8 @@ class Driver:
         self._on_broken = on_broken
         # Whom the step under way computes.
         self._advances: Sequence[Advance] = ()
+        # Whether nothing came of the last step.
+        self._stalled = False
 
     def refuse(self, hosted: Hosted, error: KaveriError) -> None:
         """Ends a request that vLLM or the receiver does not take, and tells whoever waits for it."""
@@ -151,16 +153,15 @@ class Driver:
 
     def _loop(self) -> None:
         try:
-            stalled = False
             while True:
                 with self._board.lock:
-                    self._sleep(stalled)
+                    self._sleep(self._stalled)
                     if self._board.closing:
                         return
                     self._board.woken = False
                     added, self._board.added = self._board.added, []
                     checks, self._board.checks = self._board.checks, []
-                stalled = not self._turn(added)
+                self._stalled = not self._turn(added)
                 for check in checks:
                     self._answer(check)
         # Whatever a step raises, the state of model and cache is unknown: nobody may be left waiting for tokens.
@@ -244,6 +245,8 @@ class Driver:
         with self._board.lock:
             if self._account.short_of_blocks:
                 self._give_up_adopted()
+                if self._stalled:
+                    self._give_up_landed()
             admitted = self._account.admit(self._max_batch)
         for hosted in admitted:
             if hosted.by_transfer:
@@ -272,11 +275,33 @@ class Driver:
                 self._part(hosted)
                 self._outbox.put(Preempted(hosted.key))
 
+    def _give_up_landed(self) -> None:
+        """One that landed, the last, and is not computed makes room for those that were, and wait for blocks.
+
+        It is computed from the beginning when its time comes. Else a service that admits nobody until the running ones
+        get on, and running ones that wait for the blocks of whom it holds back, would wait for each other for ever.
+        """
+        for hosted in reversed(self._account.decodes.values()):
+            held_back = hosted.phase in (Phase.LANDED, Phase.WAITING) and hosted.transfer_id is None
+            if held_back and hosted.by_transfer and not hosted.received and hosted.vllm_id:
+                self._part(hosted)
+                hosted.by_transfer = False
+                hosted.needed_blocks = 0
+                self._outbox.put(Preempted(hosted.key))
+                return
+
     def _part(self, hosted: Hosted) -> None:
         """Parts a request from the blocks that vLLM keeps for it: vLLM takes them back."""
-        if hosted.vllm_id:
-            self._host.worker_side.report_released(hosted.vllm_id)
-            self._account.ended.add(hosted.leave_behind())
+        if not hosted.vllm_id:
+            return
+        left = hosted.leave_behind()
+        if left.stopped:
+            left.released = True
+            self._host.worker_side.report_released(left.vllm_id)
+        else:
+            # It waits for its KV, as far as vLLM knows, and is aborted with the others that have ended.
+            self._host.scheduler_side.leave_to(left)
+        self._account.ended.add(left)
 
     def _settle_step(self, outputs: Sequence[Any]) -> None:
         """Accounts for a step and tells what it drew."""

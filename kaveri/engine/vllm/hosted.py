@@ -123,10 +123,10 @@ class Hosted:
     def leave_behind(self) -> "Hosted":
         """Parts with what vLLM keeps for it, which is another's from now on: one that has ended, and is released."""
         left = Hosted(f"{self.number}-left", self.request, self.phase, 0, [], 0)
-        left.done = left.stopped = left.released = True
-        left.vllm_id = self.vllm_id
+        left.done = True
+        left.placed, left.stopped, left.vllm_id = self.placed, self.stopped, self.vllm_id
         self.vllm_id, self.vllm_request = "", None
-        self.stopped = self.released = False
+        self.placed = self.stopped = self.released = False
         self.block_ids = []
         self.computed = 0
         return left
