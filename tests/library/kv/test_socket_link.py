@@ -1,0 +1,129 @@
+"""A socket transport's link, frame by frame: what goes together, and what is left of a write that was stopped."""
+
+import select
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kaveri.kv.digest import NoDigest, xxh3
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transports.frames import HEADER_BYTES, Header, Kind, unpack_header
+from kaveri.kv.transports.socket import SocketLink
+from kaveri.kv.transports.stream import Stream, never
+from kaveri.testing.transport_peer import fill_pool
+
+LAYOUT = KvLayout("link", 2, block_tokens=4, kv_head_count=2, head_dim=5, dtype="float32")
+ENDPOINT = KvEndpoint("unix", "nowhere")
+TICKET = Ticket(b"t" * 16, b"s" * 16, 1, (ENDPOINT,), (0, 1, 2, 3), 16, 60.0, LAYOUT)
+WRITE_BYTES = 3 * LAYOUT.block_bytes
+
+
+class Listener:
+    """Hears of the end only."""
+
+    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
+        raise AssertionError
+
+    def credited(self, byte_count: int) -> None:
+        raise AssertionError
+
+    def lost(self, reason: str) -> None:
+        pass
+
+
+class Narrow(Stream):
+    """Takes so many bytes of what may be stopped, then its sender is stopped."""
+
+    room_bytes = 0
+
+    def send(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
+        if is_stopped is never:
+            return super().send(regions)
+        data = b"".join(regions)
+        super().send([memoryview(data)[: self.room_bytes]])
+        return max(0, len(data) - self.room_bytes)
+
+
+class Pair:
+    """A link, and the socket at the other end of its connection."""
+
+    def __init__(self) -> None:
+        near, self.far = socket.socketpair()
+        self.far.settimeout(20.0)
+        self.stream = Narrow(near, 10.0)
+        self.pool = KvPool(LAYOUT, 4)
+        fill_pool(self.pool, 5)
+        self.link = SocketLink(self.stream, self.pool, Listener(), ENDPOINT)
+
+    def read(self, byte_count: int) -> bytes:
+        """Exactly so many."""
+        data = b""
+        while len(data) < byte_count:
+            part = self.far.recv(byte_count - len(data))
+            assert part, "the link has closed"
+            data += part
+        return data
+
+    def frame(self) -> tuple[Header, bytes]:
+        """The next one."""
+        header = unpack_header(self.read(HEADER_BYTES))
+        return header, self.read(header.payload_bytes)
+
+    def is_silent(self) -> bool:
+        """Whether nothing more has come."""
+        return not select.select([self.far], [], [], 0)[0]
+
+    def close(self) -> None:
+        self.link.close()
+        self.far.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def test_the_end_of_a_layer_goes_with_the_next_frame(pair: Pair) -> None:
+    pair.stream.room_bytes = 1 << 20
+    pair.link.end_layer(TICKET, 0, 77)
+    assert pair.is_silent()
+    digest = xxh3()
+    assert pair.link.write(TICKET, 1, 0, [2, 0, 3], digest, lambda: False) == 3
+    assert pair.frame()[0] == Header(Kind.LAYER_END, TICKET.transfer_id, layer=0, layer_digest=77)
+    header, payload = pair.frame()
+    assert header == Header(Kind.DATA, TICKET.transfer_id, WRITE_BYTES, 1, 0, 3)
+    assert payload == pair.pool.memory[1, [2, 0, 3]].tobytes()
+    expected = xxh3()
+    expected.update(memoryview(payload))
+    assert digest.intdigest() == expected.intdigest()
+    pair.link.end_layer(TICKET, 1, 78)
+    pair.link.finish(TICKET, b"note")
+    assert pair.frame()[0].layer_digest == 78
+    assert pair.frame() == (Header(Kind.END, TICKET.transfer_id, 4), b"note")
+
+
+@pytest.mark.parametrize("room_bytes", [0, 1, HEADER_BYTES, HEADER_BYTES + 9, 2 * HEADER_BYTES, 2 * HEADER_BYTES + 321])
+def test_frames_stay_whole_wherever_a_write_is_stopped(pair: Pair, room_bytes: int) -> None:
+    pair.stream.room_bytes = room_bytes
+    pair.link.end_layer(TICKET, 0, 77)
+    assert pair.link.write(TICKET, 1, 0, [2, 0, 3], NoDigest(), lambda: False) == 3
+    pair.link.abort(TICKET)
+    assert pair.frame()[0].kind == Kind.LAYER_END
+    header, payload = pair.frame()
+    assert header == Header(Kind.DATA, TICKET.transfer_id, WRITE_BYTES, 1, 0, 3)
+    shown_bytes = max(0, room_bytes - 2 * HEADER_BYTES)
+    assert payload[:shown_bytes] == pair.pool.memory[1, [2, 0, 3]].tobytes()[:shown_bytes]
+    assert payload[shown_bytes:] == bytes(WRITE_BYTES - shown_bytes)
+    assert pair.frame()[0].kind == Kind.ABORT
+    assert pair.is_silent()
+
+
+def test_a_write_that_is_not_wanted_any_more_sends_nothing(pair: Pair) -> None:
+    assert pair.link.write(TICKET, 1, 0, [2, 0, 3], NoDigest(), lambda: True) == 0
+    pair.link.abort(TICKET)
+    assert pair.frame()[0].kind == Kind.ABORT
