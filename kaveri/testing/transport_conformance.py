@@ -15,6 +15,7 @@ is not the host's.
 
 import contextlib
 import dataclasses
+import gc
 import os
 import random
 import signal
@@ -274,6 +275,7 @@ class TransportConformance:
         self, tmp_path: Path, nursery: PeerNursery, nothing_left: None
     ) -> None:
         address = self.address(tmp_path)
+        mapped_before = _mapped_pool_count()
         for seed in range(FIRST_SEED, FIRST_SEED + RUN_COUNT):
             print(f"seed {seed}", flush=True)
             try:
@@ -281,6 +283,7 @@ class TransportConformance:
             except BaseException as error:
                 error.add_note(f"KAVERI_KV_SEED={seed} KAVERI_KV_RUNS=1 begins with this run")
                 raise
+        assert _mapped_pool_count() <= mapped_before
 
     # What is refused
 
@@ -594,3 +597,9 @@ class TransportConformance:
         """The bytes of these first blocks of a layer are in the target pool."""
         blocks = list(ticket.block_ids[: len(source)])
         return bool((world.target.memory[layer, blocks] == world.source.memory[layer, source]).all())
+
+
+def _mapped_pool_count() -> int:
+    """Pools, one's own and others', that are mapped in this process."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("/memfd:kaveri-kv")

@@ -169,6 +169,8 @@ class RandomRun:
             is_killed = peer is not None and not peer.is_alive
             self._settle(is_killed)
             self._account.check()
+            if not (is_killed and self._where == "receiver elsewhere"):
+                self._account.allocator.check_integrity(self._account.landed)
             if self._where != "sender elsewhere" and self._chance.random() < 0.3:
                 self._start_again(stack, is_killed)
             for side in (self._sender, self._receiver):
