@@ -68,7 +68,8 @@ class VllmEngines:
         self._folder = make_tiny_model(
             folder, "qwen2", vocab_size=FakeModel().vocab_size, max_positions=1024, hidden_size=128
         )
-        self._processes: list[EngineProcess] = []
+        # Most tests take two, and loading the model takes long.
+        self._processes = [self._start() for _ in range(2)]
         self._model: Any = None
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
@@ -126,10 +127,15 @@ class VllmEngines:
         for process in self._processes:
             if process.is_alive and process.is_free:
                 return process
+        process = self._start()
+        self._processes.append(process)
+        return process
+
+    def _start(self) -> EngineProcess:
         # Only where vLLM is installed.
         from kaveri.testing.vllm_services import prepare
 
-        process = EngineProcess(
+        return EngineProcess(
             prepare,
             str(self._folder),
             _VLLM_LOADING,
@@ -138,5 +144,3 @@ class VllmEngines:
             VLLM_LOGGING_LEVEL="ERROR",
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )
-        self._processes.append(process)
-        return process

@@ -333,6 +333,13 @@ def kv_transports() -> tuple[str, ...]:
     return TRANSPORT_NAMES
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Whichever test comes first waits for vLLM to load its model, a minute where much else runs."""
+    if config.getoption("--engine") == "vllm":
+        for item in items:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
     """Makes the engines of all tests."""
