@@ -9,11 +9,10 @@ import pytest
 from grpc import aio
 
 from kaveri.cluster.view import InstanceState
-from kaveri.engine.fake import FakeModel
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 
-BLOCK_BYTES = 4096  # of the fake engine's pool, over all layers
+BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 LONG = 400
 SLOW = {"fake_step_s": 0.01}
@@ -24,16 +23,12 @@ def prompt(seed: int, token_count: int) -> list[int]:
     return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
-def expected(token_ids: list[int], token_count: int, generated_count: int = 0) -> list[int]:
-    return FakeModel().answer(token_ids, generated_count, token_count)
-
-
 async def test_a_request_is_answered_by_one_instance_and_nothing_is_pushed(cluster: Any) -> None:
     instance = await cluster.colocated()
     router = await cluster.router()
     token_ids = prompt(1, 50)
     call = router.prefill(instance, "a", token_ids, max_tokens=20)
-    assert await router.answer(call, "a") == expected(token_ids, 20)
+    assert await router.answer(call, "a") == cluster.expected(token_ids, 20)
     assert [event.WhichOneof("event") for event in call.events] == ["started", "first_token", "placed", "handed_over"]
     assert call.get("placed").decode_instance_id == "colocated-0"
     handed_over = call.get("handed_over")
@@ -46,7 +41,7 @@ async def test_an_answer_of_one_token_ends_in_prefill(cluster: Any) -> None:
     instance = await cluster.colocated()
     router = await cluster.router()
     call = router.prefill(instance, "a", prompt(1, 50), max_tokens=1)
-    assert await router.answer(call, "a") == expected(prompt(1, 50), 1)
+    assert await router.answer(call, "a") == cluster.expected(prompt(1, 50), 1)
     assert not call.seen("placed")
     await cluster.all_free()
 
@@ -70,7 +65,7 @@ async def test_many_requests_in_a_pool_that_holds_a_few_are_all_answered_exactly
     }
     answers = await asyncio.gather(*(router.answer(calls[name], name) for name in sizes))
     for name, answer in zip(sizes, answers, strict=True):
-        assert answer == expected(prompts[name], sizes[name][1]), name
+        assert answer == cluster.expected(prompts[name], sizes[name][1]), name
     assert router.duplicates == 0
     preemptions = sum(last.timing.preemptions for last in router.last.values())
     if admission is AdmissionPolicy.GREEDY or not known_lengths:
@@ -100,7 +95,7 @@ async def test_two_routers_get_their_own_tokens(cluster: Any) -> None:
     routers = [await cluster.router(f"router-{number}") for number in range(2)]
     calls = [router.prefill(instance, router.router_id, prompt(9, 30), 30) for router in routers]
     for router, call in zip(routers, calls, strict=True):
-        assert await router.answer(call, router.router_id) == expected(prompt(9, 30), 30)
+        assert await router.answer(call, router.router_id) == cluster.expected(prompt(9, 30), 30)
         assert set(router.tokens) == {(router.router_id, 1)}
 
 
@@ -169,7 +164,7 @@ async def test_a_newer_attempt_takes_the_place_of_one_that_decodes_and_an_older_
     instance = await cluster.colocated(**SLOW)
     router = await cluster.router()
     token_ids = prompt(3, 40)
-    answer = expected(token_ids, 60)
+    answer = cluster.expected(token_ids, 60)
     router.prefill(instance, "a", token_ids, max_tokens=60)
     await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) >= 3, "the first attempt decodes")
     newer = router.prefill(instance, "a", token_ids + answer[:3], max_tokens=60, attempt=2, generated_count=3)
@@ -204,8 +199,8 @@ async def test_draining_finishes_both_phases_and_takes_nothing_new(cluster: Any,
     with pytest.raises(aio.AioRpcError) as refused:
         await late.ended()
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert await router.answer(decoding, "decoding") == expected(prompt(1, 20), 100)
-    assert await router.answer(computing, "computing") == expected(prompt(2, 300), 30)
+    assert await router.answer(decoding, "decoding") == cluster.expected(prompt(1, 20), 100)
+    assert await router.answer(computing, "computing") == cluster.expected(prompt(2, 300), 30)
     assert await instance.stop() == 0
 
 
