@@ -57,6 +57,8 @@ _FIGURES = {
     "TTFT p99": "ms",
     "TPOT mean": "ms",
     "TPOT p99": "ms",
+    "busiest engine": "of a core",
+    "least busy engine": "of a core",
     "CPU of engines": "us/token",
     "CPU of router or HTTP servers": "us/token",
     "CPU of the client": "us/token",
@@ -110,10 +112,12 @@ class System:
             for thread in Path(f"/proc/{pid}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {cores[number]} if self.own_cores else set(cores))
 
-    def cpu_s(self) -> tuple[float, float, float]:
-        """What the engines, the others, and this process have used so far."""
-        used = [sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids) for pids in (self.engines, self.others)]
-        return used[0], used[1], time.process_time()
+    def cpu_s(self) -> tuple[list[float], float, float]:
+        """What each engine, the others together, and this process have used so far."""
+        engines, others = (
+            [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids] for pids in (self.engines, self.others)
+        )
+        return engines, sum(others), time.process_time()
 
 
 def kaveri_system(stack: LocalStack, client: AsyncClient) -> System:
@@ -178,20 +182,23 @@ async def closed_loop(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: i
 
 async def loop_round(system: System, prompts: Sequence[Sequence[int]], concurrency: int) -> dict[str, float]:
     """Figures of a closed loop, in the units of _FIGURES."""
-    cpu_s, began_s = system.cpu_s(), time.perf_counter()
+    before, began_s = system.cpu_s(), time.perf_counter()
     answers = await closed_loop(system.ask, prompts, concurrency)
-    seconds = time.perf_counter() - began_s
+    seconds, after = time.perf_counter() - began_s, system.cpu_s()
     tokens = sum(len(answer.times_s) for answer in answers)
-    used_s = [after - before for before, after in zip(cpu_s, system.cpu_s(), strict=True)]
     ttft_ms = [1e3 * answer.ttft_s for answer in answers]
     tpot_ms = [1e3 * answer.tpot_s for answer in answers]
+    engines_s = [later - earlier for earlier, later in zip(before[0], after[0], strict=True)]
+    used_s = (sum(engines_s), after[1] - before[1], after[2] - before[2])
     figures = [
         tokens / seconds,
         *np.percentile(ttft_ms, (50, 99)),
         statistics.mean(tpot_ms),
         np.percentile(tpot_ms, 99),
+        max(engines_s) / seconds,
+        min(engines_s) / seconds,
+        *(1e6 * each_s / tokens for each_s in used_s),
     ]
-    figures += [1e6 * each_s / tokens for each_s in used_s]
     return dict(zip(_FIGURES, map(float, figures), strict=True))
 
 
@@ -367,6 +374,14 @@ async def measure_async(options: Options, report: Report) -> None:
             system.pin()
         await measure_closed_loops(systems, options, report, vocab_size)
         await measure_interference(systems, options, report, vocab_size)
+    report.note(
+        "One prefill and one decode instance on a core each do not share out work that is mostly decode: the share of "
+        "the least busy engine says how much of a core Kaveri leaves unused where two vllm serve use both."
+    )
+    report.note(
+        "HTTP and gRPC are in all figures. What they cost is the CPU time of router or HTTP servers and that of the "
+        "client; in Kaveri a third part, the streams between engines and router, is within the engines' processes."
+    )
 
 
 def measure(options: Options, report: Report) -> None:
