@@ -94,7 +94,8 @@ class _Account:
     transfers: dict[bytes, _Transfer] = field(default_factory=dict)
     landed: set[bytes] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Reentrant: events of another process are heard while it is asked for a ticket."""
 
     def __post_init__(self) -> None:
         self.expected = self.memory.copy()
