@@ -92,7 +92,7 @@ class Connection:
     def take_credit(self, block_count: int) -> int:
         """Under the lock: how many of these blocks one write may have. It has their credit now; there must be some.
 
-        A write takes no more than half of what the receiver has ever let the sender have at once: while it is on its
+        A write takes no more than half of what the receiver has lately let the sender have at once: while it is on its
         way, credit for the next one comes back.
         """
         write_bytes = min(self.transport.capabilities.write_bytes, self._credit_bytes_max // 2)
@@ -104,7 +104,8 @@ class Connection:
     def credited(self, byte_count: int) -> None:
         with self._peer.sender.lock:
             self.credit_bytes += byte_count
-            self._credit_bytes_max = max(self._credit_bytes_max, self.credit_bytes)
+            # It fades, since windows shrink when senders come.
+            self._credit_bytes_max = max(self._credit_bytes_max * 7 // 8, self.credit_bytes)
             self._peer.credit_changed()
 
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:

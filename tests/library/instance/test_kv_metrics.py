@@ -24,7 +24,7 @@ def test_each_receiver_has_its_own_sample_also_after_a_restart_at_its_address() 
     registry = CollectorRegistry()
     registry.register(SendingMetrics(lambda: KvFlow(sending=SenderFlow(tuple(peers), 3, 0.5))))
 
-    def value(name: str, address: str) -> float | None:
+    def value(name: str, address: str) -> object:
         return registry.get_sample_value(f"kaveri_kv_{name}", {"peer": address, "transport": "tcp"})
 
     assert (value("push_queued_bytes", "a:1"), value("push_queued_bytes", "b:1")) == (120, 7)
