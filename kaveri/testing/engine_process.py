@@ -28,6 +28,8 @@ from kaveri.kv.flow import KvFlow
 from kaveri.kv.ticket import Ticket
 
 _ANSWER_TIMEOUT_S = 120.0
+_OPEN_TIMEOUT_S = 240.0
+"""The first engine of a process is there when the library and the model are loaded."""
 
 MakeEngine = Callable[..., Any]
 """Makes an engine that is not started, of the arguments given to EngineProcess.open()."""
@@ -88,7 +90,7 @@ class EngineProcess:
         """The next engine, not started. The one before must be closed. Raises what making it raises."""
         assert self.is_free, "the engine before is not closed"
         self._engine = None
-        info = self.call("open", arguments).result(_ANSWER_TIMEOUT_S)
+        info = self.call("open", arguments).result(_OPEN_TIMEOUT_S)
         self._engine = RemoteEngine(self, info)
         return self._engine
 

@@ -109,16 +109,18 @@ class Driver:
         unwanted: list[bytes] = []
         with self._board.lock:
             for hosted in preempted:
-                hosted.preempted = True
-                hosted.computed = 0
                 if hosted.done:
                     continue
-                self._outbox.put(Preempted(hosted.key))
-                if hosted.is_prefill:
+                if hosted.source is not None:
                     # Its blocks are written by others from now on: what was queued of them must not be accepted.
                     if hosted.transfer_id is not None:
                         unwanted.append(hosted.transfer_id)
-                    hosted.restart()
+                    self._outbox.put(RequestFailed(hosted.key, "vLLM took back the blocks that it was promised"))
+                    self._board.end(hosted)
+                else:
+                    hosted.preempted = True
+                    hosted.computed = 0
+                    self._outbox.put(Preempted(hosted.key))
             for hosted, computed, block_ids in advances:
                 hosted.preempted = hosted.behind = False
                 if hosted.source is not None:
@@ -216,7 +218,7 @@ class Driver:
 
     def _give(self, hosted: Hosted, token_ids: Sequence[int], params: Any) -> None:
         try:
-            self._host.add(hosted.number, token_ids, params)
+            self._host.add(hosted.number, token_ids, params, is_prefill=hosted.is_prefill)
         except Exception as error:  # vLLM has no one class for what it refuses
             self.refuse(hosted, refusal_of(error))
 
@@ -288,6 +290,7 @@ class Driver:
                 hosted.by_transfer = False
                 hosted.needed_blocks = 0
                 self._outbox.put(Preempted(hosted.key))
+                self._board.wake()
                 return
 
     def _part(self, hosted: Hosted) -> None:

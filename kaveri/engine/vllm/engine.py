@@ -237,9 +237,9 @@ class VllmEngine:
             self._on_push(PushFailed(ticket.transfer_id, str(error)))
             return
         with self._board.lock:
-            # The request ended, or lost its blocks, before the sender knew of its push, so nobody could abort it.
-            lost = hosted.done or hosted.source is not source
-        if lost:
+            ended = hosted.done
+        # The request ended before the sender knew of its push, so nobody could abort it.
+        if ended:
             self._pushes.abort(ticket.transfer_id)
 
     # The decode side.

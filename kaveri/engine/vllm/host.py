@@ -22,6 +22,8 @@ class Host:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._llm = llm
+        # Stands for the time of arrival, by which vLLM orders requests of one priority.
+        self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
         scheduler_connector, worker_connector = self._scheduler.get_kv_connector(), get_kv_transfer_group()
         assert isinstance(scheduler_connector, KaveriConnector), "vLLM runs without our connector"
@@ -31,10 +33,17 @@ class Host:
         self.scheduler_side: SchedulerSide = scheduler_connector.scheduler_side
         self.worker_side: WorkerSide = worker_connector.worker_side
 
-    def add(self, number: str, token_ids: Sequence[int], params: Any) -> None:
-        """Queues a request. Raises whatever vLLM does when it refuses one."""
+    def add(self, number: str, token_ids: Sequence[int], params: Any, *, is_prefill: bool) -> None:
+        """Queues a request. Raises whatever vLLM does when it refuses one.
+
+        Prompts are computed in the order of this call and before all else, and what they need is taken from others:
+        they were promised their blocks.
+        """
         params.extra_args = {**(params.extra_args or {}), **transfer_params(number)}
-        self._llm.add_request(number, {"prompt_token_ids": list(token_ids)}, params)
+        self._count += 1
+        priority = 0 if is_prefill else 1
+        prompt = {"prompt_token_ids": list(token_ids)}
+        self._llm.add_request(number, prompt, params, arrival_time=float(self._count), priority=priority)
 
     def abort(self, vllm_id: str) -> None:
         """Ends a request; the connector is asked whether its blocks are kept. Unknown ids are ignored."""

@@ -70,7 +70,7 @@ class Hosted:
     def prefill(cls, number: str, request: EngineRequest, layout: KvLayout) -> "Hosted":
         """A prompt to be computed."""
         hosted = cls._of(number, request, Phase.PREFILLING, layout.block_count(len(request.token_ids)))
-        hosted.restart()
+        hosted.source = Source(hosted.block_ids, len(request.token_ids))
         return hosted
 
     @classmethod
@@ -104,12 +104,6 @@ class Hosted:
         if self.done or (self.phase is Phase.RUNNING and self.started):
             return 0
         return max(0, self.needed_blocks - len(self.block_ids))
-
-    def restart(self) -> None:
-        """Its prompt is computed from the beginning, in blocks that are not known yet."""
-        self.block_ids = []
-        self.source = Source(self.block_ids, len(self.request.token_ids))
-        self.computed = 0
 
     def take(self, block_ids: Sequence[int]) -> None:
         """vLLM has given it these blocks, all of them, in order."""

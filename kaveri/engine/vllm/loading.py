@@ -128,6 +128,8 @@ def load_host(
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "async_scheduling": False,
+        # Prompts first, in our order; see Host.add.
+        "scheduling_policy": "priority",
         "logits_processors": [KeyedDraws],
         "kv_transfer_config": KVTransferConfig(
             kv_connector=CONNECTOR_NAME,

@@ -12,6 +12,9 @@ from kaveri.kv.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance
 from kaveri.testing.engine_process import RemoteEngine
 
+# The first test of a module loads vLLM.
+pytestmark = pytest.mark.timeout(300)
+
 
 class _Harness:
     def __init__(self, prefills: Any, decodes: Any, socket_folder: Path, reference: Any) -> None:

@@ -31,6 +31,9 @@ from kaveri.testing.engine_conformance import EngineRequest, Pair, make_request,
 from kaveri.testing.engine_process import RemoteEngine
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
 
+# The first test that needs it loads vLLM.
+pytestmark = pytest.mark.timeout(300)
+
 _BLOCKS = 60
 
 
