@@ -234,6 +234,19 @@ assert agent.metadata()
 
 
 @needs_nixl
+def test_ucx_starts_with_the_transport_and_not_with_the_first_connection() -> None:
+    program = """
+from pathlib import Path
+from kaveri.kv.transports.nixl import NixlTransport
+assert "libucp" not in Path("/proc/self/maps").read_text()
+NixlTransport()
+assert "libucp" in Path("/proc/self/maps").read_text()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_nixl
 def test_nixl_says_what_it_cannot_do() -> None:
     capabilities = NixlTransport().capabilities
     assert capabilities.one_sided
