@@ -1,11 +1,11 @@
 """Kaveri on vLLM, 1 prefill + 1 decode, against `vllm serve`: one that has both cores, and two with one core each.
 
 All are asked from one client process, which notes when each token comes: Kaveri through the SDK (gRPC), `vllm serve`
-over HTTP, the two of them in turn (round-robin). Everything runs on the same two cores: an engine of a pair has one
-core and one thread, a single one both cores and two threads; what does not compute (router, Redis, HTTP servers, the
-client) runs on either. The same on all sides: vLLM and its checkpoint, chunks of 512 tokens, 64 requests in a batch,
-no prefix cache (prompts are random), no compiling, and the executor within the engine's process. Systems that are not
-asked idle.
+over HTTP, two of them in turn (round-robin). Everything runs on the same two cores: an engine of a pair has one core
+and one thread, a single one both cores and one thread or two, whichever is faster in the warm-up; what does not
+compute (router, Redis, HTTP servers, the client) runs on either. The same on all sides: vLLM and its checkpoint,
+chunks of 512 tokens, 64 requests in a batch, no prefix cache (prompts are random), no compiling, and the executor
+within the engine's process. Systems that are not asked idle.
 
 Closed loop: 1, 8 and 32 requests in flight. Interference: 16 requests decode long answers, and from the moment that
 all of them do, long prompts come one by one; the interval is twice what one of two `vllm serve` needs for such a
@@ -24,6 +24,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -50,6 +51,8 @@ LONG_ANSWER_TOKENS = 4
 LOAD = 0.5
 """Of the single server's time goes into long prompts while they come."""
 CORES = 2
+_WARM_UP = 32
+"""Requests."""
 _DEADLINE_S = 300.0
 _FIGURES = {
     "output tokens/s": "tokens/s",
@@ -106,7 +109,8 @@ class System:
     """Whether each engine has a core for itself."""
 
     def pin(self) -> None:
-        """Gives the engines their cores: the threads that are there now."""
+        """Gives the engines their cores: the threads that are there now. Before each round: a server may belong to two
+        systems, and threads that compute come with the first step."""
         cores = sorted(os.sched_getaffinity(0))
         for number, pid in enumerate(self.engines):
             for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -182,6 +186,7 @@ async def closed_loop(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: i
 
 async def loop_round(system: System, prompts: Sequence[Sequence[int]], concurrency: int) -> dict[str, float]:
     """Figures of a closed loop, in the units of _FIGURES."""
+    system.pin()
     before, began_s = system.cpu_s(), time.perf_counter()
     answers = await closed_loop(system.ask, prompts, concurrency)
     seconds, after = time.perf_counter() - began_s, system.cpu_s()
@@ -203,13 +208,14 @@ async def loop_round(system: System, prompts: Sequence[Sequence[int]], concurren
 
 
 async def interference_round(
-    ask: Ask, make_prompt: Callable[[int], list[int]], decoder_tokens: int, interval_s: float | None
+    system: System, make_prompt: Callable[[int], list[int]], decoder_tokens: int, interval_s: float | None
 ) -> dict[str, float]:
     """What requests that decode notice of long prompts that come every `interval_s`; None: none come."""
+    system.pin()
     started = [asyncio.Event() for _ in range(DECODERS)]
     async with asyncio.TaskGroup() as group:
         decoders = [
-            group.create_task(ask_one(ask, make_prompt(DECODER_PROMPT_TOKENS), decoder_tokens, event))
+            group.create_task(ask_one(system.ask, make_prompt(DECODER_PROMPT_TOKENS), decoder_tokens, event))
             for event in started
         ]
         for event in started:
@@ -217,7 +223,7 @@ async def interference_round(
         all_decode_s = time.perf_counter()
         longs = []
         while interval_s is not None and not any(decoder.done() for decoder in decoders):
-            longs.append(group.create_task(ask_one(ask, make_prompt(LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)))
+            longs.append(group.create_task(ask_one(system.ask, make_prompt(LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)))
             await asyncio.sleep(interval_s)
     answers = [decoder.result() for decoder in decoders]
     gaps_ms = [1e3 * gap_s for answer in answers for gap_s in answer.gaps_s(all_decode_s)]
@@ -238,8 +244,17 @@ def random_prompt(rng: random.Random, vocab_size: int, tokens: int) -> list[int]
     return [rng.randrange(3, vocab_size) for _ in range(tokens)]
 
 
-async def start_systems(resources: AsyncExitStack, model: str) -> tuple[list[System], int]:
-    """Everything that is compared, and the size of the vocabulary. Kaveri comes first."""
+class Started(NamedTuple):
+    """Everything that is compared."""
+
+    kaveri: System
+    singles: dict[int, System]
+    """One `vllm serve`, by its threads."""
+    pair: System
+    vocab_size: int
+
+
+async def start_systems(resources: AsyncExitStack, model: str) -> Started:
     folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
     config = StackConfig(
         model=model,
@@ -259,7 +274,7 @@ async def start_systems(resources: AsyncExitStack, model: str) -> tuple[list[Sys
     flags += ["--max-num-seqs", str(MAX_BATCH), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
     flags += ["--no-enable-prefix-caching", "--enforce-eager"]
     threads = {"single": CORES, "first": 1, "second": 1}
-    stack, (single, *pair) = await asyncio.gather(
+    stack, (single, first, second) = await asyncio.gather(
         resources.enter_async_context(LocalStack(config)),
         asyncio.gather(
             *(
@@ -270,7 +285,22 @@ async def start_systems(resources: AsyncExitStack, model: str) -> tuple[list[Sys
     )
     client = await resources.enter_async_context(AsyncClient(stack.target))
     (info,) = await client.list_models()
-    return [kaveri_system(stack, client), server_system(ONE, [single]), server_system(TWO, pair)], info.vocab_size
+    singles = {1: server_system(ONE, [first]), CORES: server_system(ONE, [single])}
+    return Started(kaveri_system(stack, client), singles, server_system(TWO, [first, second]), info.vocab_size)
+
+
+async def choose_single(started: Started, report: Report) -> System:
+    """Warms everything up. Returns the single server that is faster."""
+    rng = random.Random(0)
+    prompts = [random_prompt(rng, started.vocab_size, PROMPT_TOKENS[1]) for _ in range(_WARM_UP)]
+    for system in (started.kaveri, started.pair):
+        await loop_round(system, prompts, _WARM_UP // 2)
+    speeds = {}
+    for threads, system in started.singles.items():
+        await loop_round(system, prompts, _WARM_UP // 2)
+        speed = (await loop_round(system, prompts, _WARM_UP // 2))["output tokens/s"]
+        speeds[threads] = report.row("output tokens/s, warm-up", [speed], "tokens/s", system=ONE, threads=threads)
+    return started.singles[max(speeds, key=speeds.__getitem__)]
 
 
 async def measure_closed_loops(systems: Sequence[System], options: Options, report: Report, vocab_size: int) -> None:
@@ -320,8 +350,8 @@ async def measure_interference(systems: Sequence[System], options: Options, repo
     disturbed: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
     for _ in range(repeats):
         for system in systems:
-            undisturbed[system.name].append(await interference_round(system.ask, make_prompt, decoder_tokens, None))
-            disturbed[system.name].append(await interference_round(system.ask, make_prompt, decoder_tokens, interval_s))
+            undisturbed[system.name].append(await interference_round(system, make_prompt, decoder_tokens, None))
+            disturbed[system.name].append(await interference_round(system, make_prompt, decoder_tokens, interval_s))
     units = dict.fromkeys(disturbed[KAVERI][0], "ms")
     add_rows(report, undisturbed, dict.fromkeys(undisturbed[KAVERI][0], "ms"), decoders=DECODERS, beside="nothing")
     add_rows(report, disturbed, units, decoders=DECODERS, beside="long prompts")
@@ -365,15 +395,10 @@ async def measure_async(options: Options, report: Report) -> None:
         },
     }
     async with AsyncExitStack() as resources:
-        systems, vocab_size = await start_systems(resources, options.model)
-        rng = random.Random(0)
-        for system in systems:
-            prompts = [random_prompt(rng, vocab_size, PROMPT_TOKENS[1]) for _ in range(32)]
-            await closed_loop(system.ask, prompts, 16)
-            # After the first steps, so that the threads that compute are there.
-            system.pin()
-        await measure_closed_loops(systems, options, report, vocab_size)
-        await measure_interference(systems, options, report, vocab_size)
+        started = await start_systems(resources, options.model)
+        systems = [started.kaveri, await choose_single(started, report), started.pair]
+        await measure_closed_loops(systems, options, report, started.vocab_size)
+        await measure_interference(systems, options, report, started.vocab_size)
     report.note(
         "One prefill and one decode instance on a core each do not share out work that is mostly decode: the share of "
         "the least busy engine says how much of a core Kaveri leaves unused where two vllm serve use both."
