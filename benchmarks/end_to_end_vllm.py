@@ -48,6 +48,8 @@ DECODERS = 16
 DECODER_PROMPT_TOKENS = 32
 LONG_PROMPT_TOKENS = 1536
 LONG_ANSWER_TOKENS = 4
+MOST_LONG_PROMPTS = 32
+"""In a round: whoever cannot keep up is not given more and more."""
 LOAD = 0.5
 """Of the single server's time goes into long prompts while they come."""
 CORES = 2
@@ -221,8 +223,8 @@ async def interference_round(
         for event in started:
             await event.wait()
         all_decode_s = time.perf_counter()
-        longs = []
-        while interval_s is not None and not any(decoder.done() for decoder in decoders):
+        longs: list[asyncio.Task[Answer]] = []
+        while interval_s is not None and len(longs) < MOST_LONG_PROMPTS and not any(map(asyncio.Task.done, decoders)):
             longs.append(group.create_task(ask_one(system.ask, make_prompt(LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS)))
             await asyncio.sleep(interval_s)
     answers = [decoder.result() for decoder in decoders]
