@@ -4,6 +4,11 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
+
+# No test asserts on time spent, and so no example of a property has a limit either. A failing seed is printed.
+settings.register_profile("kaveri", deadline=None, print_blob=True)
+settings.load_profile("kaveri")
 
 # Read by torch when it is first imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -31,7 +31,7 @@ def assert_same(found: LineRun, expected: LineRun) -> None:
     assert np.array_equal(found.lines, expected.lines)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layouts(), token_ranges(), st.integers(0, 2**32 - 1), st.sampled_from((16, 32, 48)))
 def test_lines_leave_a_pool_and_enter_another(
     layout: KvLayout, tokens: range, seed: int, other_block_tokens: int
@@ -59,7 +59,7 @@ def records(*runs: LineRun) -> np.ndarray:
     return np.frombuffer(b"".join(encode_header(run) + run.lines.tobytes() for run in runs), np.uint8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=20), st.integers(0, 10**6), st.integers(0, 9)), max_size=6))
 def test_records_come_back_as_they_were(written: list[tuple[str, int, int]]) -> None:
     runs = [run_of(name, range(first, first + count), seed=first) for name, first, count in written]

@@ -41,7 +41,7 @@ def a_pair_of_instances(seed: int = 0) -> tuple[Reference, Instance, Instance]:
     return reference, source, destination
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs(), token_ranges(), st.integers(0, 2**32 - 1), st.sampled_from((512, 3000, 1 << 16)))
 def test_every_byte_streams_between_any_two_partitions(
     pair: tuple[KvPartition, KvPartition], tokens: range, seed: int, chunk_bytes: int

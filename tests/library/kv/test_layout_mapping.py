@@ -16,7 +16,7 @@ from kaveri.kv.regions import RegionCopy, copy_regions
 from tests.library.kv.kv_reference import Instance, make_reference, pairs, token_ranges
 
 MODEL = KvLayout("model", 8, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")
-PROPERTY = settings(max_examples=60, deadline=None)
+PROPERTY = settings(max_examples=60)
 
 
 def layers_of(pool: KvPool, layers: slice) -> np.ndarray:

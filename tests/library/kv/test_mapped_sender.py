@@ -145,7 +145,7 @@ def whole_and_split(draw: st.DrawFn) -> tuple[KvPartition, KvPartition]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm", "tcp"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     whole_and_split(),
     st.integers(1, 300),

@@ -125,7 +125,7 @@ class World:
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm", "tcp"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     pairs(),
     st.integers(1, 300),
