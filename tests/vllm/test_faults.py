@@ -21,10 +21,10 @@ ANSWER_TOKENS = 120
 LONG_ANSWER_TOKENS = 900
 # A prompt of 800 tokens has 1.2 MB of KV: over such a link a push takes longer than computing it.
 SLOW_LINK = ("--kv-link", "20Mbps")
-START_S = 300.0
+START_S = 900.0
 
 # One cluster, and one event loop, for the module: starting vLLM is most of a test's time.
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

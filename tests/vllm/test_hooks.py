@@ -176,6 +176,7 @@ class Bare:
             max_num_seqs=16,
             kv_cache_memory_bytes=TOTAL_BLOCKS * block_bytes,
             enable_prefix_caching=True,
+            scheduling_policy="priority",
             kv_transfer_config={
                 "kv_connector": "RecordingConnector",
                 "kv_connector_module_path": __name__,
@@ -188,8 +189,9 @@ class Bare:
         worker = core.model_executor.driver_worker.worker
         worker.model_runner.model.register_forward_pre_hook(lambda *_: SCRIPT.calls.append(("forward", {})))
         self.outputs: dict[str, list[int]] = {}
+        self._count = 0
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 1, **brings: Any) -> str:
+    def add(self, name: str, prompt: list[int], max_tokens: int = 1, priority: int = 0) -> str:
         """Returns vLLM's own id."""
         params = SamplingParams(
             temperature=0.0,
@@ -199,7 +201,9 @@ class Bare:
             extra_args={"kv_transfer_params": {"name": name}},
         )
         before = set(self.scheduler.requests)
-        self.llm.add_request(name, {"prompt_token_ids": prompt}, params)
+        self._count += 1
+        arrival = float(self._count)
+        self.llm.add_request(name, {"prompt_token_ids": prompt}, params, arrival_time=arrival, priority=priority)
         (vllm_id,) = set(self.scheduler.requests) - before
         return vllm_id
 
@@ -317,6 +321,19 @@ def test_chunks_are_computed_in_the_order_of_submission_and_counted_before_they_
             assert len(plan["blocks"][vllm_id]) >= math.ceil(ends[vllm_id][-1] / BLOCK_TOKENS)
     assert plans == [{first: 64}, {first: 36, second: 28}, {second: 22}]
     assert ends == {first: [64, 100], second: [28, 50]}
+
+
+def test_a_smaller_priority_goes_first_and_is_preempted_last(bare: Bare) -> None:
+    # Both fit with their prompts, and not with their answers.
+    later = bare.add("later", prompt_of(30, 120), max_tokens=100, priority=1)
+    first = bare.add("first", prompt_of(31, 120), max_tokens=100, priority=0)
+    plans: list[dict[str, Any]] = []
+    while bare.llm.has_unfinished_requests():
+        plans += [data for name, data in bare.step() if name == "build_connector_meta"]
+    assert plans[0]["scheduled"] == {first: CHUNK_TOKENS}
+    preempted = [plan["preempted"] for plan in plans if plan["preempted"]]
+    assert preempted, "the pool is too large for this test"
+    assert set().union(*preempted) == {later}
 
 
 def test_a_request_waits_for_the_kv_that_a_transfer_brings_and_then_computes_its_last_token(bare: Bare) -> None:
