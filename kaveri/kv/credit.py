@@ -96,10 +96,11 @@ class CreditBook(Generic[SenderT]):
         account.arriving_bytes -= byte_count
         self._held_bytes -= byte_count
 
-    def grants(self) -> list[tuple[SenderT, int]]:
-        """Gives what can be given, at least a quarter of a window at a time: small change costs more than it brings."""
+    def grants(self) -> list[tuple[SenderT, int, int]]:
+        """Gives what can be given: (sender, bytes, its window now), for each that gets some. At least a quarter of a
+        window at a time: small change costs more than it brings."""
         window_bytes = self.window_bytes
-        granted: list[tuple[SenderT, int]] = []
+        granted: list[tuple[SenderT, int, int]] = []
         for _ in range(len(self._ring)):
             sender = self._ring[0]
             self._ring.rotate(-1)
@@ -110,7 +111,7 @@ class CreditBook(Generic[SenderT]):
             if due_bytes >= max(1, reach_bytes // 4):
                 account.outstanding_bytes += due_bytes
                 self._held_bytes += due_bytes
-                granted.append((sender, due_bytes))
+                granted.append((sender, due_bytes, reach_bytes))
         return granted
 
     def check_integrity(self) -> None:

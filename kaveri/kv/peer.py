@@ -84,7 +84,7 @@ class Connection:
         self.is_lost = False
         self.credit_bytes = 0
         """What may be written now."""
-        self._credit_bytes_max = 0
+        self._window_bytes = 0
         self._peer = peer
         # Last: it may be given credit at once.
         self.link: Link = transport.connect(endpoint, peer.epoch, peer.sender.pool, self)
@@ -92,20 +92,18 @@ class Connection:
     def take_credit(self, block_count: int) -> int:
         """Under the lock: how many of these blocks one write may have. It has their credit now; there must be some.
 
-        A write takes no more than half of what the receiver has lately let the sender have at once: while it is on its
-        way, credit for the next one comes back.
+        A write takes no more than half of what may be under way: while it is, credit for the next one comes back.
         """
-        write_bytes = min(self.transport.capabilities.write_bytes, self._credit_bytes_max // 2)
+        write_bytes = min(self.transport.capabilities.write_bytes, self._window_bytes // 2)
         block_bytes = self._peer.sender.pool.layout.block_bytes
         count = min(block_count, max(1, write_bytes // block_bytes), self.credit_bytes // block_bytes)
         self.credit_bytes -= count * block_bytes
         return count
 
-    def credited(self, byte_count: int) -> None:
+    def credited(self, byte_count: int, window_bytes: int) -> None:
         with self._peer.sender.lock:
             self.credit_bytes += byte_count
-            # It fades, since windows shrink when senders come.
-            self._credit_bytes_max = max(self._credit_bytes_max * 7 // 8, self.credit_bytes)
+            self._window_bytes = window_bytes
             self._peer.credit_changed()
 
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:

@@ -14,7 +14,7 @@ from kaveri.kv.flow import ReceiverFlow
 from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import NOTE_BYTES_MAX, Answer, LinkLost, Listener, Transport
+from kaveri.kv.transport import NOTE_BYTES_MAX, Answer, GiveCredit, LinkLost, Listener, Transport
 from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import get_logger
 
@@ -162,7 +162,7 @@ class KvReceiver:
         with self._credit_lock:
             self._credit.check_integrity()
 
-    def admit(self, give: Callable[[int], None]) -> "SenderCredit":
+    def admit(self, give: GiveCredit) -> "SenderCredit":
         """For transports; see Intake."""
         credit = SenderCredit(self, give)
         self.change_credit(lambda book: book.join(credit))
@@ -178,8 +178,8 @@ class KvReceiver:
         with self._credit_lock:
             change(self._credit)
             granted = self._credit.grants()
-        for credit, byte_count in granted:
-            credit.give(byte_count)
+        for credit, byte_count, window_bytes in granted:
+            credit.give(byte_count, window_bytes)
 
     def open(self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer) -> "PoolLanding":
         """For transports; see Intake."""
@@ -216,7 +216,7 @@ class KvReceiver:
 class SenderCredit:
     """The credit of one connection; see Credit."""
 
-    def __init__(self, receiver: KvReceiver, give: Callable[[int], None]) -> None:
+    def __init__(self, receiver: KvReceiver, give: GiveCredit) -> None:
         self.give = give
         self._receiver = receiver
         self._is_closed = False

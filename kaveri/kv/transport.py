@@ -100,6 +100,10 @@ class Credit(Protocol):
         """The connection has ended, and nothing is written through it any more. Idempotent."""
 
 
+GiveCredit = Callable[[int, int], None]
+"""Tells the sender that it may write so many bytes more, and how many it may have under way now. Never blocks and never
+raises."""
+
 Answer = Callable[[bytes, str | None], None]
 """Tells the sender of a transfer id: accepted (None) or rejected (why). Never blocks and never raises."""
 
@@ -111,9 +115,8 @@ class Intake(Protocol):
     def epoch(self) -> int:
         """The receiver's incarnation, shown to every sender that connects."""
 
-    def admit(self, give: Callable[[int], None]) -> Credit:
-        """One connection more. `give` tells its sender that it may write so many bytes more, for the first time before
-        this returns; it is called on any thread, and never blocks and never raises."""
+    def admit(self, give: GiveCredit) -> Credit:
+        """One connection more. `give` is called for the first time before this returns, and then on any thread."""
 
     def open(self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer) -> Landing:
         """Begins a transfer. Raises TransferFailed, having answered, when it may not begin."""
@@ -166,8 +169,9 @@ class LinkListener(Protocol):
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         """The receiver accepted the transfer (None) or rejected it (why)."""
 
-    def credited(self, byte_count: int) -> None:
-        """The receiver lets so many bytes more be written. May be called before connect() has returned."""
+    def credited(self, byte_count: int, window_bytes: int) -> None:
+        """The receiver lets so many bytes more be written, and would let so many be under way at once. May be called
+        before connect() has returned."""
 
     def lost(self, reason: str) -> None:
         """The connection is gone. Called at most once."""

@@ -15,7 +15,8 @@ little-endian. Each side begins with a hello; the receiver's carries its epoch, 
     LAYER_END  `layer digest` of all blocks of `layer`
     END        payload: the note
     ABORT      the transfer is given up                      CREDIT     payload: bytes (8) that may be sent beyond
-                                                                        those before, of whatever transfer
+                                                                        those before, of whatever transfer, and
+                                                                        how many may be under way now (8)
 
     where the sender writes by itself (shared memory, NIXL); GRANTED as credit, too (gloo)
     FENCED     nothing is written into the rejected         GRANTED    the opened transfer's blocks may be
@@ -42,7 +43,7 @@ _MAGIC = b"KAVERIKV"
 _HELLO = struct.Struct("<8sH6xQ")
 _HEADER = struct.Struct("<B3xI16sIIQQ")
 _OPENING = struct.Struct("<16sQ")
-_CREDIT = struct.Struct("<Q")
+_CREDIT = struct.Struct("<QQ")
 
 HELLO_BYTES = _HELLO.size
 HEADER_BYTES = _HEADER.size
@@ -126,15 +127,14 @@ def unpack_opening(data: bytes | bytearray) -> tuple[bytes, int]:
     return secret, epoch
 
 
-def pack_credit(byte_count: int) -> bytes:
+def pack_credit(byte_count: int, window_bytes: int) -> bytes:
     """A CREDIT frame."""
-    return Header(Kind.CREDIT, bytes(16), _CREDIT.size).pack() + _CREDIT.pack(byte_count)
+    return Header(Kind.CREDIT, bytes(16), _CREDIT.size).pack() + _CREDIT.pack(byte_count, window_bytes)
 
 
-def unpack_credit(data: bytes | bytearray) -> int:
-    """The bytes in the payload of CREDIT. Raises LinkLost."""
+def unpack_credit(data: bytes | bytearray) -> tuple[int, int]:
+    """What the payload of CREDIT gives, and the window. Raises LinkLost."""
     if len(data) != _CREDIT.size:
         raise LinkLost(f"protocol error: CREDIT of {len(data)} bytes")
-    (byte_count,) = _CREDIT.unpack(data)
-    assert isinstance(byte_count, int)
-    return byte_count
+    byte_count, window_bytes = _CREDIT.unpack(data)
+    return byte_count, window_bytes

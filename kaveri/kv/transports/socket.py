@@ -283,7 +283,7 @@ class SocketLink:
 
     def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
         if header.kind == Kind.CREDIT:
-            self._listener.credited(unpack_credit(payload))
+            self._listener.credited(*unpack_credit(payload))
         elif header.kind == Kind.ACCEPTED:
             self._listener.answered(header.transfer_id, None)
         elif header.kind == Kind.REJECTED:

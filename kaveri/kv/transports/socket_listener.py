@@ -276,8 +276,8 @@ class ReceivingConnection:
     def _say(self, header: Header, payload: bytes = b"") -> None:
         self._say_now(header.pack() + payload)
 
-    def _give(self, byte_count: int) -> None:
-        self._say_now(pack_credit(byte_count))
+    def _give(self, byte_count: int, window_bytes: int) -> None:
+        self._say_now(pack_credit(byte_count, window_bytes))
 
     def _say_now(self, frame: bytes) -> None:
         try:

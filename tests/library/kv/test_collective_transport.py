@@ -41,7 +41,7 @@ class Listening:
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         """Of no interest."""
 
-    def credited(self, byte_count: int) -> None:
+    def credited(self, byte_count: int, window_bytes: int) -> None:
         """Of no interest."""
 
     def lost(self, reason: str) -> None:

@@ -267,7 +267,7 @@ class _NoListener:
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         raise AssertionError("nothing was sent")
 
-    def credited(self, byte_count: int) -> None:
+    def credited(self, byte_count: int, window_bytes: int) -> None:
         raise AssertionError("nothing was sent")
 
     def lost(self, reason: str) -> None:

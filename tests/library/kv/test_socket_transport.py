@@ -330,7 +330,7 @@ def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let
         header = unpack_header(stranger.read(HEADER_BYTES))
         assert header.kind == Kind.CREDIT
         # Two blocks are the least that a sender is given, and it sends three.
-        assert unpack_credit(stranger.read(header.payload_bytes)) == 2 * LAYOUT.block_bytes
+        assert unpack_credit(stranger.read(header.payload_bytes)) == (2 * LAYOUT.block_bytes,) * 2
         ticket = receiver.grant([6, 2, 3], 12, 30.0)
         stranger.open(ticket)
         stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3), content[0].tobytes())
@@ -363,7 +363,7 @@ class Deaf:
 
     def greet(self) -> socket.socket:
         accepted, _ = self.listening.accept()
-        accepted.sendall(pack_hello(EPOCH) + pack_credit(self.credit_bytes))
+        accepted.sendall(pack_hello(EPOCH) + pack_credit(self.credit_bytes, self.credit_bytes))
         return accepted
 
 
@@ -403,12 +403,20 @@ def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still
             assert pushed.wait(deaf.ticket) == PushFailed(deaf.ticket.transfer_id, "aborted")
 
 
-def test_a_sender_writes_as_far_as_its_credit_and_fails_a_push_that_waits_past_its_ticket(
-    tmp_path: Path, nothing_left: None
-) -> None:
+def test_a_push_that_waits_for_credit_past_its_ticket_fails(tmp_path: Path, nothing_left: None) -> None:
+    pushed = Recorder()
+    deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=LARGE_LAYOUT.block_bytes, expires_in_s=0.2)
+    with deaf.listening, contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed)) as sender:
+        sender.open(deaf.ticket)
+        sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
+        with deaf.greet():
+            assert pushed.wait(deaf.ticket) == PushFailed(deaf.ticket.transfer_id, "the ticket expired")
+
+
+def test_a_sender_writes_as_far_as_its_credit(tmp_path: Path, nothing_left: None) -> None:
     pushed = Recorder()
     block_bytes = LARGE_LAYOUT.block_bytes
-    deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=3 * block_bytes + 100, expires_in_s=1.0)
+    deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=3 * block_bytes + 100)
     with deaf.listening, contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed)) as sender:
         sender.open(deaf.ticket)
         sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
@@ -420,11 +428,12 @@ def test_a_sender_writes_as_far_as_its_credit_and_fails_a_push_that_waits_past_i
             arrived: list[int] = []
             while sum(arrived) < 3:
                 arrived.append(take_blocks(stranger))
-            accepted.sendall(pack_credit(block_bytes - 200))
+            accepted.sendall(pack_credit(block_bytes - 200, block_bytes))
             wait_until(lambda: sender.flow().peers[0].credit_bytes == block_bytes - 100, "the credit is counted")
-            assert sender.flow().peers[0].is_waiting
-            accepted.sendall(pack_credit(100))
+            wait_until(lambda: sender.flow().peers[0].is_waiting, "the sender waits for more")
+            accepted.sendall(pack_credit(100, block_bytes))
             assert take_blocks(stranger) == 1
+            sender.abort(deaf.ticket.transfer_id)
             assert isinstance(pushed.wait(deaf.ticket), PushFailed)
             # An abort needs no credit, and nothing else has come.
             assert unpack_header(stranger.read(HEADER_BYTES)).kind == Kind.ABORT
@@ -523,7 +532,7 @@ class _Silent:
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         raise AssertionError
 
-    def credited(self, byte_count: int) -> None:
+    def credited(self, byte_count: int, window_bytes: int) -> None:
         raise AssertionError
 
     def lost(self, reason: str) -> None:
