@@ -33,8 +33,10 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler_side = SchedulerSide(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         else:
-            fingerprint = self._kv_transfer_config.kv_connector_extra_config["model_fingerprint"]
-            self.worker_side = WorkerSide(vllm_config, kv_cache_config, fingerprint)
+            extra = self._kv_transfer_config.kv_connector_extra_config
+            self.worker_side = WorkerSide(
+                vllm_config, kv_cache_config, extra["model_fingerprint"], mirrored=extra["mirrored"]
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

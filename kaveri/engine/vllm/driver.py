@@ -105,7 +105,7 @@ class Driver:
         self, placements: Sequence[Placement], advances: Sequence[Advance], preempted: Sequence[Hosted]
     ) -> StepAdvances:
         """See Desk.stepping."""
-        followed: list[tuple[Source, int]] = []
+        followed: list[tuple[Source, int, int]] = []
         unwanted: list[bytes] = []
         with self._board.lock:
             for hosted in preempted:
@@ -125,12 +125,13 @@ class Driver:
                 hosted.preempted = hosted.behind = False
                 if hosted.source is not None:
                     hosted.take(block_ids)
-                    followed.append((hosted.source, computed))
+                    followed.append((hosted.source, hosted.computed, computed))
                     if not hosted.started and not hosted.done:
                         self._outbox.put(PrefillStarted(hosted.key))
                 hosted.started = True
-            for hosted, _, block_ids in placements:
+            for hosted, first_block, block_ids in placements:
                 hosted.take(block_ids)
+                hosted.landing_blocks = list(block_ids[first_block:])
             self._account.unused_blocks = self._host.free_blocks
         for transfer_id in unwanted:
             self._pushes.abort(transfer_id)
@@ -254,7 +255,7 @@ class Driver:
             if hosted.by_transfer:
                 FIRST_TOKENS.put(hosted.number, hosted.token_ids[-1])
                 hosted.received = True
-                self._host.worker_side.report_received(hosted.vllm_id)
+                self._host.worker_side.report_received(hosted.vllm_id, hosted.landing_blocks)
             else:
                 self._continue_adopted(hosted)
 

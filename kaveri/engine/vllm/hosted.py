@@ -55,6 +55,8 @@ class Hosted:
     """Its KV is to be brought by a transfer."""
     placed: bool = False
     """vLLM has given it blocks for that KV, once and for all: after a preemption it is computed here."""
+    landing_blocks: list[int] = field(default_factory=list)
+    """Those that the transfer writes."""
     received: bool = False
     """vLLM is told, or has been, that this KV is there."""
     behind: bool = False

@@ -91,8 +91,12 @@ def load_host(
     chunk_tokens: int,
     max_batch: int,
     engine_args: Mapping[str, Any] | None = None,
+    mirrored: bool = False,
 ) -> "Host":
-    """vLLM with our connector in it; see load_engine. max_batch: 0 for an engine that only prefills."""
+    """vLLM with our connector in it; see load_engine. max_batch: 0 for an engine that only prefills.
+
+    mirrored: push and land by way of a copy, as on a device, where there is no need to; for tests.
+    """
     for key, value in (engine_args or {}).items():
         if key in _OURS:
             raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
@@ -135,7 +139,7 @@ def load_host(
             kv_connector=CONNECTOR_NAME,
             kv_connector_module_path="kaveri.engine.vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={"model_fingerprint": fingerprint(folder)},
+            kv_connector_extra_config={"model_fingerprint": fingerprint(folder), "mirrored": mirrored},
         ),
     }
     if block_tokens:

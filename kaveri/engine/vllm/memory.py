@@ -54,31 +54,54 @@ class _ZerosFromFile(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def pool_over(caches: Mapping[str, Tensor], layout: KvLayout, shared: SharedMemory | None) -> KvPool:
-    """The pool whose memory is vLLM's own.
+def blocks_of(caches: Mapping[str, Tensor], layout: KvLayout) -> Tensor:
+    """vLLM's KV cache as [layer_count, block_count, block_bytes], uint8: a view, on the device that it lies on.
 
     caches: what vLLM registers: a tensor [block_count, kv_head_count, block_tokens, 2 * head_dim] for each layer, in
-    the order of the layers. Raises ConfigError when they are not evenly spaced runs of whole blocks in host memory.
+    the order of the layers and in whatever order of bytes. Raises ConfigError when a block of a layer is not one run
+    of bytes, or the layers are not evenly spaced.
     """
     tensors = list(caches.values())
     first = tensors[0]
-    layer_bytes = first.numel() * first.element_size()
+    element_bytes = first.element_size()
+    layer_stride = 0
+    if len(tensors) > 1:
+        layer_stride = (tensors[1].data_ptr() - first.data_ptr()) // element_bytes
     for index, tensor in enumerate(tensors):
-        if tensor.device.type != "cpu":
-            raise ConfigError("device", f"vLLM's KV cache is on {tensor.device}; only host memory is pushed as yet")
-        if tensor.shape != first.shape or not tensor.is_contiguous():
-            raise ConfigError("kv_cache_layout", f"layer {index} of vLLM's KV cache is not a run of whole blocks")
-        if tensor.data_ptr() != first.data_ptr() + index * layer_bytes:
-            raise ConfigError("kv_cache_layout", f"layer {index} of vLLM's KV cache does not follow on the one before")
-    shape = (len(tensors), first.shape[0], layout.block_bytes)
-    whole = first.as_strided((len(tensors), first.numel()), (first.numel(), 1), int(first.storage_offset()))
-    memory: npt.NDArray[np.uint8] = whole.view(torch.uint8).numpy().reshape(shape)
+        if (tensor.shape, tensor.stride()) != (first.shape, first.stride()) or not _is_one_run(tensor):
+            raise ConfigError("kv_cache_layout", f"a block of layer {index} of vLLM's KV cache is not one run of bytes")
+        if tensor.data_ptr() != first.data_ptr() + index * layer_stride * element_bytes:
+            raise ConfigError("kv_cache_layout", f"layer {index} of vLLM's KV cache lies apart from the others")
+    size = (len(tensors), first.shape[0], first[0].numel())
+    view = first.as_strided(size, (layer_stride, first.stride(0), 1), int(first.storage_offset())).view(torch.uint8)
+    assert view.shape[2] == layout.block_bytes, f"a block of {view.shape[2]} bytes where {layout.block_bytes} are due"
+    return view
+
+
+def pool_over(cache: Tensor, layout: KvLayout, shared: SharedMemory | None) -> KvPool | None:
+    """The pool whose memory is vLLM's own; None where no transport of ours reads and writes it.
+
+    cache: as blocks_of returns it. shared: the file that vLLM may have allocated it from.
+    """
+    if cache.device.type != "cpu" or not cache.is_contiguous():
+        return None
+    memory: npt.NDArray[np.uint8] = cache.numpy()
     if shared is not None and shared.bytes.ctypes.data != memory.ctypes.data:
         shared = None
     if shared is None:
         # What is first touched on the way of a request costs several times a copy.
         memory.reshape(-1)[:: os.sysconf("SC_PAGE_SIZE")] = 0
     return KvPool.over(layout, memory, shared)
+
+
+def _is_one_run(tensor: Tensor) -> bool:
+    """Whether tensor[i] is dense, whatever the order of its dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) -> KvLayout:

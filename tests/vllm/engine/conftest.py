@@ -19,8 +19,9 @@ _BLOCKS = 401
 class Lender:
     """Processes for one role, each with vLLM and the same model in it."""
 
-    def __init__(self, model: Path, max_batch: int) -> None:
+    def __init__(self, model: Path, max_batch: int, *, mirrored: bool = False) -> None:
         self._model = model
+        self._mirrored = mirrored
         self._max_batch = max_batch
         self._processes: list[EngineProcess] = []
 
@@ -40,6 +41,7 @@ class Lender:
             "chunk_tokens": CHUNK_TOKENS,
             "max_batch": self._max_batch,
             "engine_args": {"num_gpu_blocks_override": _BLOCKS},
+            "mirrored": self._mirrored,
         }
         process = EngineProcess(
             prepare,
@@ -76,5 +78,19 @@ def prefills(model_folder: Path) -> Iterator[Lender]:
 @pytest.fixture(scope="session")
 def decodes(model_folder: Path) -> Iterator[Lender]:
     lender = Lender(model_folder, 8)
+    yield lender
+    lender.close()
+
+
+@pytest.fixture(scope="session")
+def mirrored_prefills(model_folder: Path) -> Iterator[Lender]:
+    lender = Lender(model_folder, 0, mirrored=True)
+    yield lender
+    lender.close()
+
+
+@pytest.fixture(scope="session")
+def mirrored_decodes(model_folder: Path) -> Iterator[Lender]:
+    lender = Lender(model_folder, 8, mirrored=True)
     yield lender
     lender.close()

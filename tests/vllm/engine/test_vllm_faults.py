@@ -113,6 +113,31 @@ def test_kv_lands_in_vllms_own_memory_over_every_transport(bench: _Bench, refere
     wait_until_free(pair.prefill, pair.decode)
 
 
+def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
+    mirrored_prefills: Any, mirrored_decodes: Any, tmp_path: Path, reference: Any
+) -> None:
+    with ExitStack() as stack:
+        pair = _Bench(mirrored_prefills, mirrored_decodes, tmp_path, stack).pair()
+        first = make_request(pair.prefill, "first", 100, 12)
+        tail = make_request(pair.prefill, "tail", 20, 8).token_ids
+        # Its first two blocks are in the prefix caches of both.
+        second = replace(first, key=AttemptKey("second", 1), token_ids=first.token_ids[:70] + tail)
+        for request in (first, second, make_request(pair.prefill, "third", 33, 12)):
+            pair.hand_over(request)
+            assert pair.answer(request) == _answer(reference, request, 12)
+        wait_until_free(pair.prefill, pair.decode)
+        # All of it is in the prefix cache of prefill, and nothing in that of the new decode.
+        pair.decode.close()
+        decoded = EngineRecorder()
+        decode = _Bench(mirrored_prefills, mirrored_decodes, tmp_path, stack).decode(decoded, "tcp")
+        decoded.on_event = lambda event: decode.admit(event.key) if isinstance(event, Landed) else None
+        again = Pair(pair.prefill, decode, pair.prefilled, decoded)
+        third = replace(first, key=AttemptKey("third", 2))
+        again.hand_over(third)
+        assert again.answer(third) == _answer(reference, first, 12)
+        wait_until_free(again.prefill, again.decode)
+
+
 def test_blocks_that_decode_has_cached_are_not_pushed(bench: _Bench, reference: Any) -> None:
     pair = bench.pair()
     first = make_request(pair.prefill, "first", 100, 8)

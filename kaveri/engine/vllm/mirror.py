@@ -1,0 +1,40 @@
+"""A copy in host memory of a KV cache that lies on a device: what is pushed goes out of it, what lands comes in by it.
+
+Block i of the pool stands for block i of the cache. Copies wait for the device: what a chunk has computed is copied
+behind the whole chunk, so a push overlaps with the chunks that follow, not with the layers of its own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+
+
+class Mirror:
+    """Called by the engine's thread alone.
+
+    cache: [layer_count, block_count, block_bytes], uint8, on any device: a view of vLLM's own memory.
+    """
+
+    def __init__(self, layout: KvLayout, cache: Tensor) -> None:
+        self.pool = KvPool(layout, cache.shape[1])
+        self._cache = cache
+        self._host = torch.from_numpy(self.pool.memory)
+
+    def take_out(self, block_ids: Sequence[int]) -> None:
+        """Copies blocks of all layers from the cache; what was computed into them before is in the copy."""
+        if block_ids:
+            blocks = torch.tensor(block_ids)
+            self._host[:, blocks] = self._cache[:, blocks.to(self._cache.device)].cpu()
+
+    def bring_in(self, block_ids: Sequence[int]) -> None:
+        """Copies blocks of all layers to the cache; when it returns whatever reads them finds them there."""
+        if block_ids:
+            blocks = torch.tensor(block_ids)
+            self._cache[:, blocks.to(self._cache.device)] = self._host[:, blocks].to(self._cache.device)
+            if self._cache.is_cuda:
+                # vLLM computes on a stream of its own choosing.
+                torch.cuda.synchronize(self._cache.device)
