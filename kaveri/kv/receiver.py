@@ -22,7 +22,8 @@ CREDIT_BYTES = 128 << 20
 """What all senders together may have under way to a receiver. A window of 32 MiB for each of up to four is twice what
 the largest writes of a transport need to go on without a pause."""
 _LEAST_CREDIT_BYTES = 4 << 20
-"""What each sender may have under way, however many there are: a socket stays busy with it."""
+"""What each sender may have under way, however many there are. A push alone is up to a fifth slower with it than with
+the largest window, on two busy cores."""
 
 
 @dataclass(frozen=True, slots=True)
