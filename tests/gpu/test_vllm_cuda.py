@@ -44,7 +44,6 @@ def test_the_device_draws_the_tokens_that_the_host_draws() -> None:
     assert there.argmax(-1).tolist() == here.argmax(-1).tolist()
 
 
-@pytest.mark.xfail(reason="KV is pushed between pools in host memory only, as yet", strict=True)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "opt"])
 async def test_answers_equal_one_plain_engine_on_the_same_device(tmp_path: Path, architecture: str) -> None:
