@@ -22,15 +22,13 @@ from kaveri.kv.transport import Intake, LinkListener, LinkLost
 from kaveri.kv.transports.one_sided import OneSidedLink, OneSidedReceivingConnection
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.socket_listener import SocketListener
-from kaveri.kv.transports.stream import Stream, batches
+from kaveri.kv.transports.stream import CACHED_BYTES, Stream, batches
 
 _OFFER = struct.Struct("<Q")
 """Blocks per layer of the receiver's pool. Its descriptor comes with it."""
 _PERMITTED_BYTES = 2 << 20
 """What is copied under one permission, which whoever wants the writing to end waits for: a fraction of a millisecond.
 Asking for it every 512 KiB costs a tenth of the speed."""
-_PIECE_BYTES = 1 << 19
-"""What is copied before its digest is taken: it is in the second-level cache then."""
 
 
 class ShmTransport(SocketTransport):
@@ -97,7 +95,7 @@ class ShmLink(OneSidedLink):
         is_stopped: Callable[[], bool],
     ) -> bool:
         source, target, block_bytes = self._pool.memory[layer], self._target[layer], self._pool.layout.block_bytes
-        piece_blocks = max(1, _PIECE_BYTES // block_bytes)
+        piece_blocks = max(1, CACHED_BYTES // block_bytes)
         for start, batch in batches(source_blocks, block_bytes, _PERMITTED_BYTES):
             with self._permission(ticket, is_stopped) as is_permitted:
                 if not is_permitted:

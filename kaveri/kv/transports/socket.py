@@ -29,7 +29,7 @@ from kaveri.kv.transports.frames import (
     unpack_hello,
 )
 from kaveri.kv.transports.socket_listener import ReceivingConnection, SocketListener
-from kaveri.kv.transports.stream import SEND_BYTES, Stream, batches
+from kaveri.kv.transports.stream import Stream, batches
 
 _BACKLOG = 128
 _BUFFER_BYTES = 1 << 18
@@ -214,7 +214,7 @@ class SocketLink:
         block_count, block_bytes = len(source_blocks), self._pool.layout.block_bytes
         header = Header(Kind.DATA, ticket.transfer_id, block_count * block_bytes, layer, first_index, block_count)
         head, self._held = self._held + header.pack(), b""
-        for start, batch in batches(source_blocks, block_bytes, SEND_BYTES):
+        for start, batch in batches(source_blocks, block_bytes, self._stream.send_batch_bytes):
             regions = self._pool.regions(layer, batch)
             unsent_bytes = self._stream.send([memoryview(head), *regions] if head else regions, is_stopped)
             if unsent_bytes:

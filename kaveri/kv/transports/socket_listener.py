@@ -239,7 +239,7 @@ class ReceivingConnection:
         if left_bytes != len(blocks) * block_bytes:
             landing.abort(f"{left_bytes} bytes came for {len(blocks)} blocks")
         try:
-            for _, batch in batches(blocks, block_bytes):
+            for _, batch in batches(blocks, block_bytes, self._stream.receive_batch_bytes):
                 regions = self._pool.regions(header.layer, batch)
                 missing_bytes = self._stream.receive(regions, landing.is_stopped)
                 left_bytes -= len(batch) * block_bytes - missing_bytes

@@ -15,11 +15,8 @@ _BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
 _CHECK_S = 0.05
 """Longest that a blocked call goes without asking whether it is still wanted; the price of revoke and abort."""
 
-RECEIVE_BYTES = 1 << 19
-"""Bytes of one receiving call, whose digest is taken right after it: they are still in the second-level cache then."""
-SEND_BYTES = 1 << 20
-"""Bytes of one sending call. Twice as long: on tcp it is the sender's end that works to capacity, and a kernel that is
-called half as often copies faster, by more than a digest loses that finds half of its bytes in the third level."""
+CACHED_BYTES = 1 << 19
+"""What is in the second-level cache when it has been copied, so that a digest of it costs little."""
 
 # What arrives for nobody goes here: written by all threads, read by none.
 _SCRATCH = memoryview(bytearray(1 << 16))
@@ -38,6 +35,13 @@ class Stream:
     def __init__(self, connected: socket.socket, progress_timeout_s: float) -> None:
         self._socket = connected
         self.progress_timeout_s = progress_timeout_s
+        # A longer call costs the kernel and the interpreter less for each byte, a shorter one leaves its bytes in the
+        # cache for their digest. On tcp, larger ones than these make the two ends wait for one another.
+        is_unix = connected.family == socket.AF_UNIX
+        self.send_batch_bytes = 4 * CACHED_BYTES if is_unix else 2 * CACHED_BYTES
+        """Of one sending call."""
+        self.receive_batch_bytes = 2 * CACHED_BYTES if is_unix else CACHED_BYTES
+        """Of one receiving call."""
         connected.settimeout(None)
         interval = struct.pack("ll", 0, int(_CHECK_S * 1e6))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
@@ -229,7 +233,7 @@ class Stream:
 
 
 def batches(
-    blocks: Sequence[int], block_bytes: int, batch_bytes: int = RECEIVE_BYTES
+    blocks: Sequence[int], block_bytes: int, batch_bytes: int = CACHED_BYTES
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """The blocks of one system call after the other, each with the position of its first."""
     count = max(1, batch_bytes // block_bytes)

@@ -67,7 +67,7 @@ class NobodyListens:
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         raise AssertionError
 
-    def credited(self, byte_count: int) -> None:
+    def credited(self, byte_count: int, window_bytes: int) -> None:
         raise AssertionError
 
     def lost(self, reason: str) -> None:
