@@ -146,6 +146,7 @@ class _BareVllm:
                 enforce_eager=True,
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
             )
         )
         self.vocab_size: int = self._engine.model_config.get_vocab_size()
