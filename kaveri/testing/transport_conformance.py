@@ -500,6 +500,7 @@ class TransportConformance:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
         ticket = world.grant(len(source))
         with nursery.start() as peer:
+            peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
             self._push_all_but_the_end(peer, ticket, source)
             wait_until(lambda: self._arrived(world, ticket, 0, source[:1]), "the first block has arrived")
             peer.signal(signal.SIGKILL)
@@ -535,10 +536,12 @@ class TransportConformance:
         self, large_world: World, nursery: PeerNursery, how: str
     ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
-        ticket = world.grant(len(source), expires_in_s=60.0 if how == "revoked" else 4.0)
-        # Granted later, so that it expires later.
-        witness = world.grant(1, expires_in_s=4.0)
         with nursery.start() as peer:
+            # Before the ticket's time begins.
+            peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
+            ticket = world.grant(len(source), expires_in_s=60.0 if how == "revoked" else 5.0)
+            # Granted later, so that it expires later.
+            witness = world.grant(1, expires_in_s=5.0)
             self._push_all_but_the_end(peer, ticket, source)
             wait_until(lambda: self._arrived(world, ticket, 0, source[:1]), "the first block has arrived")
             peer.signal(signal.SIGSTOP)
@@ -577,7 +580,6 @@ class TransportConformance:
 
     @staticmethod
     def _push_all_but_the_end(peer: PeerProcess, ticket: Ticket, source: list[int]) -> None:
-        peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
         peer.tell("open", ticket)
         for layer in range(PEER_LAYOUT.layer_count):
             peer.tell("write", ticket.transfer_id, layer, 0, source)
