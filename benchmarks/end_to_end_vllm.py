@@ -405,6 +405,7 @@ async def measure_async(options: Options, report: Report) -> None:
         "One prefill and one decode instance on a core each do not share out work that is mostly decode: the share of "
         "the least busy engine says how much of a core Kaveri leaves unused where two vllm serve use both."
     )
+    report.note("Blocks are what each side makes them on a CPU: 32 tokens in Kaveri, 128 in vLLM.")
     report.note(
         "HTTP and gRPC are in all figures. What they cost is the CPU time of router or HTTP servers and that of the "
         "client; in Kaveri a third part, the streams between engines and router, is within the engines' processes."
