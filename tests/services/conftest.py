@@ -333,6 +333,14 @@ def kv_transports() -> tuple[str, ...]:
     return TRANSPORT_NAMES
 
 
+@pytest.fixture(params=(*TRANSPORT_NAMES, "nixl", "gloo"))
+def each_kv_transport(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """One by one those that run on this machine. tls, which needs certificates, has a file of its own."""
+    if request.param == "nixl":
+        pytest.importorskip("nixl_cu13")
+    return (request.param,)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Whichever test comes first waits for vLLM to load its model, a minute where much else runs."""
     if config.getoption("--engine") == "vllm":

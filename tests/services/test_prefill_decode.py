@@ -8,7 +8,6 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.kv.transports import TRANSPORT_NAMES
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
@@ -19,9 +18,9 @@ BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 
 
-@pytest.fixture(params=TRANSPORT_NAMES)
-def kv_transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    return (request.param,)
+@pytest.fixture
+def kv_transports(each_kv_transport: tuple[str, ...]) -> tuple[str, ...]:
+    return each_kv_transport
 
 
 def prompt(seed: int, token_count: int) -> list[int]:

@@ -7,14 +7,12 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.kv.transports import TRANSPORT_NAMES
-
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 
 
-@pytest.fixture(params=TRANSPORT_NAMES)
-def kv_transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    return (request.param,)
+@pytest.fixture
+def kv_transports(each_kv_transport: tuple[str, ...]) -> tuple[str, ...]:
+    return each_kv_transport
 
 
 def prompt(seed: int, token_count: int) -> list[int]:
