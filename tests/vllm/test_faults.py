@@ -155,10 +155,11 @@ async def test_prefill_frozen_mid_push_lets_its_receivers_give_up_and_harms_nobo
         cluster.freeze("prefill-0")
         try:
             answers = await watched.answers()
-            # Reservations of what will not come are over, though the sender's connection stands.
+            # Reservations of what will not come are over. Their blocks are kept from others until the sender is gone or
+            # thaws: over shared memory it could still write into them.
             await cluster.wait_for_view(
                 lambda view: all(
-                    view.instances[name].load.free_blocks == view.instances[name].load.total_blocks
+                    view.instances[name].load.waiting_requests == view.instances[name].load.running_requests == 0
                     for name in ("decode-0", "decode-1")
                 ),
                 within_s=60,
