@@ -17,6 +17,7 @@ from kaveri.models import resolve_model
 _START_TIMEOUT_S = 600.0
 _STOP_GRACE_S = 20.0
 _POLL_S = 0.25
+_KEEP_ALIVE_S = 3600
 _ANSWER_TIMEOUT_S = 300.0
 MODEL_NAME = "served"
 
@@ -85,6 +86,8 @@ async def serving(
         # Where its threads run is said from outside, once they are there.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Servers idle while others are asked; a connection must not be closed just as it is used again.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_S),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
