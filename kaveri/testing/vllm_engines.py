@@ -1,6 +1,7 @@
 """vLLM engines for tests: one model, loaded once by a process, that serves as many small engines one after another."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,9 +25,10 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
         listen: Sequence[KvEndpoint] = (),
         transports: Sequence[str] | None = None,
         fail_at_step: int | None = None,
+        hang_at_step: int | None = None,
     ) -> VllmEngine:
         spoken = None if transports is None else make_transports(tuple(transports), None)
-        lent = LentHost(host, total_blocks, fail_at_step)
+        lent = LentHost(host, total_blocks, fail_at_step, hang_at_step)
         return VllmEngine(lent, max_batch=max_batch, listen=listen, transports=spoken)
 
     return make
@@ -35,22 +37,27 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
 class LentHost(Host):
     """A loaded vLLM that outlives its engine, and of whose blocks the engine has only so many.
 
-    fail_at_step: the step, counted from 1, that raises instead.
+    fail_at_step, hang_at_step: the step, counted from 1, that raises, or never ends, instead.
     """
 
-    def __init__(self, host: Host, total_blocks: int, fail_at_step: int | None = None) -> None:
+    def __init__(
+        self, host: Host, total_blocks: int, fail_at_step: int | None = None, hang_at_step: int | None = None
+    ) -> None:
         vars(self).update(vars(host))
-        self._steps_left = fail_at_step
+        self._fail_at_step = fail_at_step
+        self._hang_at_step = hang_at_step
+        self._step_count = 0
         self._llm.reset_prefix_cache()
         self._blocks = self._scheduler.kv_cache_manager.block_pool
         self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
 
     def step(self) -> list[Any]:
-        """As the host's, but for the one that fails."""
-        if self._steps_left is not None:
-            self._steps_left -= 1
-            if self._steps_left == 0:
-                raise RuntimeError("a step that fails")
+        """As the host's, but for the one that fails or hangs."""
+        self._step_count += 1
+        if self._step_count == self._fail_at_step:
+            raise RuntimeError("a step that fails")
+        if self._step_count == self._hang_at_step:
+            threading.Event().wait()
         return super().step()
 
     def reference_counts(self) -> dict[int, int]:
