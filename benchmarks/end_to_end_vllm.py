@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -29,10 +29,12 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
+from benchmarks.end_to_end import PHASES
 from benchmarks.engine_process import has_vllm
 from benchmarks.harness import Options, Report, run
 from benchmarks.vllm_server import VllmServer, serving
 from kaveri import AsyncClient, SamplingParams
+from kaveri.client import ServerTiming
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 
@@ -109,6 +111,8 @@ class System:
     """Process ids of what stands between engines and client."""
     own_cores: bool
     """Whether each engine has a core for itself."""
+    timings: list[ServerTiming] = field(default_factory=list)
+    """What Kaveri's services have said of the answers of this round."""
 
     def pin(self) -> None:
         """Gives the engines their cores: the threads that are there now. Before each round: a server may belong to two
@@ -127,15 +131,19 @@ class System:
 
 
 def kaveri_system(stack: LocalStack, client: AsyncClient) -> System:
+    timings: list[ServerTiming] = []
+
     async def ask(prompt: Sequence[int], answer_tokens: int, note: Callable[[int], None]) -> None:
         params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
         async with client.stream(prompt_token_ids=prompt, params=params, timeout_s=_DEADLINE_S) as stream:
             async for chunk in stream:
                 note(len(chunk.token_ids))
+                if chunk.timing is not None:
+                    timings.append(chunk.timing.server)
 
     pids = stack.pids()
     engines = [pids.pop("prefill-0"), pids.pop("decode-0")]
-    return System(KAVERI, ask, engines, tuple(pids.values()), own_cores=True)
+    return System(KAVERI, ask, engines, tuple(pids.values()), own_cores=True, timings=timings)
 
 
 def server_system(name: str, servers: Sequence[VllmServer]) -> System:
@@ -187,8 +195,9 @@ async def closed_loop(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: i
 
 
 async def loop_round(system: System, prompts: Sequence[Sequence[int]], concurrency: int) -> dict[str, float]:
-    """Figures of a closed loop, in the units of _FIGURES."""
+    """Figures of a closed loop, in the units of _FIGURES; of Kaveri also the mean of each phase, in ms."""
     system.pin()
+    system.timings.clear()
     before, began_s = system.cpu_s(), time.perf_counter()
     answers = await closed_loop(system.ask, prompts, concurrency)
     seconds, after = time.perf_counter() - began_s, system.cpu_s()
@@ -206,7 +215,11 @@ async def loop_round(system: System, prompts: Sequence[Sequence[int]], concurren
         min(engines_s) / seconds,
         *(1e6 * each_s / tokens for each_s in used_s),
     ]
-    return dict(zip(_FIGURES, map(float, figures), strict=True))
+    phases = {
+        phase.removesuffix("_s"): 1e3 * statistics.mean(getattr(timing, phase) for timing in system.timings)
+        for phase in (PHASES if system.timings else ())
+    }
+    return dict(zip(_FIGURES, map(float, figures), strict=True)) | phases
 
 
 async def interference_round(
@@ -317,6 +330,8 @@ async def measure_closed_loops(systems: Sequence[System], options: Options, repo
             for system in systems:
                 rounds[system.name].append(await loop_round(system, prompts, concurrency))
         add_rows(report, rounds, _FIGURES, concurrency=concurrency)
+        phases_ms = {phase.removesuffix("_s"): "ms" for phase in PHASES}
+        add_rows(report, {KAVERI: rounds[KAVERI]}, phases_ms, concurrency=concurrency)
         for other in (ONE, TWO):
             for name in ("output tokens/s", "TTFT p50", "TPOT mean"):
                 ratio = paired(rounds[KAVERI], rounds[other], name)
