@@ -33,7 +33,7 @@ from services.instance.service import colocated_host
 from services.prefill.config import PrefillConfig
 from services.prefill.service import prefill_host
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 async def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:

@@ -139,7 +139,7 @@ async def test_abort_ends_a_request_in_any_phase_though_its_prefill_call_stays_o
 async def test_a_deadline_ends_a_request_in_its_decode_phase(cluster: Any, by_hand: Any) -> None:
     instance = await cluster.colocated(**SLOW)
     router = await cluster.router()
-    router.prefill(instance, "a", prompt(1, 20), max_tokens=400, timeout_s=0.5)
+    router.prefill(instance, "a", prompt(1, 20), max_tokens=400, timeout_s=2.0)
     await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     await by_hand.eventually(lambda: instance.load().running_requests == 0, "its time is over")
     assert not router.finished("a")
