@@ -361,6 +361,8 @@ class Peer:
                 continue
             with self.sender.lock:
                 self._connection = connection
+                # How long its predecessor gave none is not held against it.
+                self._waiting_since_s = None
                 if self._closing:
                     connection.link.break_off()
             where = {"transport": transport.label, "address": endpoint.address}
