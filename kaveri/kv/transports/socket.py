@@ -100,7 +100,8 @@ class SocketTransport:
         """See Transport.listen."""
         try:
             listening = self._listen(address)
-        except (OSError, ValueError) as error:
+        # OverflowError: a port beyond 65535.
+        except (OSError, ValueError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"kv {self.name} address", f"cannot listen on {address}: {reason}") from error
         return SocketListener(
@@ -135,7 +136,7 @@ class SocketTransport:
     def _connected(self, endpoint: KvEndpoint) -> socket.socket:
         try:
             return self._connect(endpoint.address)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
 
     def _link(

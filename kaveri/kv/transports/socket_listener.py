@@ -92,12 +92,24 @@ class SocketListener:
                     log.warning("kv connection refused", reason="too many", limit=self._connection_limit)
                     accepted.close()
                     continue
-                stream = self._make_stream(accepted)
-                connection = self._connection_type(stream, self._pool, self._intake)
-                name = f"kv-receive-{self.endpoint.transport}"
-                thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
-                self._connections[thread] = connection
-                thread.start()
+                try:
+                    self._begin(accepted)
+                except (OSError, RuntimeError) as error:
+                    # No thread more for it, or it is gone already: the next one may have better luck.
+                    log.warning("kv connection not accepted", reason=str(error))
+                    accepted.close()
+
+    def _begin(self, accepted: socket.socket) -> None:
+        """Under the lock: serves a connection. Raises OSError and RuntimeError; it is the caller's then."""
+        connection = self._connection_type(self._make_stream(accepted), self._pool, self._intake)
+        name = f"kv-receive-{self.endpoint.transport}"
+        thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
+        self._connections[thread] = connection
+        try:
+            thread.start()
+        except BaseException:
+            del self._connections[thread]
+            raise
 
     def _serve(self, connection: "ReceivingConnection") -> None:
         try:

@@ -199,6 +199,20 @@ def test_one_connection_too_many_is_closed_and_the_others_work(
     require_lands(receiver, landed, guests[0], content)
 
 
+def test_a_connection_that_there_is_no_thread_for_is_closed_and_the_next_is_served(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_threads(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", out_of_threads)
+        connect().require_closed()
+    guest = connect()
+    guest.greet()
+    require_lands(receiver, landed, guest, content)
+
+
 @pytest.mark.parametrize(
     ("frame", "complaint"),
     [
@@ -502,6 +516,7 @@ def test_an_address_that_cannot_be_had_is_named(nothing_left: None, tmp_path: Pa
         for endpoint in (
             KvEndpoint("tcp", taken),
             KvEndpoint("tcp", "no-port"),
+            KvEndpoint("tcp", "127.0.0.1:65536"),
             KvEndpoint("unix", str(tmp_path / ("x" * 200))),
             KvEndpoint("unix", str(tmp_path / "absent" / "kv.sock")),
             KvEndpoint("rdma", "x"),
