@@ -1,6 +1,6 @@
 """The permission to push one request's KV cache into another instance's pool. Pure values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kaveri.kv.layout import KvLayout
 
@@ -21,7 +21,7 @@ class Ticket:
 
     transfer_id: bytes
     """16 random bytes; names the transfer over all receivers and incarnations."""
-    secret: bytes
+    secret: bytes = field(repr=False)
     """16 random bytes that the sender shows on the data plane."""
     epoch: int
     """The receiver's incarnation; a restarted receiver refuses tickets of its former life."""

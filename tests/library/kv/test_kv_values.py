@@ -11,6 +11,7 @@ from kaveri.errors import InvalidArgument, LayoutMismatch, NoCapacity
 from kaveri.kv.blocks import BlockAllocator
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
+from kaveri.kv.ticket import Ticket
 from kaveri.rpc.messages import layout_from_proto, layout_to_proto
 
 LAYOUT = KvLayout("m", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="bfloat16")
@@ -139,3 +140,8 @@ def test_blocks_are_never_lost_and_never_held_twice(seed: int) -> None:
         for name, blocks in held.items():
             assert allocator.blocks_of(name) == tuple(blocks)
         allocator.check_integrity(held)
+
+
+def test_a_ticket_in_a_log_or_a_traceback_does_not_show_its_secret() -> None:
+    ticket = Ticket(b"n" * 16, b"hidden-from-logs", 1, (), (0,), 4, 30.0, LAYOUT)
+    assert "hidden" not in f"{ticket} {ticket!r}"
