@@ -50,6 +50,8 @@ class TlsStream(Stream):
             except ssl.SSLWantReadError:
                 super().send([memoryview(self._outgoing.read())])
                 try:
+                    # All of it has the time limit, not each piece: whoever is at the other end has shown nothing yet.
+                    self._require_progress(began_s, "was agreed on")
                     self._pull(began_s)
                 except LinkLost as error:
                     raise LinkLost(f"tls protocol: in the handshake, {error.reason}") from error

@@ -1,7 +1,9 @@
 """KV over TLS: who is let in, what those who are not hear, and that nobody reads along."""
 
 import contextlib
+import itertools
 import os
+import selectors
 import shutil
 import socket
 import ssl
@@ -235,6 +237,19 @@ def test_whoever_says_nothing_is_sent_away(files: TlsFiles) -> None:
         with socket.create_connection((host, int(port)), WAIT_S) as silent:
             assert silent.recv(1) == b""
         push(TlsTransport(files), receiver, landed)
+
+
+def test_a_handshake_that_trickles_in_has_a_time_limit(files: TlsFiles) -> None:
+    hello = b"\x16\x03\x01\x40\x00" + bytes([1, 0, 0x3F, 0xFC])  # a record of 16 KiB begins
+    with receiving(TlsTransport(files, progress_timeout_s=0.1)) as (receiver, _):
+        host, _, port = receiver.endpoints[0].address.rpartition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as slow, selectors.DefaultSelector() as selector:
+            selector.register(slow, selectors.EVENT_READ)
+            pieces = itertools.chain([hello], itertools.repeat(b"\0", 1000))
+            # Never so long a pause that the next piece would be late.
+            with contextlib.suppress(ConnectionError):
+                while not selector.select(0.01):
+                    slow.sendall(next(pieces))
 
 
 # Files
