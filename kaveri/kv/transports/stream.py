@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import select
 import socket
 import struct
@@ -178,20 +179,25 @@ class Stream:
         """What send_descriptor() sent; the descriptor is the caller's. Raises LinkLost."""
         data, left_bytes, since_s = b"", byte_count, time.monotonic()
         descriptors: list[int] = []
-        while left_bytes:
-            try:
-                part, received, _, _ = socket.recv_fds(self._socket, left_bytes, 1)
-            except BlockingIOError:
-                self._require_progress(since_s, "arrived")
-                continue
-            except OSError as error:
-                raise LinkLost(f"receiving: {error.strerror}") from error
-            if not part:
-                raise LinkLost("the peer closed the connection")
-            data, left_bytes = data + part, left_bytes - len(part)
-            descriptors.extend(received)
-        if len(descriptors) != 1:
-            raise LinkLost(f"protocol error: {len(descriptors)} descriptors came")
+        try:
+            while left_bytes:
+                try:
+                    part, received, _, _ = socket.recv_fds(self._socket, left_bytes, 1)
+                except BlockingIOError:
+                    self._require_progress(since_s, "arrived")
+                    continue
+                except OSError as error:
+                    raise LinkLost(f"receiving: {error.strerror}") from error
+                descriptors.extend(received)
+                if not part:
+                    raise LinkLost("the peer closed the connection")
+                data, left_bytes = data + part, left_bytes - len(part)
+            if len(descriptors) != 1:
+                raise LinkLost(f"protocol error: {len(descriptors)} descriptors came")
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
         return data, descriptors[0]
 
     def say_no_more(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ from kaveri.kv.pool import KvPool, SharedMemory
 from kaveri.kv.receiver import KvReceiver, TransferLanded
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transport import LinkLost
 from kaveri.kv.transports import shm_transport, transport_names
+from kaveri.kv.transports.stream import Stream
 from kaveri.testing.transport_conformance import Recorder
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
@@ -144,3 +147,16 @@ def test_shared_memory_says_what_it_cannot_do() -> None:
     assert capabilities.one_sided
     assert capabilities.same_host_only
     assert not capabilities.can_revoke
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_descriptors_of_a_receiver_that_sends_too_many_are_given_back(count: int) -> None:
+    near, far = socket.socketpair()
+    with near, far, open(os.devnull) as sent:
+        # In two messages: each brings what it has.
+        for message in range(2):
+            socket.send_fds(far, [b"data"], [sent.fileno()] * (message < count))
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(LinkLost, match=f"{count} descriptors"):
+            Stream(near, 10.0).receive_descriptor(8)
+        assert set(os.listdir("/proc/self/fd")) == before
