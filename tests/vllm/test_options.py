@@ -18,7 +18,11 @@ def test_an_option_that_vllm_does_not_have_is_refused_with_the_one_that_was_mean
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"max_model_len": 64}, "set max_model_len"), ({"kv_transfer_config": {}}, "pushed by Kaveri's own connector")],
+    [
+        ({"max_model_len": 64}, "set max_model_len"),
+        ({"kv_transfer_config": {}}, "pushed by Kaveri's own connector"),
+        ({"distributed_executor_backend": "mp"}, "within its own process"),
+    ],
 )
 def test_an_option_that_is_kaveris_own_is_refused_with_what_to_do_instead(options: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))} is not to be set here: .*{said}"):

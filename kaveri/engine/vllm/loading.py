@@ -1,8 +1,11 @@
 """Loads a model on vLLM and makes an engine of it, or says in one clear line why it cannot be served."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from kaveri.errors import ConfigError
 from kaveri.kv.receiver import CREDIT_BYTES
@@ -22,6 +25,7 @@ _OURS = {
     "block_size": "set block_tokens",
     "data_parallel_size": "each instance is one engine",
     "disable_log_stats": "load goes out in heartbeats",
+    "distributed_executor_backend": "Kaveri drives vLLM within its own process",
     "dtype": "set dtype",
     "kv_cache_memory_bytes": "set kv_cache_memory_bytes",
     "kv_transfer_config": "KV is pushed by Kaveri's own connector",
@@ -36,6 +40,20 @@ _OURS = {
     "speculative_config": "draws are keyed by their index, one token a step",
 }
 """Options of vLLM that are not the user's to set here, and what to do instead."""
+_OF_THE_MODEL = (
+    "config_format",
+    "convert",
+    "hf_config_path",
+    "hf_overrides",
+    "ignore_patterns",
+    "load_format",
+    "model_class_overrides",
+    "model_loader_extra_config",
+    "model_weights",
+    "quantization",
+    "quantization_config",
+)
+"""Options that make another model of the same checkpoint: its KV is none of the plain one's."""
 
 
 def load_engine(
@@ -139,7 +157,10 @@ def load_host(
             kv_connector=CONNECTOR_NAME,
             kv_connector_module_path="kaveri.engine.vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={"model_fingerprint": fingerprint(folder), "mirrored": mirrored},
+            kv_connector_extra_config={
+                "model_fingerprint": model_fingerprint(fingerprint(folder), engine_args or {}),
+                "mirrored": mirrored,
+            },
         ),
     }
     if block_tokens:
@@ -170,6 +191,16 @@ def load_host(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
         )
     return host
+
+
+def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
+    """Names a model by its checkpoint's fingerprint, and by the options that change what is computed with it. Two that
+    write an option's default, one of them only, count as different."""
+    changes = {name: engine_args[name] for name in _OF_THE_MODEL if engine_args.get(name) is not None}
+    if not changes:
+        return checkpoint
+    described = json.dumps([checkpoint, changes], sort_keys=True, default=str)
+    return xxhash.xxh3_128_hexdigest(described.encode())
 
 
 def _eos_token_ids(config: Any) -> frozenset[int]:

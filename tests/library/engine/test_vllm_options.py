@@ -8,6 +8,7 @@ import pytest
 
 from kaveri.config import parse_config
 from kaveri.engine.factory import EngineSettings, build_engine, build_runner
+from kaveri.engine.vllm.loading import model_fingerprint
 from kaveri.engine.vllm.options import parse_engine_args
 from kaveri.errors import ConfigError
 from services.decode.config import DecodeConfig
@@ -74,3 +75,16 @@ def test_without_vllm_the_error_says_how_to_install_it() -> None:
 def test_vllm_is_not_profiled() -> None:
     with pytest.raises(ConfigError, match="forms its steps by itself"):
         build_runner(EngineSettings(receives=False, engine="vllm"))
+
+
+def test_options_that_make_another_model_of_a_checkpoint_change_what_its_kv_is_called() -> None:
+    plain = model_fingerprint("checkpoint", {"max_num_seqs": 8, "quantization": None})
+    assert plain == "checkpoint"
+    named = {
+        model_fingerprint(checkpoint, options)
+        for checkpoint in ("checkpoint", "another")
+        for options in ({}, {"hf_overrides": {"rope_theta": 5.0}}, {"quantization": "fp8"}, {"load_format": "dummy"})
+    }
+    assert len(named) == 8
+    reordered = [{"hf_overrides": {"a": 1, "b": 2}}, {"hf_overrides": {"b": 2, "a": 1}}]
+    assert len({model_fingerprint("checkpoint", options) for options in reordered}) == 1
