@@ -290,9 +290,13 @@ def _fit_model_len(runner: ModelRunner, settings: EngineSettings, total_blocks: 
 
 
 def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
-    """Where an engine of these settings takes pushes, the best way first."""
+    """Where an engine of these settings takes pushes, the best way first. Raises ConfigError."""
     if not settings.receives:
         return ()
+    over_tcp = [name for name in settings.kv_transports if name not in PATH_NAMES]
+    if settings.kv_port and len(over_tcp) > 1:
+        reason = f"is one port, and {' and '.join(over_tcp)} need one each: give 0, or name one of them"
+        raise ConfigError("kv_port", reason)
     _remove_abandoned_sockets()
     return tuple(KvEndpoint(name, _listen_address(name, settings)) for name in settings.kv_transports)
 

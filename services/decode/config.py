@@ -28,7 +28,8 @@ class DecodeConfig(KvTlsConfig, BatchConfig):
     kv_host: str = setting("address on which pushed KV is taken; empty: the value of --host", "")
     kv_port: int = setting("port on which pushed KV is taken; 0: a free one", 0, least=0, most=MAX_PORT)
     kv_transports: tuple[str, ...] = setting(
-        "how pushed KV is taken: some of shm and unix (same machine and user only), tcp and tls",
+        "how pushed KV is taken: some of shm and unix (same machine and user only), tcp and tls, and, where they are "
+        "installed, nixl, gloo and nccl",
         TRANSPORT_NAMES,
         transport_names,
     )

@@ -31,6 +31,14 @@ def test_decode_engine_listens_for_every_transport_and_cleans_up() -> None:
     assert not os.path.exists(unix.address)
 
 
+def test_two_transports_over_tcp_cannot_have_one_port() -> None:
+    with pytest.raises(ConfigError, match="one port, and tcp and mock need one each") as raised:
+        build_engine(
+            replace(_FAKE, kv_transports=("shm", "tcp", "mock"), kv_port=50123, fake_model=FakeModel(verify=False))
+        )
+    assert raised.value.field == "kv_port"
+
+
 def test_endpoints_follow_the_settings() -> None:
     engine = build_engine(replace(_FAKE, kv_transports=("tcp",), kv_host="0.0.0.0", kv_advertise_host="decode.example"))
     (tcp,) = engine.info.kv_endpoints
