@@ -23,7 +23,7 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed, PushListener
 from kaveri.kv.staged_pushes import StagedPush, StagedPushes
 from kaveri.kv.ticket import Ticket
-from kaveri.kv.transport import Transport
+from kaveri.kv.transport import Transport, require_note
 from kaveri.kv.transports import make_transports
 
 STAGING_BYTES = 64 * 2**20
@@ -116,6 +116,8 @@ class MappedSender:
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """As KvSender.finish; every part carries the note."""
+        # Here, and not where the staging thread says it: all of that thread's pushes would end with it.
+        require_note(note)
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             self._direct.finish(transfer_id, note)

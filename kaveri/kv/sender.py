@@ -12,7 +12,7 @@ from kaveri.kv.peer import Peer, Push, QueuedWrite
 from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import Ticket
-from kaveri.kv.transport import NOTE_BYTES_MAX, Transport
+from kaveri.kv.transport import Transport, require_note
 from kaveri.kv.transports import make_transports
 
 _ANSWER_GRACE_S = 1.0
@@ -134,8 +134,7 @@ class KvSender:
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """All blocks of all layers are queued. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
-        if len(note) > NOTE_BYTES_MAX:
-            raise ValueError(f"a note of {len(note)} bytes; at most {NOTE_BYTES_MAX} travel")
+        require_note(note)
         with self.lock:
             push = self._pushes.get(transfer_id)
             if push is not None and push.stopped is None and not push.ending:

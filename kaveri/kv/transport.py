@@ -25,6 +25,12 @@ NOTE_BYTES_MAX = 4096
 """Most that travels with the end of a transfer."""
 
 
+def require_note(note: bytes) -> None:
+    """Raises ValueError for one that is too long."""
+    if len(note) > NOTE_BYTES_MAX:
+        raise ValueError(f"a note of {len(note)} bytes; at most {NOTE_BYTES_MAX} travel")
+
+
 class LinkLost(TransferFailed):
     """The connection cannot be had or is gone. It is fenced: this side neither reads nor writes blocks through it."""
 
