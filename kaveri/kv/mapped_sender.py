@@ -111,6 +111,7 @@ class MappedSender:
         if transfer is None:
             self._direct.write(transfer_id, layer, first_index, source_blocks)
             return
+        self.pool.require_blocks("source_blocks", source_blocks)
         for part in transfer.parts:
             part.pusher.write(part.ticket.transfer_id, layer, first_index, source_blocks)
 

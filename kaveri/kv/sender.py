@@ -123,7 +123,10 @@ class KvSender:
         PushAccepted or PushFailed. Never blocks on the network. Unknown (already failed) transfers are ignored.
 
         The queue holds block numbers, never bytes: what it can grow to is bounded by the tickets' blocks.
+        Raises InvalidArgument for a block outside the pool.
         """
+        # Its bytes would be missing from a frame, and the receiver take those of other pushes for them.
+        self.pool.require_blocks("source_blocks", source_blocks)
         with self.lock:
             push = self._pushes.get(transfer_id)
             if push is not None and push.stopped is None and source_blocks:

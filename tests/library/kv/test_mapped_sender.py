@@ -438,6 +438,20 @@ def test_a_note_that_is_too_long_is_refused_and_disturbs_no_other_push(folder: s
             assert isinstance(pair.source.wait(waiting), PushFailed)
 
 
+@pytest.mark.parametrize("block_tokens", [16, 32])
+def test_a_block_outside_the_pool_is_refused_and_disturbs_no_other_push(folder: str, block_tokens: int) -> None:
+    with Pair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
+        receiving = pair.receiving(one_rank(block_tokens))
+        name = pair.source.open(receiving.grant(100))
+        sender = pair.source.sender
+        for block in (-1, sender.pool.block_count):
+            with pytest.raises(InvalidArgument, match=rf"source_blocks.*\[0, {sender.pool.block_count}\)"):
+                sender.write(name, 0, 0, [0, block])
+        assert isinstance(pair.source.wait(pair.source.push(receiving.grant(100))), PushAccepted)
+        sender.abort(name)
+        assert isinstance(pair.source.wait(name), PushFailed)
+
+
 def receive_in_a_process(control: Connection, path: str, layout: KvLayout, block_count: int) -> None:
     """Grants one ticket for all blocks and takes what comes."""
     pool = KvPool(layout, block_count)
