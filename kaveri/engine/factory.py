@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -125,7 +126,8 @@ def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
     if settings.profile is not None:
         raise ConfigError("profile", "was measured on another engine; `kaveri profile` does not measure vllm")
     # Before vLLM is imported, which takes many seconds.
-    listen, transports = listen_endpoints(settings), _transports(settings)
+    listen, transports = listen_endpoints(settings), partial(_transports, settings)
+    transports()
     from vllm.platforms import current_platform
 
     from kaveri.engine.vllm.loading import load_engine

@@ -1,7 +1,7 @@
 """What flow control looks like from outside at one moment: values for metrics and tests. Snapshots, safe to keep."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,12 @@ class ReceiverFlow:
     """Blocks of granted transfers that have neither landed nor been released, per layer."""
     quarantined_block_count: int = 0
     """Those of them whose transfer has ended, and that a sender may still write to."""
+
+    @staticmethod
+    def total(parts: "Iterable[ReceiverFlow]") -> "ReceiverFlow":
+        """The receivers of several ranks as one."""
+        parts = tuple(parts)
+        return ReceiverFlow(*(sum(getattr(part, each.name) for part in parts) for each in fields(ReceiverFlow)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 from one onto the other. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from kaveri.errors import InvalidArgument, LayoutMismatch
 
@@ -42,6 +42,9 @@ class KvLayout:
     """The model's layer that layer 0 of the pool is."""
     first_kv_head: int = 0
     """The model's KV head that head 0 of the pool is."""
+    tensor_ranks: int = 1
+    """Tensor-parallel ranks that hold some of the heads each, in a pool of its own (rank()), under one account of
+    blocks. With more ranks than heads each head is on several. Layouts of other numbers of ranks do not fit."""
 
     @property
     def layers(self) -> range:
@@ -53,9 +56,15 @@ class KvLayout:
         """The model's KV heads that the pool holds."""
         return range(self.first_kv_head, self.first_kv_head + self.kv_head_count)
 
+    def rank(self, rank: int) -> "KvLayout":
+        """The layout of a tensor-parallel rank's pool. The heads are a multiple of the ranks, or the ranks of them."""
+        heads, ranks = self.kv_head_count, self.tensor_ranks
+        first = self.first_kv_head + rank * heads // ranks
+        return replace(self, kv_head_count=max(1, heads // ranks), first_kv_head=first, tensor_ranks=1)
+
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer."""
+        """Bytes of one block of one layer, over all ranks that hold different heads."""
         return 2 * self.block_tokens * self.kv_head_count * self.head_dim * ELEMENT_BYTES[self.dtype]
 
     @property

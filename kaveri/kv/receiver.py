@@ -101,15 +101,25 @@ class KvReceiver:
         """Where it listens, best first."""
         return tuple(listener.endpoint for listener in self._listeners)
 
-    def grant(self, block_ids: Sequence[int], token_count: int, expires_in_s: float, *, first_block: int = 0) -> Ticket:
+    def grant(
+        self,
+        block_ids: Sequence[int],
+        token_count: int,
+        expires_in_s: float,
+        *,
+        first_block: int = 0,
+        transfer_id: bytes = b"",
+        secret: bytes = b"",
+    ) -> Ticket:
         """Leases the blocks to one transfer: the receiver's own until TransferLanded or TransferReleased.
 
-        Raises TransferFailed when closed.
+        transfer_id, secret: what all ranks of an instance call the transfer; empty for fresh ones. Raises
+        TransferFailed when closed.
         """
         assert all(0 <= block < self.pool.block_count for block in block_ids), "a block outside the pool"
         ticket = Ticket(
-            transfer_id=secrets.token_bytes(16),
-            secret=secrets.token_bytes(16),
+            transfer_id=transfer_id or secrets.token_bytes(16),
+            secret=secret or secrets.token_bytes(16),
             epoch=self.epoch,
             endpoints=self.endpoints,
             block_ids=tuple(block_ids),

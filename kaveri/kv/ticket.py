@@ -1,7 +1,8 @@
 """The permission to push one request's KV cache into another instance's pool. Pure values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kaveri.errors import InvalidArgument
 from kaveri.kv.layout import KvLayout
 
 
@@ -26,7 +27,7 @@ class Ticket:
     epoch: int
     """The receiver's incarnation; a restarted receiver refuses tickets of its former life."""
     endpoints: tuple[KvEndpoint, ...]
-    """In the receiver's order of preference."""
+    """In the receiver's order of preference. Empty where there are parts."""
     block_ids: tuple[int, ...]
     """Destination blocks: block i takes the block_tokens tokens from (first_block + i) * block_tokens on."""
     token_count: int
@@ -37,3 +38,18 @@ class Ticket:
     """The receiver's layout; a sender whose own differs refuses."""
     first_block: int = 0
     """Blocks of the request that the receiver has already, in its prefix cache: they are not pushed."""
+    parts: tuple[tuple[KvEndpoint, ...], ...] = ()
+    """Of a receiver with several tensor-parallel ranks: where each of them takes its heads, in the order of ranks."""
+
+    def of_ranks(self) -> "tuple[Ticket, ...]":
+        """What each rank of the receiver has granted: a ticket for its heads; the transfer's name, the secret and the
+        numbers of the blocks are the same in all. Raises InvalidArgument when parts and layout do not agree."""
+        ranks = self.layout.tensor_ranks
+        if ranks == 1 and not self.parts:
+            return (self,)
+        if len(self.parts) != ranks:
+            raise InvalidArgument("ticket.parts", len(self.parts), f"one for each of {ranks} tensor-parallel ranks")
+        return tuple(
+            replace(self, endpoints=endpoints, layout=self.layout.rank(rank), parts=())
+            for rank, endpoints in enumerate(self.parts)
+        )

@@ -101,6 +101,7 @@ def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
         order=layout.order,
         first_layer=layout.first_layer,
         first_kv_head=layout.first_kv_head,
+        tensor_ranks=layout.tensor_ranks,
     )
 
 
@@ -115,6 +116,7 @@ def layout_from_proto(message: kv_pb2.KvLayout) -> KvLayout:
         order=message.order,
         first_layer=message.first_layer,
         first_kv_head=message.first_kv_head,
+        tensor_ranks=message.tensor_ranks or 1,
     )
 
 
@@ -137,6 +139,10 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
         expires_in_s=ticket.expires_in_s,
         layout=layout_to_proto(ticket.layout),
         first_block=ticket.first_block,
+        parts=[
+            kv_pb2.TicketPart(endpoints=[endpoint_to_proto(endpoint) for endpoint in endpoints])
+            for endpoints in ticket.parts
+        ],
     )
 
 
@@ -151,6 +157,7 @@ def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
         expires_in_s=message.expires_in_s,
         layout=layout_from_proto(message.layout),
         first_block=message.first_block,
+        parts=tuple(tuple(endpoint_from_proto(endpoint) for endpoint in part.endpoints) for part in message.parts),
     )
 
 

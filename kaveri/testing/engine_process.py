@@ -39,11 +39,17 @@ class EngineProcess:
     """A process that holds at most one engine at a time.
 
     prepare: a function at the top of a module, called in the process with `arguments`: loads what takes long and
-    returns what makes the engines. preload: modules that are loaded once for all such processes.
+    returns what makes the engines. preload: modules that are loaded once for all such processes. has_children: its
+    engines have processes of their own; close() must be called then, or this process does not end.
     """
 
     def __init__(
-        self, prepare: Callable[..., MakeEngine], *arguments: object, preload: Sequence[str] = (), **environment: str
+        self,
+        prepare: Callable[..., MakeEngine],
+        *arguments: object,
+        preload: Sequence[str] = (),
+        has_children: bool = False,
+        **environment: str,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(preload))
@@ -51,7 +57,7 @@ class EngineProcess:
         os.environ.update(environment)
         try:
             self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs, prepare, arguments), daemon=True)
+            self._process = context.Process(target=_serve, args=(theirs, prepare, arguments), daemon=not has_children)
             self._process.start()
             theirs.close()
         finally:

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kaveri.engine.vllm.engine import VllmEngine
@@ -27,7 +28,7 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
         fail_at_step: int | None = None,
         hang_at_step: int | None = None,
     ) -> VllmEngine:
-        spoken = None if transports is None else make_transports(tuple(transports), None)
+        spoken = None if transports is None else partial(make_transports, tuple(transports), None)
         lent = LentHost(host, total_blocks, fail_at_step, hang_at_step)
         return VllmEngine(lent, max_batch=max_batch, listen=listen, transports=spoken)
 
@@ -76,7 +77,7 @@ class LentHost(Host):
         for vllm_id in tuple(self._scheduler.requests):
             self.abort(vllm_id)
             if self.holds(vllm_id):
-                self.worker_side.report_released(vllm_id)
+                self.scheduler_side.report_released(vllm_id)
         for _ in range(_VACATE_STEPS):
             if not self._scheduler.requests:
                 return

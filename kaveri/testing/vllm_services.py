@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kaveri.engine.vllm.engine import VllmEngine
@@ -29,7 +30,7 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
         advertise_host: str | None,
     ) -> VllmEngine:
         shaped = ShapedHost(host, total_blocks, max_model_len, chunk_tokens + max_batch * bool(listen), step_s)
-        spoken = make_transports(tuple(transports), advertise_host)
+        spoken = partial(make_transports, tuple(transports), advertise_host)
         return VllmEngine(shaped, max_batch=max_batch, listen=listen, transports=spoken)
 
     return make

@@ -37,6 +37,7 @@ class KvLayout(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     FIRST_KV_HEAD_FIELD_NUMBER: _builtins.int
+    TENSOR_RANKS_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """Fingerprint of the model's weights and shape; equal only for the same model."""
     layer_count: _builtins.int
@@ -57,6 +58,8 @@ class KvLayout(_message.Message):
     """The model's layer that the pool's first one is; not 0 where ranks hold a part of the model each."""
     first_kv_head: _builtins.int
     """The model's KV head that the pool's first one is."""
+    tensor_ranks: _builtins.int
+    """Tensor-parallel ranks that hold some of the heads each, in a pool of its own. 0 and 1: one pool holds them all."""
     def __init__(
         self,
         *,
@@ -69,10 +72,11 @@ class KvLayout(_message.Message):
         order: _builtins.str = ...,
         first_layer: _builtins.int = ...,
         first_kv_head: _builtins.int = ...,
+        tensor_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "first_kv_head", b"first_kv_head", "first_layer", b"first_layer", "head_dim", b"head_dim", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "model_fingerprint", b"model_fingerprint", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "first_kv_head", b"first_kv_head", "first_layer", b"first_layer", "head_dim", b"head_dim", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "model_fingerprint", b"model_fingerprint", "order", b"order", "tensor_ranks", b"tensor_ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -105,6 +109,30 @@ class KvEndpoint(_message.Message):
 Global___KvEndpoint: _TypeAlias = KvEndpoint  # noqa: Y015
 
 @_typing.final
+class TicketPart(_message.Message):
+    """One rank of the instance that has granted a ticket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]:
+        """Where to push what belongs to this rank, in the receiver's order of preference."""
+
+    def __init__(
+        self,
+        *,
+        endpoints: _abc.Iterable[Global___KvEndpoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TicketPart: _TypeAlias = TicketPart  # noqa: Y015
+
+@_typing.final
 class Ticket(_message.Message):
     """The permission to push one request's KV cache into the blocks of one decode instance, once, until it expires."""
 
@@ -119,6 +147,7 @@ class Ticket(_message.Message):
     EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """Names the transfer; unique over all receivers and incarnations (16 random bytes)."""
     secret: _builtins.bytes
@@ -143,6 +172,12 @@ class Ticket(_message.Message):
     def layout(self) -> Global___KvLayout:
         """The receiver's layout. A sender refuses one onto which its own blocks cannot be mapped."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TicketPart]:
+        """One for each tensor-parallel rank, in their order, where there are several; endpoints is empty then. Each rank's
+        heads are pushed to it, into blocks of the same numbers; the KV has landed when all of them have.
+        """
+
     def __init__(
         self,
         *,
@@ -155,10 +190,11 @@ class Ticket(_message.Message):
         expires_in_s: _builtins.float = ...,
         layout: Global___KvLayout | None = ...,
         first_block: _builtins.int = ...,
+        parts: _abc.Iterable[Global___TicketPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "endpoints", b"endpoints", "epoch", b"epoch", "expires_in_s", b"expires_in_s", "first_block", b"first_block", "layout", b"layout", "secret", b"secret", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "endpoints", b"endpoints", "epoch", b"epoch", "expires_in_s", b"expires_in_s", "first_block", b"first_block", "layout", b"layout", "parts", b"parts", "secret", b"secret", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,7 +58,7 @@ class Account:
             raise RequestAlreadyExists(hosted.key.request_id)
         self.decodes[hosted.key] = self.prefills.pop(hosted.key)
         hosted.phase = Phase.LANDED
-        hosted.source = None
+        hosted.is_source = False
         hosted.needed_blocks = 0
 
     def end(self, hosted: Hosted) -> None:

@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide
-from kaveri.engine.vllm.connector_worker import StepAdvances, WorkerSide
+from kaveri.engine.vllm.connector_worker import WorkerSide
+from kaveri.engine.vllm.orders import StepOrders
 
 CONNECTOR_NAME = "KaveriConnector"
 
@@ -35,7 +36,11 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             extra = self._kv_transfer_config.kv_connector_extra_config
             self.worker_side = WorkerSide(
-                vllm_config, kv_cache_config, extra["model_fingerprint"], mirrored=extra["mirrored"]
+                vllm_config,
+                kv_cache_config,
+                extra["model_fingerprint"],
+                mirrored=extra["mirrored"],
+                ranks_at=extra["ranks_at"],
             )
 
     @property
@@ -78,7 +83,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.begin_step(kv_connector_metadata.advances)
+        self._worker.begin_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: transfers write by themselves."""
@@ -108,7 +113,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class StepMetadata(KVConnectorMetadata):
-    """What the scheduler's side tells the worker's of a step."""
+    """What the scheduler's side tells the workers' of a step."""
 
-    def __init__(self, advances: StepAdvances) -> None:
-        self.advances = advances
+    def __init__(self, orders: StepOrders) -> None:
+        self.orders = orders

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kaveri.engine.vllm.connector_worker import StepAdvances
 from kaveri.engine.vllm.hosted import Hosted
+from kaveri.engine.vllm.orders import Chunk, Received, StepOrders
 
 _PARAM = "kaveri_number"
 
@@ -37,9 +37,9 @@ class Desk(Protocol):
 
     def stepping(
         self, placements: Sequence[Placement], advances: Sequence[Advance], preempted: Sequence[Hosted]
-    ) -> StepAdvances:
+    ) -> Sequence[Chunk]:
         """A step begins: who was given blocks for KV that a transfer brings, who is computed, and who gave its blocks
-        up for it. Returns what the worker's side is to follow."""
+        up for it. Returns the prompts that the ranks are to follow."""
 
     def keeps_blocks(self, hosted: Hosted, token_id: int | None) -> bool:
         """vLLM is done with a request, whose last token this is; whether its blocks are to be kept until we say."""
@@ -58,6 +58,24 @@ class SchedulerSide:
         self._block_tokens = block_tokens
         self._hosted: dict[str, Hosted] = {}
         self._placements: list[Placement] = []
+        # What vLLM is to hear with the next step, by its own ids.
+        self._received: dict[str, Received] = {}
+        self._released: set[str] = set()
+
+    def report_received(self, received: Received) -> None:
+        """With the next step vLLM hears that a request's KV is there."""
+        self._received[received.vllm_id] = received
+
+    def report_released(self, vllm_id: str) -> None:
+        """With the next step vLLM takes back the blocks of a request that has ended. Once for each."""
+        # One that ends before vLLM has heard that its KV is there is not reported twice.
+        self._received.pop(vllm_id, None)
+        self._released.add(vllm_id)
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether vLLM is to be told something."""
+        return bool(self._received or self._released)
 
     def requested(self, request: Any) -> None:
         """vLLM has taken a request in."""
@@ -88,16 +106,23 @@ class SchedulerSide:
             first_block = (request.num_tokens - external_tokens) // self._block_tokens
             self._placements.append(Placement(hosted, first_block, block_ids))
 
-    def stepping(self, scheduler_output: Any) -> StepAdvances:
+    def stepping(self, scheduler_output: Any) -> StepOrders:
         """vLLM has decided what the next step computes."""
+        chunks = self._tell_desk(scheduler_output)
+        orders = StepOrders(tuple(chunks), tuple(self._received.values()), tuple(self._released))
+        self._received, self._released = {}, set()
+        return orders
+
+    def _tell_desk(self, scheduler_output: Any) -> Sequence[Chunk]:
         if self.desk is None:
             return ()
         advances: list[Advance] = []
         for vllm_id, token_count in scheduler_output.num_scheduled_tokens.items():
             hosted = self._hosted.get(vllm_id)
             if hosted is not None:
-                pushed = hosted.source is not None
-                block_ids = scheduler_output.kv_connector_block_state.get_block_ids(vllm_id)[0] if pushed else ()
+                block_ids: Sequence[int] = ()
+                if hosted.is_source:
+                    block_ids = scheduler_output.kv_connector_block_state.get_block_ids(vllm_id)[0]
                 advances.append(Advance(hosted, hosted.vllm_request.num_computed_tokens + token_count, block_ids))
         preempted = [self._hosted[vllm_id] for vllm_id in scheduler_output.preempted_req_ids if vllm_id in self._hosted]
         placements, self._placements = self._placements, []

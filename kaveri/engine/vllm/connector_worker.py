@@ -1,110 +1,109 @@
-"""The connector's side beside the model: the pool over vLLM's memory, and what of a step may be pushed when.
+"""The connector's side beside the model: the pool over vLLM's memory, and what of a step its rank is told.
 
-Bytes are moved by the KV sender and receiver, which belong to the engine that attaches itself here.
+Bytes are moved by the rank's end of the data plane, which belongs to the engine that has attached it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
 
-from kaveri.engine.stepwise_pushes import Pushes
-from kaveri.engine.stepwise_sequence import Source
+from kaveri.engine.vllm.draws import FIRST_TOKENS
 from kaveri.engine.vllm.memory import SharedCache, blocks_of, layout_of, pool_over
 from kaveri.engine.vllm.mirror import Mirror
+from kaveri.engine.vllm.orders import StepOrders
+from kaveri.engine.vllm.rank_plane import RankPlane
+from kaveri.engine.vllm.rank_server import serve_rank
+from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
-
-StepAdvances = Sequence[tuple[Source, int, int]]
-"""The prompts that a step computes: of each, how many tokens it had computed, those of the prefix cache not counted,
-and how many it has behind the step, those counted."""
 
 
 class WorkerSide:
-    """Called by vLLM on the thread that steps it, but for what says otherwise.
+    """Called by vLLM on the thread that computes.
 
     mirrored: have a mirror of vLLM's cache even where it lies in host memory; for tests of what devices need.
+    ranks_at: where the engine listens for its ranks, when this one is in a process of its own; else empty.
     """
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, model_fingerprint: str, *, mirrored: bool = False
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        model_fingerprint: str,
+        *,
+        mirrored: bool = False,
+        ranks_at: str = "",
     ) -> None:
         self.cache = SharedCache()
-        self.pushes: Pushes | None = None
+        self.plane: RankPlane | None = None
         """Of the engine that is attached."""
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._model_fingerprint = model_fingerprint
         self._mirrored = mirrored
+        self._ranks_at = ranks_at
         self._mirror: Mirror | None = None
+        self._layout: KvLayout | None = None
         self._pool: KvPool | None = None
         self._layers: dict[str, int] = {}
-        self._in_step: StepAdvances = ()
-        self._sent: set[str] = set()
-        self._received: set[str] = set()
+        self._orders = StepOrders()
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of the whole engine."""
+        assert self._layout is not None, "vLLM has not registered its KV cache"
+        return self._layout
 
     @property
     def pool(self) -> KvPool:
-        """Over vLLM's own memory, or over its mirror where that is on a device; once it is there."""
+        """Over vLLM's own memory, or over its mirror where that is on a device; of this rank."""
         assert self._pool is not None, "vLLM has not registered its KV cache"
         return self._pool
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
         """vLLM's KV cache is there. Raises ConfigError when it is none that we can push."""
-        layout = layout_of(self._vllm_config, self._kv_cache_config, self._model_fingerprint)
-        cache = blocks_of(caches, layout)
-        self._pool = None if self._mirrored else pool_over(cache, layout, self.cache.memory)
+        rank = get_tensor_model_parallel_rank()
+        self._layout = layout_of(self._vllm_config, self._kv_cache_config, self._model_fingerprint)
+        part = self._layout.rank(rank)
+        cache = blocks_of(caches, part)
+        self._pool = None if self._mirrored else pool_over(cache, part, self.cache.memory)
         if self._pool is None:
-            self._mirror = Mirror(layout, cache)
+            self._mirror = Mirror(part, cache)
             self._pool = self._mirror.pool
         self._layers = {name: index for index, name in enumerate(caches)}
+        if self._ranks_at:
+            serve_rank(self, rank, self._ranks_at)
 
-    def begin_step(self, advances: StepAdvances) -> None:
-        """The model is about to compute these prompts."""
-        if advances and self.pushes is not None:
-            self.pushes.begin_step((source, computed) for source, _, computed in advances)
-            self._in_step = advances
+    def begin_step(self, orders: StepOrders) -> None:
+        """The model is about to make a step."""
+        self._orders = orders
+        for received in orders.received:
+            if self._mirror is not None:
+                self._mirror.bring_in(received.block_ids)
+            FIRST_TOKENS.put(received.number, received.first_token_id)
+        if self.plane is not None:
+            self.plane.begin_step(orders.chunks)
 
     def layer_done(self, layer_name: str) -> None:
         """The step's KV of this layer is in vLLM's cache, or will be when the device gets there."""
-        if self._in_step and self._mirror is None and self.pushes is not None:
-            self.pushes.layer_done(self._layers[layer_name])
+        if self._mirror is None and self.plane is not None:
+            self.plane.layer_done(self._layers[layer_name])
 
     def end_step(self) -> None:
         """The same of all layers."""
-        if self._in_step and self.pushes is not None:
+        if self.plane is not None:
             if self._mirror is not None:
-                self._mirror.take_out(sorted(self._written_blocks()))
-            self.pushes.end_step()
-        self._in_step = ()
-
-    def _written_blocks(self) -> set[int]:
-        """Those that the step has completed; with a prompt's first chunk those of the prefix cache, too."""
-        block_tokens = self.pool.layout.block_tokens
-        return {
-            block
-            for source, before, _ in self._in_step
-            for block in source.block_ids[before // block_tokens : source.ready_in_step]
-        }
-
-    def report_received(self, vllm_id: str, block_ids: Sequence[int]) -> None:
-        """With the next step vLLM hears that a request's KV, which has landed in these blocks, is there."""
-        if self._mirror is not None:
-            self._mirror.bring_in(block_ids)
-        self._received.add(vllm_id)
-
-    def report_released(self, vllm_id: str) -> None:
-        """With the next step vLLM takes back the blocks of a request that has ended. Once for each."""
-        # One that ends before vLLM has heard that its KV is there is not reported twice.
-        self._received.discard(vllm_id)
-        self._sent.add(vllm_id)
-
-    @property
-    def has_reports(self) -> bool:
-        """Whether vLLM is to be told something."""
-        return bool(self._sent or self._received)
+                self._mirror.take_out(sorted(self.plane.written_blocks()))
+            self.plane.end_step()
 
     def take_reports(self) -> tuple[set[str], set[str]]:
         """What vLLM is told at the end of a step: sent and received, each id once."""
-        reports = self._sent, self._received
-        self._sent, self._received = set(), set()
-        return reports
+        orders, self._orders = self._orders, StepOrders()
+        return set(orders.released), {received.vllm_id for received in orders.received}
+
+    def forget(self, number: str) -> None:
+        """A request has ended. Any thread."""
+        FIRST_TOKENS.forget(number)
+        if (plane := self.plane) is not None:
+            plane.forget(number)

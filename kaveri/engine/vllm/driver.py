@@ -19,15 +19,14 @@ from kaveri.engine.contract import (
     StepTokens,
     TokenStep,
 )
-from kaveri.engine.stepwise_pushes import Pushes
-from kaveri.engine.stepwise_sequence import Phase, Source
+from kaveri.engine.stepwise_sequence import Phase
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.vllm.board import Board
 from kaveri.engine.vllm.connector_scheduler import Advance, Placement
-from kaveri.engine.vllm.connector_worker import StepAdvances
-from kaveri.engine.vllm.draws import FIRST_TOKENS
+from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.hosted import Hosted
+from kaveri.engine.vllm.orders import Chunk, Received
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
 from kaveri.errors import EngineError, KaveriError, NoCapacity
 from kaveri.sampling import FinishReason
@@ -48,7 +47,7 @@ class Driver:
         self,
         board: Board,
         host: Host,
-        pushes: Pushes,
+        plane: DataPlane,
         info: EngineInfo,
         max_batch: int,
         grant: Callable[[Placement], None],
@@ -59,7 +58,7 @@ class Driver:
         self._account = board.account
         self._outbox = board.outbox
         self._host = host
-        self._pushes = pushes
+        self._plane = plane
         self._info = info
         self._max_batch = max_batch
         self._grant = grant
@@ -103,15 +102,15 @@ class Driver:
 
     def stepping(
         self, placements: Sequence[Placement], advances: Sequence[Advance], preempted: Sequence[Hosted]
-    ) -> StepAdvances:
+    ) -> Sequence[Chunk]:
         """See Desk.stepping."""
-        followed: list[tuple[Source, int, int]] = []
+        chunks: list[Chunk] = []
         unwanted: list[bytes] = []
         with self._board.lock:
             for hosted in preempted:
                 if hosted.done:
                     continue
-                if hosted.source is not None:
+                if hosted.is_source:
                     # Its blocks are written by others from now on: what was queued of them must not be accepted.
                     if hosted.transfer_id is not None:
                         unwanted.append(hosted.transfer_id)
@@ -123,9 +122,9 @@ class Driver:
                     self._outbox.put(Preempted(hosted.key))
             for hosted, computed, block_ids in advances:
                 hosted.preempted = hosted.behind = False
-                if hosted.source is not None:
-                    hosted.take(block_ids)
-                    followed.append((hosted.source, hosted.computed, computed))
+                if hosted.is_source:
+                    token_count, new_blocks = len(hosted.request.token_ids), hosted.take(block_ids)
+                    chunks.append(Chunk(hosted.number, token_count, new_blocks, hosted.computed, computed))
                     if not hosted.started and not hosted.done:
                         self._outbox.put(PrefillStarted(hosted.key))
                 hosted.started = True
@@ -134,18 +133,18 @@ class Driver:
                 hosted.landing_blocks = list(block_ids[first_block:])
             self._account.unused_blocks = self._host.free_blocks
         for transfer_id in unwanted:
-            self._pushes.abort(transfer_id)
+            self._plane.abort_push(transfer_id)
         for placement in placements:
             self._grant(placement)
         self._advances = advances
         # A request that has begun says so before the step that begins it is computed.
         self._outbox.publish()
-        return followed
+        return chunks
 
     def keeps_blocks(self, hosted: Hosted, token_id: int | None) -> bool:
         """See Desk.keeps_blocks."""
         with self._board.lock:
-            if hosted.source is None:
+            if not hosted.is_source:
                 # vLLM itself keeps those of a request that still waits for its KV.
                 return False
             if hosted.transfer_id is not None:
@@ -177,7 +176,7 @@ class Driver:
 
     def _sleep(self, stalled: bool) -> None:
         """Returns when there is something to do. With the lock held."""
-        while not (self._board.closing or self._board.woken or self._host.worker_side.has_reports):
+        while not (self._board.closing or self._board.woken or self._host.scheduler_side.has_reports):
             runnable = self._runnable_count() > 0
             if runnable and not stalled:
                 return
@@ -194,7 +193,7 @@ class Driver:
             self._add(hosted)
         self._release_ended()
         self._admit_waiting()
-        reporting = self._host.worker_side.has_reports
+        reporting = self._host.scheduler_side.has_reports
         outputs: Sequence[Any] = ()
         self._advances = ()
         if reporting or self._runnable_count():
@@ -236,12 +235,12 @@ class Driver:
                     gone.append(hosted)
             elif untouched and not hosted.released:
                 hosted.released = True
-                self._host.worker_side.report_released(hosted.vllm_id)
+                self._host.scheduler_side.report_released(hosted.vllm_id)
         with self._board.lock:
             for hosted in gone:
                 self._account.forget(hosted)
         for hosted in gone:
-            FIRST_TOKENS.forget(hosted.number)
+            self._plane.forget(hosted.number)
 
     def _admit_waiting(self) -> None:
         """Lets vLLM compute admitted requests, as many as the batch has room for."""
@@ -253,9 +252,10 @@ class Driver:
             admitted = self._account.admit(self._max_batch)
         for hosted in admitted:
             if hosted.by_transfer:
-                FIRST_TOKENS.put(hosted.number, hosted.token_ids[-1])
                 hosted.received = True
-                self._host.worker_side.report_received(hosted.vllm_id, hosted.landing_blocks)
+                landed = tuple(hosted.landing_blocks)
+                received = Received(hosted.vllm_id, hosted.number, landed, hosted.token_ids[-1])
+                self._host.scheduler_side.report_received(received)
             else:
                 self._continue_adopted(hosted)
 
@@ -301,7 +301,7 @@ class Driver:
         left = hosted.leave_behind()
         if left.stopped:
             left.released = True
-            self._host.worker_side.report_released(left.vllm_id)
+            self._host.scheduler_side.report_released(left.vllm_id)
         else:
             # It waits for its KV, as far as vLLM knows, and is aborted with the others that have ended.
             self._host.scheduler_side.leave_to(left)
@@ -309,7 +309,7 @@ class Driver:
 
     def _settle_step(self, outputs: Sequence[Any]) -> None:
         """Accounts for a step and tells what it drew."""
-        computed: list[tuple[Source, int]] = []
+        computed: list[tuple[str, int]] = []
         unwanted: list[bytes] = []
         with self._board.lock:
             for hosted, computed_tokens, _ in self._advances:
@@ -334,27 +334,26 @@ class Driver:
             self._account.unused_blocks = self._host.free_blocks
         # Nobody waits longer for a first token because its KV is handed over.
         self._outbox.publish()
-        for source, first_token_id in computed:
-            self._pushes.hand_over(source, first_token_id)
+        for number, first_token_id in computed:
+            self._plane.hand_over(number, first_token_id)
         for transfer_id in unwanted:
-            self._pushes.abort(transfer_id)
+            self._plane.abort_push(transfer_id)
 
     def _settle_prompt(
-        self, hosted: Hosted, output: Any, computed: list[tuple[Source, int]], unwanted: list[bytes]
+        self, hosted: Hosted, output: Any, computed: list[tuple[str, int]], unwanted: list[bytes]
     ) -> None:
         """A prompt is computed: its KV is handed over to whom it is pushed, or not wanted any more."""
         drawn = output.outputs[0]
         if not drawn.token_ids:
             self._fail(hosted, drawn.finish_reason)
             return
-        assert hosted.source is not None
         token_id = drawn.token_ids[0]
         finish = self._finish(hosted, token_id)
         self._outbox.put(FirstToken(hosted.key, token_id, self._logprobs(hosted, drawn), finish))
         hosted.draw(token_id)
         hosted.phase = Phase.COMPUTED
         if finish is None:
-            computed.append((hosted.source, token_id))
+            computed.append((hosted.number, token_id))
             return
         if hosted.transfer_id is not None:
             unwanted.append(hosted.transfer_id)
@@ -372,7 +371,6 @@ class Driver:
             if token_id != hosted.token_ids[-1]:
                 raise EngineError(f"vLLM drew {token_id} where {hosted.token_ids[-1]} was handed over")
             hosted.resumed = True
-            FIRST_TOKENS.forget(hosted.number)
             return
         finish = self._finish(hosted, token_id)
         steps.append(TokenStep(hosted.key, hosted.draw_index, token_id, self._logprobs(hosted, drawn), finish))

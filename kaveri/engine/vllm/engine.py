@@ -1,8 +1,7 @@
 """The engine seam on vLLM: our order, our admission, our transfers around its in-process engine.
 
 Owns the calls of the seam and what the transfers tell. Leaves computing, batching and blocks to vLLM (host), stepping
-it to the driver, what the threads share to the board, bytes to the KV sender and receiver, and what may be pushed to
-stepwise_pushes.
+it to the driver, what the threads share to the board, and KV to the ranks' ends of the data plane.
 
 What vLLM does not offer is made of what it does: a prompt is a request for one token, whose blocks are kept when it
 has ended until they are pushed; a reservation is a request that waits for its KV, and is told that it is there when
@@ -13,7 +12,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from kaveri.engine.contract import (
@@ -28,17 +27,19 @@ from kaveri.engine.contract import (
     LandingFailed,
     RequestFailed,
 )
-from kaveri.engine.stepwise_pushes import Pushes, first_token_of
-from kaveri.engine.stepwise_sequence import Phase, Source, validate_request
+from kaveri.engine.stepwise_pushes import first_token_of
+from kaveri.engine.stepwise_sequence import Phase, validate_request
 from kaveri.engine.vllm.board import Board
 from kaveri.engine.vllm.connector_scheduler import Placement
+from kaveri.engine.vllm.data_plane import DataPlane, DataPlaneEvent, Granted
 from kaveri.engine.vllm.driver import Driver
 from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.hosted import Hosted
+from kaveri.engine.vllm.rank_plane import RankSetup
 from kaveri.errors import ConfigError, EngineError, InvalidArgument, KaveriError, RequestCancelled
-from kaveri.kv.flow import KvFlow, ReceiverFlow
-from kaveri.kv.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.flow import KvFlow
+from kaveri.kv.receiver import CREDIT_BYTES, TransferLanded, TransferReleased
+from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
 from kaveri.telemetry.logs import get_logger
@@ -54,8 +55,9 @@ class VllmEngine:
 
     max_batch: most decode requests in the running batch; admitted ones beyond wait here, in order.
     listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
-    transports: what carries KV, in the order in which this engine's pushes prefer them; None for the socket transports.
-    kv_credit_bytes: what all who push here may have under way together.
+    transports: makes what carries KV, for each rank, in the order in which this engine's pushes prefer them; at the top
+    of a module where ranks are in processes of their own. None for the socket transports.
+    kv_credit_bytes: what all who push to one rank here may have under way together.
     Raises ConfigError when one request of the model's length does not fit into the empty pool, or when it cannot
     listen; the host is the caller's own then, and the engine's otherwise.
     """
@@ -66,11 +68,10 @@ class VllmEngine:
         *,
         max_batch: int = 64,
         listen: Sequence[KvEndpoint] = (),
-        transports: Sequence[Transport] | None = None,
+        transports: Callable[[], Sequence[Transport]] | None = None,
         kv_credit_bytes: int = CREDIT_BYTES,
     ) -> None:
-        pool = host.worker_side.pool
-        layout, total_blocks = pool.layout, host.free_blocks
+        layout, total_blocks = host.ranks[0].layout, host.free_blocks
         if max_batch < 1:
             raise ConfigError("max_batch", f"is {max_batch}; it must be at least 1")
         if layout.block_count(host.max_model_len) > total_blocks:
@@ -86,23 +87,11 @@ class VllmEngine:
         self._outbox = self._board.outbox
         self._push_owners: dict[bytes, Hosted] = {}
         self._landing_owners: dict[bytes, Hosted] = {}
-        # What became of transfers before grant() had returned here.
-        self._early_landings: dict[bytes, TransferLanded | TransferReleased] = {}
         self._shut_down = False
 
         epoch = secrets.randbits(63)
-        self._receiver: KvReceiver | None = None
-        if listen:
-            self._receiver = KvReceiver(
-                pool,
-                self._on_landing,
-                listen=listen,
-                epoch=epoch,
-                transports=transports,
-                credit_bytes=kv_credit_bytes,
-            )
-        self._sender = KvSender(pool, self._on_push, transports=transports)
-        self._pushes = Pushes(self._sender, layout)
+        setup = RankSetup(tuple(listen), transports, epoch, kv_credit_bytes)
+        self._plane = DataPlane(host.ranks, setup, self._on_transfer, self._board.stop)
         self._info = EngineInfo(
             engine="vllm",
             layout=layout,
@@ -111,12 +100,9 @@ class VllmEngine:
             vocab_size=host.vocab_size,
             eos_token_ids=host.eos_token_ids,
             epoch=epoch,
-            kv_endpoints=self._receiver.endpoints if self._receiver is not None else (),
+            kv_endpoints=self._plane.endpoints,
         )
-        self._driver = Driver(
-            self._board, host, self._pushes, self._info, max_batch, self._grant, self._close_transfers
-        )
-        host.worker_side.pushes = self._pushes
+        self._driver = Driver(self._board, host, self._plane, self._info, max_batch, self._grant, self._plane.close)
         host.scheduler_side.desk = self._driver
 
     # Both sides.
@@ -137,18 +123,16 @@ class VllmEngine:
             self._board.wake()
         if thread.is_alive() and thread is not threading.current_thread():
             thread.join(_CLOSE_TIMEOUT_S)
-        self._close_transfers()
+        self._plane.close()
         if thread.is_alive():
             get_logger().warning("a step goes on past the engine's end", waited_s=_CLOSE_TIMEOUT_S)
             return
         self._board.fail_waiting("it is closed")
-        self._host.worker_side.pushes = None
         self._host.scheduler_side.desk = None
         with self._board.lock:
             self._account.clear()
             self._push_owners.clear()
             self._landing_owners.clear()
-            self._early_landings.clear()
         if not self._shut_down:
             self._shut_down = True
             self._host.shutdown()
@@ -158,8 +142,7 @@ class VllmEngine:
             return self._account.stats()
 
     def kv_flow(self) -> KvFlow:
-        receiving = self._receiver.flow() if self._receiver is not None else ReceiverFlow()
-        return KvFlow(self._sender.flow(), receiving)
+        return self._plane.flow()
 
     def abort(self, key: AttemptKey) -> None:
         refused: Future[Ticket] | None = None
@@ -177,9 +160,9 @@ class VllmEngine:
         if refused is not None:
             refused.set_exception(RequestCancelled(key.request_id))
         if push_id is not None:
-            self._pushes.abort(push_id)
-        if landing_id is not None and self._receiver is not None:
-            self._receiver.revoke(landing_id)
+            self._plane.abort_push(push_id)
+        if landing_id is not None:
+            self._plane.revoke(landing_id)
 
     def check_integrity(self) -> None:
         """As the contract. Waits for the step under way, if any; must not be called by the listener."""
@@ -206,6 +189,7 @@ class VllmEngine:
 
     def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
         self._layout.require_same(ticket.layout)
+        ticket.of_ranks()
         with self._board.lock:
             self._board.require_alive()
             hosted = self._account.prefills.get(key)
@@ -213,34 +197,26 @@ class VllmEngine:
                 return
             if hosted.transfer_id is not None:
                 raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
-            source = hosted.source
-            assert source is not None
-            pushed = self._layout.block_count(source.token_count) - ticket.first_block
-            if (ticket.token_count, len(ticket.block_ids)) != (source.token_count, pushed):
-                reason = f"the ticket is for {ticket.token_count} tokens, the request has {source.token_count}"
-                self._outbox.put(KvPushFailed(key, reason))
-                source = None
+            token_count = len(hosted.request.token_ids)
+            pushed = self._layout.block_count(token_count) - ticket.first_block
+            refusal = None
+            if (ticket.token_count, len(ticket.block_ids)) != (token_count, pushed):
+                refusal = f"the ticket is for {ticket.token_count} tokens, the request has {token_count}"
             elif ticket.transfer_id in self._push_owners:
-                self._outbox.put(KvPushFailed(key, "the ticket is in use by another push"))
-                source = None
+                refusal = "the ticket is in use by another push"
+            if refusal is not None:
+                self._outbox.put(KvPushFailed(key, refusal))
             else:
                 hosted.transfer_id = ticket.transfer_id
                 self._push_owners[ticket.transfer_id] = hosted
-        if source is not None:
-            self._open_push(hosted, source, ticket)
+        if refusal is None:
+            self._plane.open_push(hosted.number, ticket)
+            with self._board.lock:
+                ended = hosted.done
+            # The request ended before the data plane knew of its push, so nobody could abort it.
+            if ended:
+                self._plane.abort_push(ticket.transfer_id)
         self._outbox.publish()
-
-    def _open_push(self, hosted: Hosted, source: Source, ticket: Ticket) -> None:
-        try:
-            self._pushes.open(source, ticket)
-        except KaveriError as error:
-            self._on_push(PushFailed(ticket.transfer_id, str(error)))
-            return
-        with self._board.lock:
-            ended = hosted.done
-        # The request ended before the sender knew of its push, so nobody could abort it.
-        if ended:
-            self._pushes.abort(ticket.transfer_id)
 
     # The decode side.
 
@@ -250,7 +226,7 @@ class VllmEngine:
         granted.set_running_or_notify_cancel()
         try:
             validate_request(request, self._info)
-            if self._receiver is None:
+            if not self._plane.listens:
                 raise EngineError("this engine takes no pushes")
             number = f"kaveri-{next(_NUMBERS)}"
             hosted = Hosted.decode(number, request, self._layout, expires_in_s, granted)
@@ -281,31 +257,39 @@ class VllmEngine:
     # What the driver and the transfers tell.
 
     def _grant(self, placement: Placement) -> None:
-        """vLLM has blocks for a reservation: whoever waits for it gets the ticket."""
-        assert self._receiver is not None, "only an engine that listens reserves"
+        """vLLM has blocks for a reservation: a ticket is made for whoever waits for it."""
         hosted, first_block, block_ids = placement
+        transfer_id = secrets.token_bytes(16)
         with self._board.lock:
             if hosted.done:
                 return
+            hosted.transfer_id = transfer_id
+            self._landing_owners[transfer_id] = hosted
         token_count = len(hosted.request.token_ids)
         expires_in_s = max(0.0, hosted.expires_at_s - time.monotonic())
-        try:
-            ticket = self._receiver.grant(block_ids[first_block:], token_count, expires_in_s, first_block=first_block)
-        except KaveriError as error:
-            self._driver.refuse(hosted, error)
-            return
+        self._plane.grant(transfer_id, block_ids[first_block:], token_count, expires_in_s, first_block)
         with self._board.lock:
-            hosted.transfer_id = ticket.transfer_id
-            self._landing_owners[ticket.transfer_id] = hosted
             ended = hosted.done
-            granted, hosted.granted = hosted.granted, None
-            early = self._early_landings.pop(ticket.transfer_id, None)
-            if early is not None:
-                self._settle_landing(early)
+        # It was aborted before the data plane knew of its transfer, so nobody could revoke it.
         if ended:
-            # It was aborted before its ticket could be revoked.
-            self._receiver.revoke(ticket.transfer_id)
-        elif granted is not None:
+            self._plane.revoke(transfer_id)
+
+    def _on_transfer(self, event: DataPlaneEvent) -> None:
+        if isinstance(event, Granted):
+            self._on_granted(event.ticket)
+        elif isinstance(event, PushAccepted | PushFailed):
+            self._on_push(event)
+        else:
+            self._on_landing(event)
+        self._outbox.publish()
+
+    def _on_granted(self, ticket: Ticket) -> None:
+        with self._board.lock:
+            hosted = self._landing_owners.get(ticket.transfer_id)
+            if hosted is None:
+                return
+            granted, hosted.granted = hosted.granted, None
+        if granted is not None:
             granted.set_result(ticket)
 
     def _on_push(self, event: PushAccepted | PushFailed) -> None:
@@ -321,40 +305,34 @@ class VllmEngine:
                 self._outbox.put(KvPushed(hosted.key, event.kv_bytes, event.transport))
             else:
                 self._outbox.put(KvPushFailed(hosted.key, event.reason))
-        self._outbox.publish()
 
     def _on_landing(self, event: TransferLanded | TransferReleased) -> None:
         with self._board.lock:
-            self._settle_landing(event)
-        self._outbox.publish()
-
-    def _settle_landing(self, event: TransferLanded | TransferReleased) -> None:
-        hosted = self._landing_owners.pop(event.transfer_id, None)
-        if hosted is None:
-            self._early_landings[event.transfer_id] = event
-            return
-        hosted.transfer_id = None
-        if hosted.done:
-            self._board.wake()
-            return
-        if isinstance(event, TransferLanded):
-            first_token_id = first_token_of(event.note)
-            if first_token_id is not None and first_token_id < self._info.vocab_size:
-                hosted.computed = len(hosted.token_ids)
-                hosted.draw(first_token_id)
-                hosted.phase = Phase.LANDED
-                self._outbox.put(Landed(hosted.key, event.kv_bytes))
+            hosted = self._landing_owners.pop(event.transfer_id, None)
+            if hosted is None:
                 return
-            # Its sender was told that it is accepted, and so cannot tell anybody that the request is lost.
-            failure: RequestFailed | LandingFailed = RequestFailed(
-                hosted.key, "the hand-over names no token of this model"
-            )
-        else:
-            failure = LandingFailed(hosted.key, event.reason)
-        self._board.end(hosted)
-        self._outbox.put(failure)
-
-    def _close_transfers(self) -> None:
-        self._sender.close()
-        if self._receiver is not None:
-            self._receiver.close()
+            hosted.transfer_id = None
+            if hosted.done:
+                self._board.wake()
+                return
+            granted, hosted.granted = hosted.granted, None
+            failure: RequestFailed | LandingFailed | None = None
+            if isinstance(event, TransferReleased):
+                failure = LandingFailed(hosted.key, event.reason)
+            else:
+                first_token_id = first_token_of(event.note)
+                if first_token_id is None or first_token_id >= self._info.vocab_size:
+                    # Its sender was told that it is accepted, and so cannot tell anybody that the request is lost.
+                    failure = RequestFailed(hosted.key, "the hand-over names no token of this model")
+                else:
+                    hosted.computed = len(hosted.token_ids)
+                    hosted.draw(first_token_id)
+                    hosted.phase = Phase.LANDED
+                    self._outbox.put(Landed(hosted.key, event.kv_bytes))
+            if failure is not None:
+                self._board.end(hosted)
+                if granted is None:
+                    self._outbox.put(failure)
+        if granted is not None:
+            # Nobody has the ticket yet.
+            granted.set_exception(EngineError(f"no ticket could be granted: {event}"))

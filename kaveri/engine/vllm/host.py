@@ -7,17 +7,21 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-
 from kaveri.engine.vllm.connector import KaveriConnector
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
-from kaveri.engine.vllm.connector_worker import WorkerSide
+from kaveri.engine.vllm.rank import Rank
 
 
 class Host:
-    """A loaded vLLM engine (LLMEngine, VLLM_ENABLE_V1_MULTIPROCESSING=0) with our connector in it."""
+    """A loaded vLLM engine (LLMEngine, VLLM_ENABLE_V1_MULTIPROCESSING=0) with our connector in it.
 
-    def __init__(self, llm: Any, *, max_model_len: int, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    ranks: its tensor-parallel ranks, in their order.
+    """
+
+    def __init__(
+        self, llm: Any, ranks: Sequence[Rank], *, max_model_len: int, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.ranks = tuple(ranks)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -25,13 +29,10 @@ class Host:
         # Stands for the time of arrival, by which vLLM orders requests of one priority.
         self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
-        scheduler_connector, worker_connector = self._scheduler.get_kv_connector(), get_kv_transfer_group()
-        assert isinstance(scheduler_connector, KaveriConnector), "vLLM runs without our connector"
-        assert isinstance(worker_connector, KaveriConnector), "vLLM runs without our connector"
-        assert scheduler_connector.scheduler_side is not None
-        assert worker_connector.worker_side is not None
-        self.scheduler_side: SchedulerSide = scheduler_connector.scheduler_side
-        self.worker_side: WorkerSide = worker_connector.worker_side
+        connector = self._scheduler.get_kv_connector()
+        assert isinstance(connector, KaveriConnector), "vLLM runs without our connector"
+        assert connector.scheduler_side is not None
+        self.scheduler_side: SchedulerSide = connector.scheduler_side
 
     def add(self, number: str, token_ids: Sequence[int], params: Any, *, is_prefill: bool) -> None:
         """Queues a request. Raises whatever vLLM does when it refuses one.
@@ -85,6 +86,8 @@ class Host:
         return {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt and not block.is_null}
 
     def shutdown(self) -> None:
-        """Ends vLLM and frees its memory."""
+        """Ends vLLM and its ranks, and frees its memory."""
+        for rank in self.ranks:
+            rank.shutdown()
         with contextlib.suppress(Exception):
             self._llm.engine_core.shutdown()

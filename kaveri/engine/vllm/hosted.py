@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.engine.contract import AttemptKey, EngineRequest
-from kaveri.engine.stepwise_sequence import Phase, Source
+from kaveri.engine.stepwise_sequence import Phase
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import Ticket
 
@@ -27,15 +27,15 @@ class Hosted:
     draw_index: int
     """Index within the answer of the next token to tell of."""
     block_ids: list[int] = field(default_factory=list)
-    """Blocks that vLLM has given it, as far as they count against what was promised. Prefill side: the source's own."""
+    """Blocks that vLLM has given it, as far as they count against what was promised."""
     computed: int = 0
     """Tokens whose KV is in its blocks, as of the last step."""
     started: bool = False
     """Its first chunk, or its first step in the running batch, has begun."""
     preempted: bool = False
     """It has given its blocks up and waits, inside vLLM, to be computed again."""
-    source: Source | None = None
-    """What of its blocks may be pushed. Prefill side only."""
+    is_source: bool = False
+    """Its blocks may be pushed. Prefill side only."""
     transfer_id: bytes | None = None
     """The open transfer that reads its blocks (prefill side) or can write them (decode side)."""
     granted: "Future[Ticket] | None" = None
@@ -72,7 +72,7 @@ class Hosted:
     def prefill(cls, number: str, request: EngineRequest, layout: KvLayout) -> "Hosted":
         """A prompt to be computed."""
         hosted = cls._of(number, request, Phase.PREFILLING, layout.block_count(len(request.token_ids)))
-        hosted.source = Source(hosted.block_ids, len(request.token_ids))
+        hosted.is_source = True
         return hosted
 
     @classmethod
@@ -107,9 +107,11 @@ class Hosted:
             return 0
         return max(0, self.needed_blocks - len(self.block_ids))
 
-    def take(self, block_ids: Sequence[int]) -> None:
-        """vLLM has given it these blocks, all of them, in order."""
-        self.block_ids += block_ids[len(self.block_ids) :]
+    def take(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """vLLM has given it these blocks, all of them, in order. Returns those that are new."""
+        new = tuple(block_ids[len(self.block_ids) :])
+        self.block_ids += new
+        return new
 
     def draw(self, token_id: int) -> None:
         """Its next token is drawn."""

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -15,6 +15,7 @@ from kaveri.models import resolve_model
 from kaveri.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
+    from kaveri.engine.vllm.connector_worker import WorkerSide
     from kaveri.engine.vllm.engine import VllmEngine
     from kaveri.engine.vllm.host import Host
 
@@ -66,7 +67,7 @@ def load_engine(
     chunk_tokens: int,
     max_batch: int,
     listen: Sequence[KvEndpoint] = (),
-    transports: Sequence[Transport] | None = None,
+    transports: Callable[[], Sequence[Transport]] | None = None,
     kv_credit_bytes: int = CREDIT_BYTES,
     engine_args: Mapping[str, Any] | None = None,
 ) -> "VllmEngine":
@@ -118,13 +119,15 @@ def load_host(
     for key, value in (engine_args or {}).items():
         if key in _OURS:
             raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
-        if key == "tensor_parallel_size" and value != 1:
-            raise ConfigError("engine_args", f"{key} is {value}; one data-plane endpoint per rank is not there yet")
+        if key == "tensor_parallel_size" and (type(value) is not int or value < 1):
+            raise ConfigError("engine_args", f"{key} is {value!r}; it must be a whole number, at least 1")
     # In another process vLLM's scheduler could not be told anything between two steps.
     if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", "is not 0; Kaveri drives vLLM within its own process")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Of ranks: this process has threads, gRPC's among them, which do not survive a fork.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     # After the environment is set, which vLLM reads when it is imported.
     from vllm import EngineArgs, LLMEngine
     from vllm.config import KVTransferConfig
@@ -134,7 +137,11 @@ def load_host(
     from kaveri.engine.vllm.connector import CONNECTOR_NAME
     from kaveri.engine.vllm.draws import KeyedDraws
     from kaveri.engine.vllm.host import Host
+    from kaveri.engine.vllm.rank import LocalRank, Rank
+    from kaveri.engine.vllm.remote_rank import RankMeeting
 
+    rank_count = (engine_args or {}).get("tensor_parallel_size", 1)
+    meeting = RankMeeting(rank_count) if rank_count > 1 else None
     folder = local_folder(resolve_model(model))
     arguments: dict[str, Any] = {
         "enforce_eager": True,
@@ -160,26 +167,34 @@ def load_host(
             kv_connector_extra_config={
                 "model_fingerprint": model_fingerprint(fingerprint(folder), engine_args or {}),
                 "mirrored": mirrored,
+                "ranks_at": meeting.path if meeting is not None else "",
             },
         ),
     }
     if block_tokens:
         arguments["block_size"] = block_tokens
+    if meeting is not None:
+        arguments["distributed_executor_backend"] = "mp"
     try:
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        ranks: Sequence[Rank] = meeting.ranks() if meeting is not None else (LocalRank(_worker_side()),)
     except ConfigError:
         raise
     except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise ConfigError("engine", f"vLLM cannot serve {model}: {lines[-1].strip():.300}") from error
+    finally:
+        if meeting is not None:
+            meeting.close()
     config = llm.model_config
     host = Host(
         llm,
+        ranks,
         max_model_len=config.max_model_len,
         vocab_size=config.get_vocab_size(),
         eos_token_ids=_eos_token_ids(config),
     )
-    pool_tokens = host.free_blocks * host.worker_side.pool.layout.block_tokens
+    pool_tokens = host.free_blocks * ranks[0].layout.block_tokens
     if max_model_len is None and host.max_model_len > pool_tokens:
         # vLLM has counted the block that it keeps for itself.
         host.max_model_len = pool_tokens
@@ -201,6 +216,18 @@ def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
         return checkpoint
     described = json.dumps([checkpoint, changes], sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(described.encode())
+
+
+def _worker_side() -> "WorkerSide":
+    """The connector's, of an engine that computes in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kaveri.engine.vllm.connector import KaveriConnector
+
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, KaveriConnector), "vLLM runs without our connector"
+    assert connector.worker_side is not None
+    return connector.worker_side
 
 
 def _eos_token_ids(config: Any) -> frozenset[int]:

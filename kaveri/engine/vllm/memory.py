@@ -105,7 +105,7 @@ def _is_one_run(tensor: Tensor) -> bool:
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) -> KvLayout:
-    """What a block of this vLLM engine looks like. Raises ConfigError for a cache whose blocks we cannot name."""
+    """What a block of this vLLM engine looks like, over all ranks. Raises ConfigError where we cannot name it."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
@@ -113,15 +113,21 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) ->
     spec = groups[0].kv_cache_spec
     if spec.head_size_v != spec.head_size or spec.dtype not in _DTYPE_NAMES:
         raise ConfigError("model", f"its KV cache is {spec.dtype}, {spec.head_size} and {spec.head_size_v} wide")
-    return KvLayout(
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    layout = KvLayout(
         model_fingerprint=model_fingerprint,
         layer_count=len(groups[0].layer_names),
         block_tokens=spec.block_size,
-        kv_head_count=spec.num_kv_heads,
+        kv_head_count=vllm_config.model_config.get_total_num_kv_heads(),
         head_dim=spec.head_size,
         dtype=_DTYPE_NAMES[spec.dtype],
         order=_order(vllm_config, groups[0].layer_names),
+        tensor_ranks=ranks,
     )
+    if layout.rank(0).kv_head_count != spec.num_kv_heads:
+        reason = f"{ranks} ranks of {layout.kv_head_count} KV heads have {spec.num_kv_heads} each on vLLM"
+        raise ConfigError("model", reason)
+    return layout
 
 
 def _order(vllm_config: Any, layer_names: Sequence[str]) -> str:

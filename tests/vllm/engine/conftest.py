@@ -19,9 +19,10 @@ _BLOCKS = 401
 class Lender:
     """Processes for one role, each with vLLM and the same model in it."""
 
-    def __init__(self, model: Path, max_batch: int, *, mirrored: bool = False) -> None:
+    def __init__(self, model: Path, max_batch: int, *, mirrored: bool = False, tensor_ranks: int = 1) -> None:
         self._model = model
         self._mirrored = mirrored
+        self._tensor_ranks = tensor_ranks
         self._max_batch = max_batch
         self._processes: list[EngineProcess] = []
 
@@ -40,7 +41,7 @@ class Lender:
             "kv_cache_memory_bytes": 2**27,
             "chunk_tokens": CHUNK_TOKENS,
             "max_batch": self._max_batch,
-            "engine_args": {"num_gpu_blocks_override": _BLOCKS},
+            "engine_args": {"num_gpu_blocks_override": _BLOCKS, "tensor_parallel_size": self._tensor_ranks},
             "mirrored": self._mirrored,
         }
         process = EngineProcess(
@@ -48,6 +49,9 @@ class Lender:
             str(self._model),
             loading,
             preload=["kaveri.testing.vllm_engines"],
+            has_children=self._tensor_ranks > 1,
+            # Ranks may share a core here.
+            VLLM_CPU_OMP_THREADS_BIND="nobind",
             OMP_NUM_THREADS="1",
             VLLM_LOGGING_LEVEL="ERROR",
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -92,5 +96,19 @@ def mirrored_prefills(model_folder: Path) -> Iterator[Lender]:
 @pytest.fixture(scope="session")
 def mirrored_decodes(model_folder: Path) -> Iterator[Lender]:
     lender = Lender(model_folder, 8, mirrored=True)
+    yield lender
+    lender.close()
+
+
+@pytest.fixture(scope="session")
+def two_rank_prefills(model_folder: Path) -> Iterator[Lender]:
+    lender = Lender(model_folder, 0, tensor_ranks=2)
+    yield lender
+    lender.close()
+
+
+@pytest.fixture(scope="session")
+def two_rank_decodes(model_folder: Path) -> Iterator[Lender]:
+    lender = Lender(model_folder, 8, tensor_ranks=2)
     yield lender
     lender.close()

@@ -1,0 +1,250 @@
+"""The data planes of all ranks as one: a push is accepted, and a transfer has landed, when it is in every rank.
+
+A transfer has one name in all ranks. When it fails in one it is given up in the others, and has ended when no rank's
+blocks can be touched any more.
+"""
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from kaveri.engine.vllm.rank import Rank
+from kaveri.engine.vllm.rank_plane import RankEvent, RankGranted, RankSetup
+from kaveri.errors import ConfigError
+from kaveri.kv.flow import KvFlow, ReceiverFlow, SenderFlow
+from kaveri.kv.receiver import TransferLanded, TransferReleased
+from kaveri.kv.sender import PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transports import PATH_NAMES
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Every rank takes the transfer: the ticket may be given away."""
+
+    ticket: Ticket
+
+
+DataPlaneEvent = Granted | PushAccepted | PushFailed | TransferLanded | TransferReleased
+
+
+class DataPlane:
+    """Safe to use from any thread. No call but close() waits for a rank in another process.
+
+    setup: for all ranks; each listens at an address of its own (rank_endpoint). listener: called on any thread, and
+    within the call to grant() or open_push(), too. on_lost: a rank is gone, and all is lost with it.
+    Raises ConfigError when a rank cannot listen; the ranks are detached then.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        setup: RankSetup,
+        listener: Callable[[DataPlaneEvent], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.layout = ranks[0].layout
+        assert len(ranks) == self.layout.tensor_ranks, f"{len(ranks)} ranks of {self.layout}"
+        assert all(rank.layout == self.layout for rank in ranks), "the ranks are of unlike engines"
+        self._ranks = tuple(ranks)
+        self._epoch = setup.epoch
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._pushes: dict[bytes, _Spread] = {}
+        self._landings: dict[bytes, _Spread] = {}
+        self._listens = bool(setup.listen)
+        endpoints = []
+        try:
+            for number, rank in enumerate(self._ranks):
+                listen = tuple(rank_endpoint(endpoint, number) for endpoint in setup.listen)
+                own = replace(setup, listen=listen)
+                endpoints.append(rank.attach(own, partial(self._on_rank, number), on_lost))
+        except BaseException:
+            self.close()
+            raise
+        self._endpoints = tuple(endpoints)
+
+    @property
+    def endpoints(self) -> tuple[KvEndpoint, ...]:
+        """Where KV is taken, rank by rank."""
+        return tuple(endpoint for of_rank in self._endpoints for endpoint in of_rank)
+
+    @property
+    def listens(self) -> bool:
+        """Whether pushes are taken at all."""
+        return self._listens
+
+    def grant(
+        self, transfer_id: bytes, block_ids: Sequence[int], token_count: int, expires_in_s: float, first_block: int
+    ) -> None:
+        """Leases the blocks, in every rank, to one transfer: Granted follows, and then TransferLanded or
+        TransferReleased; or the latter alone."""
+        alone = len(self._ranks) == 1
+        ticket = Ticket(
+            transfer_id=transfer_id,
+            secret=secrets.token_bytes(16),
+            epoch=self._epoch,
+            endpoints=self._endpoints[0] if alone else (),
+            block_ids=tuple(block_ids),
+            token_count=token_count,
+            expires_in_s=expires_in_s,
+            layout=self.layout,
+            first_block=first_block,
+            parts=() if alone else self._endpoints,
+        )
+        self._open(self._landings, ticket)
+        for rank, own in zip(self._ranks, ticket.of_ranks(), strict=True):
+            rank.grant(own)
+        self._give_up_rest(self._landings, transfer_id)
+
+    def revoke(self, transfer_id: bytes) -> None:
+        """The transfer is not wanted any more: TransferReleased follows, unless it has landed."""
+        for rank in self._ranks:
+            rank.revoke(transfer_id)
+
+    def open_push(self, number: str, ticket: Ticket) -> None:
+        """Begins to push a prompt. PushAccepted or PushFailed follows. Raises LayoutMismatch and InvalidArgument for a
+        ticket of another layout."""
+        self.layout.require_same(ticket.layout)
+        tickets = ticket.of_ranks()
+        self._open(self._pushes, ticket)
+        for rank, own in zip(self._ranks, tickets, strict=True):
+            rank.open_push(number, own)
+        self._give_up_rest(self._pushes, ticket.transfer_id)
+
+    def abort_push(self, transfer_id: bytes) -> None:
+        """Gives a push up: PushFailed follows, unless it was accepted. Behind open_push(), never before it."""
+        for rank in self._ranks:
+            rank.abort_push(transfer_id)
+
+    def hand_over(self, number: str, first_token_id: int) -> None:
+        """A prompt is computed and its first token drawn; every push of it carries the token."""
+        for rank in self._ranks:
+            rank.hand_over(number, first_token_id)
+
+    def forget(self, number: str) -> None:
+        """A request has ended, and no transfer of its is open."""
+        for rank in self._ranks:
+            rank.forget(number)
+
+    def flow(self) -> KvFlow:
+        """What is under way, over all ranks."""
+        flows = [rank.flow() for rank in self._ranks]
+        return KvFlow(
+            SenderFlow.total(flow.sending for flow in flows), ReceiverFlow.total(flow.receiving for flow in flows)
+        )
+
+    def close(self) -> None:
+        """Ends all transfers. Idempotent."""
+        for rank in self._ranks:
+            rank.detach()
+
+    def _open(self, table: "dict[bytes, _Spread]", ticket: Ticket) -> None:
+        numbers = range(len(self._ranks))
+        with self._lock:
+            table[ticket.transfer_id] = _Spread(ticket, set(numbers), set(numbers))
+
+    def _on_rank(self, number: int, event: RankEvent) -> None:
+        table = self._pushes if isinstance(event, PushAccepted | PushFailed) else self._landings
+        told: DataPlaneEvent | None = None
+        failed = False
+        with self._lock:
+            spread = table.get(event.transfer_id)
+            if spread is None:
+                return
+            if isinstance(event, RankGranted):
+                spread.ungranted.discard(number)
+                if not spread.ungranted and spread.failure is None:
+                    told = Granted(spread.ticket)
+            else:
+                failed = spread.end(number, event)
+                if not spread.left:
+                    del table[event.transfer_id]
+                    told = spread.outcome(event)
+        if told is not None:
+            self._listener(told)
+        elif failed:
+            self._give_up(table, event.transfer_id)
+
+    def _give_up_rest(self, table: "dict[bytes, _Spread]", transfer_id: bytes) -> None:
+        """For ranks that had not been told of the transfer when it failed in another."""
+        with self._lock:
+            spread = table.get(transfer_id)
+            failed = spread is not None and spread.failure is not None
+        if failed:
+            self._give_up(table, transfer_id)
+
+    def _give_up(self, table: "dict[bytes, _Spread]", transfer_id: bytes) -> None:
+        if table is self._pushes:
+            self.abort_push(transfer_id)
+        else:
+            self.revoke(transfer_id)
+
+
+@dataclass(eq=False, slots=True)
+class _Spread:
+    """One transfer over all ranks. Guarded by the data plane's lock."""
+
+    ticket: Ticket
+    left: set[int]
+    """Ranks in which it has not ended."""
+    ungranted: set[int]
+    kv_bytes: int = 0
+    transports: set[str] = field(default_factory=set)
+    notes: set[bytes] = field(default_factory=set)
+    failure: str | None = None
+
+    def end(self, number: int, event: PushAccepted | PushFailed | TransferLanded | TransferReleased) -> bool:
+        """It has ended in a rank. Whether this is what makes it fail."""
+        self.left.discard(number)
+        if isinstance(event, PushFailed | TransferReleased):
+            if self.failure is not None:
+                return False
+            several = self.ticket.layout.tensor_ranks > 1
+            self.failure = f"rank {number}: {event.reason}" if several else event.reason
+            return True
+        self.kv_bytes += event.kv_bytes
+        if isinstance(event, PushAccepted):
+            self.transports.add(event.transport)
+        else:
+            self.notes.add(event.note)
+        return False
+
+    def outcome(self, last: RankEvent) -> DataPlaneEvent:
+        """What became of it, when it has ended in every rank."""
+        transfer_id = self.ticket.transfer_id
+        if isinstance(last, PushAccepted | PushFailed):
+            if self.failure is not None:
+                return PushFailed(transfer_id, self.failure)
+            return PushAccepted(transfer_id, self.kv_bytes, " and ".join(sorted(self.transports)))
+        if self.failure is None and len(self.notes) > 1:
+            self.failure = "the ranks were handed over to differently"
+        if self.failure is not None:
+            return TransferReleased(transfer_id, self.failure)
+        return TransferLanded(transfer_id, self.kv_bytes, next(iter(self.notes)))
+
+
+def rank_endpoint(endpoint: KvEndpoint, rank: int) -> KvEndpoint:
+    """Where a rank listens, when the engine is to listen there: the first there, each other beside it.
+
+    >>> rank_endpoint(KvEndpoint("tcp", "127.0.0.1:7000"), 2).address
+    '127.0.0.1:7002'
+    >>> rank_endpoint(KvEndpoint("shm", "/tmp/kv.sock"), 1).address
+    '/tmp/kv-1.sock'
+
+    Port 0 stays: any free one. Raises ConfigError for a port beyond the last.
+    """
+    if rank == 0:
+        return endpoint
+    if endpoint.transport in PATH_NAMES:
+        stem, suffix = os.path.splitext(endpoint.address)
+        return replace(endpoint, address=f"{stem}-{rank}{suffix}")
+    host, _, port = endpoint.address.rpartition(":")
+    if port == "0":
+        return endpoint
+    if int(port) + rank > 65535:
+        raise ConfigError("kv_port", f"is {port}, and rank {rank} needs a port so far behind it")
+    return replace(endpoint, address=f"{host}:{int(port) + rank}")

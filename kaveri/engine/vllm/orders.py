@@ -1,0 +1,41 @@
+"""What a step of vLLM asks of the connector's worker sides. Plain values, which go to other processes where there are
+several ranks."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Chunk(NamedTuple):
+    """A step computes tokens of a prompt whose KV is to be pushed."""
+
+    number: str
+    """Of the request."""
+    token_count: int
+    """Of the whole prompt."""
+    new_block_ids: tuple[int, ...]
+    """Blocks that it was given for this step; they follow those that it has."""
+    before: int
+    """How many tokens it had computed, those of the prefix cache not counted."""
+    computed: int
+    """How many it has behind the step, those counted."""
+
+
+class Received(NamedTuple):
+    """A request whose KV has landed may be computed, from the next step on."""
+
+    vllm_id: str
+    number: str
+    block_ids: tuple[int, ...]
+    """Where the KV has landed."""
+    first_token_id: int
+    """What its first draw will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """Of one step, the same for every rank."""
+
+    chunks: tuple[Chunk, ...] = ()
+    received: tuple[Received, ...] = ()
+    released: tuple[str, ...] = ()
+    """vLLM's ids of requests that have ended and whose blocks nothing touches any more."""

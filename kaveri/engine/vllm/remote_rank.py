@@ -1,0 +1,177 @@
+"""Tensor-parallel ranks in processes of their own, as the engine sees them; rank_server is the other end.
+
+vLLM makes the processes. What it tells a rank of a step goes by vLLM's own way; all else goes over one connection to
+each, a Unix socket in a folder that only this user can enter.
+"""
+
+import contextlib
+import os
+import queue
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kaveri.engine.vllm.rank import LostListener, RankListener
+from kaveri.engine.vllm.rank_plane import RankEvent, RankSetup
+from kaveri.errors import ConfigError
+from kaveri.kv.flow import KvFlow
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.ticket import KvEndpoint, Ticket
+
+_MEET_TIMEOUT_S = 60.0
+"""For a rank to connect, once vLLM says that all are ready."""
+_ANSWER_TIMEOUT_S = 60.0
+_DETACH_TIMEOUT_S = 10.0
+_SEND_TIMEOUT_S = 10.0
+"""A rank that takes no call for so long is lost."""
+
+
+class RankMeeting:
+    """Where the ranks of one engine connect to it."""
+
+    def __init__(self, rank_count: int) -> None:
+        self._folder = tempfile.mkdtemp(prefix="kaveri-ranks-")
+        self.path = os.path.join(self._folder, "ranks.sock")
+        self._rank_count = rank_count
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.path)
+        self._socket.listen(rank_count)
+
+    def ranks(self) -> "tuple[RemoteRank, ...]":
+        """All ranks, in their order. Raises ConfigError when one does not come."""
+        self._socket.settimeout(_MEET_TIMEOUT_S)
+        met: dict[int, RemoteRank] = {}
+        try:
+            while len(met) < self._rank_count:
+                accepted, _ = self._socket.accept()
+                accepted.settimeout(None)
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_SEND_TIMEOUT_S), 0))
+                connection: Connection[Any, Any] = Connection(accepted.detach())
+                if not connection.poll(_MEET_TIMEOUT_S):
+                    raise TimeoutError("one says nothing")
+                rank, layout = connection.recv()
+                met[rank] = RemoteRank(rank, layout, connection)
+        except (OSError, EOFError) as error:
+            for each in met.values():
+                each.shutdown()
+            raise ConfigError("engine", f"{len(met)} of {self._rank_count} ranks are there: {error!r}") from error
+        return tuple(met[rank] for rank in range(self._rank_count))
+
+    def close(self) -> None:
+        """Nobody else is expected."""
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class RemoteRank:
+    """See Rank. flow() is as of the call before, so that nobody waits for another process."""
+
+    def __init__(self, rank: int, layout: KvLayout, connection: "Connection[Any, Any]") -> None:
+        self.layout = layout
+        self._rank = rank
+        self._connection = connection
+        # Of sending.
+        self._lock = threading.Lock()
+        self._answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._listener: RankListener | None = None
+        self._on_lost: LostListener | None = None
+        self._flow = KvFlow()
+        self._is_lost = False
+        self._reader = threading.Thread(target=self._read, name=f"kv-rank-{rank}", daemon=True)
+        self._reader.start()
+
+    def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
+        self._listener, self._on_lost, self._flow = listener, on_lost, KvFlow()
+        self._call("attach", setup)
+        try:
+            kind, value = self._answers.get(timeout=_ANSWER_TIMEOUT_S)
+        except queue.Empty:
+            kind, value = "refused", ("engine", f"rank {self._rank} does not answer")
+        if kind != "attached":
+            self._listener = self._on_lost = None
+            raise ConfigError(*value)
+        endpoints: tuple[KvEndpoint, ...] = value
+        return endpoints
+
+    def detach(self) -> None:
+        self._on_lost = None
+        if self._listener is not None and not self._is_lost:
+            self._call("detach")
+            try:
+                self._answers.get(timeout=_DETACH_TIMEOUT_S)
+            except queue.Empty:
+                # It may come late, and must not be taken for the answer to another call.
+                self.shutdown()
+        self._listener = None
+
+    def grant(self, ticket: Ticket) -> None:
+        self._call("grant", ticket)
+
+    def revoke(self, transfer_id: bytes) -> None:
+        self._call("revoke", transfer_id)
+
+    def open_push(self, number: str, ticket: Ticket) -> None:
+        self._call("open_push", number, ticket)
+
+    def abort_push(self, transfer_id: bytes) -> None:
+        self._call("abort_push", transfer_id)
+
+    def hand_over(self, number: str, first_token_id: int) -> None:
+        self._call("hand_over", number, first_token_id)
+
+    def forget(self, number: str) -> None:
+        self._call("forget", number)
+
+    def flow(self) -> KvFlow:
+        self._call("flow")
+        return self._flow
+
+    def shutdown(self) -> None:
+        self._on_lost = None
+        self._is_lost = True
+        with self._lock:
+            if not self._connection.closed:
+                # Wakes the reader, which closes it.
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+                    same.shutdown(socket.SHUT_RDWR)
+
+    def _call(self, call: str, *arguments: object) -> None:
+        if self._is_lost:
+            return
+        try:
+            with self._lock:
+                self._connection.send((call, arguments))
+        except OSError:
+            # Part of a message may be on its way: there is nothing to go on with.
+            self._lose("takes no calls")
+
+    def _read(self) -> None:
+        try:
+            while True:
+                kind, value = self._connection.recv()
+                if kind == "event":
+                    self._tell(value)
+                elif kind == "flow":
+                    self._flow = value
+                else:
+                    self._answers.put((kind, value))
+        except (EOFError, OSError):
+            self._lose("has ended")
+        finally:
+            with self._lock:
+                self._connection.close()
+
+    def _tell(self, event: RankEvent) -> None:
+        if (listener := self._listener) is not None:
+            listener(event)
+
+    def _lose(self, what: str) -> None:
+        self._is_lost = True
+        self._answers.put(("refused", ("engine", f"rank {self._rank} {what}")))
+        on_lost, self._on_lost = self._on_lost, None
+        if on_lost is not None:
+            on_lost(f"tensor-parallel rank {self._rank} {what}")

@@ -1,0 +1,66 @@
+"""vLLM engines whose model is spread over two ranks, each a process that pushes and takes the KV of its own heads."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kaveri.engine.contract import KvPushed, Landed
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.testing.engine_conformance import EngineRequest, Pair, make_request
+from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
+
+# The first test loads vLLM six times: two engines and their ranks.
+pytestmark = pytest.mark.timeout(600)
+
+_BLOCKS = 60
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_folder)
+
+
+def _answer(reference: Any, request: EngineRequest, token_count: int) -> list[int]:
+    prompt = torch.tensor([list(request.token_ids)])
+    output = reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=token_count, do_sample=False, pad_token_id=0
+    )
+    answer: list[int] = output[0, len(request.token_ids) :].tolist()
+    return answer
+
+
+@pytest.fixture
+def pair(two_rank_prefills: Any, two_rank_decodes: Any, tmp_path: Path, request: Any) -> Iterator[Pair]:
+    transport = getattr(request, "param", "shm")
+    address = "127.0.0.1:0" if transport == "tcp" else str(tmp_path / "kv.sock")
+    with ExitStack() as stack:
+        prefill = two_rank_prefills.lend().open(total_blocks=_BLOCKS, max_batch=1, transports=[transport])
+        stack.callback(prefill.close)
+        decode = two_rank_decodes.lend().open(
+            total_blocks=_BLOCKS, max_batch=4, listen=[KvEndpoint(transport, address)], transports=[transport]
+        )
+        stack.callback(decode.close)
+        prefilled, decoded = EngineRecorder(), EngineRecorder()
+        decoded.on_event = lambda event: decode.admit(event.key) if isinstance(event, Landed) else None
+        prefill.start(prefilled)
+        decode.start(decoded)
+        yield Pair(prefill, decode, prefilled, decoded)
+
+
+@pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
+def test_each_rank_pushes_its_heads_to_its_like(pair: Pair, reference: Any) -> None:
+    requests = [make_request(pair.prefill, f"r{length}", length, 6) for length in (1, 32, 33, 90)]
+    for request in requests:
+        pair.hand_over(request)
+    for request in requests:
+        assert pair.answer(request) == _answer(reference, request, 6)
+        pushed = pair.prefilled.wait_for(KvPushed, request.key)
+        layout = pair.prefill.info.layout
+        blocks = layout.block_count(len(request.token_ids))
+        assert pushed.kv_bytes == blocks * layout.layer_count * layout.block_bytes
+    wait_until_free(pair.prefill, pair.decode)
