@@ -229,6 +229,30 @@ def choose_decode(
             return candidates[0] if heavy else rng.choice(candidates)
 
 
+def choose_line(
+    view: ClusterView,
+    model: str,
+    needed_tokens: int,
+    unconfirmed_blocks: UnconfirmedWork[KeyT],
+    layout: KvLayout | None = None,
+    avoid: Collection[str] = (),
+) -> InstanceStatus | None:
+    """The ready decode instance of `model` to wait at when none has room for `needed_tokens`: of those whose pool is
+    large enough, the one with the most room. None when there is none.
+
+    Parameters as of choose_decode, but that instances to avoid are not taken at all. An instance that keeps what comes
+    free for somebody shows no room, so those who wait spread over the instances.
+    """
+    candidates = [
+        status
+        for status in view.ready(Role.DECODE, model)
+        if status.record.instance_id not in avoid
+        and (layout is None or layout.is_mappable(status.record.layout))
+        and status.load.total_blocks >= blocks_there(status, needed_tokens)
+    ]
+    return max(candidates, key=lambda status: status.load.free_blocks - unconfirmed_blocks.amount(status), default=None)
+
+
 def blocks_there(status: InstanceStatus, token_count: int) -> int:
     """Blocks of that instance which so many tokens take; one for each where it has not said how large they are."""
     layout = status.record.layout

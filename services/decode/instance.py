@@ -32,6 +32,7 @@ from kaveri.policy.admission import (
 )
 from kaveri.policy.length import RangeEnd, TokenRange
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
+from kaveri.policy.room_line import RoomLine
 from kaveri.sampling import SamplingParams
 from kaveri.telemetry.logs import get_logger
 from services.decode.metrics import DecodeMetrics
@@ -45,6 +46,9 @@ _ATTEMPTS_REMEMBERED_S = 5.0
 _ATTEMPTS_REMEMBERED_COUNT = 65_536
 _LONGEST_REQUEST_S = 86_400.0
 _RETRY_AFTER_S = 0.1
+_PLACE_KEPT_S = 2.0
+"""How long a request that was refused for want of room keeps its place in line without asking again. Prefill instances
+ask every tenth of a second."""
 
 
 class DecodeInstance:
@@ -80,6 +84,8 @@ class DecodeInstance:
         self._landing_numbers = itertools.count(1)
         self._landed: dict[int, DecodeRequest] = {}
         self._running_count = 0
+        self._line = RoomLine()
+        metrics.in_line.set_function(lambda: self._line.count(time.monotonic()))
         self._last_step_s: float | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -105,6 +111,8 @@ class DecodeInstance:
         timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
         (draining), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit), and RequestCancelled when
         it was aborted meanwhile. Cancelled, it leaves nothing reserved.
+
+        With NoCapacity the request has a place in line, which it keeps by asking again, and gives up by abort().
         """
         if self._draining:
             raise Unavailable("the decode instance is draining", retry_after_s=1.0)
@@ -113,14 +121,16 @@ class DecodeInstance:
         engine_request = EngineRequest(key, token_ids, generated_count, params)
         self._end_former(request_id, attempt)
         kept = self.kept_blocks()
+        needed_blocks = self._info.layout.block_count(len(token_ids) + 1)
         request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length)
         try:
-            self._require_room(self._info.layout.block_count(len(token_ids) + 1), kept)
+            self._require_room(request_id, needed_blocks, kept)
             granting = self._engine.reserve(engine_request, min(timeout_s, self._reservation_ttl_s))
             # Shielded: the engine's future is not ours to cancel; _end() tells the engine.
             ticket = await asyncio.shield(asyncio.wrap_future(granting))
         except NoCapacity:
-            self._end(request, "no_room")
+            # Told once, not each time that it asks.
+            self._end(request, "no_room", told=not self._join_line(request, needed_blocks, timeout_s))
             raise
         except EngineError as error:
             self._end(request, "failed")
@@ -135,6 +145,7 @@ class DecodeInstance:
             # Ended while the engine was granting: what it granted since is taken back.
             self._engine.abort(key)
             raise RequestCancelled(request_id)
+        self._line.take(request_id)
         return ticket
 
     def adopt(
@@ -161,6 +172,7 @@ class DecodeInstance:
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Ends the request if the attempt that is here is `attempt` or older. Unknown ones are ignored."""
+        self._line.leave(request_id, attempt)
         request = self._requests.by_request_id(request_id)
         if request is not None and request.attempt <= attempt:
             self._end(request, "aborted")
@@ -178,10 +190,12 @@ class DecodeInstance:
     def load(self) -> InstanceLoad:
         stats = self._engine.stats()
         heavy_count = sum(request.heavy for request in self._requests)
+        # What is for the first in line is for nobody else.
+        is_open = self._line.may_take(None, time.monotonic())
         return InstanceLoad(
             waiting_requests=len(self._requests) - self._running_count,
             running_requests=self._running_count,
-            free_blocks=max(0, stats.free_blocks - self.kept_blocks()),
+            free_blocks=max(0, stats.free_blocks - self.kept_blocks()) if is_open else 0,
             total_blocks=self._info.total_blocks,
             context_tokens=stats.context_tokens,
             heavy_requests=heavy_count,
@@ -316,8 +330,20 @@ class DecodeInstance:
             request.phase = Phase.RUNNING
             self._running_count += 1
 
-    def _require_room(self, needed_blocks: int, kept: int) -> None:
+    def _join_line(self, request: DecodeRequest, needed_blocks: int, timeout_s: float) -> bool:
+        """The request was refused for want of room: it gets a place in line. False when it had that before."""
+        quarantined_blocks = self._engine.kv_flow().receiving.quarantined_block_count
+        if needed_blocks > self._info.total_blocks - quarantined_blocks:
+            # Nobody knows when frozen senders wake, and everybody else would wait for that with it.
+            self._line.leave(request.request_id, request.attempt)
+            return True
+        now_s = time.monotonic()
+        return self._line.refuse(request.request_id, request.attempt, now_s, now_s + min(timeout_s, _PLACE_KEPT_S))
+
+    def _require_room(self, request_id: str, needed_blocks: int, kept: int) -> None:
         """Raises NoCapacity when a reservation would take blocks that are kept for others."""
+        if not self._line.may_take(request_id, time.monotonic()):
+            raise NoCapacity("decode", _RETRY_AFTER_S, "what comes free is for a request that has waited longer")
         if kept and needed_blocks > self._engine.stats().free_blocks - kept:
             raise NoCapacity("decode", _RETRY_AFTER_S, f"{kept} free KV blocks are kept for other requests")
 
@@ -369,8 +395,8 @@ class DecodeInstance:
         self.streams.fail(request, reason)
         self._end(request, "failed", reason)
 
-    def _end(self, request: DecodeRequest, outcome: str, reason: str | None = None) -> None:
-        """Ends a request in any phase, once; later calls do nothing."""
+    def _end(self, request: DecodeRequest, outcome: str, reason: str | None = None, told: bool = False) -> None:
+        """Ends a request in any phase, once; later calls do nothing. told: log and metrics know of it already."""
         if not self._requests.remove(request):
             return
         if request.deadline is not None:
@@ -387,6 +413,8 @@ class DecodeInstance:
             loop.call_soon(self._admit)
         if not len(self._requests):
             self._idle.set()
+        if told:
+            return
         self._metrics.requests.labels(outcome).inc()
         get_logger().info(
             "request ended",

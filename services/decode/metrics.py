@@ -1,6 +1,6 @@
 """The Prometheus metrics of a decode instance."""
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kaveri.engine.contract import Engine
 from kaveri.instance.kv_metrics import ReceivingMetrics
@@ -49,6 +49,11 @@ class DecodeMetrics:
         self.received_bytes = Counter("kaveri_kv_received_bytes", "KV bytes landed and verified.", registry=registry)
         self.preemptions = Counter(
             "kaveri_decode_preemptions", "Requests preempted for want of blocks.", registry=registry
+        )
+        self.in_line = Gauge(
+            "kaveri_decode_line_requests",
+            "Requests that were refused for want of room and ask again and again.",
+            registry=registry,
         )
         self.requests = Counter(
             "kaveri_decode_requests",

@@ -2,12 +2,15 @@
 
 Room first, bytes after: without room anywhere a request's KV stays in this instance's pool, which is the queue (the
 burst control of DistServe, arXiv 2401.09670, section 4.3, with a push instead of a pull).
+
+Requests without room stand in line here. The first of them waits at one decode instance, which it asks again and again:
+there it cannot be overtaken without a bound (kaveri.policy.room_line). The others take room where they see it.
 """
 
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -31,6 +34,7 @@ from kaveri.policy.placement import (
     UnconfirmedWork,
     blocks_there,
     choose_decode,
+    choose_line,
 )
 from kaveri.telemetry.logs import get_logger
 from services.prefill.decode_peers import DecodePeers
@@ -40,6 +44,8 @@ from services.prefill.requests import Placed, PrefillRequest
 _REST_WHEN_FULL_S = 0.02
 """An instance that refused for want of room is not asked again for this long, unless there is no other to ask."""
 _REST_WHEN_FAILED_S = 0.5
+_ASK_AGAIN_S = 0.1
+"""The first in line asks this often. Decode instances keep its place for longer."""
 _LONGEST_WAIT_S = 0.25
 """Between two looks at a view that does not change."""
 _VIEW_TIMEOUT_S = 1.0
@@ -52,7 +58,20 @@ class _Placement:
     task: asyncio.Task[None]
     target: InstanceStatus | None = None
     """Where room was asked for and may have been granted."""
+    waits_at: InstanceStatus | None = None
+    """Where it has a place in line. Only the first in line here has one."""
+    ask_at_s: float = 0.0
+    """When it asks there again."""
     push_failure: asyncio.Future[KvPushFailed] | None = None
+
+    def waits_there(self, instance_id: str) -> bool:
+        """Whether its place in line is at that instance."""
+        return self.waits_at is not None and self.waits_at.record.instance_id == instance_id
+
+    def forget_place(self, instance_id: str) -> None:
+        """That instance knows that it does not wait there any more."""
+        if self.waits_there(instance_id):
+            self.waits_at = None
 
 
 class Dispatcher:
@@ -84,10 +103,12 @@ class Dispatcher:
         self._turn = 0
         self._peers = DecodePeers(self._layout)
         self._placements: dict[PrefillRequest, _Placement] = {}
+        # Those that found no room, in that order.
+        self._line: dict[PrefillRequest, None] = {}
         self._unconfirmed_blocks: UnconfirmedWork[AttemptKey] = UnconfirmedWork()
         self._unconfirmed_heavy: UnconfirmedWork[AttemptKey] = UnconfirmedWork()
         self._resting_until_s: dict[str, float] = {}
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: dict[PrefillRequest, asyncio.Future[None]] = {}
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
@@ -118,8 +139,10 @@ class Dispatcher:
         if placement is None:
             return
         placement.task.cancel()
+        self._line.pop(request, None)
         if placement.target is not None and not handed_over:
             self._give_back(request, placement)
+        self._stop_waiting(request, placement)
 
     async def _place_or_fail(self, request: PrefillRequest) -> None:
         try:
@@ -147,17 +170,20 @@ class Dispatcher:
             except (InvalidArgument, LayoutMismatch) as error:
                 unfit[instance_id] = error
                 placement.target = None
+                placement.forget_place(instance_id)
                 continue
             except NoCapacity as error:
-                self._metrics.placements.labels("no_room").inc()
-                self._rest(instance_id, min(error.retry_after_s, _REST_WHEN_FULL_S))
                 placement.target = None
+                await self._refused(request, placement, target, error)
                 continue
             except KaveriError as error:
                 # It may have reserved all the same.
                 self._give_back(request, placement)
                 self._failed_there(request, instance_id, "unavailable", str(error))
                 continue
+            self._line.pop(request, None)
+            placement.forget_place(instance_id)
+            self._stop_waiting(request, placement)
             request.outbox.put(Placed(instance_id))
             request.pushing_since_s = time.monotonic()
             placement.push_failure = loop.create_future()
@@ -196,7 +222,9 @@ class Dispatcher:
                 heavy=heavy,
                 turn=self._turn,
             )
-            if target is not None and target.record.instance_id not in avoid:
+            if target is None or target.record.instance_id in avoid:
+                target = self._line_to_ask(request, view, unfit, now_s)
+            if target is not None:
                 # From here on, without a wait in between, so that no two requests count on the same room.
                 self._unconfirmed_blocks.add(request.key, target, blocks_there(target, needed_tokens))
                 self._unconfirmed_heavy.add(request.key, target, int(heavy))
@@ -210,7 +238,54 @@ class Dispatcher:
             elif now_s - seen_s > _NO_INSTANCE_S:
                 raise Unavailable(self._why_none(view), retry_after_s=1.0)
             wake_s = min(self._resting_until_s.values(), default=now_s + _LONGEST_WAIT_S)
-            await self._wait_for_change(min(wake_s - now_s, _LONGEST_WAIT_S))
+            if self._is_first(request):
+                wake_s = min(wake_s, self._placements[request].ask_at_s)
+            await self._wait_for_change(request, min(wake_s - now_s, _LONGEST_WAIT_S))
+
+    def _line_to_ask(
+        self, request: PrefillRequest, view: ClusterView, unfit: Collection[str], now_s: float
+    ) -> InstanceStatus | None:
+        """Where the request asks for room although it sees none there: if it is the first in line, and it is time."""
+        self._line.setdefault(request)
+        placement = self._placements[request]
+        if not self._is_first(request) or now_s < placement.ask_at_s:
+            return None
+        placement.ask_at_s = now_s + _ASK_AGAIN_S
+        waits_at = placement.waits_at
+        if waits_at is not None:
+            instance_id = waits_at.record.instance_id
+            if any(status.record.instance_id == instance_id for status in view.ready(Role.DECODE, self._model)):
+                return view.instances[instance_id]
+            self._stop_waiting(request, placement)
+        avoid = {*unfit, *self._resting_until_s}
+        return choose_line(view, self._model, request.token_count + 1, self._unconfirmed_blocks, self._layout, avoid)
+
+    async def _refused(
+        self, request: PrefillRequest, placement: _Placement, target: InstanceStatus, error: NoCapacity
+    ) -> None:
+        """`target` has no room, and has given the request a place in line there."""
+        instance_id = target.record.instance_id
+        self._rest(instance_id, min(error.retry_after_s, _REST_WHEN_FULL_S))
+        if placement.waits_there(instance_id):
+            return
+        self._metrics.placements.labels("no_room").inc()
+        self._line.setdefault(request)
+        if placement.waits_at is None and self._is_first(request):
+            placement.waits_at = target
+            placement.ask_at_s = time.monotonic() + _ASK_AGAIN_S
+        else:
+            # It does not ask there again and again, so nothing may be kept for it. Waited for, so that it does not
+            # overtake the next question.
+            await asyncio.shield(self._tasks.create_task(self._peers.abort(target, request)))
+
+    def _stop_waiting(self, request: PrefillRequest, placement: _Placement) -> None:
+        if placement.waits_at is not None:
+            # As _give_back().
+            self._tasks.create_task(self._peers.abort(placement.waits_at, request))
+            placement.waits_at = None
+
+    def _is_first(self, request: PrefillRequest) -> bool:
+        return next(iter(self._line), None) is request
 
     def _settle(self, request: PrefillRequest, instance_id: str) -> None:
         self._unconfirmed_blocks.settle(request.key, instance_id)
@@ -248,6 +323,7 @@ class Dispatcher:
     def _give_back(self, request: PrefillRequest, placement: _Placement) -> None:
         assert placement.target is not None
         self._settle(request, placement.target.record.instance_id)
+        placement.forget_place(placement.target.record.instance_id)
         # Not part of the placement's own task: it must be sent although that one is cancelled.
         self._tasks.create_task(self._peers.abort(placement.target, request))
         placement.target = None
@@ -267,18 +343,19 @@ class Dispatcher:
     def _rest(self, instance_id: str, rest_s: float) -> None:
         self._resting_until_s[instance_id] = time.monotonic() + rest_s
 
-    async def _wait_for_change(self, timeout_s: float) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await asyncio.wait((waiter,), timeout=timeout_s)
-        if not waiter.done():
-            self._waiters.remove(waiter)
+    async def _wait_for_change(self, request: PrefillRequest, timeout_s: float) -> None:
+        waiter = self._waiters[request] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait((waiter,), timeout=timeout_s)
+        finally:
+            self._waiters.pop(request, None)
 
     def _wake_all(self) -> None:
-        # In the order in which they began to wait: who has waited longest chooses first.
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.set_result(None)
+        # In the order of the line: who has waited longest chooses first.
+        for request in self._line:
+            waiter = self._waiters.get(request)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
 
 def _predicted_tokens(request: PrefillRequest) -> int:

@@ -17,6 +17,7 @@ from kaveri.policy.placement import (
     UnconfirmedWork,
     blocks_there,
     choose_decode,
+    choose_line,
     choose_prefill,
     missing_roles,
 )
@@ -349,3 +350,26 @@ def test_a_request_is_heavy_by_its_prediction_and_by_its_prompt_where_there_is_n
     assert not thresholds.is_heavy(TokenRange(128, 900), 5000)
     assert thresholds.is_heavy(None, 513)
     assert not thresholds.is_heavy(None, 512)
+
+
+def test_who_finds_no_room_waits_where_there_is_the_most_of_it_in_a_pool_that_is_large_enough() -> None:
+    def decode(instance_id: str, free_blocks: int, total_blocks: int = 10, **load: object) -> InstanceStatus:
+        return status(instance_id, Role.DECODE, free_blocks=free_blocks, total_blocks=total_blocks, **load)
+
+    sent: UnconfirmedWork[str] = UnconfirmedWork()
+    view = view_of(
+        decode("too-small", 6, total_blocks=7),
+        decode("draining", 6, state=InstanceState.DRAINING),
+        decode("sent-to", 5),
+        decode("most-room", 4),
+        decode("least-room", 2),
+    )
+    sent.add("other", view.instances["sent-to"], 2)
+
+    def chosen(*avoid: str) -> str | None:
+        found = choose_line(view, MODEL, 8, sent, avoid=avoid)
+        return found.record.instance_id if found is not None else None
+
+    assert chosen() == "most-room"
+    assert chosen("most-room") == "sent-to"
+    assert chosen("most-room", "sent-to", "least-room") is None
