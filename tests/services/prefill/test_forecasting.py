@@ -13,7 +13,6 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.engine.contract import AttemptKey, EngineRequest
-from kaveri.engine.fake import FakeModel
 from kaveri.policy.length import TokenRange
 from kaveri.sampling import SamplingParams
 from kaveri.v1 import predictor_pb2
@@ -35,10 +34,6 @@ def prompt(seed: int, token_count: int) -> list[int]:
     return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
-def expected(token_ids: list[int], token_count: int) -> list[int]:
-    return FakeModel().answer(token_ids, 0, token_count)
-
-
 def outcome(prefill: Any, name: str) -> float:
     count: float = prefill.metric("kaveri_predictions_total", outcome=name)
     return count
@@ -51,11 +46,13 @@ def said() -> Iterator[Callable[[], list[str]]]:
         yield lambda: [entry["event"] for entry in entries if entry["event"].startswith("length predict")]
 
 
-async def ask(router: Any, prefill: Any, name: str, seed: int = 1, tokens: int = 60, max_tokens: int = 5) -> None:
+async def ask(
+    cluster: Any, router: Any, prefill: Any, name: str, seed: int = 1, tokens: int = 60, max_tokens: int = 5
+) -> None:
     """One request, answered in full."""
     token_ids = prompt(seed, tokens)
     call = router.prefill(prefill, name, token_ids, max_tokens=max_tokens)
-    assert await router.answer(call, name) == expected(token_ids, max_tokens)
+    assert await router.answer(call, name) == cluster.expected(token_ids, max_tokens)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -71,7 +68,7 @@ async def test_a_prediction_that_is_there_in_time_reaches_the_decode_instance(
     call = router.prefill(prefill, "a", token_ids, max_tokens=300)
     # Heavy: of more than 128 tokens, as predicted.
     await by_hand.eventually(lambda: decode.load().heavy_requests == 1, "decode knows that it is long")
-    assert await router.answer(call, "a") == expected(token_ids, 300)
+    assert await router.answer(call, "a") == cluster.expected(token_ids, 300)
     assert predictor.prompts == [token_ids]
     assert outcome(prefill, "used") == 1
     assert prefill.metric("kaveri_prediction_seconds_count") == 1
@@ -92,7 +89,7 @@ async def test_a_prompt_of_one_chunk_is_placed_within_it_once_the_prediction_is_
     await by_hand.eventually(lambda: call.seen("placed"), "it is placed")
     assert not call.seen("first_token")
     assert outcome(prefill, "used") == 1
-    assert await router.answer(call, "a") == expected(prompt(1, 60), 5)
+    assert await router.answer(call, "a") == cluster.expected(prompt(1, 60), 5)
 
 
 @pytest.mark.parametrize("settings", [{}, CHUNKS], ids=["one chunk", "four chunks"])
@@ -103,7 +100,7 @@ async def test_in_parallel_nobody_waits_for_a_prediction(
     predictor.answer = predictor.hold(predictor.bucket(3))
     prefill, decode = await cluster.prefill(**settings), await cluster.decode(fake_step_s=0.01)
     router = await cluster.router()
-    await ask(router, prefill, "a", max_tokens=20)
+    await ask(cluster, router, prefill, "a", max_tokens=20)
     assert len(predictor.calls) == 1
     assert outcome(prefill, "late") == 1
     assert outcome(prefill, "used") == 0
@@ -125,7 +122,7 @@ async def test_in_sequence_a_request_is_queued_when_its_prediction_is_there(
     assert prefill.held_blocks == 0
     assert not call.seen("started")
     predictor.held.set()
-    assert await router.answer(call, "a") == expected(prompt(1, 60), 5)
+    assert await router.answer(call, "a") == cluster.expected(prompt(1, 60), 5)
     assert outcome(prefill, "used") == 1
 
 
@@ -140,9 +137,9 @@ async def test_in_sequence_a_request_goes_on_when_the_budget_is_over(
     number = 0
     # Until it has been late three times, with a rest after each.
     while outcome(prefill, "late") < 3:
-        await ask(router, prefill, f"r{number}")
+        await ask(cluster, router, prefill, f"r{number}")
         number += 1
-    await ask(router, prefill, "last")
+    await ask(cluster, router, prefill, "last")
     assert outcome(prefill, "used") == 0
     assert said() == ["length predictor does not work; requests go on with unknown length"]
 
@@ -179,14 +176,14 @@ async def test_garbage_is_not_used_and_said_once(
     await cluster.decode()
     router = await cluster.router()
     for number in range(6):
-        await ask(router, prefill, f"r{number}", seed=number)
+        await ask(cluster, router, prefill, f"r{number}", seed=number)
     assert outcome(prefill, "failed") + outcome(prefill, "late") >= 1
     assert outcome(prefill, "used") == 0
     assert said() == ["length predictor does not work; requests go on with unknown length"]
     predictor.answer = predictor.bucket(3)
     number = 6
     while not outcome(prefill, "used"):
-        await ask(router, prefill, f"r{number}", seed=number)
+        await ask(cluster, router, prefill, f"r{number}", seed=number)
         number += 1
     assert said()[1:] == ["length predictor works"]
 
@@ -200,7 +197,7 @@ async def test_a_predictor_for_another_model_is_said_once_and_rests(
     await cluster.decode()
     router = await cluster.router()
     for number in range(6):
-        await ask(router, prefill, f"r{number}")
+        await ask(cluster, router, prefill, f"r{number}")
     assert outcome(prefill, "failed") + outcome(prefill, "late") == len(predictor.calls)
     assert len(predictor.calls) + outcome(prefill, "none") == 6
     assert said() == ["length predictor does not work; requests go on with unknown length"]
@@ -216,19 +213,19 @@ async def test_a_dead_predictor_is_missed_by_nobody_and_used_again_when_it_is_ba
     router = await cluster.router()
     number = 0
     while not outcome(prefill, "used"):
-        await ask(router, prefill, f"first-{number}", seed=number)
+        await ask(cluster, router, prefill, f"first-{number}", seed=number)
         number += 1
     await predictor.die()
     for number in range(6):
-        await ask(router, prefill, f"r{number}", seed=number)
+        await ask(cluster, router, prefill, f"r{number}", seed=number)
     assert outcome(prefill, "used") == 1
     assert said()[1:] == ["length predictor does not work; requests go on with unknown length"]
     await predictor.leave()
-    await ask(router, prefill, "gone")
+    await ask(cluster, router, prefill, "gone")
     await predictor.start()
     number = 6
     while outcome(prefill, "used") == 1:
-        await ask(router, prefill, f"r{number}", seed=number)
+        await ask(cluster, router, prefill, f"r{number}", seed=number)
         number += 1
     assert said()[2:] == ["length predictor works"]
 
@@ -243,12 +240,12 @@ async def test_a_predictor_that_hangs_is_found_out_although_nobody_waits_for_it(
     router = await cluster.router()
     number = 0
     while not said():
-        await ask(router, prefill, f"r{number}")
+        await ask(cluster, router, prefill, f"r{number}")
         number += 1
     assert said() == ["length predictor does not work; requests go on with unknown length"]
     predictor.held.set()
     while "length predictor works" not in said():
-        await ask(router, prefill, f"r{number}")
+        await ask(cluster, router, prefill, f"r{number}")
         number += 1
 
 
@@ -261,7 +258,7 @@ async def test_one_predictor_of_several_may_be_dead(
     await cluster.decode()
     router = await cluster.router()
     for number in range(30):
-        await ask(router, prefill, f"r{number}", tokens=20)
+        await ask(cluster, router, prefill, f"r{number}", tokens=20)
     assert outcome(prefill, "failed") >= 1
     assert outcome(prefill, "used") + outcome(prefill, "failed") == 30
     assert outcome(prefill, "used") == len(predictors[0].prompts) + len(predictors[2].prompts)
@@ -277,9 +274,9 @@ async def test_what_is_settled_or_needs_no_decode_is_not_asked_about(cluster: An
     router = await cluster.router()
     call = router.prefill(prefill, "settled", prompt(1, 20), max_tokens=9, ignore_eos=True)
     await router.answer(call, "settled")
-    await ask(router, prefill, "one token", max_tokens=1)
+    await ask(cluster, router, prefill, "one token", max_tokens=1)
     assert not predictor.calls
-    await ask(router, prefill, "open")
+    await ask(cluster, router, prefill, "open")
     assert len(predictor.calls) == 1
 
 
@@ -287,7 +284,7 @@ async def test_switched_off_nobody_is_asked(cluster: Any, new_predictor: NewPred
     predictor = await new_predictor()
     prefill = await cluster.prefill(prediction=PredictionMode.OFF)
     await cluster.decode()
-    await ask(await cluster.router(), prefill, "a")
+    await ask(cluster, await cluster.router(), prefill, "a")
     assert not predictor.calls
 
 
@@ -297,7 +294,7 @@ async def test_without_a_predictor_of_its_model_a_request_goes_on(
     prefill = await cluster.prefill(model="other", prediction=PredictionMode.SEQUENTIAL, **PATIENT)
     await cluster.decode(model="other")
     predictor = await new_predictor()  # registered for another model
-    await ask(await cluster.router(), prefill, "a")
+    await ask(cluster, await cluster.router(), prefill, "a")
     assert not predictor.calls
     assert outcome(prefill, "none") == 1
     assert not said()
@@ -310,7 +307,7 @@ async def test_the_predictor_that_an_operator_names_is_the_one_asked(cluster: An
     await cluster.decode()
     router = await cluster.router()
     for number in range(5):
-        await ask(router, prefill, f"r{number}")
+        await ask(cluster, router, prefill, f"r{number}")
     assert (len(named.calls), len(other.calls)) == (5, 0)
     assert outcome(prefill, "used") == 5
 
@@ -322,7 +319,7 @@ async def test_a_later_attempt_is_asked_about_by_its_prompt_alone(cluster: Any, 
     await cluster.decode()
     router = await cluster.router()
     token_ids = prompt(2, 30)
-    whole = expected(token_ids, 210)
+    whole = cluster.expected(token_ids, 210)
     for name, generated in (("within", 150), ("outlived", 205)):
         call = router.prefill(
             prefill, name, token_ids + whole[:generated], max_tokens=210, attempt=2, generated_count=generated
@@ -366,7 +363,7 @@ async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancel
     await by_hand.eventually(lambda: prefill.load().queued_prefill_tokens == 0, "nothing is queued any more")
     await by_hand.eventually(lambda: predictor.cancelled == len(predictor.calls), "the predictor is told")
     predictor.held.set()
-    await ask(router, prefill, "next")
+    await ask(cluster, router, prefill, "next")
 
 
 async def test_a_draining_instance_finishes_what_waits_for_its_prediction(
@@ -381,7 +378,7 @@ async def test_a_draining_instance_finishes_what_waits_for_its_prediction(
     await by_hand.eventually(lambda: bool(predictor.calls), "it is held")
     prefill.stopping.set()
     predictor.held.set()
-    assert await router.answer(call, "a") == expected(prompt(1, 20), 5)
+    assert await router.answer(call, "a") == cluster.expected(prompt(1, 20), 5)
     assert await prefill.stop() == 0
 
 
@@ -390,7 +387,7 @@ async def test_a_colocated_instance_asks_too(cluster: Any, new_predictor: NewPre
     instance = await cluster.colocated(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
     router = await cluster.router()
     await router.subscribe(instance)
-    await ask(router, instance, "a")
+    await ask(cluster, router, instance, "a")
     assert len(predictor.calls) == 1
     assert outcome(instance, "used") == 1
 
@@ -470,7 +467,7 @@ async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_t
     await by_hand.eventually(lambda: colocated.metric("kaveri_prefill_tokens_total") > 0, "the first chunk is computed")
     assert not call.seen("first_token")
     predictor.held.set()
-    assert await router.answer(call, "a") == expected(prompt(1, 60), 5)
+    assert await router.answer(call, "a") == cluster.expected(prompt(1, 60), 5)
     assert outcome(colocated, "used") == 1
     assert outcome(colocated, "late") == 0
 
