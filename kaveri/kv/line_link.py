@@ -13,6 +13,8 @@ from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.token_streamer import LineSink
 from kaveri.telemetry.logs import get_logger
 
+_ENDS_MAX = 1024
+_ENDS_TIMEOUT_S = 10.0
 _NO_LINES = np.empty(0, np.uint8)
 """A record without tokens says that its request has ended."""
 
@@ -54,7 +56,9 @@ class LineSender:
         del self._ended[: len(ends)]
 
     def end(self, request: str) -> None:
-        """See LineSink.end. Goes with the next lines, or with settle()."""
+        """See LineSink.end. Goes with the next lines, with settle(), or with others when there are many."""
+        if len(self._ended) >= _ENDS_MAX:
+            self.write((), _ENDS_TIMEOUT_S)
         self._ended.append(request)
 
     def settle(self, timeout_s: float) -> None:

@@ -26,6 +26,7 @@ and gives them to a sink:
 >>> folder.cleanup()
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,9 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.staging import StagingBuffers
 from kaveri.telemetry.logs import get_logger
 
+ENDED_MAX = 1024
+"""While a failing sink has yet to be told of the end of so many requests, it is offered none that it does not know."""
+
 
 class LineSink(Protocol):
     """Where lines go. Called from one thread at a time."""
@@ -51,7 +55,8 @@ class LineSink(Protocol):
         lines come once more then, or longer runs that begin with them, and to take some twice must do no harm."""
 
     def end(self, request: str) -> None:
-        """The request is over, and its lines are of no use any more. Comes behind all of its lines."""
+        """The request is over, and its lines are of no use any more. Comes behind all of its lines, and once more when
+        it raises KaveriError."""
 
     def settle(self, timeout_s: float) -> None:
         """Waits until all lines are as safe as the sink can make them. Raises KaveriError."""
@@ -104,8 +109,9 @@ class TokenStreamer:
 
     What is still to be streamed stays in the pool, so the queue is two numbers per open request and cannot run over: a
     slow sink makes requests `behind`, and they catch up by themselves, many tokens at a time. What a sink refuses it is
-    offered again every retry_s, each request by itself. Memory: one staging buffer of staging_bytes, at least one
-    token's KV.
+    offered again every retry_s, each request by itself. So are ends; while ENDED_MAX of them wait, requests that the
+    sink knows nothing of are kept from it, so that no more names are remembered than these and one for each open
+    request. Memory: one staging buffer of staging_bytes, at least one token's KV.
 
     interval_s: a streamer that has caught up rests until so long after its last write began, so that the lines of steps
     shorter than this go together: what a write costs the CPU, and the step loop that shares it, is paid by the second
@@ -139,10 +145,9 @@ class TokenStreamer:
         self._streams: dict[str, _Stream] = {}
         # Streams with something to do, in turn.
         self._due: dict[_Stream, None] = {}
-        # Ended requests that the sink has yet to be told of, and how many it has been. While a sink fails, a name for
-        # each request that it was offered before.
-        self._ended: list[str] = []
-        self._told_count = 0
+        # Ended requests that the sink has yet to be told of, in turn, numbered: a name may end again and again.
+        self._ended: dict[str, int] = {}
+        self._end_numbers = itertools.count()
         # Calls of flush() that want the sink to settle, and those that have been served.
         self._settle_wanted = self._settle_done = 0
         # Until when the thread rests, and whether it waits for just that: a step need not wake it then.
@@ -212,7 +217,8 @@ class TokenStreamer:
                 return
             self._due.pop(stream, None)
             if stream.offered:
-                self._ended.append(request)
+                assert request not in self._ended, "offered before the end of its namesake"
+                self._ended[request] = next(self._end_numbers)
             self._changed.notify_all()
             while stream.reading:
                 self._changed.wait()
@@ -233,10 +239,10 @@ class TokenStreamer:
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             marks = [(stream, stream.written) for stream in self._streams.values()]
-            told_mark = self._told_count + len(self._ended)
+            ended = dict(self._ended)
 
             def reached() -> bool:
-                return self._told_count >= told_mark and all(
+                return all(self._ended.get(request) != number for request, number in ended.items()) and all(
                     stream.streamed >= written or self._streams.get(stream.request) is not stream
                     for stream, written in marks
                 )
@@ -293,7 +299,7 @@ class TokenStreamer:
                 if work is not None:
                     return work
                 self._resting = now_s < self._rest_until_s and not self._flushing
-                due = [stream.retry_at_s for stream in self._due if stream.request not in self._ended]
+                due = [stream.retry_at_s for stream in self._due if self._may_offer(stream)]
                 wake_s = [self._rest_until_s] if self._resting else due
                 if self._ended or self._settle_wanted > self._settle_done:
                     wake_s.append(self._retry_at_s)
@@ -304,13 +310,12 @@ class TokenStreamer:
     def _choose(self, now_s: float) -> _Work | None:
         if self._retry_at_s <= now_s:
             if self._ended:
-                return _Work(ended=self._ended[0])
+                return _Work(ended=next(iter(self._ended)))
             if self._settle_wanted > self._settle_done:
                 return _Work(settle=self._settle_wanted)
         if now_s < self._rest_until_s and not self._flushing:
             return None
-        # Lines of a name that was used before come behind its end.
-        ready = [stream for stream in self._due if stream.retry_at_s <= now_s and stream.request not in self._ended]
+        ready = [stream for stream in self._due if stream.retry_at_s <= now_s and self._may_offer(stream)]
         if not ready:
             return None
         together = ready[:1] if ready[0].failure else [stream for stream in ready if not stream.failure]
@@ -328,6 +333,10 @@ class TokenStreamer:
         # While anything is left over there is no rest.
         self._rest_until_s = now_s + self._interval_s if room and len(together) == len(ready) else 0.0
         return _Work(runs=tuple(runs))
+
+    def _may_offer(self, stream: _Stream) -> bool:
+        """Whether the sink may know of the request; lines of a name that was used before come behind its end."""
+        return stream.offered or (len(self._ended) < ENDED_MAX and stream.request not in self._ended)
 
     def _do(self, work: _Work) -> None:
         if work.ended is not None:
@@ -359,9 +368,11 @@ class TokenStreamer:
             retry_at_s = 0.0 if failure is None else time.monotonic() + self._retry_s
             if not work.runs:
                 self._failure, self._retry_at_s = failure, retry_at_s
-                if failure is None and work.ended is not None:
-                    del self._ended[0]
-                    self._told_count += 1
+                if work.ended is not None:
+                    number = self._ended.pop(work.ended)
+                    if failure is not None:
+                        # Behind the others, which it is not to hold up.
+                        self._ended[work.ended] = number
                 elif failure is None:
                     self._settle_done = work.settle
             for stream, tokens in work.runs:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kaveri.errors import DeadlineExceeded, InvalidArgument, TransferFailed
+from kaveri.errors import DeadlineExceeded, InvalidArgument, NoCapacity, TransferFailed
 from kaveri.kv.blocks import BlockAllocator
 from kaveri.kv.chunk_link import ChunkSender
 from kaveri.kv.layout import KvLayout
@@ -277,6 +277,63 @@ def test_ended_requests_are_forgotten_behind_their_lines(sink: MemorySink, strea
     assert streamer.position("a") is None
 
 
+def test_while_a_sink_forgets_nobody_it_is_offered_nobody_new(
+    pool: KvPool, sink: MemorySink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kaveri.kv.token_streamer.ENDED_MAX", 3)
+    streamer = TokenStreamer(pool, sink, retry_s=0.001, interval_s=0.0)
+    forget, ill = sink.end, True
+
+    def end(request: str) -> None:
+        if ill:
+            raise TransferFailed("the sink is ill")
+        forget(request)
+
+    sink.end = end  # type: ignore[method-assign]
+    streamer.open("open", [1])
+    streamer.advance({"open": 1})
+    wait_until(lambda: "open" in sink.lines, "the sink knows of one that stays open")
+    for number in range(10):
+        streamer.open(f"r{number}", [2])
+        streamer.advance({f"r{number}": 1})
+        if number < 3:
+            wait_until(lambda number=number: f"r{number}" in sink.lines, "its line is there")
+        streamer.end(f"r{number}")
+    streamer.open("new", [3])
+    streamer.advance({"open": 2, "new": 1})
+    wait_until(lambda: 1 in sink.lines["open"], "one that it knows goes on")
+    with pytest.raises(DeadlineExceeded, match="the sink is ill"):
+        streamer.flush(0.05)
+    assert set(sink.lines) == {"open", "r0", "r1", "r2"}
+    ill = False
+    streamer.flush(WAIT_S)
+    assert sorted(sink.ended) == ["r0", "r1", "r2"]
+    assert sink.lines == {"open": lines_of(pool, [1], range(2)), "new": lines_of(pool, [3], range(1))}
+    streamer.close()
+
+
+def test_an_end_that_the_sink_refuses_holds_up_no_other(pool: KvPool, sink: MemorySink) -> None:
+    streamer = TokenStreamer(pool, sink, retry_s=0.001, interval_s=0.0)
+    forget = sink.end
+
+    def end(request: str) -> None:
+        if request == "refused":
+            raise TransferFailed("not this one")
+        forget(request)
+
+    sink.end = end  # type: ignore[method-assign]
+    for request in ("refused", "a", "b"):
+        streamer.open(request, [1])
+        streamer.advance({request: 1})
+        streamer.flush(WAIT_S)
+    for request in ("refused", "a", "b"):
+        streamer.end(request)
+    wait_until(lambda: sink.ended == ["a", "b"], "the others are forgotten")
+    with pytest.raises(DeadlineExceeded, match="not this one"):
+        streamer.flush(0.05)
+    streamer.close()
+
+
 def test_an_end_returns_while_the_sink_stands_still(sink: MemorySink, streamer: TokenStreamer) -> None:
     sink.gate.clear()
     streamer.open("a", [1])
@@ -458,6 +515,25 @@ def test_lines_go_in_as_many_chunks_as_they_need() -> None:
         assert set(landed) >= {f"request-{i}" for i in range(first, first + count)}
     assert len(landed["ended"].tokens) == 0
     assert all(np.array_equal(landed[run.request].lines, run.lines) for run in runs)
+
+
+def test_ends_that_nothing_takes_along_go_by_themselves_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kaveri.kv.line_link._ENDS_MAX", 2)
+    place = HostMemory(200, 1)
+    sender = LineSender(place, "s", chunk_bytes=200)
+    for request in ("a", "b", "c"):
+        sender.end(request)
+    sent = np.empty(2 * len(encode_header(LineRun("a", range(0), np.empty(0, np.uint8)))), np.uint8)
+    place.fetch("s~0", sent, 0.0)
+    first, position = decode_record(sent, 0)
+    assert [first.request, decode_record(sent, position)[0].request] == ["a", "b"]
+    sender.end("d")
+    # The place is full: what it does not take is not remembered either.
+    for _ in range(2):
+        with pytest.raises(NoCapacity):
+            sender.end("e")
+    place.discard("s~0")
+    sender.end("e")
 
 
 def test_a_run_larger_than_a_chunk_is_refused() -> None:
