@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from kaveri.engine.contract import AttemptKey, EngineRequest
 from kaveri.engine.runner import SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens
-from kaveri.engine.vllm.draws import FIRST_TOKENS, KeyedDraws
+from kaveri.engine.vllm.draws import KeyedDraws
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of
 from kaveri.sampling import SamplingParams
 
@@ -101,13 +101,13 @@ class Batch:
         """In the batch's order."""
         return [self._requests[name] for name in self._batch.req_ids]
 
-    def add(self, request: EngineRequest, outputs: Sequence[int] = (), first_token_key: str = "") -> Row:
+    def add(self, request: EngineRequest, outputs: Sequence[int] = ()) -> Row:
         name = f"{request.key.request_id}-{len(self._requests)}"
         cached = CachedRequestState(
             req_id=name,
             prompt_token_ids=list(request.token_ids),
             mm_features=[],
-            sampling_params=decode_params(request, NO_EOS, first_token_key),
+            sampling_params=decode_params(request, NO_EOS),
             generator=None,
             block_ids=([0, 1],),
             num_computed_tokens=0,
@@ -203,27 +203,6 @@ def test_a_preempted_request_and_one_placed_anew_go_on_with_the_same_tokens() ->
             elsewhere.step()
         assert preempted.outputs == whole.outputs[:10]
         assert anew.outputs == whole.outputs[7:12]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_first_token_that_is_known_is_taken_once_and_the_others_are_drawn(temperature: float) -> None:
-    params = SamplingParams(max_tokens=9, temperature=temperature, seed=4)
-    request = EngineRequest(AttemptKey("r", 1), (1, 2, 3), 0, params)
-    batch = Batch()
-    row, neighbour = batch.add(request, first_token_key="here"), batch.add(request, first_token_key="unknown")
-    own = drawn_by_hand(request, row.token_ids).token_id
-    known = (own + 1) % VOCAB_SIZE
-    FIRST_TOKENS.put("here", known)
-    try:
-        batch.step()
-        assert row.outputs == [known]
-        assert neighbour.outputs == [own], "drawn, when nobody knows the token"
-        expected = drawn_by_hand(request, row.token_ids).token_id
-        batch.step()
-        assert row.outputs == [known, expected]
-    finally:
-        FIRST_TOKENS.forget("here")
-    assert FIRST_TOKENS.get("here") is None
 
 
 def test_other_requests_logits_are_left_alone() -> None:

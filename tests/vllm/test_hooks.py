@@ -369,6 +369,60 @@ def test_a_request_waits_for_the_kv_that_a_transfer_brings_and_then_computes_its
     assert bare.outputs["r"] == bare.outputs["reference"]
 
 
+@pytest.mark.parametrize("tokens", [80, 2 * BLOCK_TOKENS - 1], ids=["within a block", "completing a block"])
+def test_a_request_that_waits_may_learn_its_last_token_and_that_its_kv_is_there(bare: Bare, tokens: int) -> None:
+    """What Host.begin_answer does: the next step computes that token, and its block is cached under what it holds."""
+    prompt = prompt_of(12, tokens)
+    bare.add("prompt", prompt)
+    bare.run()
+    first = bare.outputs["prompt"][0]
+    bare.add("reference", [*prompt, first], max_tokens=4)
+    bare.run()
+    bare.llm.reset_prefix_cache()
+    bare.add("prefix", prompt)
+    bare.run()
+    # All whole blocks of the prompt are cached, its last token's too if it ends one: a transfer brings the rest.
+    SCRIPT.brings["r"] = tokens + 1
+    vllm_id = bare.add("r", [*prompt, 0], max_tokens=4)
+    calls = bare.step()
+    (placed,) = (data for name, data in calls if name == "update_state_after_alloc")
+    cached = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    assert placed["external"] == tokens + 1 - cached
+    assert len(placed["blocks"]) == math.ceil((tokens + 1) / BLOCK_TOKENS)
+    if tokens > cached:
+        _copy_last_block(bare, prompt, placed["blocks"][tokens // BLOCK_TOKENS])
+    request = bare.scheduler.requests[vllm_id]
+    assert len(request.block_hashes) == (tokens + 1) // BLOCK_TOKENS
+    request.prompt_token_ids[-1] = request._all_token_ids[-1] = first
+    if (tokens + 1) % BLOCK_TOKENS == 0:
+        stale = request.block_hashes.pop()
+        request.update_block_hashes()
+        assert request.block_hashes[-1] != stale
+    assert len(request.block_hashes) == (tokens + 1) // BLOCK_TOKENS
+    bare.scheduler.finished_recving_kv_req_ids.add(vllm_id)
+    (plan,) = (data for name, data in bare.step() if name == "build_connector_meta")
+    assert plan["scheduled"] == {vllm_id: 1}
+    bare.run()
+    assert bare.outputs["r"] == bare.outputs["reference"]
+    # Whoever comes later finds the block of the token that was not known at first.
+    bare.add("later", [*prompt, first, 7, 8])
+    bare.run()
+    (asked,) = (data for data in SCRIPT.of("get_num_new_matched_tokens") if data["name"] == "later")
+    assert asked["cached"] == (tokens + 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert not bare.scheduler.finished_recving_kv_req_ids
+
+
+def test_a_request_aborted_after_its_kv_is_there_gives_its_blocks_back_at_once(bare: Bare) -> None:
+    free = bare.free_blocks
+    SCRIPT.brings["r"] = 80
+    vllm_id = bare.add("r", prompt_of(13, 80), max_tokens=3)
+    bare.step()
+    bare.scheduler.finished_recving_kv_req_ids.add(vllm_id)
+    bare.llm.abort_request([vllm_id], internal=True)
+    assert bare.free_blocks == free
+    assert vllm_id not in bare.scheduler.requests
+
+
 def _copy_last_block(bare: Bare, prompt: list[int], target: int) -> None:
     """Computes the prompt once more, as another request, and copies its last, unfinished block."""
     (caches,) = (data["caches"] for data in SCRIPT.of("register_kv_caches"))
@@ -378,7 +432,7 @@ def _copy_last_block(bare: Bare, prompt: list[int], target: int) -> None:
         bare.step()
     block = next(data for data in reversed(SCRIPT.of("build_connector_meta")) if vllm_id in data["scheduled"])
     for cache in caches.values():
-        cache[target] = cache[block["blocks"][vllm_id][2]]
+        cache[target] = cache[block["blocks"][vllm_id][-1]]
     SCRIPT.sent.add(vllm_id)
     bare.step()
 

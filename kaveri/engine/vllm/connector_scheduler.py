@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kaveri.engine.vllm.hosted import Hosted
-from kaveri.engine.vllm.orders import Chunk, Received, StepOrders
+from kaveri.engine.vllm.orders import Chunk, StepOrders
 
 _PARAM = "kaveri_number"
 
@@ -58,24 +58,22 @@ class SchedulerSide:
         self._block_tokens = block_tokens
         self._hosted: dict[str, Hosted] = {}
         self._placements: list[Placement] = []
-        # What vLLM is to hear with the next step, by its own ids.
-        self._received: dict[str, Received] = {}
-        self._released: set[str] = set()
+        # For the next step's orders.
+        self._landed_block_ids: list[int] = []
+        self._released: list[str] = []
 
-    def report_received(self, received: Received) -> None:
-        """With the next step vLLM hears that a request's KV is there."""
-        self._received[received.vllm_id] = received
+    def landed(self, block_ids: Sequence[int]) -> None:
+        """The next step may read these blocks, which a transfer has written."""
+        self._landed_block_ids += block_ids
 
     def report_released(self, vllm_id: str) -> None:
         """With the next step vLLM takes back the blocks of a request that has ended. Once for each."""
-        # One that ends before vLLM has heard that its KV is there is not reported twice.
-        self._received.pop(vllm_id, None)
-        self._released.add(vllm_id)
+        self._released.append(vllm_id)
 
     @property
     def has_reports(self) -> bool:
         """Whether vLLM is to be told something."""
-        return bool(self._received or self._released)
+        return bool(self._released)
 
     def requested(self, request: Any) -> None:
         """vLLM has taken a request in."""
@@ -92,7 +90,10 @@ class SchedulerSide:
             self._hosted[left.vllm_id] = left
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond its own cache's a transfer will bring, and that vLLM shall wait for them."""
+        """How many tokens beyond its own cache's a transfer will bring, and that vLLM shall wait for them.
+
+        All of them: vLLM computes the last one all the same, which is the one that prefill draws.
+        """
         hosted = self._hosted.get(request.request_id)
         if hosted is None or not hosted.by_transfer or hosted.placed:
             return 0, False
@@ -109,8 +110,8 @@ class SchedulerSide:
     def stepping(self, scheduler_output: Any) -> StepOrders:
         """vLLM has decided what the next step computes."""
         chunks = self._tell_desk(scheduler_output)
-        orders = StepOrders(tuple(chunks), tuple(self._received.values()), tuple(self._released))
-        self._received, self._released = {}, set()
+        orders = StepOrders(tuple(chunks), tuple(self._landed_block_ids), tuple(self._released))
+        self._landed_block_ids, self._released = [], []
         return orders
 
     def _tell_desk(self, scheduler_output: Any) -> Sequence[Chunk]:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from kaveri.engine.vllm.draws import FIRST_TOKENS
 from kaveri.engine.vllm.memory import SharedCache, blocks_of, layout_of, pool_over
 from kaveri.engine.vllm.mirror import Mirror
 from kaveri.engine.vllm.orders import StepOrders
@@ -78,10 +77,8 @@ class WorkerSide:
     def begin_step(self, orders: StepOrders) -> None:
         """The model is about to make a step."""
         self._orders = orders
-        for received in orders.received:
-            if self._mirror is not None:
-                self._mirror.bring_in(received.block_ids)
-            FIRST_TOKENS.put(received.number, received.first_token_id)
+        if self._mirror is not None:
+            self._mirror.bring_in(orders.landed_block_ids)
         if self.plane is not None:
             self.plane.begin_step(orders.chunks)
 
@@ -97,13 +94,7 @@ class WorkerSide:
                 self._mirror.take_out(sorted(self.plane.written_blocks()))
             self.plane.end_step()
 
-    def take_reports(self) -> tuple[set[str], set[str]]:
-        """What vLLM is told at the end of a step: sent and received, each id once."""
+    def take_released(self) -> set[str]:
+        """Whose blocks vLLM takes back at the end of the step, by its own ids; each once."""
         orders, self._orders = self._orders, StepOrders()
-        return set(orders.released), {received.vllm_id for received in orders.received}
-
-    def forget(self, number: str) -> None:
-        """A request has ended. Any thread."""
-        FIRST_TOKENS.forget(number)
-        if (plane := self.plane) is not None:
-            plane.forget(number)
+        return set(orders.released)

@@ -4,15 +4,9 @@ vLLM is told to be greedy, and a logits processor leaves it nothing but the draw
 another batch, after a preemption or on another instance goes on as if nothing had happened, and vLLM's generators, one
 per request with a state of their own, are not used. Log-probabilities are vLLM's, taken from the logits before.
 
-It also hands a request the token that prefill drew: decode computes the prompt's last token again, and rounding must
-not make another first token of it. Where several processes sample (tensor parallelism), each has a FIRST_TOKENS of its
-own, filled by the connector's worker side in that process.
-
-    engine: EngineArgs(logits_processors=[KeyedDraws], ...), SamplingParams from kaveri.engine.vllm.sampling
-    connector, before the forward that draws: FIRST_TOKENS.put(key, token_id); FIRST_TOKENS.forget(key) once it has
+    EngineArgs(logits_processors=[KeyedDraws], ...), SamplingParams from kaveri.engine.vllm.sampling
 """
 
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +35,6 @@ class Draw:
     """Tokens before the answer: the index of a drawn token is what precedes it less these."""
     first_index: int
     """Index within the answer of the first token that this placement draws."""
-    first_token_key: str = ""
-    """Under which FIRST_TOKENS knows the token at first_index, once it does. Empty: it is drawn."""
 
     def to_extra_args(self) -> dict[str, Any]:
         """Plain values, for the way to the workers."""
@@ -55,7 +47,6 @@ class Draw:
                 "seed": params.seed or 0,
                 "answer_start": self.answer_start,
                 "first_index": self.first_index,
-                "first_token_key": self.first_token_key,
             }
         }
 
@@ -67,34 +58,7 @@ class Draw:
             return None
         names = ("temperature", "top_k", "top_p", "seed")
         params = SamplingParams(**{name: values[name] for name in names})
-        return cls(params, values["answer_start"], values["first_index"], values["first_token_key"])
-
-
-class FirstTokens:
-    """First tokens that were drawn elsewhere, by key. Each process has one, FIRST_TOKENS; any thread may call."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._token_ids: dict[str, int] = {}
-
-    def put(self, key: str, token_id: int) -> None:
-        """From now on the request with this first_token_key begins with this token."""
-        with self._lock:
-            self._token_ids[key] = token_id
-
-    def get(self, key: str) -> int | None:
-        """The token; None when nobody has put one."""
-        with self._lock:
-            return self._token_ids.get(key)
-
-    def forget(self, key: str) -> None:
-        """Idempotent."""
-        with self._lock:
-            self._token_ids.pop(key, None)
-
-
-FIRST_TOKENS = FirstTokens()
-"""Of the process, as it is vLLM that makes its logits processors. Keys must be unique among all engines in it."""
+        return cls(params, values["answer_start"], values["first_index"])
 
 
 class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
@@ -138,7 +102,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
         for row, params, prompt_token_ids, output_token_ids in batch_update.added:
             self._drop(row)
             draw = Draw.from_extra_args(params.extra_args)
-            if draw is not None and _matters(draw):
+            if draw is not None and draw.params.temperature > 0:
                 self._draws[row] = draw
                 self._drawn[row] = output_token_ids, len(prompt_token_ids or ())
         for source, target, direction in batch_update.moved:
@@ -153,7 +117,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
         """Whether the request's logits will be changed."""
         self._drop(req_idx)
         draw = Draw.from_extra_args(sampling_params.extra_args)
-        if draw is None or not _matters(draw):
+        if draw is None or draw.params.temperature == 0:
             return False
         self._draws[req_idx] = draw
         return True
@@ -183,32 +147,13 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
     """Leaves, in each of these rows, nothing but its token: 0 there and -inf everywhere else.
 
     logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
-    the token that is due. A greedy row is left alone, unless its first token is known.
+    the token that is due. A greedy row is left alone.
     """
-    rows: list[int] = []
-    token_ids: list[int] = []
-    sampled: list[tuple[int, Draw, int]] = []
-    for row, draw, index in placed:
-        # A chunk that does not end its prompt: nothing is due.
-        if index < draw.first_index:
-            continue
-        known = FIRST_TOKENS.get(draw.first_token_key) if index == draw.first_index and draw.first_token_key else None
-        if known is not None:
-            rows.append(row)
-            token_ids.append(known)
-        elif draw.params.temperature > 0:
-            sampled.append((row, draw, index))
+    # Before first_index it is a chunk that does not end its prompt: nothing is due.
+    sampled = [each for each in placed if each[2] >= each[1].first_index and each[1].params.temperature > 0]
     if sampled:
-        chosen = logits[torch.tensor([row for row, _, _ in sampled], device=logits.device)]
+        rows = torch.tensor([row for row, _, _ in sampled], device=logits.device)
         slices = [SequenceSlice((), 0, (), True, index, draw.params) for _, draw, index in sampled]
-        rows += [row for row, _, _ in sampled]
-        token_ids += [drawn.token_id for drawn in draw_tokens(chosen, slices)]
-    if rows:
-        places = torch.tensor(rows, device=logits.device)
-        logits.index_fill_(0, places, -torch.inf)
-        logits[places, torch.tensor(token_ids, device=logits.device)] = 0.0
-
-
-def _matters(draw: Draw) -> bool:
-    """A greedy request whose first token nobody knows is vLLM's own business."""
-    return draw.params.temperature > 0 or bool(draw.first_token_key)
+        token_ids = [drawn.token_id for drawn in draw_tokens(logits[rows], slices)]
+        logits.index_fill_(0, rows, -torch.inf)
+        logits[rows, torch.tensor(token_ids, device=logits.device)] = 0.0

@@ -26,21 +26,24 @@ from kaveri.engine.vllm.connector_scheduler import Advance, Placement
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.hosted import Hosted
-from kaveri.engine.vllm.orders import Chunk, Received
+from kaveri.engine.vllm.orders import Chunk
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
-from kaveri.errors import EngineError, KaveriError, NoCapacity
+from kaveri.errors import KaveriError, NoCapacity
 from kaveri.sampling import FinishReason
 from kaveri.telemetry.logs import get_logger
 
 _STALLED_S = 0.05
 """How long the thread sleeps at most when nothing that vLLM has can run: what changes that wakes it."""
 _RETRY_AFTER_S = 0.1
+_UNKNOWN = 0
+"""Stands for the token that prefill will draw, of which nothing is computed before it is known."""
 
 
 class Driver:
     """A Desk, and the thread that it is called on.
 
-    grant: called with every placement, within the step that has made it. on_broken: called when a step has failed.
+    grant: called with every request that was placed and the first of its blocks that it lacks, within the step that has
+    placed it. on_broken: called when a step has failed.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Driver:
         plane: DataPlane,
         info: EngineInfo,
         max_batch: int,
-        grant: Callable[[Placement], None],
+        grant: Callable[[Hosted, int], None],
         on_broken: Callable[[], None],
     ) -> None:
         self.thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
@@ -130,12 +133,13 @@ class Driver:
                 hosted.started = True
             for hosted, first_block, block_ids in placements:
                 hosted.take(block_ids)
-                hosted.landing_blocks = list(block_ids[first_block:])
+                last_block = self._info.layout.block_count(len(hosted.request.token_ids))
+                hosted.landing_blocks = list(block_ids[first_block:last_block])
             self._account.unused_blocks = self._host.free_blocks
         for transfer_id in unwanted:
             self._plane.abort_push(transfer_id)
         for placement in placements:
-            self._grant(placement)
+            self._grant(placement.hosted, placement.first_block)
         self._advances = advances
         # A request that has begun says so before the step that begins it is computed.
         self._outbox.publish()
@@ -214,7 +218,12 @@ class Driver:
         if hosted.is_prefill:
             self._give(hosted, request.token_ids, prefill_params(request))
         else:
-            self._give(hosted, request.token_ids, decode_params(request, self._info.eos_token_ids, hosted.number))
+            # The token that prefill will draw is the last of this prompt: vLLM has its KV to compute, and no other's.
+            token_ids, drawn_count = request.token_ids, request.generated_count
+            if hosted.goes_on(self._info.max_model_len):
+                token_ids, drawn_count = (*token_ids, _UNKNOWN), drawn_count + 1
+            extended = replace(request, token_ids=token_ids, generated_count=drawn_count)
+            self._give(hosted, token_ids, decode_params(extended, self._info.eos_token_ids))
 
     def _give(self, hosted: Hosted, token_ids: Sequence[int], params: Any) -> None:
         try:
@@ -253,9 +262,8 @@ class Driver:
         for hosted in admitted:
             if hosted.by_transfer:
                 hosted.received = True
-                landed = tuple(hosted.landing_blocks)
-                received = Received(hosted.vllm_id, hosted.number, landed, hosted.token_ids[-1])
-                self._host.scheduler_side.report_received(received)
+                self._host.scheduler_side.landed(hosted.landing_blocks)
+                self._host.begin_answer(hosted.vllm_request, hosted.token_ids[-1])
             else:
                 self._continue_adopted(hosted)
 
@@ -366,12 +374,6 @@ class Driver:
             self._fail(hosted, drawn.finish_reason)
             return
         token_id = drawn.token_ids[0]
-        if hosted.by_transfer and not hosted.resumed:
-            # The token that prefill drew and told of: vLLM computes the prompt's last token again, and draws it again.
-            if token_id != hosted.token_ids[-1]:
-                raise EngineError(f"vLLM drew {token_id} where {hosted.token_ids[-1]} was handed over")
-            hosted.resumed = True
-            return
         finish = self._finish(hosted, token_id)
         steps.append(TokenStep(hosted.key, hosted.draw_index, token_id, self._logprobs(hosted, drawn), finish))
         hosted.draw(token_id)

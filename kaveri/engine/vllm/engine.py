@@ -4,8 +4,8 @@ Owns the calls of the seam and what the transfers tell. Leaves computing, batchi
 it to the driver, what the threads share to the board, and KV to the ranks' ends of the data plane.
 
 What vLLM does not offer is made of what it does: a prompt is a request for one token, whose blocks are kept when it
-has ended until they are pushed; a reservation is a request that waits for its KV, and is told that it is there when
-the service admits it.
+has ended until they are pushed; a reservation is a request that waits for its KV, its prompt followed by the token that
+prefill has yet to draw, and is told that it is there when the service admits it.
 """
 
 import itertools
@@ -30,7 +30,6 @@ from kaveri.engine.contract import (
 from kaveri.engine.stepwise_pushes import first_token_of
 from kaveri.engine.stepwise_sequence import Phase, validate_request
 from kaveri.engine.vllm.board import Board
-from kaveri.engine.vllm.connector_scheduler import Placement
 from kaveri.engine.vllm.data_plane import DataPlane, DataPlaneEvent, Granted
 from kaveri.engine.vllm.driver import Driver
 from kaveri.engine.vllm.host import Host
@@ -256,9 +255,8 @@ class VllmEngine:
 
     # What the driver and the transfers tell.
 
-    def _grant(self, placement: Placement) -> None:
+    def _grant(self, hosted: Hosted, first_block: int) -> None:
         """vLLM has blocks for a reservation: a ticket is made for whoever waits for it."""
-        hosted, first_block, block_ids = placement
         transfer_id = secrets.token_bytes(16)
         with self._board.lock:
             if hosted.done:
@@ -267,7 +265,7 @@ class VllmEngine:
             self._landing_owners[transfer_id] = hosted
         token_count = len(hosted.request.token_ids)
         expires_in_s = max(0.0, hosted.expires_at_s - time.monotonic())
-        self._plane.grant(transfer_id, block_ids[first_block:], token_count, expires_in_s, first_block)
+        self._plane.grant(transfer_id, hosted.landing_blocks, token_count, expires_in_s, first_block)
         with self._board.lock:
             ended = hosted.done
         # It was aborted before the data plane knew of its transfer, so nobody could revoke it.
@@ -321,9 +319,11 @@ class VllmEngine:
                 failure = LandingFailed(hosted.key, event.reason)
             else:
                 first_token_id = first_token_of(event.note)
+                # Its sender was told that it is accepted, and so cannot tell anybody that the request is lost.
                 if first_token_id is None or first_token_id >= self._info.vocab_size:
-                    # Its sender was told that it is accepted, and so cannot tell anybody that the request is lost.
                     failure = RequestFailed(hosted.key, "the hand-over names no token of this model")
+                elif not hosted.goes_on(self._info.max_model_len):
+                    failure = RequestFailed(hosted.key, f"no room behind {self._info.max_model_len} tokens")
                 else:
                     hosted.computed = len(hosted.token_ids)
                     hosted.draw(first_token_id)

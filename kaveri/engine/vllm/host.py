@@ -29,6 +29,7 @@ class Host:
         # Stands for the time of arrival, by which vLLM orders requests of one priority.
         self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
+        self._block_tokens = ranks[0].layout.block_tokens
         connector = self._scheduler.get_kv_connector()
         assert isinstance(connector, KaveriConnector), "vLLM runs without our connector"
         assert connector.scheduler_side is not None
@@ -45,6 +46,16 @@ class Host:
         priority = 0 if is_prefill else 1
         prompt = {"prompt_token_ids": list(token_ids)}
         self._llm.add_request(number, prompt, params, arrival_time=float(self._count), priority=priority)
+
+    def begin_answer(self, request: Any, first_token_id: int) -> None:
+        """The KV of a request that waited for it is there, but its last token's, which is this one: the next step
+        computes it. request: vLLM's own record of it."""
+        request.prompt_token_ids[-1] = request._all_token_ids[-1] = first_token_id
+        # Of the block that this token completes, if it does.
+        if request.block_hashes and request.num_tokens % self._block_tokens == 0:
+            request.block_hashes.pop()
+            request.update_block_hashes()
+        self._scheduler.finished_recving_kv_req_ids.add(request.request_id)
 
     def abort(self, vllm_id: str) -> None:
         """Ends a request; the connector is asked whether its blocks are kept. Unknown ids are ignored."""

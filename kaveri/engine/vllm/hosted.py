@@ -61,8 +61,6 @@ class Hosted:
     """vLLM is told, or has been, that this KV is there."""
     behind: bool = False
     """Adopted: vLLM has been given what follows its first token, and has not begun with it."""
-    resumed: bool = False
-    """vLLM has drawn the first token again, which prefill drew and told of."""
     stopped: bool = False
     """vLLM computes it no more."""
     released: bool = False
@@ -106,6 +104,10 @@ class Hosted:
         if self.done or (self.phase is Phase.RUNNING and self.started):
             return 0
         return max(0, self.needed_blocks - len(self.block_ids))
+
+    def goes_on(self, max_model_len: int) -> bool:
+        """Whether there is room for a token behind the one that prefill draws."""
+        return len(self.request.token_ids) + 1 < max_model_len
 
     def take(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """vLLM has given it these blocks, all of them, in order. Returns those that are new."""

@@ -20,22 +20,12 @@ class Chunk(NamedTuple):
     """How many it has behind the step, those counted."""
 
 
-class Received(NamedTuple):
-    """A request whose KV has landed may be computed, from the next step on."""
-
-    vllm_id: str
-    number: str
-    block_ids: tuple[int, ...]
-    """Where the KV has landed."""
-    first_token_id: int
-    """What its first draw will be."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepOrders:
     """Of one step, the same for every rank."""
 
     chunks: tuple[Chunk, ...] = ()
-    received: tuple[Received, ...] = ()
+    landed_block_ids: tuple[int, ...] = ()
+    """Blocks that transfers have written, and that may be read from this step on."""
     released: tuple[str, ...] = ()
     """vLLM's ids of requests that have ended and whose blocks nothing touches any more."""

@@ -1,13 +1,15 @@
 """A tensor-parallel rank, as the engine sees it: one that is in its own process, or in another (remote_rank)."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kaveri.engine.vllm.connector_worker import WorkerSide
 from kaveri.engine.vllm.rank_plane import RankEvent, RankPlane, RankSetup
 from kaveri.kv.flow import KvFlow
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint, Ticket
+
+if TYPE_CHECKING:
+    from kaveri.engine.vllm.connector_worker import WorkerSide
 
 RankListener = Callable[[RankEvent], None]
 LostListener = Callable[[str], None]
@@ -43,7 +45,7 @@ class Rank(Protocol):
         """See RankPlane."""
 
     def forget(self, number: str) -> None:
-        """See WorkerSide."""
+        """See RankPlane."""
 
     def flow(self) -> KvFlow:
         """What is under way, now or a little while ago."""
@@ -55,7 +57,7 @@ class Rank(Protocol):
 class LocalRank:
     """The one rank of an engine that computes in its own process. Calls to a rank that is not attached do nothing."""
 
-    def __init__(self, worker_side: WorkerSide) -> None:
+    def __init__(self, worker_side: "WorkerSide") -> None:
         self._worker_side = worker_side
 
     @property
@@ -92,7 +94,8 @@ class LocalRank:
             plane.hand_over(number, first_token_id)
 
     def forget(self, number: str) -> None:
-        self._worker_side.forget(number)
+        if (plane := self._worker_side.plane) is not None:
+            plane.forget(number)
 
     def flow(self) -> KvFlow:
         plane = self._worker_side.plane

@@ -16,7 +16,7 @@ from kaveri.telemetry.logs import get_logger
 if TYPE_CHECKING:
     from kaveri.engine.vllm.connector_worker import WorkerSide
 
-CALLS = frozenset({"grant", "revoke", "open_push", "abort_push", "hand_over"})
+CALLS = frozenset({"grant", "revoke", "open_push", "abort_push", "hand_over", "forget"})
 """Methods of RankPlane that the engine may call from its own process."""
 
 
@@ -63,8 +63,6 @@ class RankServer:
         elif call == "detach":
             self._detach()
             self._tell("detached", None)
-        elif call == "forget":
-            worker_side.forget(*arguments)
         elif (plane := worker_side.plane) is None:
             return
         elif call == "flow":

@@ -24,29 +24,24 @@ def prefill_params(request: EngineRequest) -> VllmSamplingParams:
 
     vLLM ends it with "length" whatever the token is; what it means is for kaveri.engine.stopping to say.
     """
-    return _params(request, max_tokens=1, stop_token_ids=(), first_token_key="")
+    return _params(request, max_tokens=1, stop_token_ids=())
 
 
-def decode_params(
-    request: EngineRequest, eos_token_ids: frozenset[int], first_token_key: str = ""
-) -> VllmSamplingParams:
+def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
     """For a vLLM request over request.token_ids that draws all that is left of the answer.
 
-    first_token_key: where the first of these tokens will be known (kaveri.engine.vllm.draws.FIRST_TOKENS) when it is
-    drawn; empty: it is drawn like the others. vLLM ends the request as kaveri.engine.stopping would.
+    vLLM ends the request as kaveri.engine.stopping would.
     """
     params = request.params
     assert params.max_tokens is not None, "an EngineRequest says how many tokens it wants"
     stop_token_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
     left = max(1, params.max_tokens - request.generated_count)
-    return _params(request, max_tokens=left, stop_token_ids=stop_token_ids, first_token_key=first_token_key)
+    return _params(request, max_tokens=left, stop_token_ids=stop_token_ids)
 
 
-def _params(
-    request: EngineRequest, max_tokens: int, stop_token_ids: tuple[int, ...], first_token_key: str
-) -> VllmSamplingParams:
+def _params(request: EngineRequest, max_tokens: int, stop_token_ids: tuple[int, ...]) -> VllmSamplingParams:
     generated = request.generated_count
-    draw = Draw(request.params, len(request.token_ids) - generated, generated, first_token_key)
+    draw = Draw(request.params, len(request.token_ids) - generated, generated)
     return VllmSamplingParams(
         # Greedy among what KeyedDraws leaves.
         temperature=0.0,
