@@ -49,7 +49,9 @@ class EngineSettings:
     """Which engine, on which model, with which memory. build_engine checks the values."""
 
     receives: bool
-    """True for decode: listen for pushes of KV. False: the engine only prefills and listens nowhere."""
+    """Whether to listen for pushes of KV."""
+    decodes: bool = True
+    """False: prompts only, which saves the vllm engine what a running batch needs."""
     engine: str = "transformers"
     """"transformers", "vllm", "fake" or "timed"."""
     model: str = "kaveri-tiny"
@@ -145,6 +147,7 @@ def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         chunk_tokens=settings.chunk_tokens,
         max_batch=settings.max_batch,
+        decodes=settings.decodes,
         listen=listen,
         transports=transports,
         kv_credit_bytes=settings.kv_credit_bytes,

@@ -56,6 +56,7 @@ class PrefillConfig(KvTlsConfig, PromptConfig):
     def engine_settings(self, receives: bool = False) -> EngineSettings:
         return replace(
             super().engine_settings(receives),
+            decodes=False,
             kv_transports=self.kv_transports,
             kv_tls=self.tls_files(self.kv_transports),
             kv_link=self.kv_link,

@@ -66,6 +66,7 @@ def load_engine(
     kv_cache_memory_bytes: int,
     chunk_tokens: int,
     max_batch: int,
+    decodes: bool = True,
     listen: Sequence[KvEndpoint] = (),
     transports: Callable[[], Sequence[Transport]] | None = None,
     kv_credit_bytes: int = CREDIT_BYTES,
@@ -76,7 +77,7 @@ def load_engine(
     Must be called by the thread that imports vLLM, once in a process: vLLM's state is the process's.
     model: a folder, a hub id or a bundled name. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
     max_model_len: None for as many positions as the model was made for. block_tokens: 0 for what the platform prefers.
-    listen: empty for an engine that only prefills. engine_args: further fields of vLLM's EngineArgs.
+    decodes: False for an engine that only prefills. listen: where it takes pushes. engine_args: further fields of vLLM's EngineArgs.
     Raises ConfigError.
     """
     host = load_host(
@@ -86,7 +87,7 @@ def load_engine(
         block_tokens=block_tokens,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         chunk_tokens=chunk_tokens,
-        max_batch=max_batch if listen else 0,
+        max_batch=max_batch if decodes else 0,
         engine_args=engine_args,
     )
     from kaveri.engine.vllm.engine import VllmEngine
