@@ -61,3 +61,9 @@ class TestVllmEngine(EngineConformance):
     @pytest.fixture
     def harness(self, prefills: Any, decodes: Any, reference: Any, tmp_path: Path) -> _Harness:
         return _Harness(prefills, decodes, tmp_path, reference)
+
+
+class TestVllmEngineOfTwoRanks(EngineConformance):
+    @pytest.fixture
+    def harness(self, two_rank_prefills: Any, two_rank_decodes: Any, reference: Any, tmp_path: Path) -> _Harness:
+        return _Harness(two_rank_prefills, two_rank_decodes, tmp_path, reference)

@@ -1,0 +1,303 @@
+"""The data plane of an engine with several ranks: one transfer, a part of it in every rank's pool.
+
+Real pools, senders and receivers; the ranks are in this process, or each in one of its own.
+"""
+
+import multiprocessing
+import queue
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kaveri.engine.vllm.data_plane import DataPlane, DataPlaneEvent, Granted
+from kaveri.engine.vllm.orders import Chunk
+from kaveri.engine.vllm.rank import LocalRank, Rank
+from kaveri.engine.vllm.rank_plane import RankSetup
+from kaveri.engine.vllm.rank_server import serve_rank
+from kaveri.engine.vllm.remote_rank import RankMeeting
+from kaveri.errors import ConfigError, InvalidArgument, LayoutMismatch
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import TransferLanded, TransferReleased
+from kaveri.kv.sender import PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transports import make_transports
+
+RANKS = 2
+LAYOUT = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32", tensor_ranks=RANKS)
+BLOCKS = 8
+TOKENS = 10
+"""Of a prompt: two blocks and a half."""
+SOON_S = 60.0
+
+
+class Instance:
+    """Ranks, their data plane, and what it told."""
+
+    def __init__(self, ranks: Sequence[Rank], listen: Sequence[KvEndpoint] = (), epoch: int = 1) -> None:
+        self.events: queue.Queue[DataPlaneEvent] = queue.Queue()
+        self.lost: queue.Queue[str] = queue.Queue()
+        setup = RankSetup(tuple(listen), partial(make_transports, ("shm", "tcp")), epoch)
+        self.plane = DataPlane(ranks, setup, self.events.put, self.lost.put)
+
+    def next(self) -> Any:
+        """What it tells next."""
+        return self.events.get(timeout=SOON_S)
+
+    def grant(self, block_ids: Sequence[int], expires_in_s: float = 60.0) -> Ticket:
+        transfer_id = random.Random(str(block_ids)).randbytes(16)
+        self.plane.grant(transfer_id, block_ids, TOKENS, expires_in_s, 0)
+        granted = self.next()
+        assert isinstance(granted, Granted)
+        return granted.ticket
+
+    def told_nothing(self) -> bool:
+        return self.events.empty()
+
+
+class RankMemory:
+    """What a rank's worker side is to the data plane. `layer_done` and so on are called as a step would."""
+
+    def __init__(self, rank: int, layout: KvLayout = LAYOUT) -> None:
+        self.layout = layout
+        self.pool = KvPool(layout.rank(rank), BLOCKS)
+        self.plane: Any = None
+        self.pool.memory[:] = 0
+
+    def fill(self, seed: int) -> None:
+        self.pool.memory[:] = np.random.default_rng(seed).integers(0, 256, self.pool.memory.shape, np.uint8)
+
+    def compute(self, number: str, block_ids: Sequence[int]) -> None:
+        """One step that computes a whole prompt."""
+        self.plane.begin_step([Chunk(number, TOKENS, tuple(block_ids), 0, TOKENS)])
+        for layer in range(self.layout.layer_count):
+            self.plane.layer_done(layer)
+        self.plane.end_step()
+
+
+class Pair:
+    """Two instances in this process: of each rank the memory is at hand."""
+
+    def __init__(self, folder: Path, transport: str) -> None:
+        address = "127.0.0.1:0" if transport == "tcp" else str(folder / "kv.sock")
+        self.sources = [RankMemory(rank) for rank in range(RANKS)]
+        self.targets = [RankMemory(rank) for rank in range(RANKS)]
+        for rank, source in enumerate(self.sources):
+            source.fill(rank)
+        self.sending = Instance([LocalRank(memory) for memory in self.sources])  # type: ignore[arg-type]
+        self.receiving = Instance(
+            [LocalRank(memory) for memory in self.targets],  # type: ignore[arg-type]
+            [KvEndpoint(transport, address)],
+        )
+
+    def compute(self, number: str, block_ids: Sequence[int], first_token_id: int = 7) -> None:
+        for memory in self.sources:
+            memory.compute(number, block_ids)
+        self.sending.plane.hand_over(number, first_token_id)
+
+    def require_equal(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
+        for source, target in zip(self.sources, self.targets, strict=True):
+            ours, theirs = source.pool.memory[:, list(source_blocks)], target.pool.memory[:, list(target_blocks)]
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path, request.param)
+    yield made
+    made.sending.plane.close()
+    made.receiving.plane.close()
+
+
+def test_each_ranks_heads_land_in_the_rank_of_the_same_number(pair: Pair) -> None:
+    ticket = pair.receiving.grant([5, 1, 6])
+    assert (ticket.endpoints, len(ticket.parts)) == ((), RANKS)
+    pair.sending.plane.open_push("r", ticket)
+    pair.compute("r", [0, 3, 2])
+    landed, accepted = pair.receiving.next(), pair.sending.next()
+    kv_bytes = 3 * LAYOUT.layer_count * LAYOUT.block_bytes
+    assert (type(landed), landed.transfer_id, landed.kv_bytes) == (TransferLanded, ticket.transfer_id, kv_bytes)
+    assert (type(accepted), accepted.transfer_id, accepted.kv_bytes) == (PushAccepted, ticket.transfer_id, kv_bytes)
+    pair.require_equal([0, 3, 2], [5, 1, 6])
+    assert pair.sending.told_nothing()
+    assert pair.receiving.told_nothing()
+
+
+def test_a_prompt_may_be_computed_before_anybody_has_a_ticket_for_it(pair: Pair) -> None:
+    pair.compute("r", [4, 5, 6])
+    pair.sending.plane.open_push("r", pair.receiving.grant([0, 1, 2]))
+    assert isinstance(pair.receiving.next(), TransferLanded)
+    pair.require_equal([4, 5, 6], [0, 1, 2])
+
+
+def test_what_one_rank_refuses_is_given_up_in_all_and_may_be_pushed_again(pair: Pair) -> None:
+    ticket = pair.receiving.grant([5, 1, 6])
+    pair.targets[1].plane.revoke(ticket.transfer_id)
+    pair.sending.plane.open_push("r", ticket)
+    pair.compute("r", [0, 3, 2])
+    released, failed = pair.receiving.next(), pair.sending.next()
+    assert released == TransferReleased(ticket.transfer_id, "rank 1: revoked")
+    assert (type(failed), failed.transfer_id) == (PushFailed, ticket.transfer_id)
+    assert failed.reason.startswith("rank ")
+    pair.sending.plane.open_push("r", pair.receiving.grant([2, 3, 4]))
+    assert isinstance(pair.receiving.next(), TransferLanded)
+    assert isinstance(pair.sending.next(), PushAccepted)
+    pair.require_equal([0, 3, 2], [2, 3, 4])
+
+
+def test_a_push_that_is_aborted_ends_in_every_rank(pair: Pair) -> None:
+    ticket = pair.receiving.grant([5, 1, 6])
+    pair.sending.plane.open_push("r", ticket)
+    pair.sending.plane.abort_push(ticket.transfer_id)
+    assert isinstance(pair.sending.next(), PushFailed)
+    pair.receiving.plane.revoke(ticket.transfer_id)
+    assert isinstance(pair.receiving.next(), TransferReleased)
+    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+
+
+def test_a_ticket_that_runs_out_is_told_of_once(pair: Pair) -> None:
+    ticket = pair.receiving.grant([5, 1, 6], expires_in_s=0.01)
+    released = pair.receiving.next()
+    assert (type(released), released.transfer_id) == (TransferReleased, ticket.transfer_id)
+    assert "expired" in released.reason
+    pair.receiving.plane.close()
+    assert pair.receiving.told_nothing()
+
+
+@pytest.mark.parametrize(
+    ("change", "raised", "named"),
+    [
+        (lambda ticket: replace(ticket, parts=ticket.parts[:1]), InvalidArgument, "ticket.parts"),
+        (lambda ticket: replace(ticket, parts=()), InvalidArgument, "ticket.parts"),
+        (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=1)), LayoutMismatch, "tensor_ranks"),
+        (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=4)), LayoutMismatch, "tensor_ranks"),
+        (lambda ticket: replace(ticket, layout=replace(LAYOUT, kv_head_count=8)), LayoutMismatch, "kv_head_count"),
+    ],
+)
+def test_a_ticket_of_other_ranks_is_refused_before_a_byte_moves(
+    pair: Pair, change: Callable[[Ticket], Ticket], raised: type[Exception], named: str
+) -> None:
+    ticket = change(pair.receiving.grant([5, 1, 6]))
+    with pytest.raises(raised, match=named):
+        pair.sending.plane.open_push("r", ticket)
+    assert pair.sending.plane.flow().sending.peers == ()
+
+
+def test_a_closed_rank_grants_nothing_and_nobody_keeps_waiting(pair: Pair) -> None:
+    pair.targets[1].plane.close()
+    pair.receiving.plane.grant(b"t" * 16, [0, 1, 2], TOKENS, 60.0, 0)
+    released = pair.receiving.next()
+    assert isinstance(released, TransferReleased)
+    assert released.reason.startswith("rank 1")
+    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+
+
+def test_ranks_that_cannot_all_listen_leave_none_listening(tmp_path: Path) -> None:
+    taken = KvEndpoint("shm", str(tmp_path / "kv.sock"))
+    second = KvEndpoint("shm", str(tmp_path / "kv-1.sock"))
+    memories = [RankMemory(rank) for rank in range(RANKS)]
+    holder = Instance([LocalRank(RankMemory(0, replace(LAYOUT, tensor_ranks=1)))], [second])  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        stack.callback(holder.plane.close)
+        with pytest.raises(ConfigError):
+            Instance([LocalRank(memory) for memory in memories], [taken])  # type: ignore[arg-type]
+        assert [memory.plane for memory in memories] == [None, None]
+
+
+# Ranks in processes of their own.
+
+
+def _serve(path: str, rank: int, seed: int, block_ids: Sequence[int], compute: Any, done: Any) -> None:
+    """A rank: computes one prompt when it is told to, and tells what is in its blocks when it is asked."""
+    memory = RankMemory(rank)
+    if seed:
+        memory.fill(seed + rank)
+    serve_rank(memory, rank, path)  # type: ignore[arg-type]
+    while True:
+        what = compute.get()
+        if what == "compute":
+            memory.compute("r", block_ids)
+        done.put(memory.pool.memory[:, list(block_ids)].tobytes())
+
+
+class RemoteInstance:
+    """The ranks of one instance, in processes of their own."""
+
+    def __init__(self, seed: int, block_ids: Sequence[int]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.meeting = RankMeeting(RANKS)
+        self._queues = [(context.Queue(), context.Queue()) for _ in range(RANKS)]
+        self.processes = [
+            context.Process(target=_serve, args=(self.meeting.path, rank, seed, block_ids, *queues), daemon=True)
+            for rank, queues in enumerate(self._queues)
+        ]
+        for process in self.processes:
+            process.start()
+        self.ranks = self.meeting.ranks()
+
+    def ask(self, what: str) -> list[bytes]:
+        """Every rank computes, or just tells what is in its blocks."""
+        for asked, _ in self._queues:
+            asked.put(what)
+        return [told.get(timeout=SOON_S) for _, told in self._queues]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.shutdown()
+        self.meeting.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def remote_pair(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    with ExitStack() as stack:
+        source, target = RemoteInstance(1, [0, 3, 2]), RemoteInstance(0, [5, 1, 6])
+        stack.callback(source.close)
+        stack.callback(target.close)
+        yield SimpleNamespace(source=source, target=target, listen=[KvEndpoint("shm", str(tmp_path / "kv.sock"))])
+
+
+@pytest.mark.timeout(180)
+def test_ranks_in_processes_of_their_own_do_the_same_for_one_engine_after_another(remote_pair: Any) -> None:
+    source, target = remote_pair.source, remote_pair.target
+    for epoch in (1, 2):
+        sending, receiving = Instance(source.ranks), Instance(target.ranks, remote_pair.listen, epoch)
+        ticket = receiving.grant([5, 1, 6])
+        assert ticket.epoch == epoch
+        sending.plane.open_push("r", ticket)
+        ours = source.ask("compute")
+        sending.plane.hand_over("r", 7)
+        assert isinstance(receiving.next(), TransferLanded)
+        assert isinstance(sending.next(), PushAccepted)
+        assert target.ask("tell") == ours
+        sending.plane.close()
+        receiving.plane.close()
+    assert sending.lost.empty()
+    assert receiving.lost.empty()
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_dies_is_told_of_and_its_peers_transfers_end(remote_pair: Any) -> None:
+    source, target = remote_pair.source, remote_pair.target
+    sending, receiving = Instance(source.ranks), Instance(target.ranks, remote_pair.listen)
+    ticket = receiving.grant([5, 1, 6])
+    sending.plane.open_push("r", ticket)
+    target.processes[1].kill()
+    assert receiving.lost.get(timeout=SOON_S) == "tensor-parallel rank 1 has ended"
+    source.ask("compute")
+    sending.plane.hand_over("r", 7)
+    failed = sending.next()
+    assert (type(failed), failed.transfer_id) == (PushFailed, ticket.transfer_id)
+    assert sending.lost.empty()
+    receiving.plane.close()
+    sending.plane.close()
