@@ -24,13 +24,15 @@ from kaveri.testing.tiny_models import make_tiny_model
 VOCAB_SIZE = 320
 ANSWER_TOKENS = 120
 LONG_ANSWER_TOKENS = 900
-# A prompt of 800 tokens has 1.2 MB of KV: over such a link a push takes longer than computing it.
-SLOW_LINK = ("--kv-link", "20Mbps")
-TICKET_TTL_S = 6.0
+# A prompt of 800 tokens has 1.2 MB of KV: over such a link a push takes longer than computing it, and can be caught.
+SLOW_LINK = ("--kv-link", "12Mbps")
+# Longer than pushes take that share a link.
+TICKET_TTL_S = 8.0
 START_S = 900.0
 SETS = {
     "prefill killed": (8, 800, ANSWER_TOKENS),
-    "decode killed": (10, 60, LONG_ANSWER_TOKENS),
+    "decode killed": (8, 800, ANSWER_TOKENS),
+    "decode killed mid-answer": (10, 60, LONG_ANSWER_TOKENS),
     "prefill frozen": (8, 800, ANSWER_TOKENS),
     "decode frozen": (8, 800, ANSWER_TOKENS),
     "all frozen": (4, 800, ANSWER_TOKENS),
@@ -240,10 +242,27 @@ async def test_prefill_killed_mid_push_has_its_requests_placed_anew(
     await survivors.come_free()
 
 
-async def test_decode_killed_mid_answer_loses_no_token(
+async def test_decode_killed_mid_push_has_its_requests_placed_anew(
     cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
 ) -> None:
     prompts, expected = asked["decode killed"]
+    async with AsyncClient(cluster.target) as client:
+        watched = Watched(client, prompts, ANSWER_TOKENS)
+        await cluster.wait_for_view(awaits_kv("decode-0"), within_s=60)
+        await cluster.kill("decode-0")
+        assert await watched.answers() == expected
+    assert await watched.decoded_by() == {"decode-1"}
+    assert max(await watched.attempts()) > 1, "decode-0 held no request: the test has shown nothing"
+    await survivors.come_free(without=["decode-0"])
+    await cluster.restart("decode-0", within_s=START_S)
+    survivors.forget("decode-0")
+    await survivors.come_free()
+
+
+async def test_decode_killed_mid_answer_loses_no_token(
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+) -> None:
+    prompts, expected = asked["decode killed mid-answer"]
     async with AsyncClient(cluster.target) as client:
         watched = Watched(client, prompts, LONG_ANSWER_TOKENS)
         await watched.all_have(5)
