@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _QUANTUM_BYTES = 4 << 20
 """What a push may send before the others of its receiver have their turn; but for nixl and gloo, one write."""
+_TELL_AGAIN_S = 0.25
+_TELL_AGAIN_MAX_S = 4.0
+"""After so long, twice as long each time, a receiver that could not be reached is told again of what was given up."""
 
 Operation = Callable[[], None]
 
@@ -51,6 +54,7 @@ class Push:
 
     def __init__(self, ticket: Ticket, peer: "Peer", digest: DigestFactory) -> None:
         self.ticket = ticket
+        self.expires_at_s = time.monotonic() + ticket.expires_in_s
         self.peer = peer
         self.digests = [digest() for _ in range(ticket.layout.layer_count)]
         self.queued = [0] * ticket.layout.layer_count
@@ -149,6 +153,11 @@ class Peer:
         self._turns: Turns[Push] = Turns(_QUANTUM_BYTES)
         # Since when all that is queued waits for credit, or when credit last came meanwhile [s].
         self._waiting_since_s: float | None = None
+        # Given up before they were open: unless their receiver is told, it keeps blocks for them until their tickets
+        # end, and they are forgotten then. Used by the thread only, like the two beside it.
+        self._untold: list[Push] = []
+        self._tell_again_s = _TELL_AGAIN_S
+        self._tell_at_s = 0.0
         # What is not to wait for a turn: at most an abort for each push, and the dropping of a lost connection.
         self._urgent: deque[Operation] = deque()
         self._changed = threading.Condition(sender.lock)
@@ -240,13 +249,30 @@ class Peer:
     def abort(self, push: Push) -> None:
         connection = push.connection
         if connection is None:
-            # Opened only to be given up: nobody else tells the receiver before the ticket expires.
-            self._drop_lost()
-            connection = self._connection or self._connect()
-            if connection is not None:
-                connection.link.open(push.ticket)
-        if connection is not None and connection is self._connection and not connection.is_lost:
+            self._untold.append(push)
+            if time.monotonic() >= self._tell_at_s:
+                self._tell_untold()
+        elif connection is self._connection and not connection.is_lost:
             connection.link.abort(push.ticket)
+
+    def _tell_untold(self) -> None:
+        """Opens pushes only to give them up: nobody else tells the receiver before their tickets end."""
+        now_s = time.monotonic()
+        self._untold = [push for push in self._untold if push.expires_at_s > now_s]
+        self._drop_lost()
+        try:
+            connection = (self._connection or self._connect()) if self._untold else None
+            while connection is not None and self._untold:
+                ticket = self._untold[-1].ticket
+                connection.link.open(ticket)
+                connection.link.abort(ticket)
+                self._untold.pop()
+        finally:
+            if self._untold:
+                self._tell_at_s = time.monotonic() + self._tell_again_s
+                self._tell_again_s = min(2 * self._tell_again_s, _TELL_AGAIN_MAX_S)
+            else:
+                self._tell_at_s, self._tell_again_s = 0.0, _TELL_AGAIN_S
 
     def _write(
         self, push: Push, connection: Connection, layer: int, first_index: int, source_blocks: tuple[int, ...]
@@ -297,13 +323,17 @@ class Peer:
             while not self._closing:
                 if self._urgent:
                     operation: Operation | None = self._urgent.popleft()
+                elif self._untold and time.monotonic() >= self._tell_at_s:
+                    operation = self._tell_untold
                 elif (push := self._turns.next(self._can_go)) is not None:
                     operation = self._next_of(push)
                 elif self._turns:
                     operation = self._wait_for_credit()
                 else:
                     self._waiting_since_s = operation = None
-                    if not self._changed.wait(self.sender.idle_s) and not (self._urgent or self._turns or self.pushes):
+                    rest_s = max(0.0, self._tell_at_s - time.monotonic()) if self._untold else self.sender.idle_s
+                    is_busy = self._changed.wait(rest_s) or self._urgent or self._turns or self.pushes or self._untold
+                    if not is_busy:
                         # In the same breath as the check: nobody may find this peer and queue behind its end.
                         self.sender.forget(self)
                         break
@@ -363,6 +393,7 @@ class Peer:
                 self._connection = connection
                 # How long its predecessor gave none is not held against it.
                 self._waiting_since_s = None
+                self._tell_at_s = 0.0
                 if self._closing:
                     connection.link.break_off()
             where = {"transport": transport.label, "address": endpoint.address}

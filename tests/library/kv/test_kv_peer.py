@@ -10,7 +10,7 @@ from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Capabilities, LinkListener
+from kaveri.kv.transport import Capabilities, LinkListener, LinkLost
 from kaveri.testing.transport_conformance import WAIT_S, Recorder, wait_until
 
 LAYOUT = KvLayout("m", 1, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
@@ -20,12 +20,14 @@ TICKET = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("scripted", "here"),), (0,)
 class ScriptedLink:
     """Takes all that it is given credit for, and accepts at the end."""
 
-    def __init__(self, listener: LinkListener, on_close: Callable[[], None]) -> None:
+    def __init__(self, listener: LinkListener, on_close: Callable[[], None], told: list[tuple[str, bytes]]) -> None:
+        """told: gets the openings and the aborts."""
         self._listener = listener
         self._on_close = on_close
+        self._told = told
 
     def open(self, ticket: Ticket) -> None:
-        """Nothing to do."""
+        self._told.append(("open", ticket.transfer_id))
 
     def write(
         self,
@@ -45,7 +47,7 @@ class ScriptedLink:
         self._listener.answered(ticket.transfer_id, None)
 
     def abort(self, ticket: Ticket) -> None:
-        """Nothing to do."""
+        self._told.append(("abort", ticket.transfer_id))
 
     def break_off(self) -> None:
         """Nothing to do."""
@@ -70,10 +72,11 @@ class ScriptedTransport:
     def __init__(self, on_connect: Callable[[LinkListener], None], on_close: Callable[[], None]) -> None:
         self._on_connect = on_connect
         self._on_close = on_close
+        self.told: list[tuple[str, bytes]] = []
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> ScriptedLink:
         self._on_connect(listener)
-        return ScriptedLink(listener, self._on_close)
+        return ScriptedLink(listener, self._on_close, self.told)
 
     def listen(self, address: str, pool: KvPool, intake: object) -> None:
         raise AssertionError
@@ -110,3 +113,54 @@ def test_a_new_connection_has_all_its_time_to_give_credit_though_the_last_one_ga
         listeners[1].credited(2 * LAYOUT.block_bytes, 2 * LAYOUT.block_bytes)
         event = pushed.wait(second)
     assert isinstance(event, PushAccepted), event
+
+
+def nothing() -> None:
+    """What most links do when they are closed."""
+
+
+def test_a_receiver_that_cannot_be_reached_at_first_is_told_of_what_was_given_up_meanwhile() -> None:
+    tickets = [replace(TICKET, transfer_id=bytes([number] * 16)) for number in range(2)]
+    given_up, attempts = threading.Event(), list[LinkListener]()
+
+    def on_connect(listener: LinkListener) -> None:
+        assert given_up.wait(WAIT_S)
+        attempts.append(listener)
+        if len(attempts) <= 3:
+            raise LinkLost("nobody answers")
+
+    pushed, transport = Recorder(), ScriptedTransport(on_connect, nothing)
+    with contextlib.closing(KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport])) as sender:
+        for ticket in tickets:
+            sender.open(ticket)
+            sender.abort(ticket.transfer_id)
+            assert pushed.wait(ticket) == PushFailed(ticket.transfer_id, "aborted")
+        given_up.set()
+        wait_until(lambda: len(transport.told) == 4, "both are told")
+    ids = {ticket.transfer_id for ticket in tickets}
+    assert {name for what, name in transport.told if what == "open"} == ids
+    assert {name for what, name in transport.told if what == "abort"} == ids
+    assert len(attempts) == 4
+
+
+def test_a_receiver_that_is_never_reached_is_tried_no_longer_than_the_ticket_lasts() -> None:
+    before, attempts = threading.active_count(), list[LinkListener]()
+    given_up = threading.Event()
+
+    def on_connect(listener: LinkListener) -> None:
+        assert given_up.wait(WAIT_S)
+        attempts.append(listener)
+        raise LinkLost("nobody answers")
+
+    pushed, transport = Recorder(), ScriptedTransport(on_connect, nothing)
+    sender = KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport], idle_s=0.01)
+    with contextlib.closing(sender):
+        ticket = replace(TICKET, expires_in_s=1.0)
+        sender.open(ticket)
+        sender.abort(ticket.transfer_id)
+        given_up.set()
+        pushed.wait(ticket)
+        wait_until(lambda: len(attempts) >= 2, "it is tried again")
+        # Left: the sender's reporter.
+        wait_until(lambda: threading.active_count() == before + 1, "the peer's thread has ended")
+    assert not transport.told
