@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kaveri.errors import InvalidArgument
 from kaveri.kv.flow import KvFlow
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint, Ticket
@@ -69,6 +70,19 @@ class EngineInfo:
     """One life of the engine; carried by its tickets."""
     kv_endpoints: tuple[KvEndpoint, ...]
     """Where its pool takes pushes. Empty when it only prefills."""
+
+    def require_servable(self, request: EngineRequest) -> None:
+        """Raises InvalidArgument for what this engine can never serve."""
+        token_ids, max_tokens = request.token_ids, request.params.max_tokens
+        longest = self.max_model_len - 1
+        if not 1 <= len(token_ids) <= longest:
+            raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"1 to {longest} tokens")
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise InvalidArgument("token_ids", (min(token_ids), max(token_ids)), f"in [0, {self.vocab_size})")
+        if not 0 <= request.generated_count < len(token_ids):
+            raise InvalidArgument("generated_count", request.generated_count, f"in [0, {len(token_ids)})")
+        if max_tokens is not None and request.generated_count >= max_tokens:
+            raise InvalidArgument("params.max_tokens", max_tokens, f"above the {request.generated_count} drawn already")
 
 
 @dataclass(frozen=True, slots=True)

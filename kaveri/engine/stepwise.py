@@ -2,8 +2,8 @@
 
 Owns the pool, the engine thread and the order in which things happen. Leaves arithmetic to the runner, bytes to the
 KV sender and receiver, and beside this file: the forming of a step to stepwise_batch, the live requests and their
-blocks to stepwise_account, which of them decode to stepwise_residency, what may be pushed to stepwise_pushes, the
-calls of the listener to stepwise_outbox.
+blocks to stepwise_account, which of them decode to stepwise_residency, what may be pushed to pushes, the calls of the
+listener to outbox.
 
 One lock guards the account. It is held for microseconds and nothing is called out while it is held: not the runner,
 not the transfers, not the listener. Events are put in the outbox under that lock, so their order is the order in
@@ -14,8 +14,6 @@ import secrets
 import threading
 from collections.abc import Sequence as Ordered
 from concurrent.futures import Future
-
-from google.protobuf.message import DecodeError
 
 from kaveri.engine.contract import (
     AttemptKey,
@@ -36,12 +34,13 @@ from kaveri.engine.contract import (
     StepTokens,
     TokenStep,
 )
+from kaveri.engine.outbox import Outbox
+from kaveri.engine.phase import Phase
+from kaveri.engine.pushes import Pushes, Source, first_token_of, ticket_refusal
 from kaveri.engine.runner import DrawnToken, ModelRunner
 from kaveri.engine.stepwise_account import Account
 from kaveri.engine.stepwise_batch import PlannedSlice, form_step
-from kaveri.engine.stepwise_outbox import Outbox
-from kaveri.engine.stepwise_pushes import Pushes
-from kaveri.engine.stepwise_sequence import Phase, Sequence, Source, validate_request
+from kaveri.engine.stepwise_sequence import Sequence
 from kaveri.engine.stopping import finish_reason
 from kaveri.errors import (
     ConfigError,
@@ -58,11 +57,8 @@ from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
 from kaveri.telemetry.logs import get_logger
-from kaveri.v1 import kv_pb2
 
 _CLOSE_TIMEOUT_S = 5.0
-_GRANT_PENDING = b"grant pending"
-"""Stands for a transfer whose ticket is being granted, so that an abort meanwhile leaves the blocks alone."""
 
 
 class StepwiseEngine:
@@ -111,8 +107,6 @@ class StepwiseEngine:
         self._account = Account(layout, total_blocks, max_batch, on_free=self._work.notify)
         self._push_owners: dict[bytes, Sequence] = {}
         self._landing_owners: dict[bytes, Sequence] = {}
-        # What became of transfers before grant() had returned here.
-        self._early_landings: dict[bytes, TransferLanded | TransferReleased] = {}
         self._outbox = Outbox(self._on_listener_error)
         self._closing = False
         self._broken: str | None = None
@@ -167,7 +161,6 @@ class StepwiseEngine:
             self._account.clear()
             self._push_owners.clear()
             self._landing_owners.clear()
-            self._early_landings.clear()
 
     def stats(self) -> EngineStats:
         with self._lock:
@@ -200,7 +193,7 @@ class StepwiseEngine:
     # The prefill side.
 
     def prefill(self, request: EngineRequest) -> None:
-        validate_request(request, self._info)
+        self._info.require_servable(request)
         sequence = Sequence.of(request, Phase.PREFILLING)
         with self._lock:
             self._require_alive()
@@ -219,18 +212,15 @@ class StepwiseEngine:
                 raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
             source = sequence.source
             assert source is not None
-            pushed = ticket.layout.block_count(source.token_count) - ticket.first_block
-            if (ticket.token_count, len(ticket.block_ids)) != (source.token_count, pushed):
-                reason = f"the ticket is for {ticket.token_count} tokens, the request has {source.token_count}"
-                self._outbox.put(KvPushFailed(key, reason))
-                source = None
-            elif ticket.transfer_id in self._push_owners:
-                self._outbox.put(KvPushFailed(key, "the ticket is in use by another push"))
-                source = None
+            refusal = ticket_refusal(ticket, source.token_count)
+            if ticket.transfer_id in self._push_owners:
+                refusal = "the ticket is in use by another push"
+            if refusal is not None:
+                self._outbox.put(KvPushFailed(key, refusal))
             else:
                 sequence.transfer_id = ticket.transfer_id
                 self._push_owners[ticket.transfer_id] = sequence
-        if source is not None:
+        if refusal is None:
             self._open_push(sequence, source, ticket)
         self._outbox.publish()
 
@@ -279,21 +269,22 @@ class StepwiseEngine:
                 self._work.notify()
 
     def _reserve(self, request: EngineRequest, expires_in_s: float) -> Ticket:
-        validate_request(request, self._info)
+        self._info.require_servable(request)
         if self._receiver is None:
             raise EngineError("this engine takes no pushes")
         sequence = Sequence.of(request, Phase.RESERVED)
-        token_count = len(request.token_ids)
+        token_count, transfer_id = len(request.token_ids), secrets.token_bytes(16)
         with self._lock:
             self._require_alive()
             self._account.open_decode(sequence)
-            sequence.transfer_id = _GRANT_PENDING
+            sequence.transfer_id = transfer_id
+            self._landing_owners[transfer_id] = sequence
+        blocks = sequence.block_ids[: self._layout.block_count(token_count)]
         try:
-            ticket = self._receiver.grant(
-                sequence.block_ids[: self._layout.block_count(token_count)], token_count, expires_in_s
-            )
+            ticket = self._receiver.grant(blocks, token_count, expires_in_s, transfer_id=transfer_id)
         except BaseException:
             with self._lock:
+                del self._landing_owners[transfer_id]
                 sequence.transfer_id = None
                 if sequence.done:
                     self._account.settle(sequence)
@@ -301,15 +292,10 @@ class StepwiseEngine:
                     self._account.end(sequence)
             raise
         with self._lock:
-            sequence.transfer_id = ticket.transfer_id
-            self._landing_owners[ticket.transfer_id] = sequence
-            ended = sequence.done
-            early = self._early_landings.pop(ticket.transfer_id, None)
-            if early is not None:
-                self._settle_landing(early)
-        # The request was aborted before its ticket could be revoked.
-        if ended:
-            self._receiver.revoke(ticket.transfer_id)
+            aborted = sequence.done and sequence.transfer_id is not None
+        # Before the receiver knew of its transfer, so that nobody could revoke it.
+        if aborted:
+            self._receiver.revoke(transfer_id)
             raise RequestCancelled(request.key.request_id)
         return ticket
 
@@ -332,20 +318,18 @@ class StepwiseEngine:
 
     def _on_landing(self, event: TransferLanded | TransferReleased) -> None:
         with self._lock:
-            self._settle_landing(event)
+            sequence = self._landing_owners.pop(event.transfer_id, None)
+            if sequence is not None:
+                self._settle_landing(sequence, event)
         self._outbox.publish()
 
-    def _settle_landing(self, event: TransferLanded | TransferReleased) -> None:
-        sequence = self._landing_owners.pop(event.transfer_id, None)
-        if sequence is None:
-            self._early_landings[event.transfer_id] = event
-            return
+    def _settle_landing(self, sequence: Sequence, event: TransferLanded | TransferReleased) -> None:
         sequence.transfer_id = None
         if sequence.done:
             self._account.settle(sequence)
             return
         if isinstance(event, TransferLanded):
-            first_token_id = _first_token_id(event.note)
+            first_token_id = first_token_of(event.note)
             if first_token_id is not None and first_token_id < self._info.vocab_size:
                 sequence.computed = len(sequence.token_ids)
                 sequence.token_ids.append(first_token_id)
@@ -505,10 +489,3 @@ class StepwiseEngine:
         self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
-
-
-def _first_token_id(note: bytes) -> int | None:
-    try:
-        return kv_pb2.HandOver.FromString(note).first_token_id
-    except DecodeError:
-        return None

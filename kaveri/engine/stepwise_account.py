@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Callable
 
 from kaveri.engine.contract import AttemptKey, EngineStats
+from kaveri.engine.phase import Phase
 from kaveri.engine.stepwise_residency import Residency
-from kaveri.engine.stepwise_sequence import Phase, Sequence
+from kaveri.engine.stepwise_sequence import Sequence
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 from kaveri.kv.blocks import BlockAllocator
 from kaveri.kv.layout import KvLayout

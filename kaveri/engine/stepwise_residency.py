@@ -15,7 +15,8 @@ sequence alone in the pool fits by construction.
 from bisect import insort
 from collections.abc import Iterable
 
-from kaveri.engine.stepwise_sequence import Phase, Sequence
+from kaveri.engine.phase import Phase
+from kaveri.engine.stepwise_sequence import Sequence
 from kaveri.kv.blocks import BlockAllocator
 from kaveri.kv.layout import KvLayout
 

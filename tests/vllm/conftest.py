@@ -6,3 +6,5 @@ import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Ranks of one engine may share a core here.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

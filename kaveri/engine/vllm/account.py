@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from kaveri.engine.contract import AttemptKey, EngineStats
-from kaveri.engine.stepwise_sequence import Phase
+from kaveri.engine.phase import Phase
 from kaveri.engine.vllm.hosted import Hosted
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kaveri.engine.contract import EngineStopped
-from kaveri.engine.stepwise_outbox import Outbox
+from kaveri.engine.outbox import Outbox
 from kaveri.engine.vllm.account import Account
 from kaveri.engine.vllm.hosted import Hosted
 from kaveri.errors import EngineError

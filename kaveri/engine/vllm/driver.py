@@ -19,7 +19,7 @@ from kaveri.engine.contract import (
     StepTokens,
     TokenStep,
 )
-from kaveri.engine.stepwise_sequence import Phase
+from kaveri.engine.phase import Phase
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.vllm.board import Board
 from kaveri.engine.vllm.connector_scheduler import Advance, Placement

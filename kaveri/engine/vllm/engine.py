@@ -27,8 +27,8 @@ from kaveri.engine.contract import (
     LandingFailed,
     RequestFailed,
 )
-from kaveri.engine.stepwise_pushes import first_token_of
-from kaveri.engine.stepwise_sequence import Phase, validate_request
+from kaveri.engine.phase import Phase
+from kaveri.engine.pushes import first_token_of, ticket_refusal
 from kaveri.engine.vllm.board import Board
 from kaveri.engine.vllm.data_plane import DataPlane, DataPlaneEvent, Granted
 from kaveri.engine.vllm.driver import Driver
@@ -181,7 +181,7 @@ class VllmEngine:
     # The prefill side.
 
     def prefill(self, request: EngineRequest) -> None:
-        validate_request(request, self._info)
+        self._info.require_servable(request)
         hosted = Hosted.prefill(f"kaveri-{next(_NUMBERS)}", request, self._layout)
         with self._board.lock:
             self._board.open(hosted)
@@ -196,12 +196,8 @@ class VllmEngine:
                 return
             if hosted.transfer_id is not None:
                 raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
-            token_count = len(hosted.request.token_ids)
-            pushed = self._layout.block_count(token_count) - ticket.first_block
-            refusal = None
-            if (ticket.token_count, len(ticket.block_ids)) != (token_count, pushed):
-                refusal = f"the ticket is for {ticket.token_count} tokens, the request has {token_count}"
-            elif ticket.transfer_id in self._push_owners:
+            refusal = ticket_refusal(ticket, len(hosted.request.token_ids))
+            if ticket.transfer_id in self._push_owners:
                 refusal = "the ticket is in use by another push"
             if refusal is not None:
                 self._outbox.put(KvPushFailed(key, refusal))
@@ -224,7 +220,7 @@ class VllmEngine:
         # Whoever waits for it gives up by abort(), so that there is one way to do so.
         granted.set_running_or_notify_cancel()
         try:
-            validate_request(request, self._info)
+            self._info.require_servable(request)
             if not self._plane.listens:
                 raise EngineError("this engine takes no pushes")
             number = f"kaveri-{next(_NUMBERS)}"

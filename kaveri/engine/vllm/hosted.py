@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.engine.contract import AttemptKey, EngineRequest
-from kaveri.engine.stepwise_sequence import Phase
+from kaveri.engine.phase import Phase
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import Ticket
 

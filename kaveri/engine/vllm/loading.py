@@ -77,7 +77,8 @@ def load_engine(
     Must be called by the thread that imports vLLM, once in a process: vLLM's state is the process's.
     model: a folder, a hub id or a bundled name. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
     max_model_len: None for as many positions as the model was made for. block_tokens: 0 for what the platform prefers.
-    decodes: False for an engine that only prefills. listen: where it takes pushes. engine_args: further fields of vLLM's EngineArgs.
+    decodes: False for an engine that only prefills. listen: where it takes pushes. transports: see VllmEngine.
+    engine_args: further fields of vLLM's EngineArgs.
     Raises ConfigError.
     """
     host = load_host(

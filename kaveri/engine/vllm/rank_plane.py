@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kaveri.engine.stepwise_pushes import Pushes
-from kaveri.engine.stepwise_sequence import Source
+from kaveri.engine.pushes import Pushes, Source
 from kaveri.engine.vllm.orders import Chunk
 from kaveri.errors import KaveriError
 from kaveri.kv.flow import KvFlow, ReceiverFlow

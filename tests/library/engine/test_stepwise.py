@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,9 @@ from kaveri.engine.contract import (
     StepTokens,
 )
 from kaveri.engine.fake import FakeModel, FakeRunner
+from kaveri.engine.pushes import Pushes, Source
 from kaveri.engine.runner import DrawnToken, LayerListener, SequenceSlice
 from kaveri.engine.stepwise import StepwiseEngine
-from kaveri.engine.stepwise_pushes import Pushes
-from kaveri.engine.stepwise_sequence import Source
 from kaveri.errors import ConfigError, EngineError, InvalidArgument, NoCapacity, RequestCancelled
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver
@@ -257,11 +257,11 @@ def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
     request = _request("r", 10, 5)
     grant = KvReceiver.grant
 
-    def overtaken(self: KvReceiver, block_ids: Sequence[int], token_count: int, expires_in_s: float) -> Ticket:
+    def overtaken(self: KvReceiver, *arguments: Any, **named: Any) -> Ticket:
         decode.abort(request.key)
         decode.check_integrity()
         assert decode.stats().free_blocks < decode.info.total_blocks
-        return grant(self, block_ids, token_count, expires_in_s)
+        return grant(self, *arguments, **named)
 
     monkeypatch.setattr(KvReceiver, "grant", overtaken)
     with pytest.raises(RequestCancelled):

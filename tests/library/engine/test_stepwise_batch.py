@@ -1,8 +1,9 @@
 """What goes into one step, and in which order."""
 
 from kaveri.engine.contract import AttemptKey
+from kaveri.engine.phase import Phase
 from kaveri.engine.stepwise_batch import form_step
-from kaveri.engine.stepwise_sequence import Phase, Sequence
+from kaveri.engine.stepwise_sequence import Sequence
 from kaveri.sampling import SamplingParams
 
 

@@ -6,9 +6,10 @@ from itertools import count
 import pytest
 
 from kaveri.engine.contract import AttemptKey
+from kaveri.engine.phase import Phase
 from kaveri.engine.stepwise_batch import form_step
 from kaveri.engine.stepwise_residency import Residency
-from kaveri.engine.stepwise_sequence import Phase, Sequence
+from kaveri.engine.stepwise_sequence import Sequence
 from kaveri.errors import NoCapacity
 from kaveri.kv.blocks import BlockAllocator
 from kaveri.kv.layout import KvLayout

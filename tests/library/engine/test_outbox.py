@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from kaveri.engine.contract import AttemptKey, EngineEvent, EngineStopped, Preempted, PrefillStarted
-from kaveri.engine.stepwise_outbox import Outbox
+from kaveri.engine.outbox import Outbox
 from kaveri.testing.engine_recorder import SOON_S
 
 _FIRST, _SECOND = PrefillStarted(AttemptKey("a", 1)), Preempted(AttemptKey("b", 1))

@@ -1,0 +1,20 @@
+"""Where a request stands inside an engine."""
+
+import enum
+
+
+class Phase(enum.Enum):
+    """Where a request stands. The prefill side uses the first two, the decode side the others."""
+
+    PREFILLING = enum.auto()
+    """Submitted, the prompt not fully computed."""
+    COMPUTED = enum.auto()
+    """The first token is drawn; the KV waits to be accepted elsewhere."""
+    RESERVED = enum.auto()
+    """Blocks are leased to a transfer that has not landed."""
+    LANDED = enum.auto()
+    """The KV is here, or was and is to be recomputed; not admitted."""
+    WAITING = enum.auto()
+    """Admitted, not in the running batch: the batch is full, or the blocks were given up."""
+    RUNNING = enum.auto()
+    """In the running batch: drawing tokens, or recomputing."""

