@@ -13,6 +13,8 @@ import yaml
 from kaveri.config import parse_config
 from kaveri.rpc.process import ServiceConfig
 from services.decode.config import DecodeConfig
+from services.instance.config import ColocatedConfig
+from services.predictor.config import PredictorConfig
 from services.prefill.config import PrefillConfig
 from services.router.config import RouterConfig
 
@@ -25,7 +27,10 @@ INSTANCES: dict[str, type[ServiceConfig]] = {
     "prefill-1": PrefillConfig,
     "decode-0": DecodeConfig,
     "decode-1": DecodeConfig,
+    "predictor": PredictorConfig,
 }
+COMMANDS = {"router": None, "predictor": ["predictor", "serve"]}
+"""Of those whose command is not their role. The router's image has the role in its entry point."""
 
 
 def _compose_command() -> list[str] | None:
@@ -42,14 +47,16 @@ def _compose_command() -> list[str] | None:
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, dict[str, Any]]:
-    """The services of the compose file, resolved."""
+    """The services of the compose file, resolved, those of its profile included."""
     command = _compose_command()
     if command is None:
         reason = "neither docker-compose nor docker compose is installed"
         assert os.environ.get("CI", "") not in ("true", "1"), f"{reason}; continuous integration must have one"
         pytest.skip(reason)
     # The JSON of `config --format json` is not in v1; YAML of both versions is read by a YAML reader.
-    shown = subprocess.run([*command, "-f", COMPOSE_FILE, "config"], check=False, capture_output=True, text=True)
+    shown = subprocess.run(
+        [*command, "-f", COMPOSE_FILE, "--profile", "colocated", "config"], check=False, capture_output=True, text=True
+    )
     assert shown.returncode == 0, shown.stderr
     resolved: dict[str, dict[str, Any]] = yaml.safe_load(shown.stdout)["services"]
     return resolved
@@ -70,25 +77,32 @@ def _image_environment(target: str) -> dict[str, str]:
     return stages[target]
 
 
-def test_the_stack_is_redis_a_router_and_two_instances_of_each_role(services: dict[str, dict[str, Any]]) -> None:
-    assert set(services) == {"redis", *INSTANCES}
+def test_the_stack_is_redis_a_router_two_instances_of_each_role_and_a_predictor(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    assert {name for name, service in services.items() if not service.get("profiles")} == {"redis", *INSTANCES}
     for name in INSTANCES:
         role = name.partition("-")[0]
         assert services[name]["build"]["target"] == ("router" if role == "router" else "engine")
-        # The router's image has the role in its entry point.
-        assert services[name].get("command") == (None if role == "router" else [role])
+        assert services[name].get("command") == COMMANDS.get(name, [role])
     ports = json.dumps(services["router"]["ports"])
     assert "50051" in ports
     assert "127.0.0.1" in ports, "an unprotected port for the whole network"
 
 
-@pytest.mark.parametrize("name", INSTANCES)
+def test_a_profile_adds_a_colocated_instance(services: dict[str, dict[str, Any]]) -> None:
+    assert {name for name, service in services.items() if service.get("profiles") == ["colocated"]} == {"colocated-0"}
+    assert services["colocated-0"]["command"] == ["colocated"]
+    assert services["colocated-0"]["build"]["target"] == "engine"
+
+
+@pytest.mark.parametrize("name", [*INSTANCES, "colocated-0"])
 def test_the_services_take_the_settings_and_are_reached_under_their_names(
     services: dict[str, dict[str, Any]], name: str
 ) -> None:
     service = services[name]
     environment = _image_environment(service["build"]["target"]) | service["environment"]
-    config = parse_config(INSTANCES[name], f"kaveri {name}", [], environment)
+    config = parse_config(INSTANCES.get(name, ColocatedConfig), f"kaveri {name}", [], environment)
     known = {f"KAVERI_{field.upper()}" for field in vars(config)}
     assert {key for key in service["environment"] if key.startswith("KAVERI_")} <= known, "a variable nobody reads"
     assert config.instance_id in (name, f"{name}-0")
