@@ -18,15 +18,18 @@ from kaveri.testing.tiny_models import make_tiny_model
 VOCAB_SIZE = 320
 PARAMS = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 CHUNKS = ("--chunk-tokens", "256", "--kv-transports", "tcp")
-# A prompt of 800 tokens has 1.2 MB of KV: over such a link its push can be caught.
-SLOW_LINK = ("--kv-link", "20Mbps")
-TICKETS = ("--reservation-ttl-s", "4")
+# A prompt of 800 tokens has 1.2 MB of KV: over such a link its push takes more than a second, and can be caught.
+SLOW_LINK = ("--kv-link", "6Mbps")
+# Longer than two pushes take that share the link, and shorter than a sender's patience with a connection that stands
+# still.
+TICKETS = ("--reservation-ttl-s", "7")
 LONG_LEASE = ("--lease-ttl-s", "300")
 
 
-def is_pushing(view: ClusterView) -> bool:
-    held = view.instances["prefill-0"].load
-    return held.free_blocks < held.total_blocks and view.instances["decode-0"].load.waiting_requests > 0
+def is_pushing(cluster: LocalCluster, view: ClusterView) -> bool:
+    """Whether prefill-0 is connected to both, and decode-0 waits for KV."""
+    connected = cluster.log_text("prefill-0").count('"kv peer connected"') == 2
+    return connected and view.instances["decode-0"].load.waiting_requests > 0
 
 
 def is_idle(view: ClusterView, *roles: Role) -> bool:
@@ -54,7 +57,7 @@ async def test_what_a_frozen_receiver_does_not_take_before_its_ticket_expires_is
 ) -> None:
     folder = make_tiny_model(tmp_path, "qwen2", vocab_size=VOCAB_SIZE, hidden_size=128, tokenizer=True)
     rng = random.Random(1)
-    prompts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(800)) for _ in range(6)]
+    prompts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(800)) for _ in range(4)]
     expected = bare_vllm_answers(folder, prompts, [PARAMS] * len(prompts))
     async with (
         run_cluster(
@@ -78,19 +81,24 @@ async def test_what_a_frozen_receiver_does_not_take_before_its_ticket_expires_is
 
         lives = {name: status.record.incarnation for name, status in cluster.view().instances.items()}
         asking = ask_all()
-        await cluster.wait_for_view(is_pushing, within_s=60)
+        await cluster.wait_for_view(lambda view: is_pushing(cluster, view), within_s=60)
+        expired_before = expired_pushes(cluster)
         cluster.freeze("decode-0")
         try:
             # Its blocks are nobody's any more while the receiver still stands still, and still counts as alive.
             view = await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL), within_s=100)
             assert "decode-0" in view.instances
-            assert expired_pushes(cluster) > 0, "no push was caught half way: the test has shown nothing"
+            assert expired_pushes(cluster) > expired_before, "no push was caught half way: the test has shown nothing"
         finally:
             cluster.thaw("decode-0")
         assert [answer.token_ids for answer in await asking] == expected
         await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL, Role.DECODE), within_s=60)
-        again = await ask_all()
-        assert [answer.token_ids for answer in again] == expected
-        assert {a.timing.server.decode_instance_id for a in again if a.timing is not None} == {"decode-0", "decode-1"}
+        # It is left alone for a moment after it has failed.
+        served_by: set[str] = set()
+        async with asyncio.timeout(100):
+            while "decode-0" not in served_by:
+                again = await ask_all()
+                assert [answer.token_ids for answer in again] == expected
+                served_by |= {a.timing.server.decode_instance_id for a in again if a.timing is not None}
         view = await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL, Role.DECODE), within_s=60)
         assert {name: status.record.incarnation for name, status in view.instances.items()} == lives
