@@ -52,14 +52,14 @@ def paged_attention(
             keys, values = memory.gather(layer, chunk.halves)
         mask = chunk.mask(sliding_window, query.dtype)
         parts.append(_attend(query[:, :, rows], keys, values, mask, scaling, softcap)[0].transpose(0, 1))
-    for group in step.decodes:
-        keys, values = memory.gather(layer, group.halves)
+    if step.decodes:
         # The query heads that share a K/V head become rows of one query: nothing is repeated, and the mask is the same.
         # 1.9 times as fast as enable_gqa in float32 and 8 times in bfloat16, on a CPU with 32 sequences of 256 tokens.
-        tokens = query[0, :, group.first : group.last].transpose(0, 1)
-        packed = tokens.reshape(len(keys), keys.shape[1], -1, query.shape[-1])
-        attended = _attend(packed, keys, values, group.mask(sliding_window, query.dtype), scaling, softcap)
-        parts.append(attended.reshape(tokens.shape))
+        grouped = query[0].transpose(0, 1).view(query.shape[2], key.shape[1], -1, query.shape[3])
+    for group in step.decodes:
+        keys, values = memory.gather(layer, group.halves)
+        mask = group.mask(sliding_window, query.dtype)
+        parts.append(_attend(grouped[group.first : group.last], keys, values, mask, scaling, softcap).flatten(1, 2))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.unsqueeze(0), None
 

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from kaveri.engine.transformers.attention import ATTENTION_NAME, paged_attention
 from kaveri.engine.transformers.fingerprint import fingerprint, weight_files
 from kaveri.engine.transformers.memory import TORCH_DTYPES
+from kaveri.engine.transformers.packed_linear import pack_linears, watched_linears
 from kaveri.engine.transformers.probe import probe_attention, require_paged
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
@@ -42,8 +43,10 @@ def load_runner(
         raise ConfigError("dtype", f"{model} is stored as {loaded.dtype}; choose one of {', '.join(TORCH_DTYPES)}")
     config = loaded.config.get_text_config()
     length = _model_length(config, max_model_len)
-    calls = probe_attention(model, loaded, config)
+    with watched_linears(loaded) as linear_calls:
+        calls = probe_attention(model, loaded, config)
     require_paged(model, calls, config, length)
+    pack_linears(loaded, linear_calls)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
     loaded.set_attn_implementation(ATTENTION_NAME)
     layout = KvLayout(

@@ -42,7 +42,7 @@ class TransformersRunner:
         """Computes one step; see ModelRunner. Raises whatever the listener raises, with the step half done."""
         memory = self._memory
         assert memory is not None, "attach() comes first"
-        step = pack(batch, self.layout.block_tokens, self._device, on_layer)
+        step = pack(batch, self.layout, self._device, on_layer)
         logits: Tensor = self._model(
             input_ids=step.token_ids,
             position_ids=step.position_ids,

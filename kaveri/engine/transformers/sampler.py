@@ -65,7 +65,8 @@ def draw_tokens(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[DrawnTo
     logits: [rows, vocabulary], any float dtype. slices: one per row; params, draw_index are read. A row's token depends
     on its own logits, params and draw_index alone.
     """
-    token_ids: list[int] = logits.argmax(-1).tolist()
+    # Not argmax, which takes four times as long in bfloat16 on a CPU.
+    token_ids: list[int] = logits.max(-1).indices.tolist()
     # Sorting is for those who filter: it costs a lot, and nobody's draw may depend on what a neighbour asked for.
     plain = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and not _filters(piece.params)]
     filtered = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and _filters(piece.params)]

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from kaveri.engine.runner import SequenceSlice
+from kaveri.kv.layout import KvLayout
 
-# A group costs one more round of kernels (tens of microseconds per layer), a padded token one more gathered row; they
-# break even at a few hundred tokens.
-_PADDING_TOKENS = 256
+# A group costs one more round of kernels, padding is gathered and attended to for nothing. On a CPU they break even
+# somewhere between 128 and 256 KiB of one layer's KV.
+_PADDING_BYTES = 192 * 1024
 
 
 @dataclass(slots=True)
@@ -96,11 +97,12 @@ class Step:
 
 def pack(
     batch: Sequence[SequenceSlice],
-    block_tokens: int,
+    layout: KvLayout,
     device: torch.device,
     on_layer: Callable[[int], None] | None,
 ) -> Step:
     """Lays out one step. `batch` is not empty and no slice of it is."""
+    block_tokens = layout.block_tokens
     chunk_order = [index for index, piece in enumerate(batch) if len(piece.token_ids) > 1]
     decode_order = [index for index, piece in enumerate(batch) if len(piece.token_ids) == 1]
     decode_order.sort(key=lambda index: -batch[index].start)
@@ -138,7 +140,7 @@ def pack(
         chunks=[
             _chunk_segment(batch[index], bounds[row], block_tokens, device) for row, index in enumerate(chunk_order)
         ],
-        decodes=_decode_segments([batch[index] for index in decode_order], first_decode, block_tokens, device),
+        decodes=_decode_segments([batch[index] for index in decode_order], first_decode, layout, device),
         drawn_rows=_on(device, [row for row, _ in drawn]),
         drawn_slices=[index for _, index in drawn],
         written_blocks=_on(device, written),
@@ -157,12 +159,12 @@ def _chunk_segment(piece: SequenceSlice, first: int, block_tokens: int, device: 
 
 
 def _decode_segments(
-    pieces: Sequence[SequenceSlice], first: int, block_tokens: int, device: torch.device
+    pieces: Sequence[SequenceSlice], first: int, layout: KvLayout, device: torch.device
 ) -> list[DecodeSegment]:
     """pieces: longest context first."""
-    block_counts = [piece.start // block_tokens + 1 for piece in pieces]
+    block_counts = [piece.start // layout.block_tokens + 1 for piece in pieces]
     segments = []
-    for group in _groups(block_counts, block_tokens):
+    for group in _groups(block_counts, _PADDING_BYTES // layout.block_bytes):
         members, counts = pieces[group], block_counts[group]
         table = np.empty((len(members), counts[0]), np.int64)
         for row, piece, count in zip(table, members, counts, strict=True):
@@ -174,22 +176,21 @@ def _decode_segments(
                 first + group.stop,
                 _on(device, _halves(table)),
                 _on(device, [piece.start for piece in members]),
-                counts[0] * block_tokens,
+                counts[0] * layout.block_tokens,
             )
         )
     return segments
 
 
-def _groups(block_counts: Sequence[int], block_tokens: int) -> list[slice]:
-    """Cuts descending lengths into runs whose padding stays below a quarter of them, or is too small to matter."""
+def _groups(block_counts: Sequence[int], padding_blocks: int) -> list[slice]:
+    """Cuts descending lengths into runs of which none is padded by more than `padding_blocks`."""
     groups = []
-    first, held = 0, 0
+    first, padding = 0, 0
     for index, count in enumerate(block_counts):
-        padding = block_counts[first] * (index - first + 1) - held - count
-        if padding * block_tokens > _PADDING_TOKENS and padding * 4 > held + count:
+        padding += block_counts[first] - count
+        if padding > padding_blocks:
             groups.append(slice(first, index))
-            first, held = index, 0
-        held += count
+            first, padding = index, 0
     if block_counts:
         groups.append(slice(first, len(block_counts)))
     return groups

@@ -1,0 +1,154 @@
+"""Linear layers on a CPU: each weight laid out once as oneDNN multiplies it, and one product for what reads one input.
+
+torch lays a weight out anew in every call. Here that is done while loading, and the query, key and value projections,
+or gate and up, become one matrix. Which layers read the same input is seen in a run, not read off their names. Packed
+weights take the place of the layers' own, so memory does not grow; the model's code stays as it is.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_TYPICAL_ROWS = 16
+"""oneDNN chooses a layout for a number of rows: the one for 4 to 32 rows is among the best for a chunk of 512, too. For
+one row of a float32 matrix of many MiB it is a fifth slower than no packing."""
+
+
+class LinearCall(NamedTuple):
+    """One call of a linear layer while a model ran."""
+
+    name: str
+    input: Tensor
+    content: Tensor
+    """A copy from the time of the call."""
+
+
+@contextmanager
+def watched_linears(model: nn.Module) -> Iterator[list[LinearCall]]:
+    """Notes the calls of the model's linear layers while it is open."""
+    calls: list[LinearCall] = []
+
+    def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        return module.register_forward_pre_hook(
+            lambda _, inputs: calls.append(LinearCall(name, inputs[0], inputs[0].clone()))
+        )
+
+    hooks = [watch(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.inference_mode()
+def pack_linears(model: nn.Module, calls: Sequence[LinearCall]) -> None:
+    """Replaces the linear layers that `calls` of one run name. From here on the model runs in inference mode only.
+
+    Left as they are: layers that oneDNN cannot compute here, and those whose weight is another module's, too (an output
+    layer tied to the embedding would need its weight twice).
+    """
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    packable = [
+        call
+        for call in calls
+        if owners[id(_linear(model, call.name).weight)] == 1 and _computes(_linear(model, call.name).weight)
+    ]
+    for names in _joinable(model, packable):
+        packed = PackedLinear([_linear(model, name) for name in names])
+        if len(names) == 1:
+            model.set_submodule(names[0], packed)
+            continue
+        joined = _Joined(packed, [_linear(model, name).out_features for name in names])
+        for index, name in enumerate(names):
+            model.set_submodule(name, _JoinedPart(joined, index))
+
+
+class PackedLinear(nn.Module):
+    """One layer, or several below one another."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        """layers: of one dtype and one in_features, all with a bias or all without."""
+        super().__init__()
+        weights: list[Tensor] = [layer.weight for layer in layers]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        # Not a parameter: models may ask for its dtype, and nothing else can be done with it.
+        self.weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), _TYPICAL_ROWS)
+        self._bias = torch.cat(biases) if biases else None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows: [..., in_features]. Returns [..., out_features], contiguous."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self._bias, "none", [], "")
+        return product
+
+
+class _Joined:
+    """The product that several layers share: whoever is called first computes it, the others take their parts."""
+
+    def __init__(self, packed: PackedLinear, sizes: list[int]) -> None:
+        self.packed = packed
+        self._sizes = sizes
+        self._rows: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    def part(self, index: int, rows: Tensor) -> Tensor:
+        """[..., sizes[index]], a view with gaps between its rows."""
+        # The same object, kept alive from here: another tensor cannot have its identity.
+        if rows is not self._rows or index not in self._parts:
+            self._rows, self._parts = rows, dict(enumerate(self.packed(rows).split(self._sizes, -1)))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._rows = None
+        return part
+
+
+class _JoinedPart(nn.Module):
+    """Stands where one of the joined layers stood."""
+
+    def __init__(self, joined: _Joined, index: int) -> None:
+        super().__init__()
+        self.weight = joined.packed.weight
+        self._joined, self._index = joined, index
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self._joined.part(self._index, rows)
+
+
+def _joinable(model: nn.Module, calls: Sequence[LinearCall]) -> Iterable[list[str]]:
+    """The names of the called layers, those together that can be joined."""
+    times = Counter(call.name for call in calls)
+    groups: dict[tuple[object, ...], list[LinearCall]] = {}
+    for call in calls:
+        layer = _linear(model, call.name)
+        if times[call.name] > 1:
+            # Its turns could not be told apart.
+            groups[call.name,] = [call]
+            continue
+        group = groups.setdefault((id(call.input), layer.weight.dtype, layer.bias is None), [])
+        # Changed in place since the first call, the input is the same tensor and not the same numbers.
+        if group and not torch.equal(group[0].content, call.content):
+            groups[call.name,] = [call]
+        else:
+            group.append(call)
+    return [[call.name for call in group] for group in groups.values()]
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def _computes(weight: Tensor) -> bool:
+    """Whether oneDNN of this build multiplies by it on this machine."""
+    if weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32
