@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import structlog
 from hypothesis import settings
 
 # No test asserts on time spent, and so no example of a property has a limit either. A failing seed is printed.
@@ -12,6 +13,16 @@ settings.load_profile("kaveri")
 
 # Read by torch when it is first imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# structlog's own default shows the local variables of every frame of a traceback: half a second for one that a test
+# brings on.
+structlog.configure(
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S"),
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 # A shell without job control starts background commands with SIGINT ignored, and so would be their children, to which
 # some tests send it.

@@ -37,8 +37,9 @@ LATENCY = {
 @pytest.fixture(autouse=True)
 def logs_as_before() -> Iterator[None]:
     """main() sets the logs of its process up, which here is everybody's."""
+    configured = structlog.get_config()
     yield
-    structlog.reset_defaults()
+    structlog.configure(**configured)
 
 
 def run_module(*flags: str) -> subprocess.CompletedProcess[str]:
