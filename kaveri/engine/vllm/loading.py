@@ -1,5 +1,6 @@
 """Loads a model on vLLM and makes an engine of it, or says in one clear line why it cannot be served."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kaveri.engine.vllm.connector_worker import WorkerSide
     from kaveri.engine.vllm.engine import VllmEngine
     from kaveri.engine.vllm.host import Host
+    from kaveri.engine.vllm.rank import Rank
 
 _PREFILLS_AT_ONCE = 64
 """Most prompts that one step packs; vLLM keeps buffers for each."""
@@ -131,7 +133,6 @@ def load_host(
     # Of ranks: this process has threads, gRPC's among them, which do not survive a fork.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     # After the environment is set, which vLLM reads when it is imported.
-    from vllm import EngineArgs, LLMEngine
     from vllm.config import KVTransferConfig
 
     from kaveri.engine.transformers.fingerprint import fingerprint
@@ -139,11 +140,8 @@ def load_host(
     from kaveri.engine.vllm.connector import CONNECTOR_NAME
     from kaveri.engine.vllm.draws import KeyedDraws
     from kaveri.engine.vllm.host import Host
-    from kaveri.engine.vllm.rank import LocalRank, Rank
-    from kaveri.engine.vllm.remote_rank import RankMeeting
 
     rank_count = (engine_args or {}).get("tensor_parallel_size", 1)
-    meeting = RankMeeting(rank_count) if rank_count > 1 else None
     folder = local_folder(resolve_model(model))
     arguments: dict[str, Any] = {
         "enforce_eager": True,
@@ -169,25 +167,12 @@ def load_host(
             kv_connector_extra_config={
                 "model_fingerprint": model_fingerprint(fingerprint(folder), engine_args or {}),
                 "mirrored": mirrored,
-                "ranks_at": meeting.path if meeting is not None else "",
             },
         ),
     }
     if block_tokens:
         arguments["block_size"] = block_tokens
-    if meeting is not None:
-        arguments["distributed_executor_backend"] = "mp"
-    try:
-        llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        ranks: Sequence[Rank] = meeting.ranks() if meeting is not None else (LocalRank(_worker_side()),)
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise ConfigError("engine", f"vLLM cannot serve {model}: {lines[-1].strip():.300}") from error
-    finally:
-        if meeting is not None:
-            meeting.close()
+    llm, ranks = _start(model, arguments, rank_count)
     config = llm.model_config
     host = Host(
         llm,
@@ -208,6 +193,35 @@ def load_host(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
         )
     return host
+
+
+def _start(model: str, arguments: dict[str, Any], rank_count: int) -> "tuple[Any, Sequence[Rank]]":
+    """vLLM's engine and its ranks. arguments: of EngineArgs. Raises ConfigError."""
+    from vllm import EngineArgs, LLMEngine
+
+    from kaveri.engine.vllm.rank import LocalRank
+    from kaveri.engine.vllm.remote_rank import RankMeeting
+
+    with contextlib.ExitStack() as stack:
+        meeting: RankMeeting | None = None
+        if rank_count > 1:
+            meeting = stack.enter_context(RankMeeting(rank_count))
+            arguments["distributed_executor_backend"] = "mp"
+        arguments["kv_transfer_config"].kv_connector_extra_config["ranks_at"] = meeting.path if meeting else ""
+        try:
+            llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
+            lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise ConfigError("engine", f"vLLM cannot serve {model}: {lines[-1].strip():.300}") from error
+        if meeting is None:
+            return llm, (LocalRank(_worker_side()),)
+        try:
+            return llm, meeting.ranks()
+        except ConfigError:
+            llm.engine_core.shutdown()
+            raise
 
 
 def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ _SEND_TIMEOUT_S = 10.0
 
 
 class RankMeeting:
-    """Where the ranks of one engine connect to it."""
+    """Where the ranks of one engine connect to it. Ends with its context: nobody else is expected then."""
 
     def __init__(self, rank_count: int) -> None:
         self._folder = tempfile.mkdtemp(prefix="kaveri-ranks-")
@@ -61,8 +61,10 @@ class RankMeeting:
             raise ConfigError("engine", f"{len(met)} of {self._rank_count} ranks are there: {error!r}") from error
         return tuple(met[rank] for rank in range(self._rank_count))
 
-    def close(self) -> None:
-        """Nobody else is expected."""
+    def __enter__(self) -> "RankMeeting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -90,6 +92,8 @@ class RemoteRank:
         try:
             kind, value = self._answers.get(timeout=_ANSWER_TIMEOUT_S)
         except queue.Empty:
+            # It may answer late, and must not be taken for the answer to another call.
+            self.shutdown()
             kind, value = "refused", ("engine", f"rank {self._rank} does not answer")
         if kind != "attached":
             self._listener = self._on_lost = None
@@ -104,7 +108,6 @@ class RemoteRank:
             try:
                 self._answers.get(timeout=_DETACH_TIMEOUT_S)
             except queue.Empty:
-                # It may come late, and must not be taken for the answer to another call.
                 self.shutdown()
         self._listener = None
 

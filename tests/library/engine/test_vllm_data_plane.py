@@ -233,15 +233,15 @@ class RemoteInstance:
 
     def __init__(self, seed: int, block_ids: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
-        self.meeting = RankMeeting(RANKS)
         self._queues = [(context.Queue(), context.Queue()) for _ in range(RANKS)]
-        self.processes = [
-            context.Process(target=_serve, args=(self.meeting.path, rank, seed, block_ids, *queues), daemon=True)
-            for rank, queues in enumerate(self._queues)
-        ]
-        for process in self.processes:
-            process.start()
-        self.ranks = self.meeting.ranks()
+        with RankMeeting(RANKS) as meeting:
+            self.processes = [
+                context.Process(target=_serve, args=(meeting.path, rank, seed, block_ids, *queues), daemon=True)
+                for rank, queues in enumerate(self._queues)
+            ]
+            for process in self.processes:
+                process.start()
+            self.ranks = meeting.ranks()
 
     def ask(self, what: str) -> list[bytes]:
         """Every rank computes, or just tells what is in its blocks."""
@@ -252,7 +252,6 @@ class RemoteInstance:
     def close(self) -> None:
         for rank in self.ranks:
             rank.shutdown()
-        self.meeting.close()
         for process in self.processes:
             process.kill()
             process.join()
