@@ -14,6 +14,7 @@ from kaveri.engine.transformers.fingerprint import fingerprint, weight_files
 from kaveri.engine.transformers.memory import TORCH_DTYPES
 from kaveri.engine.transformers.packed_linear import pack_linears, watched_linears
 from kaveri.engine.transformers.probe import probe_attention, require_paged
+from kaveri.engine.transformers.rms_norm import replace_rms_norms
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
@@ -47,6 +48,7 @@ def load_runner(
         calls = probe_attention(model, loaded, config)
     require_paged(model, calls, config, length)
     pack_linears(loaded, linear_calls)
+    replace_rms_norms(loaded)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
     loaded.set_attn_implementation(ATTENTION_NAME)
     layout = KvLayout(
