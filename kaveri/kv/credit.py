@@ -7,6 +7,9 @@ no credit: what is for it waits on the sending side, and what is for others goes
 
     given: outstanding ── spend: arriving ── settle: home
     └──────────── held ────────────────┘
+
+Credit that was given cannot be called back, so it goes to those who are about to use it: a receiver knows from the
+transfers that are open how many bytes each sender will still write.
 """
 
 from collections import deque
@@ -25,6 +28,8 @@ that stands still keeps what it has."""
 class _Account:
     outstanding_bytes: int = 0
     arriving_bytes: int = 0
+    # Of its open transfers, what has not arrived yet.
+    due_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -34,9 +39,12 @@ class _Account:
 class CreditBook(Generic[SenderT]):
     """The credit of one receiver. Not safe to use from several threads.
 
-    All senders have the same window, `total_bytes` over their number, but for a `least_bytes` that each has whatever
-    the others do. So no more than total_bytes + least_bytes * senders is ever held. When senders come, the windows of
-    those that are there shrink as they use them; what comes home then is given round robin.
+    Every sender has `least_bytes`, whatever the others do, so that the first bytes of a transfer wait for nobody.
+    Those with transfers open have the same window, `total_bytes` over their number, as far as there is something to
+    come; what they hold beyond least_bytes they share: no more than total_bytes + least_bytes * senders is ever held.
+    When one more begins to push, the windows of the others shrink as they use them; what comes home then is given round
+    robin. A sender that has pushed all it had keeps what it did not need: least_bytes, and more where a transfer was
+    given up, until the next one uses it or the connection ends.
     """
 
     def __init__(self, total_bytes: int, least_bytes: int) -> None:
@@ -60,8 +68,9 @@ class CreditBook(Generic[SenderT]):
 
     @property
     def window_bytes(self) -> int:
-        """What each sender may hold, once the others have come down to as much."""
-        return max(self.least_bytes, self.total_bytes // max(_SHARES_MIN, len(self._accounts)))
+        """What each sender that pushes may hold, once the others have come down to as much."""
+        pushing = sum(account.due_bytes > 0 for account in self._accounts.values())
+        return max(self.least_bytes, self.total_bytes // max(_SHARES_MIN, pushing))
 
     @property
     def arriving_bytes(self) -> int:
@@ -78,6 +87,13 @@ class CreditBook(Generic[SenderT]):
         """The sender cannot write any more: all that it holds is home."""
         self._held_bytes -= self._accounts.pop(sender).held_bytes
         self._ring.remove(sender)
+
+    def expect(self, sender: SenderT, byte_count: int) -> None:
+        """So many bytes more are to come from the sender; fewer where negative: they are here, or will never come.
+        Ignored when it has left."""
+        account = self._accounts.get(sender)
+        if account is not None:
+            account.due_bytes += byte_count
 
     def spend(self, sender: SenderT, byte_count: int) -> bool:
         """So many bytes of the sender are here, or arriving. False, and nothing happens, when it has no credit for
@@ -98,20 +114,26 @@ class CreditBook(Generic[SenderT]):
 
     def grants(self) -> list[tuple[SenderT, int, int]]:
         """Gives what can be given: (sender, bytes, its window now), for each that gets some. At least a quarter of a
-        window at a time: small change costs more than it brings."""
+        window at a time, half of it where the sender has enough for all that is to come: small change costs more than
+        it brings."""
         window_bytes = self.window_bytes
+        free_bytes = self.total_bytes - sum(map(self._shared_bytes, self._accounts.values()))
         granted: list[tuple[SenderT, int, int]] = []
         for _ in range(len(self._ring)):
             sender = self._ring[0]
             self._ring.rotate(-1)
             account = self._accounts[sender]
-            free_bytes = self.total_bytes - self._held_bytes
-            reach_bytes = min(window_bytes, max(account.held_bytes + free_bytes, self.least_bytes))
-            due_bytes = reach_bytes - account.held_bytes
-            if due_bytes >= max(1, reach_bytes // 4):
-                account.outstanding_bytes += due_bytes
-                self._held_bytes += due_bytes
-                granted.append((sender, due_bytes, reach_bytes))
+            wanted_bytes = min(window_bytes, max(self.least_bytes, account.due_bytes))
+            reach_bytes = min(wanted_bytes, max(self.least_bytes, account.held_bytes) + free_bytes)
+            given_bytes = reach_bytes - account.held_bytes
+            # What is arriving is still due.
+            has_enough = account.held_bytes >= account.due_bytes
+            if given_bytes >= max(1, reach_bytes // (2 if has_enough else 4)):
+                free_bytes += self._shared_bytes(account)
+                account.outstanding_bytes += given_bytes
+                free_bytes -= self._shared_bytes(account)
+                self._held_bytes += given_bytes
+                granted.append((sender, given_bytes, reach_bytes))
         return granted
 
     def check_integrity(self) -> None:
@@ -119,5 +141,9 @@ class CreditBook(Generic[SenderT]):
         accounts = self._accounts.values()
         assert all(account.outstanding_bytes >= 0 and account.arriving_bytes >= 0 for account in accounts)
         assert self._held_bytes == sum(account.held_bytes for account in accounts), "credit was lost or made"
-        assert self._held_bytes <= self.total_bytes + self.least_bytes * len(self._accounts), "too much was given"
+        assert sum(map(self._shared_bytes, accounts)) <= self.total_bytes, "too much was given"
         assert sorted(map(id, self._ring)) == sorted(map(id, self._accounts)), "a sender is forgotten"
+
+    def _shared_bytes(self, account: _Account) -> int:
+        """What the sender holds of the total, beyond what it has in any case."""
+        return max(0, account.held_bytes - self.least_bytes)

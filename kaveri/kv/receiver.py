@@ -14,7 +14,7 @@ from kaveri.kv.flow import ReceiverFlow
 from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import NOTE_BYTES_MAX, Answer, GiveCredit, LinkLost, Listener, Transport
+from kaveri.kv.transport import NOTE_BYTES_MAX, Answer, Credit, GiveCredit, LinkLost, Listener, Transport
 from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import get_logger
 
@@ -184,6 +184,11 @@ class KvReceiver:
         with self._credit_lock:
             return self._credit.spend(credit, byte_count)
 
+    def expect_credit(self, credit: "SenderCredit", byte_count: int) -> None:
+        """For the credit of connections: so many bytes more are to come over one. Gives nothing."""
+        with self._credit_lock:
+            self._credit.expect(credit, byte_count)
+
     def change_credit(self, change: Callable[[CreditBook["SenderCredit"]], None]) -> None:
         """For the credit of connections: changes the account, and gives what can be given then."""
         with self._credit_lock:
@@ -192,7 +197,7 @@ class KvReceiver:
         for credit, byte_count, window_bytes in granted:
             credit.give(byte_count, window_bytes)
 
-    def open(self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer) -> "PoolLanding":
+    def open(self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer, credit: Credit) -> "PoolLanding":
         """For transports; see Intake."""
         with self._lock:
             landing = self._landings.get(transfer_id)
@@ -203,7 +208,7 @@ class KvReceiver:
             reason = "unknown, expired or ended transfer"
         elif not hmac.compare_digest(secret, landing.ticket.secret):
             reason = "wrong secret"
-        elif not landing.claim(answer):
+        elif not landing.claim(answer, credit):
             reason = "the ticket is in use already"
         else:
             return landing
@@ -241,6 +246,15 @@ class SenderCredit:
         """See Credit.settle."""
         self._receiver.change_credit(lambda book: book.settle(self, byte_count))
 
+    def expect(self, byte_count: int) -> None:
+        """See Credit.expect."""
+        if byte_count:
+            self._receiver.change_credit(lambda book: book.expect(self, byte_count))
+
+    def arrived(self, byte_count: int) -> None:
+        """See Credit.arrived."""
+        self._receiver.expect_credit(self, -byte_count)
+
     def close(self) -> None:
         """See Credit.close."""
         if not self._is_closed:
@@ -262,6 +276,9 @@ class PoolLanding:
         self._receiver = receiver
         self._lock = threading.Lock()
         self._answer: Answer | None = None
+        self._credit: Credit | None = None
+        # Bytes that its connection was told to expect, and that have not arrived.
+        self._due_bytes = 0
         # Per layer: blocks [0, arrived) are there and in the digest.
         self._arrived = [0] * ticket.layout.layer_count
         self._digests = [receiver.digest() for _ in self._arrived]
@@ -275,13 +292,15 @@ class PoolLanding:
         self._reason = ""
         self._ended = False
 
-    def claim(self, answer: Answer) -> bool:
+    def claim(self, answer: Answer, credit: Credit) -> bool:
         """Binds the transfer to one link. False when it is bound already or has ended."""
         with self._lock:
             if self._answer is not None or self._stopped or self._ended:
                 return False
-            self._answer = answer
-            return True
+            self._answer, self._credit = answer, credit
+            due_bytes = self._due_bytes = self._all_bytes
+        credit.expect(due_bytes)
+        return True
 
     def begin_write(self, layer: int, first_index: int, block_count: int) -> tuple[Sequence[int], Digest]:
         """See Landing.begin_write."""
@@ -324,8 +343,12 @@ class PoolLanding:
             self._writing = None
             if self._stopped and not self._held:
                 self._end(self._released())
+            byte_count = (end - self._arrived[layer]) * self.ticket.layout.block_bytes
             self._arrived[layer] = end
             self._require_live()
+            self._due_bytes -= byte_count
+        assert self._credit is not None, "a write of a transfer that no link has claimed"
+        self._credit.arrived(byte_count)
 
     def end_layer(self, layer: int, sender_digest: int) -> None:
         """See Landing.end_layer."""
@@ -350,8 +373,7 @@ class PoolLanding:
             if len(note) > NOTE_BYTES_MAX:
                 problem = f"a note of {len(note)} bytes"
             if problem is None:
-                kv_bytes = len(self._arrived) * len(self.ticket.block_ids) * self.ticket.layout.block_bytes
-                self._end(TransferLanded(self.ticket.transfer_id, kv_bytes, note))
+                self._end(TransferLanded(self.ticket.transfer_id, self._all_bytes, note))
         if problem is not None:
             raise self._refuse(problem)
         self._tell(None)
@@ -362,10 +384,17 @@ class PoolLanding:
             if self._stopped or self._ended:
                 return
             self._stopped, self._reason = True, reason
+            due_bytes, self._due_bytes = self._due_bytes, 0
             if self._writing is None and not self._held:
                 self._end(self._released())
+        if self._credit is not None:
+            self._credit.expect(-due_bytes)
         get_logger().info("kv transfer ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
         self._tell(reason)
+
+    @property
+    def _all_bytes(self) -> int:
+        return len(self._arrived) * len(self.ticket.block_ids) * self.ticket.layout.block_bytes
 
     def _refuse(self, problem: str) -> TransferFailed:
         self.abort(problem)

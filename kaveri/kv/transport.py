@@ -90,7 +90,8 @@ class Landing(Protocol):
 
 
 class Credit(Protocol):
-    """What one connection's sender may write, as its receiving end sees it. Called by that end's thread only.
+    """What one connection's sender may write, as its receiving end sees it. Called by that end's thread, where nothing
+    else is said.
 
     A write is charged by its blocks, whatever becomes of its transfer.
     """
@@ -101,6 +102,13 @@ class Credit(Protocol):
 
     def settle(self, byte_count: int) -> None:
         """So many of the bytes that were spent are taken in or thrown away. May give credit, to other senders too."""
+
+    def expect(self, byte_count: int) -> None:
+        """For landings, any thread: so many bytes are to come over the connection; fewer than was said before, where
+        negative. May give credit, to other senders too."""
+
+    def arrived(self, byte_count: int) -> None:
+        """For landings: so many of the bytes that were to come are here, and settle() follows."""
 
     def close(self) -> None:
         """The connection has ended, and nothing is written through it any more. Idempotent."""
@@ -124,8 +132,11 @@ class Intake(Protocol):
     def admit(self, give: GiveCredit) -> Credit:
         """One connection more. `give` is called for the first time before this returns, and then on any thread."""
 
-    def open(self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer) -> Landing:
-        """Begins a transfer. Raises TransferFailed, having answered, when it may not begin."""
+    def open(self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer, credit: Credit) -> Landing:
+        """Begins a transfer. Raises TransferFailed, having answered, when it may not begin.
+
+        credit: of the connection that it comes over, from admit().
+        """
 
 
 class Link(Protocol):

@@ -213,8 +213,10 @@ class ReceivingConnection:
     def _open(self, header: Header) -> None:
         secret, epoch = unpack_opening(self._stream.receive_bytes(header.payload_bytes))
         # A second opening of the same transfer is refused like a stranger's, and leaves the first one as it is.
+        assert self._credit is not None
         with contextlib.suppress(TransferFailed):
-            self._opened(header.transfer_id, self._intake.open(header.transfer_id, secret, epoch, self._answer))
+            landing = self._intake.open(header.transfer_id, secret, epoch, self._answer, self._credit)
+            self._opened(header.transfer_id, landing)
 
     def _opened(self, transfer_id: bytes, landing: Landing) -> None:
         self._landings[transfer_id] = landing

@@ -15,15 +15,78 @@ def book() -> CreditBook[str]:
     return CreditBook(TOTAL_BYTES, LEAST_BYTES)
 
 
-def join(book: CreditBook[str], sender: str) -> dict[str, int]:
-    book.join(sender)
+ENDLESS_BYTES = 1 << 40
+"""Of a transfer that never comes to its end here."""
+
+
+def granted(book: CreditBook[str]) -> dict[str, int]:
     return {sender: byte_count for sender, byte_count, _ in book.grants()}
+
+
+def join(book: CreditBook[str], sender: str, expected_bytes: int = ENDLESS_BYTES) -> dict[str, int]:
+    """A sender that begins with a transfer of so many bytes."""
+    book.join(sender)
+    book.expect(sender, expected_bytes)
+    return granted(book)
 
 
 def test_the_first_sender_leaves_some_for_the_next(book: CreditBook[str]) -> None:
     assert join(book, "first") == {"first": 250}
     assert join(book, "second") == {"second": 250}
     assert book.held_bytes == 500
+
+
+def test_senders_that_push_nothing_take_no_share_of_those_that_do(book: CreditBook[str]) -> None:
+    for i in range(50):
+        assert join(book, f"idle {i}", 0) == {f"idle {i}": LEAST_BYTES}
+    for i in range(4):
+        assert join(book, f"pushes {i}") == {f"pushes {i}": 250}
+    assert book.window_bytes == 250
+    # Beside the least that the idle ones have, and that the others have of their own.
+    assert book.held_bytes == 50 * LEAST_BYTES + 4 * 250
+    book.check_integrity()
+
+
+def test_a_sender_is_given_no_more_than_is_still_to_come_from_it(book: CreditBook[str]) -> None:
+    assert join(book, "sender", 200) == {"sender": 200}
+    for _ in range(4):
+        assert book.spend("sender", 50)
+        book.expect("sender", -50)
+        book.settle("sender", 50)
+        book.check_integrity()
+    # All is here: it has the least again, for the first bytes of the next.
+    assert granted(book) == {"sender": LEAST_BYTES}
+    assert book.held_bytes == LEAST_BYTES
+    book.expect("sender", 200)
+    assert granted(book) == {"sender": 200 - LEAST_BYTES}
+    # Given up: what was given stays given, and is used up first.
+    book.expect("sender", -200)
+    assert granted(book) == {}
+    assert book.held_bytes == 200
+    assert book.spend("sender", 150)
+    book.settle("sender", 150)
+    # With nothing to come half of the least is enough.
+    assert granted(book) == {}
+    assert book.spend("sender", 20)
+    book.settle("sender", 20)
+    assert granted(book) == {"sender": LEAST_BYTES - 30}
+
+
+def test_windows_grow_again_when_others_have_pushed_all_they_had(book: CreditBook[str]) -> None:
+    senders = [f"sender {i}" for i in range(10)]
+    for sender in senders:
+        join(book, sender)
+    assert book.window_bytes == TOTAL_BYTES // 10
+    for sender in senders[1:]:
+        book.expect(sender, -ENDLESS_BYTES)
+    assert book.window_bytes == TOTAL_BYTES // 4
+
+
+def test_what_is_expected_of_a_sender_that_has_left_is_nobodys(book: CreditBook[str]) -> None:
+    join(book, "sender")
+    book.leave("sender")
+    book.expect("sender", -ENDLESS_BYTES)
+    assert book.held_bytes == 0
 
 
 def test_what_is_written_costs_credit_and_comes_home_when_it_is_taken_in(book: CreditBook[str]) -> None:
@@ -44,10 +107,12 @@ def test_a_newcomer_finds_credit_even_when_the_others_hold_it_all_and_stand_stil
     for i in range(4):
         join(book, f"old {i}")
     assert book.held_bytes == TOTAL_BYTES
-    for i in range(20):
-        assert join(book, f"new {i}") == {f"new {i}": LEAST_BYTES}
-        book.check_integrity()
-    assert book.held_bytes == TOTAL_BYTES + 20 * LEAST_BYTES
+    given = [join(book, f"new {i}")[f"new {i}"] for i in range(20)]
+    book.check_integrity()
+    # What the old ones hold beyond the least is of the total; what is left of it goes to the first who come.
+    assert given == sorted(given, reverse=True)
+    assert given[-1] == LEAST_BYTES
+    assert book.held_bytes == TOTAL_BYTES + 24 * LEAST_BYTES
 
 
 def test_the_windows_of_old_senders_come_down_as_they_write_and_the_newcomers_grow(book: CreditBook[str]) -> None:
@@ -60,6 +125,7 @@ def test_the_windows_of_old_senders_come_down_as_they_write_and_the_newcomers_gr
 
     for sender in senders:
         book.join(sender)
+        book.expect(sender, ENDLESS_BYTES)
         give()
     assert credit["sender 0"] == 250
     # All write as much as they may, a little each.
@@ -81,6 +147,7 @@ def test_senders_that_always_have_something_to_write_are_given_about_the_same() 
     credit, given = dict.fromkeys(range(12), 0), dict.fromkeys(range(12), 0)
     for sender in credit:
         book.join(sender)
+        book.expect(sender, ENDLESS_BYTES)
     # Each writes whatever it may at once, some in large writes and some in small ones. The receiver takes them in
     # in the order in which they came.
     arriving: list[tuple[int, int]] = []
@@ -108,6 +175,7 @@ def test_random_senders_lose_no_credit_and_never_wait_for_ever(seed: int) -> Non
     least = chance.choice((2, 16, 300))
     book: CreditBook[int] = CreditBook(chance.choice((8, 100, 5000)), least)
     credit: dict[int, int] = {}
+    expected: dict[int, int] = {}
     arriving: dict[int, list[int]] = {}
     names = iter(range(10**6))
 
@@ -120,11 +188,16 @@ def test_random_senders_lose_no_credit_and_never_wait_for_ever(seed: int) -> Non
         if sender < 0 and len(credit) < 12:
             sender = next(names)
             book.join(sender)
-            credit[sender], arriving[sender] = 0, []
+            credit[sender], expected[sender], arriving[sender] = 0, 0, []
         elif sender >= 0 and chance.random() < 0.02:
             # Killed, with all that it has under way.
             book.leave(sender)
             del credit[sender], arriving[sender]
+        elif sender >= 0 and chance.random() < 0.1:
+            # A transfer begins, or one is given up.
+            byte_count = chance.choice((chance.randint(0, 2000), -chance.randint(0, expected[sender])))
+            expected[sender] += byte_count
+            book.expect(sender, byte_count)
         elif sender >= 0 and arriving[sender] and chance.random() < 0.5:
             book.settle(sender, arriving[sender].pop(chance.randrange(len(arriving[sender]))))
         elif sender >= 0:
@@ -133,6 +206,10 @@ def test_random_senders_lose_no_credit_and_never_wait_for_ever(seed: int) -> Non
             assert not book.spend(sender, credit[sender] - byte_count + 1)
             credit[sender] -= byte_count
             arriving[sender].append(byte_count)
+            # Of a transfer that is open, or of one that was given up.
+            of_open_bytes = chance.choice((0, min(byte_count, expected[sender])))
+            expected[sender] -= of_open_bytes
+            book.expect(sender, -of_open_bytes)
         give()
         book.check_integrity()
     for sender, writes in arriving.items():

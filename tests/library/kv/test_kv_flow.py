@@ -188,7 +188,7 @@ def credit_is_where_it_should_be(receiver: KvReceiver, senders: Sequence[KvSende
         flow.arriving_bytes == 0
         and flow.sender_count == len(peers)
         and flow.held_bytes == sum(peer.credit_bytes for peer in peers)
-        and all(peer.credit_bytes > flow.window_bytes // 2 for peer in peers)
+        and all(peer.credit_bytes >= LAYOUT.block_bytes for peer in peers)
     )
 
 
@@ -270,6 +270,31 @@ def test_several_senders_share_a_little_credit(small_world: FlowWorld) -> None:
         wait_until(lambda: credit_is_where_it_should_be(world.receiver, senders), "all credit is back")
         assert 0 < world.receiver.flow().held_bytes <= limit_bytes
     wait_until(lambda: world.receiver.flow().held_bytes == 0, "the credit of closed senders is home")
+
+
+def test_senders_that_have_pushed_all_they_had_leave_the_whole_window_to_the_next(world: FlowWorld) -> None:
+    least_bytes, window_bytes = 4 * MIB, 32 * MIB
+    senders = [sender_of(world) for _ in range(12)]
+    with contextlib.ExitStack() as stack:
+        for i, sender in enumerate(senders):
+            stack.enter_context(contextlib.closing(sender))
+            short = world.grant(SHORT_BLOCKS), [i, i + 1]
+            world.push(*short, sender)
+            world.expect_landed(short)
+            world.allocator.release(short[0].transfer_id)
+        assert world.receiver.flow().sender_count == len(senders)
+        assert world.receiver.flow().held_bytes <= least_bytes * len(senders)
+        written = WrittenBytes()
+        pushing = stack.enter_context(contextlib.closing(sender_of(world, written)))
+        long = world.grant(LONG_BLOCKS), list(range(LONG_BLOCKS))
+        world.push(*long, pushing)
+        # It stands still behind its first write: what it does not use it keeps.
+        wait_until(lambda: pushing.flow().peers[0].credit_bytes >= window_bytes - 4 * MIB, "it has its whole window")
+        assert world.receiver.flow().window_bytes == window_bytes
+        written.release()
+        world.expect_landed(long)
+        wait_until(lambda: credit_is_where_it_should_be(world.receiver, [*senders, pushing]), "all credit is back")
+        assert world.receiver.flow().held_bytes <= least_bytes * (len(senders) + 1)
 
 
 @pytest.mark.parametrize("seed", range(2))
