@@ -23,7 +23,7 @@ from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import make_transports, transport_names
 from kaveri.kv.transports.collective import _BUFFER_COUNT, _MESSAGE_BYTES, CollectiveLink, CollectiveTransport
 from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
-from kaveri.testing.transport_conformance import WAIT_S, Recorder, wait_until
+from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 LARGE_LAYOUT = KvLayout("m", 2, block_tokens=64, kv_head_count=4, head_dim=128, dtype="float32")

@@ -18,7 +18,8 @@ from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
 from kaveri.kv.transports import make_transports, slowed
-from kaveri.testing.transport_conformance import Recorder, TransportConformance
+from kaveri.testing.transport_conformance import TransportConformance
+from kaveri.testing.transport_peer import Recorder
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 SOURCE = (1, 3)

@@ -17,7 +17,6 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import KvSender, PushAccepted
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.testing.transport_conformance import PEER_BLOCKS, PEER_LAYOUT, World
 from kaveri.testing.transport_peer import (
     WAIT_S,
     PeerNursery,
@@ -27,6 +26,7 @@ from kaveri.testing.transport_peer import (
     load_transport,
     wait_until,
 )
+from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, World
 
 LAYOUT = KvLayout("flow", 8, block_tokens=16, kv_head_count=8, head_dim=64, dtype="float32")
 """64 KiB blocks."""

@@ -15,7 +15,7 @@ from kaveri.kv.line_pool import LinePool
 from kaveri.kv.lines import LineRun, PoolLines, TornRecord, decode_record, encode_header
 from kaveri.kv.partition import KvPartition
 from kaveri.kv.pool import KvPool
-from kaveri.testing.transport_conformance import WAIT_S
+from kaveri.testing.transport_peer import WAIT_S
 from tests.library.kv.kv_reference import MARK, Instance, layouts, make_reference, token_ranges
 
 LAYOUT = KvLayout("model", 2, block_tokens=16, kv_head_count=2, head_dim=3, dtype="float16")

@@ -11,7 +11,7 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Capabilities, LinkListener, LinkLost
-from kaveri.testing.transport_conformance import WAIT_S, Recorder, wait_until
+from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
 
 LAYOUT = KvLayout("m", 1, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
 TICKET = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("scripted", "here"),), (0,), 4, 60.0, LAYOUT)

@@ -16,7 +16,7 @@ from kaveri.kv.disk import LocalDisk
 from kaveri.kv.places import FetchPlace, FlushPlace, HostMemory
 from kaveri.kv.staging import StagingBuffers
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.testing.transport_conformance import WAIT_S, wait_until
+from kaveri.testing.transport_peer import WAIT_S, wait_until
 
 CHUNK_BYTES = 40_000
 BLOCK_BYTES = 4096

@@ -20,7 +20,7 @@ from kaveri.kv.plan import make_plan
 from kaveri.kv.staging import StagingBuffers
 from kaveri.kv.streams import RequestCache, stream_in, stream_out
 from kaveri.kv.ticket import KvEndpoint
-from kaveri.testing.transport_conformance import WAIT_S
+from kaveri.testing.transport_peer import WAIT_S
 from tests.library.kv.kv_reference import Instance, Reference, make_reference, pairs, token_ranges
 
 MODEL = KvLayout("model", 6, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")

@@ -31,7 +31,7 @@ from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
 from kaveri.kv.transports import PATH_NAMES, make_transports
 from kaveri.kv.transports.socket import SocketTransport
-from kaveri.testing.transport_conformance import WAIT_S, Recorder, open_descriptors, wait_until
+from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
 from tests.library.kv.kv_reference import MARK, Instance, Reference, layouts, make_reference, partitions
 
 MODEL = KvLayout("model", 4, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")

@@ -25,7 +25,7 @@ from kaveri.kv.receiver import TransferLanded, TransferReleased
 from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES, make_transports
-from kaveri.testing.transport_conformance import WAIT_S, Recorder, open_descriptors, wait_until
+from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
 from tests.library.kv.kv_reference import MARK, Instance, Reference, make_reference, pairs
 
 MODEL = KvLayout("model", 4, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")

@@ -22,7 +22,8 @@ from kaveri.kv.transport import LinkLost
 from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import pack_hello
 from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent, _SendingAgent
-from kaveri.testing.transport_conformance import MARK, WAIT_S, Recorder, open_descriptors, wait_until
+from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
+from kaveri.testing.transport_runs import MARK
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 7

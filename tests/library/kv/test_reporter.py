@@ -3,7 +3,7 @@
 import queue
 
 from kaveri.kv.reporter import Reporter
-from kaveri.testing.transport_conformance import WAIT_S
+from kaveri.testing.transport_peer import WAIT_S
 
 
 def test_events_come_in_order_and_all_before_close_returns() -> None:

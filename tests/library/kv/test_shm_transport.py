@@ -19,7 +19,7 @@ from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import LinkLost
 from kaveri.kv.transports import shm_transport, transport_names
 from kaveri.kv.transports.stream import Stream
-from kaveri.testing.transport_conformance import Recorder
+from kaveri.testing.transport_peer import Recorder
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 

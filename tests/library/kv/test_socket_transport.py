@@ -30,7 +30,7 @@ from kaveri.kv.transports.frames import (
     unpack_hello,
 )
 from kaveri.kv.transports.socket import SocketTransport
-from kaveri.testing.transport_conformance import WAIT_S, Recorder, open_descriptors, wait_until
+from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 2**63 + 5

@@ -26,8 +26,9 @@ from kaveri.kv.transports.frames import HELLO_BYTES, pack_hello
 from kaveri.kv.transports.tls import TlsFiles, TlsTransport
 from kaveri.kv.transports.tls_stream import TlsStream
 from kaveri.testing.certificates import FILES_VARIABLE, Authority
-from kaveri.testing.transport_conformance import SMALL_LAYOUT, WAIT_S, Recorder, TransportConformance
-from kaveri.testing.transport_peer import fill_pool
+from kaveri.testing.transport_conformance import TransportConformance
+from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool
+from kaveri.testing.transport_world import SMALL_LAYOUT
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
 

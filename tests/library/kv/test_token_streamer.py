@@ -25,7 +25,8 @@ from kaveri.kv.places import HostMemory
 from kaveri.kv.pool import KvPool
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.token_streamer import LineSink, StreamPosition, TokenStreamer
-from kaveri.testing.transport_conformance import MARK, WAIT_S, wait_until
+from kaveri.testing.transport_peer import WAIT_S, wait_until
+from kaveri.testing.transport_runs import MARK
 
 LAYOUT = KvLayout("model", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="bfloat16")
 LINE_BYTES = LAYOUT.token_bytes

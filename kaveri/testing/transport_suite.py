@@ -1,0 +1,65 @@
+"""What the parts of the transports' suite share: the worlds that they test in, and what is not to be left behind."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from kaveri.kv.ticket import Ticket
+from kaveri.testing.transport_peer import PeerNursery, load_transport, open_descriptors
+from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, World
+
+
+class TransportSuite:
+    """Fixtures and helpers; see transport_conformance.py."""
+
+    factory: ClassVar[str]
+
+    def address(self, directory: Path) -> str:
+        """Where a receiver may listen."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def nursery(cls) -> Iterator[PeerNursery]:
+        """Starts processes."""
+        with PeerNursery(cls.factory) as nursery:
+            yield nursery
+
+    @pytest.fixture
+    def nothing_left(self, nursery: PeerNursery) -> Iterator[None]:
+        # Once for the process: what the transport starts for good.
+        load_transport(self.factory)
+        threads, descriptors = set(threading.enumerate()), open_descriptors()
+        yield
+        left = set(threading.enumerate()) - threads
+        assert not left, f"threads are left: {left}"
+        # Others of this process may close theirs meanwhile, so what counts is what is new.
+        assert not (new := open_descriptors() - descriptors), f"descriptors are left: {new}"
+
+    @pytest.fixture
+    def world(self, tmp_path: Path, nothing_left: None) -> Iterator[World]:
+        world = World(self.factory, self.address(tmp_path), SMALL_LAYOUT, 64)
+        try:
+            yield world
+            world.check_integrity()
+        finally:
+            world.close()
+
+    @pytest.fixture
+    def large_world(self, tmp_path: Path, nothing_left: None) -> Iterator[World]:
+        """Its source pool equals that of a sender in another process."""
+        world = World(self.factory, self.address(tmp_path), PEER_LAYOUT, PEER_BLOCKS)
+        try:
+            yield world
+            world.check_integrity()
+        finally:
+            world.close()
+
+    @staticmethod
+    def _arrived(world: World, ticket: Ticket, layer: int, source: list[int]) -> bool:
+        """The bytes of these first blocks of a layer are in the target pool."""
+        blocks = list(ticket.block_ids[: len(source)])
+        return bool((world.target.memory[layer, blocks] == world.source.memory[layer, source]).all())
