@@ -35,7 +35,7 @@ SETS = {
     "decode killed mid-answer": (10, 60, LONG_ANSWER_TOKENS),
     "prefill frozen": (8, 800, ANSWER_TOKENS),
     "decode frozen": (8, 800, ANSWER_TOKENS),
-    "all frozen": (4, 800, ANSWER_TOKENS),
+    "all frozen": (8, 800, ANSWER_TOKENS),
     "cancelled": (6, 800, ANSWER_TOKENS),
 }
 """Prompts, tokens of each, and tokens of each answer."""
@@ -197,15 +197,17 @@ class Watched:
         return {(await task)[1].decode_instance_id for task in self._tasks}
 
 
-def awaits_kv(instance_id: str) -> Callable[[ClusterView], bool]:
-    """Whether a decode instance holds room for KV that has not arrived, and prefill instances hold KV."""
+def awaiting_kv(view: ClusterView) -> list[str]:
+    """The decode instances that hold room for KV that has not arrived, while prefill instances hold KV."""
+    prefills = [view.instances[f"prefill-{number}"].load for number in range(2)]
+    if all(load.free_blocks == load.total_blocks for load in prefills):
+        return []
+    return [name for name in ("decode-0", "decode-1") if view.instances[name].load.waiting_requests > 0]
 
-    def check(view: ClusterView) -> bool:
-        prefills = [view.instances[f"prefill-{number}"].load for number in range(2)]
-        pushing = any(load.free_blocks < load.total_blocks for load in prefills)
-        return pushing and view.instances[instance_id].load.waiting_requests > 0
 
-    return check
+async def caught_waiting(cluster: LocalCluster) -> str:
+    """A decode instance to which KV is on its way."""
+    return awaiting_kv(await cluster.wait_for_view(lambda view: bool(awaiting_kv(view)), within_s=60))[0]
 
 
 def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
@@ -248,14 +250,13 @@ async def test_decode_killed_mid_push_has_its_requests_placed_anew(
     prompts, expected = asked["decode killed"]
     async with AsyncClient(cluster.target) as client:
         watched = Watched(client, prompts, ANSWER_TOKENS)
-        await cluster.wait_for_view(awaits_kv("decode-0"), within_s=60)
-        await cluster.kill("decode-0")
+        doomed = await caught_waiting(cluster)
+        await cluster.kill(doomed)
         assert await watched.answers() == expected
-    assert await watched.decoded_by() == {"decode-1"}
-    assert max(await watched.attempts()) > 1, "decode-0 held no request: the test has shown nothing"
-    await survivors.come_free(without=["decode-0"])
-    await cluster.restart("decode-0", within_s=START_S)
-    survivors.forget("decode-0")
+    assert max(await watched.attempts()) > 1, "it held no request: the test has shown nothing"
+    await survivors.come_free(without=[doomed])
+    await cluster.restart(doomed, within_s=START_S)
+    survivors.forget(doomed)
     await survivors.come_free()
 
 
@@ -309,17 +310,17 @@ async def test_decode_frozen_beyond_its_tickets_has_its_requests_placed_anew_and
     broken_before = broken_transfers(cluster)
     async with AsyncClient(cluster.target) as client:
         watched = Watched(client, prompts, ANSWER_TOKENS)
-        await cluster.wait_for_view(awaits_kv("decode-0"), within_s=60)
-        with frozen(cluster, "decode-0"):
+        stopped = await caught_waiting(cluster)
+        with frozen(cluster, stopped):
             last_expiry_s = time.monotonic() + TICKET_TTL_S
             assert await watched.answers() == expected
-            assert max(await watched.attempts()) > 1, "decode-0 held no request: the test has shown nothing"
+            assert max(await watched.attempts()) > 1, "it held no request: the test has shown nothing"
             # Nobody waits for it, neither blocks nor requests.
-            await survivors.come_free(without=["decode-0"])
+            await survivors.come_free(without=[stopped])
             while time.monotonic() < last_expiry_s:
                 assert await Watched(client, prompts[:1], ANSWER_TOKENS).answers() == expected[:1]
         await survivors.come_free()
-        assert broken_transfers(cluster) > broken_before, "nothing was pushed to decode-0: the test has shown nothing"
+        assert broken_transfers(cluster) > broken_before, "nothing was pushed to it: the test has shown nothing"
         again = Watched(client, prompts, ANSWER_TOKENS)
         assert await again.answers() == expected
     assert await again.decoded_by() == {"decode-0", "decode-1"}
@@ -332,7 +333,7 @@ async def test_with_all_decode_instances_frozen_requests_fail_clearly_and_are_se
     prompts, expected = asked["all frozen"]
     async with AsyncClient(cluster.target) as client:
         watched = Watched(client, prompts, ANSWER_TOKENS)
-        await cluster.wait_for_view(awaits_kv("decode-0"), within_s=60)
+        await caught_waiting(cluster)
         with frozen(cluster, "decode-0", "decode-1"):
             outcomes = await watched.outcomes()
             assert [type(outcome) for outcome in outcomes] == [Unavailable] * len(prompts)
