@@ -33,9 +33,11 @@ def watched_linears(model: nn.Module) -> Iterator[list[LinearCall]]:
     calls: list[LinearCall] = []
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        return module.register_forward_pre_hook(
-            lambda _, inputs: calls.append(LinearCall(name, inputs[0], inputs[0].clone()))
-        )
+        def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            # One that is called with its input by name is not noted, and so not replaced.
+            calls.extend(LinearCall(name, rows, rows.clone()) for rows in inputs)
+
+        return module.register_forward_pre_hook(note)
 
     hooks = [watch(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     try:
