@@ -3,6 +3,7 @@
 import hmac
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -273,6 +274,7 @@ class PoolLanding:
 
     def __init__(self, receiver: KvReceiver, ticket: Ticket) -> None:
         self.ticket = ticket
+        self._expires_at_s = time.monotonic() + ticket.expires_in_s
         self._receiver = receiver
         self._lock = threading.Lock()
         self._answer: Answer | None = None
@@ -370,6 +372,9 @@ class PoolLanding:
         with self._lock:
             self._require_live()
             problem = f"{len(self._unverified)} layers are incomplete at the end" if self._unverified else None
+            # A process that stood still takes in what waited before its timers run, and its sender has given it up.
+            if time.monotonic() > self._expires_at_s:
+                problem = "the ticket expired"
             if len(note) > NOTE_BYTES_MAX:
                 problem = f"a note of {len(note)} bytes"
             if problem is None:
