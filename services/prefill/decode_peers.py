@@ -3,10 +3,10 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from kaveri.cluster.view import InstanceStatus
-from kaveri.errors import KaveriError
+from kaveri.errors import KaveriError, Unavailable
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import Ticket
 from kaveri.rpc.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
@@ -68,6 +68,10 @@ class DecodePeers:
             try:
                 response = await stub.Reserve(message, timeout=min(timeout_s, _RESERVE_TIMEOUT_S))
             except aio.AioRpcError as error:
+                if error.code() is StatusCode.DEADLINE_EXCEEDED and timeout_s > _RESERVE_TIMEOUT_S:
+                    # The request has time left: it is this instance that does not answer.
+                    reason = f"the decode instance gave no answer within {_RESERVE_TIMEOUT_S} s"
+                    raise Unavailable(reason) from error
                 raise error_of(error) from error
         return ticket_from_proto(response.ticket)
 

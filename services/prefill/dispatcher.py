@@ -189,7 +189,7 @@ class Dispatcher:
             placement.push_failure = loop.create_future()
             try:
                 self._engine.push_to(request.key, ticket)
-            except LayoutMismatch as error:
+            except (LayoutMismatch, InvalidArgument) as error:
                 unfit[instance_id] = error
                 self._give_back(request, placement)
                 continue
