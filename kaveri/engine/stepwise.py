@@ -284,7 +284,7 @@ class StepwiseEngine:
             ticket = self._receiver.grant(blocks, token_count, expires_in_s, transfer_id=transfer_id)
         except BaseException:
             with self._lock:
-                del self._landing_owners[transfer_id]
+                self._landing_owners.pop(transfer_id, None)
                 sequence.transfer_id = None
                 if sequence.done:
                     self._account.settle(sequence)

@@ -1,7 +1,7 @@
 """What flow control looks like from outside at one moment: values for metrics and tests. Snapshots, safe to keep."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,16 @@ class ReceiverFlow:
 
     @staticmethod
     def total(parts: "Iterable[ReceiverFlow]") -> "ReceiverFlow":
-        """The receivers of several ranks as one."""
+        """The receivers of several ranks as one: each leases the same blocks."""
         parts = tuple(parts)
-        return ReceiverFlow(*(sum(getattr(part, each.name) for part in parts) for each in fields(ReceiverFlow)))
+        return ReceiverFlow(
+            sender_count=sum(part.sender_count for part in parts),
+            window_bytes=sum(part.window_bytes for part in parts),
+            held_bytes=sum(part.held_bytes for part in parts),
+            arriving_bytes=sum(part.arriving_bytes for part in parts),
+            leased_block_count=max(part.leased_block_count for part in parts),
+            quarantined_block_count=max(part.quarantined_block_count for part in parts),
+        )
 
 
 @dataclass(frozen=True, slots=True)

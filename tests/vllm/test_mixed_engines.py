@@ -12,6 +12,24 @@ from kaveri.testing.local_cluster import run_cluster
 from kaveri.testing.tiny_models import make_tiny_model
 
 
+@pytest.mark.timeout(600)
+async def test_unlike_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "llama", hidden_size=128, tokenizer=True)
+    async with (
+        run_cluster(
+            model=str(folder),
+            engine="vllm",
+            dtype="float32",
+            decode_flags=("--engine-args", '{"tensor_parallel_size": 2}'),
+            router_flags=("--unavailable-after-s", "3"),
+            start_timeout_s=400.0,
+        ) as cluster,
+        AsyncClient(cluster.target) as client,
+    ):
+        with pytest.raises(Unavailable, match=r"no decode instance that takes this one's KV.* differ in tensor_ranks"):
+            await client.generate(prompt_token_ids=range(1, 50), params=SamplingParams(max_tokens=90), timeout_s=60)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("prefill", "decode"), [("transformers", "vllm"), ("vllm", "transformers")])
 async def test_mixed_engines_are_refused(tmp_path: Path, prefill: str, decode: str) -> None:

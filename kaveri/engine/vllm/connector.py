@@ -1,6 +1,6 @@
 """What vLLM loads as a KV connector: passes each hook to the side that it belongs to, and does nothing else.
 
-vLLM makes one with the scheduler and one in each worker. Order of the hooks in a step, as tests/library/engine/vllm
+vLLM makes one with the scheduler and one in each worker. Order of the hooks in a step, as tests/vllm/test_hooks.py
 holds vLLM to it: the scheduler asks get_num_new_matched_tokens and tells update_state_after_alloc for each request
 that it places, then build_connector_meta; the worker is told handle_preemptions before the model runs, save_kv_layer
 behind each layer's attention, wait_for_save behind all, and asked get_transfer_results; the scheduler hears

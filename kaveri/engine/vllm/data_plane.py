@@ -52,6 +52,7 @@ class DataPlane:
         self._ranks = tuple(ranks)
         self._epoch = setup.epoch
         self._listener = listener
+        self._on_lost = on_lost
         self._lock = threading.Lock()
         self._pushes: dict[bytes, _Spread] = {}
         self._landings: dict[bytes, _Spread] = {}
@@ -164,7 +165,10 @@ class DataPlane:
                 if not spread.left:
                     del table[event.transfer_id]
                     told = spread.outcome(event)
-        if told is not None:
+        if told is not None and len(spread.notes) > 1:
+            # The sender was told that it is accepted, and no token of it can be trusted.
+            self._on_lost("the ranks were handed over to differently")
+        elif told is not None:
             self._listener(told)
         elif failed:
             self._give_up(table, event.transfer_id)
@@ -220,8 +224,6 @@ class _Spread:
             if self.failure is not None:
                 return PushFailed(transfer_id, self.failure)
             return PushAccepted(transfer_id, self.kv_bytes, " and ".join(sorted(self.transports)))
-        if self.failure is None and len(self.notes) > 1:
-            self.failure = "the ranks were handed over to differently"
         if self.failure is not None:
             return TransferReleased(transfer_id, self.failure)
         return TransferLanded(transfer_id, self.kv_bytes, next(iter(self.notes)))

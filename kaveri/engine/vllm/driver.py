@@ -28,7 +28,7 @@ from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.hosted import Hosted
 from kaveri.engine.vllm.orders import Chunk
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
-from kaveri.errors import KaveriError, NoCapacity
+from kaveri.errors import EngineError, KaveriError, NoCapacity
 from kaveri.sampling import FinishReason
 from kaveri.telemetry.logs import get_logger
 
@@ -158,6 +158,7 @@ class Driver:
     # The thread.
 
     def _loop(self) -> None:
+        checks: list[Future[None]] = []
         try:
             while True:
                 with self._board.lock:
@@ -174,6 +175,9 @@ class Driver:
         except Exception as error:
             get_logger().exception("the engine stops", error=repr(error))
             self._board.stop(repr(error))
+            for check in checks:
+                if not check.done():
+                    check.set_exception(EngineError(repr(error)))
         finally:
             if self._board.broken is not None:
                 self._on_broken()

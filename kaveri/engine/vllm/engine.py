@@ -113,6 +113,8 @@ class VllmEngine:
     def start(self, listener: EngineListener) -> None:
         self._outbox.listener = listener
         self._driver.thread.start()
+        # A rank may have been lost before there was anybody to tell.
+        self._outbox.publish()
 
     def close(self) -> None:
         thread = self._driver.thread
@@ -123,10 +125,10 @@ class VllmEngine:
         if thread.is_alive() and thread is not threading.current_thread():
             thread.join(_CLOSE_TIMEOUT_S)
         self._plane.close()
+        self._board.fail_waiting("it is closed")
         if thread.is_alive():
             get_logger().warning("a step goes on past the engine's end", waited_s=_CLOSE_TIMEOUT_S)
             return
-        self._board.fail_waiting("it is closed")
         self._host.scheduler_side.desk = None
         with self._board.lock:
             self._account.clear()
@@ -331,4 +333,5 @@ class VllmEngine:
                     self._outbox.put(failure)
         if granted is not None:
             # Nobody has the ticket yet.
-            granted.set_exception(EngineError(f"no ticket could be granted: {event}"))
+            reason = event.reason if isinstance(event, TransferReleased) else "it landed before it was granted"
+            granted.set_exception(EngineError(f"no ticket could be granted: {reason}"))

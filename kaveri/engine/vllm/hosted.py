@@ -50,7 +50,7 @@ class Hosted:
     vllm_id: str = ""
     """vLLM's own id, while it knows of the request."""
     vllm_request: Any = None
-    """vLLM's own record of it, read only."""
+    """vLLM's own record of it; Host.begin_answer writes its last token, nobody else anything."""
     by_transfer: bool = False
     """Its KV is to be brought by a transfer."""
     placed: bool = False

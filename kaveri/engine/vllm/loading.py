@@ -27,6 +27,7 @@ _OURS = {
     "async_scheduling": "blocks are accounted for step by step",
     "block_size": "set block_tokens",
     "data_parallel_size": "each instance is one engine",
+    "decode_context_parallel_size": "each rank has all tokens of its heads",
     "disable_log_stats": "load goes out in heartbeats",
     "distributed_executor_backend": "Kaveri drives vLLM within its own process",
     "dtype": "set dtype",
@@ -37,10 +38,14 @@ _OURS = {
     "max_num_batched_tokens": "set chunk_tokens",
     "max_num_seqs": "set max_batch",
     "model": "set model",
+    "nnodes": "the ranks of an engine are on one host",
     "pipeline_parallel_size": "pushes between pipeline stages are not there yet",
+    "prefill_context_parallel_size": "each rank has all tokens of its heads",
     "scheduling_policy": "order and admission are the service's",
     "skip_tokenizer_init": "texts are the router's business",
     "speculative_config": "draws are keyed by their index, one token a step",
+    "watermark": "requests are promised their blocks before vLLM hears of them",
+    "watermark_config": "requests are promised their blocks before vLLM hears of them",
 }
 """Options of vLLM that are not the user's to set here, and what to do instead."""
 _OF_THE_MODEL = (
@@ -219,7 +224,7 @@ def _start(model: str, arguments: dict[str, Any], rank_count: int) -> "tuple[Any
             return llm, (LocalRank(_worker_side()),)
         try:
             return llm, meeting.ranks()
-        except ConfigError:
+        except BaseException:
             llm.engine_core.shutdown()
             raise
 

@@ -27,7 +27,7 @@ class Rank(Protocol):
         """Makes the rank's end of the data plane; returns where it takes pushes. Raises ConfigError."""
 
     def detach(self) -> None:
-        """Ends it, with all transfers. Idempotent; waits a few seconds at most."""
+        """Ends it, with all transfers. Idempotent; waits 10 s at most."""
 
     def grant(self, ticket: Ticket) -> None:
         """See RankPlane."""

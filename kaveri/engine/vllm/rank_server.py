@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kaveri.engine.vllm.rank_plane import RankPlane, RankSetup
 from kaveri.errors import ConfigError
+from kaveri.kv.flow import KvFlow
 from kaveri.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
@@ -63,12 +64,10 @@ class RankServer:
         elif call == "detach":
             self._detach()
             self._tell("detached", None)
-        elif (plane := worker_side.plane) is None:
-            return
         elif call == "flow":
-            self._tell("flow", plane.flow())
-        elif call in CALLS:
-            getattr(plane, call)(*arguments)
+            self._tell("flow", worker_side.plane.flow() if worker_side.plane is not None else KvFlow())
+        elif call in CALLS and worker_side.plane is not None:
+            getattr(worker_side.plane, call)(*arguments)
 
     def _detach(self) -> None:
         plane, self._worker_side.plane = self._worker_side.plane, None

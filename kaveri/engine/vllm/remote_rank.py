@@ -28,17 +28,28 @@ _ANSWER_TIMEOUT_S = 60.0
 _DETACH_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
 """A rank that takes no call for so long is lost."""
+_QUIET_S = 15.0
+"""After so long without a word a rank is asked for one."""
+_CALLS_MAX = 65_536
+"""Calls that may wait for a rank: a few for each request that can be under way."""
 
 
 class RankMeeting:
-    """Where the ranks of one engine connect to it. Ends with its context: nobody else is expected then."""
+    """Where the ranks of one engine connect to it. Ends with its context: nobody else is expected then.
+
+    Raises ConfigError when it cannot listen.
+    """
 
     def __init__(self, rank_count: int) -> None:
         self._folder = tempfile.mkdtemp(prefix="kaveri-ranks-")
         self.path = os.path.join(self._folder, "ranks.sock")
         self._rank_count = rank_count
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(self.path)
+        try:
+            self._socket.bind(self.path)
+        except OSError as error:
+            self.__exit__()
+            raise ConfigError("TMPDIR", f"ranks cannot be met at {self.path}: {error}") from error
         self._socket.listen(rank_count)
 
     def ranks(self) -> "tuple[RemoteRank, ...]":
@@ -70,20 +81,26 @@ class RankMeeting:
 
 
 class RemoteRank:
-    """See Rank. flow() is as of the call before, so that nobody waits for another process."""
+    """See Rank. flow() is as of the last answer, so that nobody waits for another process.
+
+    Calls go out on a thread of their own, what comes is read on another. A rank that answers nothing for twice _QUIET_S
+    is lost, as one that has ended is.
+    """
 
     def __init__(self, rank: int, layout: KvLayout, connection: "Connection[Any, Any]") -> None:
         self.layout = layout
         self._rank = rank
         self._connection = connection
-        # Of sending.
-        self._lock = threading.Lock()
+        self._calls: queue.Queue[tuple[str, tuple[object, ...]] | None] = queue.Queue(_CALLS_MAX)
         self._answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._listener: RankListener | None = None
         self._on_lost: LostListener | None = None
         self._flow = KvFlow()
         self._is_lost = False
+        self._ending = threading.Lock()
+        self._writer = threading.Thread(target=self._write, name=f"kv-rank-{rank}-calls", daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"kv-rank-{rank}", daemon=True)
+        self._writer.start()
         self._reader.start()
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
@@ -135,27 +152,36 @@ class RemoteRank:
 
     def shutdown(self) -> None:
         self._on_lost = None
-        self._is_lost = True
-        with self._lock:
-            if not self._connection.closed:
-                # Wakes the reader, which closes it.
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-                    same.shutdown(socket.SHUT_RDWR)
+        self._end()
 
     def _call(self, call: str, *arguments: object) -> None:
-        if self._is_lost:
-            return
         try:
-            with self._lock:
-                self._connection.send((call, arguments))
+            self._calls.put_nowait((call, arguments))
+        except queue.Full:
+            self._lose("takes no calls")
+
+    def _write(self) -> None:
+        """Until the rank is lost, or not needed any more."""
+        try:
+            while (call := self._calls.get()) is not None and not self._is_lost:
+                self._connection.send(call)
         except OSError:
             # Part of a message may be on its way: there is nothing to go on with.
             self._lose("takes no calls")
 
     def _read(self) -> None:
         try:
-            while True:
+            asked = False
+            while not self._is_lost:
+                if not self._connection.poll(_QUIET_S):
+                    if asked:
+                        self._lose("does not answer")
+                        return
+                    asked = True
+                    self._call("flow")
+                    continue
                 kind, value = self._connection.recv()
+                asked = False
                 if kind == "event":
                     self._tell(value)
                 elif kind == "flow":
@@ -164,17 +190,32 @@ class RemoteRank:
                     self._answers.put((kind, value))
         except (EOFError, OSError):
             self._lose("has ended")
+        except Exception as error:
+            self._lose(f"cannot be followed: {error!r}")
         finally:
-            with self._lock:
-                self._connection.close()
+            self._end()
+            # It may be within a send, which has ended by now or does so in time.
+            self._writer.join()
+            self._connection.close()
 
     def _tell(self, event: RankEvent) -> None:
         if (listener := self._listener) is not None:
             listener(event)
 
     def _lose(self, what: str) -> None:
-        self._is_lost = True
+        self._end()
         self._answers.put(("refused", ("engine", f"rank {self._rank} {what}")))
         on_lost, self._on_lost = self._on_lost, None
         if on_lost is not None:
             on_lost(f"tensor-parallel rank {self._rank} {what}")
+
+    def _end(self) -> None:
+        """Nothing more is said or heard; the reader closes the connection."""
+        with self._ending:
+            if self._is_lost:
+                return
+            self._is_lost = True
+            with contextlib.suppress(queue.Full):
+                self._calls.put_nowait(None)
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+                same.shutdown(socket.SHUT_RDWR)

@@ -4,8 +4,11 @@ Real pools, senders and receivers; the ranks are in this process, or each in one
 """
 
 import multiprocessing
+import os
 import queue
 import random
+import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kaveri.engine.vllm import remote_rank
 from kaveri.engine.vllm.data_plane import DataPlane, DataPlaneEvent, Granted
 from kaveri.engine.vllm.orders import Chunk
 from kaveri.engine.vllm.rank import LocalRank, Rank
@@ -164,10 +168,13 @@ def test_a_push_that_is_aborted_ends_in_every_rank(pair: Pair) -> None:
 
 
 def test_a_ticket_that_runs_out_is_told_of_once(pair: Pair) -> None:
-    ticket = pair.receiving.grant([5, 1, 6], expires_in_s=0.01)
-    released = pair.receiving.next()
-    assert (type(released), released.transfer_id) == (TransferReleased, ticket.transfer_id)
-    assert "expired" in released.reason
+    pair.receiving.plane.grant(b"t" * 16, [5, 1, 6], TOKENS, 0.01, 0)
+    told = [pair.receiving.next()]
+    if isinstance(told[0], Granted):
+        # It may have expired in the one rank before it was granted in the other.
+        told = [pair.receiving.next()]
+    assert (type(told[0]), told[0].transfer_id) == (TransferReleased, b"t" * 16)
+    assert "expired" in told[0].reason
     pair.receiving.plane.close()
     assert pair.receiving.told_nothing()
 
@@ -300,3 +307,42 @@ def test_a_rank_that_dies_is_told_of_and_its_peers_transfers_end(remote_pair: An
     assert sending.lost.empty()
     receiving.plane.close()
     sending.plane.close()
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_stands_still_is_lost_and_nobody_waits_for_it(
+    remote_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_rank, "_QUIET_S", 0.5)
+    target = remote_pair.target
+    # The readers have begun to wait for as long as before; what comes ends that.
+    receiving = Instance(target.ranks, remote_pair.listen)
+    assert receiving.lost.empty()
+    os.kill(target.processes[0].pid, signal.SIGSTOP)
+    for number in range(10_000):
+        receiving.plane.forget(f"r{number}")
+    assert receiving.lost.get(timeout=SOON_S) == "tensor-parallel rank 0 does not answer"
+    receiving.plane.close()
+
+
+def test_where_ranks_cannot_be_met_is_said_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = tmp_path / ("x" * 100)
+    far.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(far))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        RankMeeting(RANKS)
+    assert list(far.iterdir()) == []
+
+
+def test_a_transfer_that_the_ranks_were_handed_over_to_differently_ends_the_engine(pair: Pair) -> None:
+    pair.sending.plane.open_push("r", pair.receiving.grant([5, 1, 6]))
+    for rank, memory in enumerate(pair.sources):
+        memory.compute("r", [0, 3, 2])
+        memory.plane.hand_over("r", rank)
+    assert "differently" in pair.receiving.lost.get(timeout=SOON_S)
+    assert pair.receiving.told_nothing()
+
+
+def test_blocks_that_all_ranks_lease_are_counted_once(pair: Pair) -> None:
+    pair.receiving.grant([5, 1, 6])
+    assert pair.receiving.plane.flow().receiving.leased_block_count == 3

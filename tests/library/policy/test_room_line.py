@@ -57,7 +57,7 @@ def test_nobody_in_line_is_overtaken_more_often_than_the_limit(
             machine.give_up(request_id)
         else:
             machine.ask(request_id, action == "fits")
-        assert machine.line.count(0.0) == len(machine.waiting)
+        assert machine.line.length == len(machine.waiting)
         assert max(machine.overtaken.values(), default=0) <= max_overtakes
 
 
@@ -110,4 +110,4 @@ def test_a_newer_attempt_takes_the_place_over_and_an_older_one_cannot_give_it_up
 def test_a_full_line_gives_no_more_places() -> None:
     line = RoomLine(max_waiting=2)
     assert [line.refuse(request_id, 1, 0.0, ALWAYS_S) for request_id in "abcc"] == [True] * 4
-    assert line.count(0.0) == 2
+    assert line.length == 2

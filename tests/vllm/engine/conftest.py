@@ -108,6 +108,20 @@ def two_rank_prefills(model_folder: Path) -> Iterator[Lender]:
 
 
 @pytest.fixture(scope="session")
+def mirrored_two_rank_prefills(model_folder: Path) -> Iterator[Lender]:
+    lender = Lender(model_folder, 0, mirrored=True, tensor_ranks=2)
+    yield lender
+    lender.close()
+
+
+@pytest.fixture(scope="session")
+def mirrored_two_rank_decodes(model_folder: Path) -> Iterator[Lender]:
+    lender = Lender(model_folder, 8, mirrored=True, tensor_ranks=2)
+    yield lender
+    lender.close()
+
+
+@pytest.fixture(scope="session")
 def two_rank_decodes(model_folder: Path) -> Iterator[Lender]:
     lender = Lender(model_folder, 8, tensor_ranks=2)
     yield lender

@@ -1,7 +1,8 @@
 """vLLM engines whose model is spread over two ranks, each a process that pushes and takes the KV of its own heads."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kaveri.engine.contract import KvPushed, Landed
+from kaveri.engine.contract import AttemptKey, KvPushed, Landed
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import EngineRequest, Pair, make_request
 from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
@@ -34,14 +35,13 @@ def _answer(reference: Any, request: EngineRequest, token_count: int) -> list[in
     return answer
 
 
-@pytest.fixture
-def pair(two_rank_prefills: Any, two_rank_decodes: Any, tmp_path: Path, request: Any) -> Iterator[Pair]:
-    transport = getattr(request, "param", "shm")
-    address = "127.0.0.1:0" if transport == "tcp" else str(tmp_path / "kv.sock")
+@contextmanager
+def running_pair(prefills: Any, decodes: Any, folder: Path, transport: str) -> Iterator[Pair]:
+    address = str(folder / "kv.sock") if transport in ("shm", "unix") else "127.0.0.1:0"
     with ExitStack() as stack:
-        prefill = two_rank_prefills.lend().open(total_blocks=_BLOCKS, max_batch=1, transports=[transport])
+        prefill = prefills.lend().open(total_blocks=_BLOCKS, max_batch=1, transports=[transport])
         stack.callback(prefill.close)
-        decode = two_rank_decodes.lend().open(
+        decode = decodes.lend().open(
             total_blocks=_BLOCKS, max_batch=4, listen=[KvEndpoint(transport, address)], transports=[transport]
         )
         stack.callback(decode.close)
@@ -52,15 +52,34 @@ def pair(two_rank_prefills: Any, two_rank_decodes: Any, tmp_path: Path, request:
         yield Pair(prefill, decode, prefilled, decoded)
 
 
-@pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
-def test_each_rank_pushes_its_heads_to_its_like(pair: Pair, reference: Any) -> None:
-    requests = [make_request(pair.prefill, f"r{length}", length, 6) for length in (1, 32, 33, 90)]
-    for request in requests:
-        pair.hand_over(request)
-    for request in requests:
-        assert pair.answer(request) == _answer(reference, request, 6)
-        pushed = pair.prefilled.wait_for(KvPushed, request.key)
-        layout = pair.prefill.info.layout
-        blocks = layout.block_count(len(request.token_ids))
-        assert pushed.kv_bytes == blocks * layout.layer_count * layout.block_bytes
-    wait_until_free(pair.prefill, pair.decode)
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo", "nixl"])
+def test_each_rank_pushes_its_heads_to_its_like(
+    two_rank_prefills: Any, two_rank_decodes: Any, tmp_path: Path, reference: Any, transport: str
+) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu13")
+    with running_pair(two_rank_prefills, two_rank_decodes, tmp_path, transport) as pair:
+        requests = [make_request(pair.prefill, f"{transport}{length}", length, 6) for length in (1, 32, 33, 90)]
+        for request in requests:
+            pair.hand_over(request)
+        for request in requests:
+            assert pair.answer(request) == _answer(reference, request, 6)
+            pushed = pair.prefilled.wait_for(KvPushed, request.key)
+            layout = pair.prefill.info.layout
+            blocks = layout.block_count(len(request.token_ids))
+            assert pushed.kv_bytes == blocks * layout.layer_count * layout.block_bytes
+        wait_until_free(pair.prefill, pair.decode)
+
+
+def test_each_rank_has_a_copy_of_its_heads_where_vllms_memory_is_on_devices(
+    mirrored_two_rank_prefills: Any, mirrored_two_rank_decodes: Any, tmp_path: Path, reference: Any
+) -> None:
+    with running_pair(mirrored_two_rank_prefills, mirrored_two_rank_decodes, tmp_path, "shm") as pair:
+        first = make_request(pair.prefill, "first", 100, 6)
+        # Its first two blocks are in the prefix caches of both.
+        tail = make_request(pair.prefill, "tail", 20, 6).token_ids
+        second = replace(first, key=AttemptKey("second", 1), token_ids=first.token_ids[:70] + tail)
+        for request in (first, second):
+            pair.hand_over(request)
+            assert pair.answer(request) == _answer(reference, request, 6)
+        wait_until_free(pair.prefill, pair.decode)
