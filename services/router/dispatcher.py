@@ -182,7 +182,9 @@ class Dispatcher:
             await attempt.over
         finally:
             attempt.over.cancel()
-            if attempt.decode_instance_id and not attempt.decode_done:
+            # What a prefill instance had reserved when it died, and where, is known to nobody.
+            untold = not attempt.decode_instance_id and isinstance(attempt.lost, Unavailable)
+            if untold or (attempt.decode_instance_id and not attempt.decode_done):
                 self._start_errand(self._streams.abort(attempt))
 
     async def _prefill(self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus) -> None:

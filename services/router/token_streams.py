@@ -73,15 +73,22 @@ class TokenStreams:
         subscription.place(attempt)
 
     async def abort(self, attempt: Attempt) -> None:
-        """Tells the decode instance of an attempt to end it. Best effort: a lost instance has ended it already."""
-        subscription = self._subscriptions.get(attempt.decode_instance_id)
-        if subscription is None or subscription.record is None:
-            return
+        """Tells the decode instance of an attempt to end it, or all of them when nobody has said which it is. Best
+        effort: a lost instance has ended it already."""
+        named = attempt.decode_instance_id
         message = decode_pb2.AbortRequest(
             attempts=[decode_pb2.AttemptId(request_id=attempt.request_id, attempt=attempt.number)]
         )
+        addresses = [
+            subscription.record.address
+            for subscription in self._subscriptions.values()
+            if subscription.record is not None and named in ("", subscription.instance_id)
+        ]
+        await asyncio.gather(*(self._abort_at(address, message) for address in addresses))
+
+    async def _abort_at(self, address: str, message: decode_pb2.AbortRequest) -> None:
         with contextlib.suppress(aio.AioRpcError):
-            await self._channels.decode(subscription.record.address).Abort(message, timeout=ABORT_TIMEOUT_S)
+            await self._channels.decode(address).Abort(message, timeout=ABORT_TIMEOUT_S)
 
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that no attempt is tied to any stream."""

@@ -54,6 +54,17 @@ async def test_a_prefill_that_breaks_at_any_step_costs_no_token(cluster: Scripte
         assert sorted(responses[-1].timing.attempts for responses in answers) == [1, 1, 2, 2]
 
 
+async def test_what_a_prefill_that_breaks_may_have_reserved_is_given_back_everywhere(cluster: ScriptedCluster) -> None:
+    cluster.prefills["prefill-0"].break_before = "placed"
+    async with cluster.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
+        for number in range(2):
+            await collect(router.stub.Generate(ask((300 + number,), request_id=f"r{number}"), timeout=10))
+        (lost,) = {request.request_id for request in cluster.taken() if request.attempt == 2}
+        decodes = cluster.decodes.values()
+        await eventually(lambda: all((lost, 1) in decode.aborted for decode in decodes))
+        assert {request_id for decode in decodes for request_id, _ in decode.aborted} == {lost}
+
+
 async def test_a_killed_prefill_instance_loses_no_request(cluster: ScriptedCluster) -> None:
     for prefill in cluster.prefills.values():
         prefill.hold.add("placed")
