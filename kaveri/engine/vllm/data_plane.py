@@ -56,7 +56,6 @@ class DataPlane:
         self._lock = threading.Lock()
         self._pushes: dict[bytes, _Spread] = {}
         self._landings: dict[bytes, _Spread] = {}
-        self._listens = bool(setup.listen)
         endpoints = []
         try:
             for number, rank in enumerate(self._ranks):
@@ -76,7 +75,7 @@ class DataPlane:
     @property
     def listens(self) -> bool:
         """Whether pushes are taken at all."""
-        return self._listens
+        return bool(self.endpoints)
 
     def grant(
         self, transfer_id: bytes, block_ids: Sequence[int], token_count: int, expires_in_s: float, first_block: int

@@ -215,8 +215,6 @@ def _start(model: str, arguments: dict[str, Any], rank_count: int) -> "tuple[Any
         arguments["kv_transfer_config"].kv_connector_extra_config["ranks_at"] = meeting.path if meeting else ""
         try:
             llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        except ConfigError:
-            raise
         except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
             lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise ConfigError("engine", f"vLLM cannot serve {model}: {lines[-1].strip():.300}") from error
