@@ -5,8 +5,7 @@ Lines about a request carry request_id and attempt: `log = get_logger().bind(req
 
 import logging
 import sys
-from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 
 import structlog
@@ -15,15 +14,40 @@ from structlog.typing import EventDict, FilteringBoundLogger
 from kaveri.errors import ConfigError
 
 
-def configure_logs(service: str, instance_id: str, level: str = "info") -> None:
-    """Sets the process's logging up, once. level: debug, info, warning or error; ConfigError for anything else."""
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """How a process logs. Plain values: an instance gives them to the processes of its ranks."""
+
+    service: str
+    instance_id: str
+    level: str
+    rank: int | None = None
+    """Of a process that is one tensor-parallel rank of an instance."""
+
+    def __call__(self, _logger: Any, _method: str, event: EventDict) -> EventDict:
+        """Structlog's processor that puts them on every line. Not context variables: engine and transport threads log
+        too, and have no context of ours."""
+        rank = {} if self.rank is None else {"rank": self.rank}
+        return {"service": self.service, "instance_id": self.instance_id, **rank, **event}
+
+
+def log_settings() -> LogSettings | None:
+    """What this process's logs were configured with; None before."""
+    first = next(iter(structlog.get_config()["processors"]), None)
+    return first if isinstance(first, LogSettings) else None
+
+
+def configure_logs(service: str, instance_id: str, level: str = "info", rank: int | None = None) -> None:
+    """Sets the process's logging up, once. level: debug, info, warning or error; ConfigError for anything else.
+
+    rank: see LogSettings.
+    """
     severity = logging.getLevelNamesMapping().get(level.upper())
     if severity is None:
         raise ConfigError("--log-level", f"{level!r} is none of debug, info, warning, error")
     structlog.configure(
         processors=[
-            # Constants, not context variables: engine and transport threads log too, and have no context of ours.
-            partial(_add_constants, {"service": service, "instance_id": instance_id}),
+            LogSettings(service, instance_id, level, rank),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
@@ -39,7 +63,3 @@ def configure_logs(service: str, instance_id: str, level: str = "info") -> None:
 def get_logger() -> FilteringBoundLogger:
     """The process's logger."""
     return cast(FilteringBoundLogger, structlog.get_logger())
-
-
-def _add_constants(constants: Mapping[str, str], _logger: Any, _method: str, event: EventDict) -> EventDict:
-    return {**constants, **event}

@@ -1,11 +1,16 @@
-"""Prefill and decode instances whose vLLM is spread over two ranks: four pools, one cluster."""
+"""Prefill and decode instances whose vLLM is spread over two ranks: four pools, one cluster.
+
+The model has one KV head, which both ranks hold and push; ranks that hold a head each are tests/vllm/engine's.
+"""
 
 import asyncio
+import json
 import os
 import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -27,6 +32,8 @@ ANSWER_TOKENS = 24
 LONG = 4
 """The prompt whose answer is long, where that is asked for."""
 LONG_ANSWER_TOKENS = 900
+# A rank's push of a prompt of 700 tokens takes half a second over such a link, and can be caught.
+SLOW_LINK = ("--kv-transports", "tcp", "--kv-link", "12Mbps")
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -42,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama",
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
+        num_key_value_heads=1,
         max_positions=1024,
         tokenizer=True,
     )
@@ -71,7 +79,7 @@ async def cluster(folder: Path) -> AsyncIterator[LocalCluster]:
         engine="vllm",
         dtype="float32",
         kv_cache_memory="32MiB",
-        prefill_flags=("--chunk-tokens", "256", "--engine-args", '{"tensor_parallel_size": 2}'),
+        prefill_flags=("--chunk-tokens", "256", "--engine-args", '{"tensor_parallel_size": 2}', *SLOW_LINK),
         decode_flags=("--chunk-tokens", "256", "--engine-args", '{"tensor_parallel_size": 2}'),
         router_flags=("--unavailable-after-s", "3"),
         start_timeout_s=600.0,
@@ -157,6 +165,48 @@ async def test_a_rank_that_dies_ends_its_instance_and_the_next_one_serves(
         assert answers == expected
         shared = min(len(tokens), ANSWER_TOKENS)
         assert answers[LONG][:shared] == tuple(tokens[:shared])
+    await asyncio.to_thread(wait_until_gone, ranks)
+    await cluster.wait_for_view(is_free)
+
+
+def is_pushing(view: ClusterView) -> bool:
+    """Whether prefill holds KV for which decode has kept room."""
+    prefill, decode = (view.instances[name].load for name in ("prefill-0", "decode-0"))
+    return prefill.free_blocks < prefill.total_blocks and decode.waiting_requests > 0
+
+
+async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_is_kept_for_it(
+    cluster: LocalCluster,
+    prompts: list[tuple[int, ...]],
+    asked: list[SamplingParams],
+    expected: list[tuple[int, ...]],
+) -> None:
+    def broken_transfers() -> Counter[int]:
+        """How many transfers each rank of decode-0 has given up half way so far, by its own log lines."""
+        lines = [json.loads(line) for line in cluster.log_text("decode-0").splitlines() if line.startswith("{")]
+        return Counter(line["rank"] for line in lines if line["event"] == "kv transfer ended")
+
+    ranks = ranks_of(cluster.pids()["prefill-0"])
+    broken_before = broken_transfers()
+    # Nobody has these in a cache.
+    rng = random.Random(4)
+    new = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(700)) for _ in range(4)]
+    async with AsyncClient(cluster.target) as client:
+        asking = asyncio.gather(
+            *(client.generate(prompt_token_ids=prompt, params=params(90), timeout_s=100) for prompt in new),
+            return_exceptions=True,
+        )
+        await cluster.wait_for_view(is_pushing, within_s=60)
+        os.kill(ranks[1], signal.SIGKILL)
+        outcomes = await asking
+        assert [type(outcome) for outcome in outcomes] == [Unavailable] * len(new)
+        await cluster.wait_for_view(lambda view: "prefill-0" not in view.instances and is_free(view), within_s=60)
+        # The rank that lives gives its half up, too.
+        assert all(broken_transfers()[rank] > broken_before[rank] for rank in (0, 1)), (
+            "nothing was caught half way: the test has shown nothing"
+        )
+        await cluster.restart("prefill-0", within_s=300)
+        assert await ask_all(client, prompts, asked) == expected
     await asyncio.to_thread(wait_until_gone, ranks)
     await cluster.wait_for_view(is_free)
 

@@ -41,7 +41,7 @@ from kaveri.kv.receiver import CREDIT_BYTES, TransferLanded, TransferReleased
 from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
-from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.logs import get_logger, log_settings
 
 _CLOSE_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT_S = 30.0
@@ -89,7 +89,7 @@ class VllmEngine:
         self._shut_down = False
 
         epoch = secrets.randbits(63)
-        setup = RankSetup(tuple(listen), transports, epoch, kv_credit_bytes)
+        setup = RankSetup(tuple(listen), transports, epoch, kv_credit_bytes, log_settings())
         self._plane = DataPlane(host.ranks, setup, self._on_transfer, self._board.stop)
         self._info = EngineInfo(
             engine="vllm",

@@ -17,6 +17,7 @@ from kaveri.kv.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, Transfe
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
+from kaveri.telemetry.logs import LogSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class RankSetup:
     """Makes what carries KV, the preferred first; None for the socket transports."""
     epoch: int
     credit_bytes: int = CREDIT_BYTES
+    logs: LogSettings | None = None
+    """Of the engine's process, for a rank that has one of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kaveri.engine.vllm.rank_plane import RankPlane, RankSetup
 from kaveri.errors import ConfigError
 from kaveri.kv.flow import KvFlow
-from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.logs import configure_logs, get_logger
 
 if TYPE_CHECKING:
     from kaveri.engine.vllm.connector_worker import WorkerSide
@@ -24,7 +24,7 @@ CALLS = frozenset({"grant", "revoke", "open_push", "abort_push", "hand_over", "f
 def serve_rank(worker_side: "WorkerSide", rank: int, path: str) -> None:
     """Connects to the engine, which listens at `path`, and serves it on a thread until the connection ends."""
     connection = Client(path, "AF_UNIX")
-    server = RankServer(worker_side, connection)
+    server = RankServer(worker_side, rank, connection)
     connection.send((rank, worker_side.layout))
     threading.Thread(target=server.run, name="kv-rank", daemon=True).start()
 
@@ -32,8 +32,9 @@ def serve_rank(worker_side: "WorkerSide", rank: int, path: str) -> None:
 class RankServer:
     """Messages here: (name of a call, arguments). Answers and news: (kind, value)."""
 
-    def __init__(self, worker_side: "WorkerSide", connection: "Connection[Any, Any]") -> None:
+    def __init__(self, worker_side: "WorkerSide", rank: int, connection: "Connection[Any, Any]") -> None:
         self._worker_side = worker_side
+        self._rank = rank
         self._connection = connection
         self._lock = threading.Lock()
 
@@ -54,8 +55,10 @@ class RankServer:
     def _answer(self, call: str, arguments: tuple[Any, ...]) -> None:
         worker_side = self._worker_side
         if call == "attach":
+            setup: RankSetup = arguments[0]
+            if setup.logs is not None:
+                configure_logs(setup.logs.service, setup.logs.instance_id, setup.logs.level, self._rank)
             try:
-                setup: RankSetup = arguments[0]
                 worker_side.plane = RankPlane(worker_side.pool, setup, partial(self._tell, "event"))
             except ConfigError as error:
                 self._tell("refused", (error.field, error.reason))
