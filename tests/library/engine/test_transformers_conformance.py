@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.plain_transformers import PlainTransformers
 from kaveri.testing.tiny_models import make_tiny_model
 
 BLOCK_TOKENS = 8
@@ -27,7 +26,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Harness:
-    def __init__(self, model_folder: Path, socket_folder: Path, reference: Any) -> None:
+    def __init__(self, model_folder: Path, socket_folder: Path, reference: PlainTransformers) -> None:
         self._model_folder = model_folder
         self._socket_folder = socket_folder
         self._reference = reference
@@ -55,16 +54,7 @@ class _Harness:
         )
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
-        prompt = torch.tensor([list(token_ids)])
-        output = self._reference.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=token_count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        answer: list[int] = output[0, len(token_ids) :].tolist()
-        return answer
+        return self._reference.answer(token_ids, token_count)
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +63,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model_folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_folder)
+def reference(model_folder: Path) -> PlainTransformers:
+    return PlainTransformers(model_folder)
 
 
 class TestStepwiseOnTransformers(EngineConformance):
     @pytest.fixture
-    def harness(self, model_folder: Path, reference: Any, tmp_path: Path) -> _Harness:
+    def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> _Harness:
         return _Harness(model_folder, tmp_path, reference)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from kaveri.engine.runner import LayerListener, SequenceSlice
 from kaveri.engine.transformers.loading import load_runner
@@ -19,6 +18,7 @@ from kaveri.errors import LayoutMismatch
 from kaveri.kv.pool import KvPool
 from kaveri.models import resolve_model
 from kaveri.sampling import SamplingParams
+from kaveri.testing.plain_transformers import PlainTransformers
 from kaveri.testing.tiny_models import ARCHITECTURES, make_tiny_model
 
 BLOCK_TOKENS = 16
@@ -123,32 +123,20 @@ def new_runner(folder: Path, dtype: str = "float32") -> TransformersRunner:
     return load_runner(str(folder), dtype, "cpu", None, BLOCK_TOKENS)
 
 
-def generate(reference: Any, prompt: list[int], answer_tokens: int) -> list[int]:
-    output = reference.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=answer_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    answer: list[int] = output[0, len(prompt) :].tolist()
-    return answer
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_tokens_equal_generate_however_steps_are_cut_and_packed(
     architecture: str, model_folders: dict[str, Path]
 ) -> None:
     folder = model_folders[architecture]
     driver = Driver(new_runner(folder), seed=3)
-    reference = AutoModelForCausalLM.from_pretrained(folder)
+    reference = PlainTransformers(folder)
     answer_tokens = 24
     sequences = [RunSequence(prompt) for prompt in prompts(5, [1, 2, 15, 16, 17, 33, 96, 131, 200])]
     for one in sequences:
         driver.hold(one, answer_tokens)
     driver.finish(sequences, answer_tokens)
     for one in sequences:
-        expected = generate(reference, one.prompt, answer_tokens)
+        expected = reference.answer(one.prompt, answer_tokens)
         assert one.answer == expected, f"{architecture}, prompt of {len(one.prompt)} tokens"
     # The comparison would prove little if the models repeated themselves.
     assert max(len(set(one.answer)) for one in sequences) > 8
@@ -158,24 +146,24 @@ def test_capped_scores_and_alternating_windows_equal_generate(tmp_path: Path) ->
     folder = make_tiny_model(tmp_path, "gemma2", vocab_size=VOCAB_SIZE)
     driver = Driver(new_runner(folder), seed=5)
     # Only its eager attention caps the scores.
-    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    reference = PlainTransformers(folder, attn_implementation="eager")
     sequences = [RunSequence(prompt) for prompt in prompts(14, [1, 20, 33, 100])]
     for one in sequences:
         driver.hold(one, 16)
     driver.finish(sequences, 16)
     for one in sequences:
-        assert one.answer == generate(reference, one.prompt, 16)
+        assert one.answer == reference.answer(one.prompt, 16)
 
 
 def test_bundled_model_gives_the_tokens_of_generate_in_float32() -> None:
     sequences = [RunSequence(prompt) for prompt in prompts(6, [3, 40, 77])]
     driver = Driver(load_runner("kaveri-tiny", "float32", "cpu", None, BLOCK_TOKENS), seed=8)
-    reference = AutoModelForCausalLM.from_pretrained(resolve_model("kaveri-tiny"), dtype=torch.float32)
+    reference = PlainTransformers(resolve_model("kaveri-tiny"))
     for one in sequences:
         driver.hold(one, 12)
     driver.finish(sequences, 12)
     for one in sequences:
-        expected = generate(reference, one.prompt, 12)
+        expected = reference.answer(one.prompt, 12)
         assert one.answer[: len(expected)] == expected
 
 

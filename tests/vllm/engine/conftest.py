@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kaveri.testing.engine_process import EngineProcess
+from kaveri.testing.plain_transformers import PlainTransformers
 from kaveri.testing.tiny_models import make_tiny_model
 
 MAX_MODEL_LEN = 128
@@ -70,6 +71,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
     # Heads as wide as vLLM's CPU kernels take them.
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", max_positions=256, hidden_size=128, head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def reference(model_folder: Path) -> PlainTransformers:
+    return PlainTransformers(model_folder)
 
 
 @pytest.fixture(scope="session")

@@ -5,19 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance
 from kaveri.testing.engine_process import RemoteEngine
+from kaveri.testing.plain_transformers import PlainTransformers
 
 # The first test of a module loads vLLM.
 pytestmark = pytest.mark.timeout(300)
 
 
 class _Harness:
-    def __init__(self, prefills: Any, decodes: Any, socket_folder: Path, reference: Any) -> None:
+    def __init__(self, prefills: Any, decodes: Any, socket_folder: Path, reference: PlainTransformers) -> None:
         self._prefills = prefills
         self._decodes = decodes
         self._socket_folder = socket_folder
@@ -40,30 +39,18 @@ class _Harness:
         return self._decodes.lend().open(total_blocks=total_blocks, max_batch=max_batch, listen=listen)
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
-        prompt = torch.tensor([list(token_ids)])
-        output = self._reference.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=token_count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        answer: list[int] = output[0, len(token_ids) :].tolist()
-        return answer
-
-
-@pytest.fixture(scope="module")
-def reference(model_folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_folder)
+        return self._reference.answer(token_ids, token_count)
 
 
 class TestVllmEngine(EngineConformance):
     @pytest.fixture
-    def harness(self, prefills: Any, decodes: Any, reference: Any, tmp_path: Path) -> _Harness:
+    def harness(self, prefills: Any, decodes: Any, reference: PlainTransformers, tmp_path: Path) -> _Harness:
         return _Harness(prefills, decodes, tmp_path, reference)
 
 
 class TestVllmEngineOfTwoRanks(EngineConformance):
     @pytest.fixture
-    def harness(self, two_rank_prefills: Any, two_rank_decodes: Any, reference: Any, tmp_path: Path) -> _Harness:
+    def harness(
+        self, two_rank_prefills: Any, two_rank_decodes: Any, reference: PlainTransformers, tmp_path: Path
+    ) -> _Harness:
         return _Harness(two_rank_prefills, two_rank_decodes, tmp_path, reference)

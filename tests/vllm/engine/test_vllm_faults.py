@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from kaveri.engine.contract import (
     AttemptKey,
@@ -28,25 +26,12 @@ from kaveri.kv.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import EngineRequest, Pair, make_request, when_there_is_room
 from kaveri.testing.engine_process import RemoteEngine
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from kaveri.testing.plain_transformers import PlainTransformers
 
 # The first test that needs it loads vLLM.
 pytestmark = pytest.mark.timeout(300)
 
 _BLOCKS = 60
-
-
-@pytest.fixture(scope="module")
-def reference(model_folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_folder)
-
-
-def _answer(reference: Any, request: EngineRequest, token_count: int) -> list[int]:
-    prompt = torch.tensor([list(request.token_ids)])
-    output = reference.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=token_count, do_sample=False, pad_token_id=0
-    )
-    answer: list[int] = output[0, len(request.token_ids) :].tolist()
-    return answer
 
 
 class _Bench:
@@ -98,7 +83,9 @@ def bench(prefills: Any, decodes: Any, tmp_path: Path) -> Iterator[_Bench]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm", "gloo", "nixl"])
-def test_kv_lands_in_vllms_own_memory_over_every_transport(bench: _Bench, reference: Any, transport: str) -> None:
+def test_kv_lands_in_vllms_own_memory_over_every_transport(
+    bench: _Bench, reference: PlainTransformers, transport: str
+) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu13")
     pair = bench.pair(transport)
@@ -106,13 +93,13 @@ def test_kv_lands_in_vllms_own_memory_over_every_transport(bench: _Bench, refere
     for request in requests:
         pair.hand_over(request)
     for request in requests:
-        assert pair.answer(request) == _answer(reference, request, 12)
+        assert pair.answer(request) == reference.answer(request.token_ids, 12)
         assert pair.prefilled.wait_for(KvPushed, request.key).transport.startswith(transport)
     wait_until_free(pair.prefill, pair.decode)
 
 
 def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
-    mirrored_prefills: Any, mirrored_decodes: Any, tmp_path: Path, reference: Any
+    mirrored_prefills: Any, mirrored_decodes: Any, tmp_path: Path, reference: PlainTransformers
 ) -> None:
     with ExitStack() as stack:
         pair = _Bench(mirrored_prefills, mirrored_decodes, tmp_path, stack).pair()
@@ -122,7 +109,7 @@ def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
         second = replace(first, key=AttemptKey("second", 1), token_ids=first.token_ids[:70] + tail)
         for request in (first, second, make_request(pair.prefill, "third", 33, 12)):
             pair.hand_over(request)
-            assert pair.answer(request) == _answer(reference, request, 12)
+            assert pair.answer(request) == reference.answer(request.token_ids, 12)
         wait_until_free(pair.prefill, pair.decode)
         # All of it is in the prefix cache of prefill, and nothing in that of the new decode.
         pair.decode.close()
@@ -132,15 +119,15 @@ def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
         again = Pair(pair.prefill, decode, pair.prefilled, decoded)
         third = replace(first, key=AttemptKey("third", 2))
         again.hand_over(third)
-        assert again.answer(third) == _answer(reference, first, 12)
+        assert again.answer(third) == reference.answer(first.token_ids, 12)
         wait_until_free(again.prefill, again.decode)
 
 
-def test_blocks_that_decode_has_cached_are_not_pushed(bench: _Bench, reference: Any) -> None:
+def test_blocks_that_decode_has_cached_are_not_pushed(bench: _Bench, reference: PlainTransformers) -> None:
     pair = bench.pair()
     first = make_request(pair.prefill, "first", 100, 8)
     pair.hand_over(first)
-    assert pair.answer(first) == _answer(reference, first, 8)
+    assert pair.answer(first) == reference.answer(first.token_ids, 8)
     wait_until_free(pair.prefill, pair.decode)
     tail = make_request(pair.prefill, "tail", 20, 8).token_ids
     second = replace(first, key=AttemptKey("second", 1), token_ids=first.token_ids[:70] + tail)
@@ -148,27 +135,27 @@ def test_blocks_that_decode_has_cached_are_not_pushed(bench: _Bench, reference: 
     assert (ticket.first_block, len(ticket.block_ids), ticket.token_count) == (2, 1, 90)
     pair.prefill.prefill(second)
     pair.prefill.push_to(second.key, ticket)
-    assert pair.answer(second) == _answer(reference, second, 8)
+    assert pair.answer(second) == reference.answer(second.token_ids, 8)
     assert (
         pair.prefilled.wait_for(KvPushed, second.key).kv_bytes == ticket.layout.block_bytes * ticket.layout.layer_count
     )
     wait_until_free(pair.prefill, pair.decode)
 
 
-def test_what_prefill_has_cached_is_pushed_without_being_computed(bench: _Bench, reference: Any) -> None:
+def test_what_prefill_has_cached_is_pushed_without_being_computed(bench: _Bench, reference: PlainTransformers) -> None:
     pair = bench.pair()
     first = make_request(pair.prefill, "first", 97, 1)
     pair.prefill.prefill(first)
     pair.prefilled.wait_for_finish(first.key)
     second = replace(first, key=AttemptKey("second", 1), params=replace(first.params, max_tokens=9))
     pair.hand_over(second)
-    assert pair.answer(second) == _answer(reference, second, 9)
+    assert pair.answer(second) == reference.answer(second.token_ids, 9)
     assert pair.prefilled.of(PrefillProgress, first.key)
     assert not pair.prefilled.of(PrefillProgress, second.key)
     wait_until_free(pair.prefill, pair.decode)
 
 
-def test_killed_prefill_costs_decode_nothing_but_the_request(bench: _Bench, reference: Any) -> None:
+def test_killed_prefill_costs_decode_nothing_but_the_request(bench: _Bench, reference: PlainTransformers) -> None:
     pair = bench.pair()
     pair.prefill.close()
     # Its fourth step never ends, so that it dies with half of the push sent.
@@ -185,11 +172,11 @@ def test_killed_prefill_costs_decode_nothing_but_the_request(bench: _Bench, refe
     again = Pair(bench.prefill(prefilled), pair.decode, prefilled, pair.decoded)
     retried = replace(request, key=AttemptKey("r", 2))
     again.hand_over(retried)
-    assert again.answer(retried) == _answer(reference, request, 8)
+    assert again.answer(retried) == reference.answer(request.token_ids, 8)
     wait_until_free(again.prefill, again.decode)
 
 
-def test_killed_decode_leaves_the_kv_for_another(bench: _Bench, reference: Any) -> None:
+def test_killed_decode_leaves_the_kv_for_another(bench: _Bench, reference: PlainTransformers) -> None:
     pair = bench.pair(admit=False)
     request = make_request(pair.prefill, "r", 100, 8)
     pair.prefill.prefill(request)
@@ -203,12 +190,14 @@ def test_killed_decode_leaves_the_kv_for_another(bench: _Bench, reference: Any) 
     decoded.on_event = lambda event: decode.admit(event.key) if isinstance(event, Landed) else None
     again = Pair(pair.prefill, decode, pair.prefilled, decoded)
     again.prefill.push_to(request.key, again.reserve(request))
-    assert again.answer(request) == _answer(reference, request, 8)
+    assert again.answer(request) == reference.answer(request.token_ids, 8)
     wait_until_free(again.prefill, again.decode)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_two_hundred_random_cancels_leak_no_block_and_disturb_nobody(bench: _Bench, reference: Any, seed: int) -> None:
+def test_two_hundred_random_cancels_leak_no_block_and_disturb_nobody(
+    bench: _Bench, reference: PlainTransformers, seed: int
+) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     pair = bench.pair(total_blocks=12)
@@ -235,7 +224,7 @@ def test_two_hundred_random_cancels_leak_no_block_and_disturb_nobody(bench: _Ben
             pair.hand_over(request)
             kept.append(request)
     for request in kept:
-        assert pair.answer(request) == _answer(reference, request, request.params.max_tokens or 0)
+        assert pair.answer(request) == reference.answer(request.token_ids, request.params.max_tokens or 0)
         if request.params.max_tokens == 1:
             pair.decode.abort(request.key)
     wait_until_free(pair.prefill, pair.decode)
@@ -260,7 +249,7 @@ def test_sampled_and_preempted_answers_are_those_of_a_roomy_pool(bench: _Bench) 
     assert answers[0] == answers[1]
 
 
-def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _Bench, reference: Any) -> None:
+def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _Bench, reference: PlainTransformers) -> None:
     recorder = EngineRecorder()
     engine = bench.decode(recorder, total_blocks=8)
 
@@ -279,7 +268,7 @@ def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _Bench, refere
     when_there_is_room(lambda: engine.prefill(prompt))
     for request in (*growing, prompt):
         recorder.wait_for_finish(request.key)
-        assert recorder.token_ids[request.key] == _answer(reference, request, request.params.max_tokens or 0)
+        assert recorder.token_ids[request.key] == reference.answer(request.token_ids, request.params.max_tokens or 0)
     assert recorder.of(Preempted), "there was room for all: the test has shown nothing"
     kinds = [type(event) for event in recorder.events if getattr(event, "key", None) == prompt.key]
     assert Preempted not in kinds[: kinds.index(FirstToken)]

@@ -7,32 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from kaveri.engine.contract import AttemptKey, KvPushed, Landed
 from kaveri.kv.ticket import KvEndpoint
-from kaveri.testing.engine_conformance import EngineRequest, Pair, make_request
+from kaveri.testing.engine_conformance import Pair, make_request
 from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
+from kaveri.testing.plain_transformers import PlainTransformers
 
 # The first test loads vLLM six times: two engines and their ranks.
 pytestmark = pytest.mark.timeout(600)
 
 _BLOCKS = 60
-
-
-@pytest.fixture(scope="module")
-def reference(model_folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_folder)
-
-
-def _answer(reference: Any, request: EngineRequest, token_count: int) -> list[int]:
-    prompt = torch.tensor([list(request.token_ids)])
-    output = reference.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=token_count, do_sample=False, pad_token_id=0
-    )
-    answer: list[int] = output[0, len(request.token_ids) :].tolist()
-    return answer
 
 
 @contextmanager
@@ -54,7 +39,7 @@ def running_pair(prefills: Any, decodes: Any, folder: Path, transport: str) -> I
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "gloo", "nixl"])
 def test_each_rank_pushes_its_heads_to_its_like(
-    two_rank_prefills: Any, two_rank_decodes: Any, tmp_path: Path, reference: Any, transport: str
+    two_rank_prefills: Any, two_rank_decodes: Any, tmp_path: Path, reference: PlainTransformers, transport: str
 ) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu13")
@@ -63,7 +48,7 @@ def test_each_rank_pushes_its_heads_to_its_like(
         for request in requests:
             pair.hand_over(request)
         for request in requests:
-            assert pair.answer(request) == _answer(reference, request, 6)
+            assert pair.answer(request) == reference.answer(request.token_ids, 6)
             pushed = pair.prefilled.wait_for(KvPushed, request.key)
             layout = pair.prefill.info.layout
             blocks = layout.block_count(len(request.token_ids))
@@ -72,7 +57,7 @@ def test_each_rank_pushes_its_heads_to_its_like(
 
 
 def test_each_rank_has_a_copy_of_its_heads_where_vllms_memory_is_on_devices(
-    mirrored_two_rank_prefills: Any, mirrored_two_rank_decodes: Any, tmp_path: Path, reference: Any
+    mirrored_two_rank_prefills: Any, mirrored_two_rank_decodes: Any, tmp_path: Path, reference: PlainTransformers
 ) -> None:
     with running_pair(mirrored_two_rank_prefills, mirrored_two_rank_decodes, tmp_path, "shm") as pair:
         first = make_request(pair.prefill, "first", 100, 6)
@@ -81,5 +66,5 @@ def test_each_rank_has_a_copy_of_its_heads_where_vllms_memory_is_on_devices(
         second = replace(first, key=AttemptKey("second", 1), token_ids=first.token_ids[:70] + tail)
         for request in (first, second):
             pair.hand_over(request)
-            assert pair.answer(request) == _answer(reference, request, 6)
+            assert pair.answer(request) == reference.answer(request.token_ids, 6)
         wait_until_free(pair.prefill, pair.decode)

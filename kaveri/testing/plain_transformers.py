@@ -1,0 +1,28 @@
+"""What a checkpoint answers without any engine of ours: what greedy answers are compared with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+class PlainTransformers:
+    """A checkpoint's `generate`, in float32 on the CPU. loading: further arguments of from_pretrained()."""
+
+    def __init__(self, folder: Path | str, **loading: Any) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **loading)
+
+    def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
+        """The likeliest tokens behind a prompt; fewer where the model ends its answer."""
+        prompt = torch.tensor([list(token_ids)])
+        output = self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=token_count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        answer: list[int] = output[0, len(token_ids) :].tolist()
+        return answer
