@@ -437,7 +437,7 @@ class EngineConformance:
     def test_expired_reservation_releases_its_blocks(self, harness: EngineHarness) -> None:
         with running_pair(harness) as pair:
             request = make_request(pair.prefill, "r", 30, 5)
-            ticket = pair.reserve(request, expires_in_s=0.05)
+            ticket = pair.reserve(request, expires_in_s=1.0)
             pair.decoded.wait_for(LandingFailed, request.key)
             wait_until_free(pair.decode)
             pair.prefill.prefill(request)

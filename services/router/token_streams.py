@@ -65,6 +65,10 @@ class TokenStreams:
 
     def place(self, attempt: Attempt, instance_id: str) -> None:
         """Ties an attempt to the decode instance that reserved room: if its stream breaks, the attempt is lost."""
+        former = self._subscriptions.get(attempt.decode_instance_id)
+        if former is not None:
+            # Its push there has failed: what becomes of that instance is nothing to the attempt any more.
+            former.attempts.discard(attempt)
         attempt.decode_instance_id = instance_id
         subscription = self._subscriptions.get(instance_id)
         if subscription is None:
@@ -179,5 +183,5 @@ class _Subscription:
             asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check, attempt)
 
     def _check(self, attempt: Attempt) -> None:
-        if not self.connected:
+        if not self.connected and attempt in self.attempts:
             attempt.lose(Unavailable(f"no token stream from decode instance {self.instance_id}"))

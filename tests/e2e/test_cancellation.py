@@ -16,7 +16,7 @@ from kaveri.testing.local_cluster import LocalCluster, run_cluster
 # A second for the cancellation, the rest for heartbeats and a busy machine.
 FREE_WITHIN_S = 3.0
 LONG = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
-PROMPT = tuple(range(1, 601))
+PROMPT = tuple(range(1, 999))
 SLOW = ("--fake-step-s", "0.05", "--chunk-tokens", "64")
 
 

@@ -97,7 +97,7 @@ async def caught_while(cluster: LocalCluster, phase: str) -> None:
 
 @pytest.mark.timeout(180)
 async def test_cancel_in_each_phase_frees_every_block() -> None:
-    prompt = tuple(range(1, 601))
+    prompt = tuple(range(1, 999)) * 2
     params = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
 
     async def read_all(client: AsyncClient, request_id: str) -> list[Chunk]:

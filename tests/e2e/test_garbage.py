@@ -10,7 +10,8 @@ from kaveri.engine.fake import FakeModel
 from kaveri.testing.local_cluster import LocalCluster, run_cluster
 
 SEED = 7
-ANSWER_TOKENS = 60
+ANSWER_TOKENS = 300
+"""Six seconds of steps."""
 PROMPT = tuple(range(1, 50))
 
 

@@ -18,11 +18,11 @@ from kaveri.testing.tiny_models import make_tiny_model
 VOCAB_SIZE = 320
 PARAMS = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 CHUNKS = ("--chunk-tokens", "256", "--kv-transports", "tcp")
-# A prompt of 800 tokens has 1.2 MB of KV: over such a link its push takes more than a second, and can be caught.
-SLOW_LINK = ("--kv-link", "6Mbps")
-# Longer than two pushes take that share the link, and shorter than a sender's patience with a connection that stands
-# still.
-TICKETS = ("--reservation-ttl-s", "7")
+# A prompt of 800 tokens has 1.2 MB of KV: over such a link its push takes 0.8 s, and can be caught.
+SLOW_LINK = ("--kv-link", "12Mbps")
+# Longer than two pushes take that share the link. Shorter than a sender's patience with a connection that stands still,
+# and than the router's with a token stream: it may break five seconds after the freeze, and all requests there with it.
+TICKETS = ("--reservation-ttl-s", "3")
 LONG_LEASE = ("--lease-ttl-s", "300")
 
 

@@ -234,6 +234,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Requests that a hold stops now."""
         self.remaining_s: list[float | None] = []
         """Seconds until the deadline, for every request as it came."""
+        self.placed_in_vain = ""
+        """Decode instance on which every request is placed before the one that takes it."""
         self.break_before = ""
         """The step before which every request fails with UNAVAILABLE."""
         self._decode_of = decode_of
@@ -257,6 +259,9 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             await self._before("started", context)
             yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=0.125))
             await self._before("placed", context)
+            if self.placed_in_vain:
+                vain = prefill_pb2.PrefillPlaced(decode_instance_id=self.placed_in_vain)
+                yield prefill_pb2.PrefillResponse(placed=vain)
             yield prefill_pb2.PrefillResponse(placed=prefill_pb2.PrefillPlaced(decode_instance_id=decode.instance_id))
             if self.decode_first and not finish:
                 decode.start(request)

@@ -100,6 +100,25 @@ async def test_a_decode_instance_killed_in_mid_stream_is_followed_by_another_wit
         assert second.params.seed == cluster.taken()[0].params.seed
 
 
+async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_placed_elsewhere_since(
+    cluster: ScriptedCluster,
+) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain = "decode-0"
+    cluster.place_on = "decode-1"
+    cluster.decodes["decode-1"].pause_at = 7
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        responses = [await call.read()]
+        await eventually(lambda: cluster.decodes["decode-1"].is_paused)
+        await cluster.kill("decode-0")
+        await eventually(lambda: "decode-0" not in router.router.store.view().instances)
+        cluster.let_all_go()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (1, "decode-1")
+
+
 async def test_a_decode_instance_that_leaves_the_view_loses_its_requests_to_another(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router() as router:
