@@ -117,14 +117,12 @@ async def test_what_is_free_is_kept_for_who_was_overtaken_to_the_limit(cluster: 
 async def test_nothing_is_kept_for_a_request_that_wants_no_room_any_more(
     cluster: Any, by_hand: Any, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept_s = 0.5 if how == "it stops asking" else 1e6
-    monkeypatch.setattr("services.decode.instance._PLACE_KEPT_S", kept_s)
+    monkeypatch.setattr("services.decode.instance._PLACE_KEPT_S", 1e6)
     decode = await small_decode(cluster)
     await cluster.router()
     await by_hand.reserve(decode, "taken", 79)
 
-    async def ask() -> None:
-        timeout_s = 1.0 if how == "its time is over" else 60.0
+    async def ask(timeout_s: float = 1e6) -> None:
         with pytest.raises(aio.AioRpcError):
             await by_hand.reserve(decode, "large", 127, timeout_s=timeout_s)
 
@@ -134,11 +132,16 @@ async def test_nothing_is_kept_for_a_request_that_wants_no_room_any_more(
         await by_hand.abort(decode, f"overtakes {number}")
         await by_hand.eventually(lambda: decode.held_blocks == 5, "its block is free")
     await ask()
+    assert decode.load().free_blocks == 0
     if how == "it is aborted":
         await by_hand.abort(decode, "large")
         assert decode.load().free_blocks == 7
+    elif how == "it stops asking":
+        monkeypatch.setattr("services.decode.instance._PLACE_KEPT_S", 0.5)
+        await ask()
     else:
-        await by_hand.eventually(lambda: decode.load().free_blocks == 7, "nothing is kept")
+        await ask(timeout_s=0.5)
+    await by_hand.eventually(lambda: decode.load().free_blocks == 7, "nothing is kept")
     assert not await is_refused(by_hand, decode, "small", 1)
 
 

@@ -313,14 +313,15 @@ def test_a_rank_that_dies_is_told_of_and_its_peers_transfers_end(remote_pair: An
 def test_a_rank_that_stands_still_is_lost_and_nobody_waits_for_it(
     remote_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_rank, "_QUIET_S", 0.5)
+    monkeypatch.setattr(remote_rank, "_QUIET_S", 2.0)
     target = remote_pair.target
     # The readers have begun to wait for as long as before; what comes ends that.
     receiving = Instance(target.ranks, remote_pair.listen)
     assert receiving.lost.empty()
     os.kill(target.processes[0].pid, signal.SIGSTOP)
+    # More than its connection takes. The other rank has none of them ahead of what it is asked.
     for number in range(10_000):
-        receiving.plane.forget(f"r{number}")
+        target.ranks[0].forget(f"r{number}")
     assert receiving.lost.get(timeout=SOON_S) == "tensor-parallel rank 0 does not answer"
     receiving.plane.close()
 

@@ -233,7 +233,8 @@ def test_an_older_tls_is_refused(files: TlsFiles) -> None:
 
 
 def test_whoever_says_nothing_is_sent_away(files: TlsFiles) -> None:
-    with receiving(TlsTransport(files, progress_timeout_s=0.1)) as (receiver, landed):
+    # Long enough for the handshake of the push.
+    with receiving(TlsTransport(files, progress_timeout_s=2.0)) as (receiver, landed):
         host, _, port = receiver.endpoints[0].address.rpartition(":")
         with socket.create_connection((host, int(port)), WAIT_S) as silent:
             assert silent.recv(1) == b""

@@ -41,12 +41,17 @@ async def test_a_request_refused_by_one_prefill_instance_goes_to_another(cluster
 
 @pytest.mark.parametrize("step", ["started", "placed", "first_token", "handed_over"])
 async def test_a_prefill_that_breaks_at_any_step_costs_no_token(cluster: ScriptedCluster, step: str) -> None:
-    cluster.prefills["prefill-0"].break_before = step
+    # Not before every request has taken its turn: those that are placed anew take turns too.
+    breaking = cluster.prefills["prefill-0"]
+    breaking.hold.add(step)
+    breaking.break_after_hold = True
     for decode in cluster.decodes.values():
         decode.may_step.clear()
     async with cluster.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
         calls = [router.stub.Generate(ask((300 + number,)), timeout=10) for number in range(4)]
         collecting = asyncio.gather(*(collect(call) for call in calls))
+        await eventually(lambda: len(cluster.taken()) == 4 and breaking.waiting_requests == 2)
+        breaking.release.set()
         await eventually(lambda: len({request.request_id for request in cluster.taken() if request.attempt == 2}) >= 2)
         cluster.let_all_go()
         answers = await collecting

@@ -62,7 +62,10 @@ async def test_tokens_that_decode_sends_before_the_first_token_wait_for_it(clust
     async with cluster.router() as router:
         call = router.stub.Generate(ask(request_id="early"), timeout=5)
         collecting = asyncio.create_task(collect(call))
-        await eventually(lambda: bool(cluster.taken()) and not cluster.decodes["decode-0"].running)
+        await eventually(lambda: router.router.table.get("early") is not None)
+        entry = router.router.table.get("early")
+        await eventually(lambda: entry.attempt is not None and entry.attempt.decode_done)
+        assert entry.token_ids == []
         assert not collecting.done()
         cluster.let_all_go()
         responses = await collecting
@@ -84,13 +87,18 @@ async def test_an_answer_of_one_token_needs_no_decode_instance(cluster: Scripted
         assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
 
 
-async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(cluster: ScriptedCluster) -> None:
+async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.requests.HAND_OVER_GRACE_S", 60.0)
     for prefill in cluster.prefills.values():
         prefill.hold.add("handed_over")
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(max_tokens=2), timeout=5)
+        call = router.stub.Generate(ask(max_tokens=2, request_id="two"), timeout=5)
         responses = [await call.read()]
-        await eventually(lambda: not cluster.decodes["decode-0"].running)
+        entry = router.router.table.get("two")
+        await eventually(lambda: entry.finish is not None)
+        assert not entry.ended, "it did not wait for the report of its hand-over"
         cluster.let_all_go()
         responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 2)
