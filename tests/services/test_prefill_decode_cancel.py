@@ -1,4 +1,4 @@
-"""Requests that are given up, in every phase and by everybody: within a second no block is held anywhere."""
+"""Requests that are given up, in every phase and by everybody: soon no block is held anywhere."""
 
 import random
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
+
+from services.decode import instance as decode_instance
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 
@@ -20,6 +22,12 @@ def prompt(seed: int, token_count: int) -> list[int]:
     return [rng.randrange(1, 1000) for _ in range(token_count)]
 
 
+def ended(prefill: Any, outcome: str) -> float:
+    """How many requests have ended so at the prefill instance."""
+    count: float = prefill.metric("kaveri_prefill_requests_total", outcome=outcome)
+    return count
+
+
 async def test_cancel_in_the_queue(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.05)
     await cluster.decode()
@@ -31,6 +39,7 @@ async def test_cancel_in_the_queue(cluster: Any, by_hand: Any) -> None:
     assert not ahead.seen("first_token")
     queued.call.cancel()
     ahead.call.cancel()
+    await by_hand.eventually(lambda: ended(prefill, "cancelled") == 2, "both are given up")
     await cluster.all_free()
 
 
@@ -43,6 +52,7 @@ async def test_cancel_while_prefilling_and_pushing(cluster: Any, by_hand: Any) -
     await by_hand.eventually(lambda: decode.held_blocks > 0, "room is held")
     assert not call.seen("first_token")
     call.call.cancel()
+    await by_hand.eventually(lambda: ended(prefill, "cancelled") == 1, "it is given up")
     await cluster.all_free()
 
 
@@ -68,9 +78,10 @@ async def test_abort_while_decoding(cluster: Any, by_hand: Any) -> None:
     await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     await by_hand.abort(decode, "a")
     await cluster.all_free()
+    assert decode.metric("kaveri_decode_requests_total", outcome="aborted") == 1
 
 
-async def test_a_deadline_that_passes_while_prefilling(cluster: Any) -> None:
+async def test_a_deadline_that_passes_while_prefilling(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.05)
     await cluster.decode()
     router = await cluster.router()
@@ -78,11 +89,19 @@ async def test_a_deadline_that_passes_while_prefilling(cluster: Any) -> None:
     with pytest.raises(aio.AioRpcError) as expired:
         await call.ended()
     assert expired.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    # Of the instance's own timer and the end of the call one comes first.
+    await by_hand.eventually(
+        lambda: ended(prefill, "deadline") + ended(prefill, "cancelled") == 1, "it is given up here too"
+    )
     await cluster.all_free()
 
 
-async def test_a_router_whose_stream_ends_loses_its_requests_and_no_other_does(cluster: Any, by_hand: Any) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.005)
+async def test_a_router_whose_stream_ends_loses_its_requests_and_no_other_does(
+    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing here may wait for its end.
+    monkeypatch.setattr(decode_instance, "ROUTER_GRACE_S", 60.0)
+    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
     gone, staying = await cluster.router("gone"), await cluster.router("staying")
     lost = gone.prefill(prefill, "lost", prompt(7, 60), max_tokens=400)
     kept = staying.prefill(prefill, "kept", prompt(8, 60), max_tokens=100)
@@ -92,6 +111,7 @@ async def test_a_router_whose_stream_ends_loses_its_requests_and_no_other_does(c
     gone.unsubscribe(decode)
     assert len(await staying.answer(kept, "kept")) == 100
     await cluster.all_free()
+    assert decode.metric("kaveri_decode_requests_total", outcome="router_gone") == 2
 
 
 async def test_a_newer_stream_of_a_router_takes_over_and_aborts_nothing(cluster: Any, by_hand: Any) -> None:
@@ -104,13 +124,21 @@ async def test_a_newer_stream_of_a_router_takes_over_and_aborts_nothing(cluster:
     assert len(await router.answer(call, "a")) == 100
 
 
-async def test_tokens_wait_for_a_stream_that_opens_late(cluster: Any, by_hand: Any) -> None:
+async def test_tokens_wait_for_a_stream_that_opens_late(
+    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The whole answer must fit into it, whatever else this machine does.
+    monkeypatch.setattr(decode_instance, "ROUTER_GRACE_S", 60.0)
     prefill = await cluster.prefill()
     router = await cluster.router()
     decode = await cluster.decode()
     call = router.prefill(prefill, "a", prompt(10, 60), max_tokens=50)
     await call.ended()
-    await by_hand.eventually(decode.free, "it is decoded")
+    # Blocks may be free before the service has heard of the last token.
+    await by_hand.eventually(
+        lambda: decode.metric("kaveri_decode_requests_total", outcome="finished") == 1, "it is decoded"
+    )
+    assert decode.free()
     await router.subscribe(decode)
     assert len(await router.answer(call, "a")) == 50
     assert len(router.batch_sizes) == 1

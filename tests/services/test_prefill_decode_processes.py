@@ -159,11 +159,13 @@ async def test_a_killed_prefill_process_leaves_no_blocks_at_decode(processes: Pr
 
 
 async def test_a_terminated_process_leaves_the_view_at_once_and_exits_with_0(processes: Processes) -> None:
-    children = [processes.start("prefill", "prefill-0"), processes.start("decode", "decode-0")]
+    # It does not leave by the end of its lease.
+    lease = ("--lease-ttl-s", "600")
+    children = [processes.start("prefill", "prefill-0", *lease), processes.start("decode", "decode-0", *lease)]
     for child in children:
         await processes.ready(child.name)
         assert await child.stop(DEADLINE_S) == 0
-        await processes.eventually(lambda: processes.status(child.name) is None, "it has left", 0.5)  # noqa: B023
+        await processes.eventually(lambda: processes.status(child.name) is None, "it has left")  # noqa: B023
 
 
 @pytest.mark.parametrize(

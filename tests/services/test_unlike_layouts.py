@@ -117,16 +117,18 @@ async def test_a_request_that_is_given_up_while_it_is_mapped_leaves_nothing_behi
 async def test_a_decode_instance_that_dies_under_a_mapped_push_is_replaced_by_another(
     cluster: Any, by_hand: Any
 ) -> None:
-    prefill = await cluster.prefill(block_tokens=16, chunk_tokens=16, fake_step_s=0.02)
-    doomed = await cluster.decode("decode-0", block_tokens=64)
+    prefill = await cluster.prefill(block_tokens=16, chunk_tokens=16, fake_step_s=0.05)
+    decodes = {
+        name: await cluster.decode(name, block_tokens=size) for name, size in (("decode-0", 64), ("decode-1", 32))
+    }
     router = await cluster.router()
     token_ids = prompt(7, 400)
     call = router.prefill(prefill, "a", token_ids, max_tokens=10)
     await by_hand.eventually(lambda: call.seen("placed"), "placed")
-    await router.subscribe(await cluster.decode("decode-1", block_tokens=32))
+    doomed = decodes.pop(call.get("placed").decode_instance_id)
     doomed.serving.cancel()
     assert await router.answer(call, "a") == FakeModel().answer(token_ids, 0, 10)
-    assert call.get("placed").decode_instance_id == "decode-1"
+    assert [call.get("placed").decode_instance_id] == list(decodes)
     await cluster.all_free()
 
 

@@ -60,8 +60,8 @@ async def test_a_prediction_that_is_there_in_time_reaches_the_decode_instance(
     cluster: Any, by_hand: Any, new_predictor: NewPredictor, mode: str
 ) -> None:
     predictor = await new_predictor()
-    # Half a second for the first chunk, beside which the prediction runs.
-    prefill = await cluster.prefill(prediction=PredictionMode(mode), chunk_tokens=32, fake_step_s=0.5, **PATIENT)
+    # Two seconds for the first chunk, beside which the prediction runs.
+    prefill = await cluster.prefill(prediction=PredictionMode(mode), chunk_tokens=32, fake_step_s=2.0, **PATIENT)
     decode = await cluster.decode(fake_step_s=0.01)
     router = await cluster.router()
     token_ids = prompt(1, 60)
@@ -461,7 +461,8 @@ async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_t
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    colocated = await cluster.colocated(**CHUNKS)
+    # The answer has three chunks' time to come.
+    colocated = await cluster.colocated(chunk_tokens=16, fake_step_s=0.5)
     router = await cluster.router()
     call = router.prefill(colocated, "a", prompt(1, 60), max_tokens=5)
     await by_hand.eventually(lambda: colocated.metric("kaveri_prefill_tokens_total") > 0, "the first chunk is computed")
