@@ -19,7 +19,7 @@ from kaveri.local.process import ChildProcess
 from kaveri.rpc.messages import params_to_proto
 from kaveri.rpc.server import open_channel
 from kaveri.sampling import SamplingParams
-from kaveri.testing.redis_fixture import free_port, run_redis
+from kaveri.testing.redis_fixture import run_redis
 from kaveri.v1 import decode_pb2, predictor_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
@@ -219,7 +219,11 @@ async def test_traffic_outlives_its_predictor_and_uses_it_again_when_it_is_back(
     processes: Processes, bundle_of: Callable[..., Path], mode: str
 ) -> None:
     folder = str(bundle_of(2))
-    metrics_port = free_port()
+    # Held for the process, which may listen on a port that another socket is merely bound to.
+    held_port = socket.socket()
+    held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held_port.bind(("127.0.0.1", 0))
+    metrics_port = held_port.getsockname()[1]
     engine = ("--engine", "fake", "--kv-cache-memory", "2MiB", "--max-model-len", "512")
     prediction = ("--prediction", mode, "--prediction-budget-s", "10")
     # Four chunks, so that there is a while to predict beside the first.
@@ -250,6 +254,7 @@ async def test_traffic_outlives_its_predictor_and_uses_it_again_when_it_is_back(
         await asyncio.gather(running, following, return_exceptions=True)
         for channel in channels.values():
             await channel.close()
+        held_port.close()
     gone = processes.lines("prefill", "length predictor does not work") + processes.lines(
         "prefill", "length predictor left"
     )
