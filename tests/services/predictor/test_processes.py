@@ -5,7 +5,7 @@ import random
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,17 +213,21 @@ class Traffic:
             await asyncio.sleep(0.02)
 
 
+@pytest.fixture
+def metrics_port() -> Iterator[int]:
+    """A port that nobody else gets until a process listens on it, which it may beside a socket that is merely bound."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])
 async def test_traffic_outlives_its_predictor_and_uses_it_again_when_it_is_back(
-    processes: Processes, bundle_of: Callable[..., Path], mode: str
+    processes: Processes, bundle_of: Callable[..., Path], metrics_port: int, mode: str
 ) -> None:
     folder = str(bundle_of(2))
-    # Held for the process, which may listen on a port that another socket is merely bound to.
-    held_port = socket.socket()
-    held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held_port.bind(("127.0.0.1", 0))
-    metrics_port = held_port.getsockname()[1]
     engine = ("--engine", "fake", "--kv-cache-memory", "2MiB", "--max-model-len", "512")
     prediction = ("--prediction", mode, "--prediction-budget-s", "10")
     # Four chunks, so that there is a while to predict beside the first.
@@ -254,7 +258,6 @@ async def test_traffic_outlives_its_predictor_and_uses_it_again_when_it_is_back(
         await asyncio.gather(running, following, return_exceptions=True)
         for channel in channels.values():
             await channel.close()
-        held_port.close()
     gone = processes.lines("prefill", "length predictor does not work") + processes.lines(
         "prefill", "length predictor left"
     )
