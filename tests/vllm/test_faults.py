@@ -130,6 +130,10 @@ class Survivors:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def survivors(cluster: LocalCluster) -> Survivors:
+    # What a test that failed has left dead is no reason for the next one to fail.
+    for name in cluster.stack.instance_ids:
+        if name not in cluster.pids():
+            await cluster.restart(name, within_s=START_S)
     survivors = Survivors(cluster)
     await survivors.come_free()
     return survivors
