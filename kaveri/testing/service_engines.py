@@ -47,8 +47,7 @@ class FakeEngines:
     """Of kaveri.engine.fake; see Engines."""
 
     block_tokens = 16
-    # nixl alone may take half a second to give a transfer up, and the machine may have other work.
-    free_within_s = 10.0
+    free_within_s = 1.0
 
     def make(self, settings: EngineSettings) -> BuiltEngine:
         return build_engine(settings)

@@ -274,11 +274,8 @@ class InProcessCluster:
         if not isinstance(self.engines, FakeEngines):
             pytest.skip(why)
 
-    async def all_free(self, within_s: float = 0.0) -> None:
-        """Every block of every engine comes free, and the accounts are right.
-
-        within_s: where there is something to wait for first, more than engines need to free their blocks.
-        """
+    async def all_free(self, within_s: float = 1.0) -> None:
+        """Every block of every engine comes free, and the accounts are right."""
         within_s = max(within_s, self.engines.free_within_s)
         for instance in self.instances:
             if not instance.serving.done():

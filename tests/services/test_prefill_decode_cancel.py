@@ -1,4 +1,4 @@
-"""Requests that are given up, in every phase and by everybody: soon no block is held anywhere."""
+"""Requests that are given up, in every phase and by everybody: within a second no block is held anywhere."""
 
 import random
 from typing import Any
