@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from kaveri import AsyncClient, Chunk, SamplingParams
 from kaveri.cluster.view import ClusterView, Role
 from kaveri.engine.fake import FakeModel
 from kaveri.testing.local_cluster import LocalCluster, run_cluster
+from kaveri.testing.plain_transformers import PlainTransformers
 from kaveri.testing.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -51,17 +50,8 @@ async def generate(client: AsyncClient, prompt: tuple[int, ...], max_tokens: int
 async def test_greedy_answers_equal_generate_in_a_pool_that_one_longest_request_fills(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "llama", vocab_size=VOCAB_SIZE, max_positions=1024, tokenizer=True)
     prompts = make_prompts(LENGTHS, VOCAB_SIZE, seed=1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    expected = []
-    for prompt in prompts:
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=GROWING_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        expected.append(tuple(output[0, len(prompt) :].tolist()))
+    model = PlainTransformers(folder)
+    expected = [tuple(model.answer(prompt, GROWING_TOKENS)) for prompt in prompts]
     block_bytes = 3 * 2 * 16 * 2 * 16 * 4
     settings = {"engine": "transformers", "dtype": "float32", "kv_cache_memory": str(68 * block_bytes)}
     async with (

@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.testing.local_cluster import LocalCluster, run_cluster
+from kaveri.testing.plain_transformers import PlainTransformers
 from kaveri.testing.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
@@ -29,18 +28,8 @@ def make_prompts(seed: int) -> list[tuple[int, ...]]:
 
 def reference(folder: Path, prompts: list[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
     """Greedy answers of transformers' own generate, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = []
-    for prompt in prompts:
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        answers.append(tuple(output[0, len(prompt) :].tolist()))
-    return answers
+    model = PlainTransformers(folder)
+    return [tuple(model.answer(prompt, max_tokens)) for prompt in prompts]
 
 
 async def ask_all(

@@ -8,12 +8,11 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from grpc import aio
-from transformers import AutoModelForCausalLM
 
 from kaveri.engine.fake import FakeModel
 from kaveri.kv.transports import TRANSPORT_NAMES
+from kaveri.testing.plain_transformers import PlainTransformers
 from kaveri.testing.tiny_models import make_tiny_model
 
 over_each_transport = pytest.mark.parametrize("kv_transports", [(name,) for name in TRANSPORT_NAMES])
@@ -57,19 +56,11 @@ async def test_transformers_draws_the_same_tokens_behind_a_mapped_push(cluster: 
         name: router.prefill(prefill, name, token_ids, max_tokens=12, temperature=0.0)
         for name, token_ids in prompts.items()
     }
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = PlainTransformers(folder)
     for name, call in calls.items():
-        given = torch.tensor([prompts[name]])
-        output = await asyncio.to_thread(
-            reference.generate,
-            given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=12,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        expected = await asyncio.to_thread(reference.answer, prompts[name], 12)
         answer = await router.answer(call, name)
-        assert answer == output[0, len(prompts[name]) :].tolist(), name
+        assert answer == expected, name
         assert call.get("handed_over").kv_transport.endswith("mapped")
     await cluster.all_free()
 
