@@ -74,6 +74,12 @@ class Attempt:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the request has ended, or the attempt is lost."""
 
+    def place_on(self, decode_instance_id: str) -> None:
+        """That instance has kept room for it. What another one has done for it before is of no account any more."""
+        if self.decode_instance_id not in ("", decode_instance_id):
+            self.decoding = self.decode_done = False
+        self.decode_instance_id = decode_instance_id
+
     def lose(self, error: KaveriError) -> None:
         """This placement cannot go on; dispatch places the request anew. Ignored when it is over."""
         if not self.over.done():
@@ -98,7 +104,7 @@ class RequestEntry:
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self._detokenizer = detokenizer
-        self._early: list[decode_pb2.RequestTokens] = []
+        self._early: list[tuple[str, decode_pb2.RequestTokens]] = []
         self._taken_count = 0
         self._text: list[str] = []
         self._logprobs: list[sampling_pb2.Logprobs] = []
@@ -129,30 +135,35 @@ class RequestEntry:
         if event.finish_reason and not self.ended:
             self._finish(finish_from_proto(event.finish_reason))
         early, self._early = self._early, []
-        for update in early:
-            self.take_tokens(update)
+        for instance_id, update in early:
+            self.take_tokens(instance_id, update)
 
-    def take_tokens(self, update: decode_pb2.RequestTokens) -> None:
-        """Tokens that decode drew. Those of other attempts, and tokens seen already, are dropped."""
+    def take_tokens(self, instance_id: str, update: decode_pb2.RequestTokens) -> None:
+        """Tokens that a decode instance drew. Those of other attempts, and tokens seen already, are dropped."""
         attempt = self.attempt
         if attempt is None or attempt.number != update.attempt or attempt.lost is not None or self.finish is not None:
             return
         if self.ended:
             return
-        attempt.decode_done = bool(update.finish_reason or update.error)
-        if update.error or update.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED:
+        gives_up = bool(update.error) or update.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
+        if attempt.decode_instance_id in ("", instance_id):
+            attempt.decode_done = bool(update.finish_reason or update.error)
+            attempt.decoding = attempt.decoding or not gives_up
+        elif gives_up:
+            # It was placed anew since: what a former instance draws is as good, what ends there is no loss.
+            return
+        if gives_up:
             # Nobody but this router cancels its requests: an instance that did has given the request up.
             reason = update.error or "gave the request up"
             attempt.lose(Unavailable(f"decode instance {attempt.decode_instance_id}: {reason}"))
             return
-        attempt.decoding = True
         if update.index > len(self.token_ids):
             if attempt.first_token_seen:
                 gap = f"tokens {len(self.token_ids)} to {update.index - 1} are missing"
                 attempt.lose(Unavailable(f"decode instance {attempt.decode_instance_id}: {gap}"))
             else:
                 # The first token comes by another road. At most max_tokens of these can queue up.
-                self._early.append(update)
+                self._early.append((instance_id, update))
             return
         self._append(update.index, update.token_ids, update.logprobs)
         if update.finish_reason and not self.ended:

@@ -66,10 +66,10 @@ class TokenStreams:
     def place(self, attempt: Attempt, instance_id: str) -> None:
         """Ties an attempt to the decode instance that reserved room: if its stream breaks, the attempt is lost."""
         former = self._subscriptions.get(attempt.decode_instance_id)
-        if former is not None:
+        if former is not None and former.instance_id != instance_id:
             # Its push there has failed: what becomes of that instance is nothing to the attempt any more.
             former.attempts.discard(attempt)
-        attempt.decode_instance_id = instance_id
+        attempt.place_on(instance_id)
         subscription = self._subscriptions.get(instance_id)
         if subscription is None:
             # Prefill saw the instance first; the view will name it here as well, or the grace ends.
@@ -143,7 +143,7 @@ class TokenStreams:
                     token_count += len(update.token_ids)
                     entry = entry_of(update.request_id)
                     if entry is not None:
-                        entry.take_tokens(update)
+                        entry.take_tokens(record.instance_id, update)
                 if token_count:
                     self._relayed(token_count)
         finally:

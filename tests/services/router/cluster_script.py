@@ -258,10 +258,10 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             await self._before("started", context)
             yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=0.125))
-            await self._before("placed", context)
             if self.placed_in_vain:
                 vain = prefill_pb2.PrefillPlaced(decode_instance_id=self.placed_in_vain)
                 yield prefill_pb2.PrefillResponse(placed=vain)
+            await self._before("placed", context)
             yield prefill_pb2.PrefillResponse(placed=prefill_pb2.PrefillPlaced(decode_instance_id=decode.instance_id))
             if self.decode_first and not finish:
                 decode.start(request)

@@ -9,6 +9,7 @@ from grpc import aio
 
 from kaveri.errors import InvalidArgument, NoCapacity, StaleAttempt
 from kaveri.policy.placement import PlacementPolicy
+from services.router import token_streams
 from services.router.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import (
     PROMPT,
@@ -116,12 +117,62 @@ async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_pla
         call = router.stub.Generate(ask(), timeout=10)
         responses = [await call.read()]
         await eventually(lambda: cluster.decodes["decode-1"].is_paused)
+        # What it gives up, and then its end.
+        former = cluster.decodes["decode-0"]
+        former.fail_next = "engine fault"
+        former.start(cluster.taken()[0])
+        await eventually(lambda: not former.running)
         await cluster.kill("decode-0")
-        await eventually(lambda: "decode-0" not in router.router.store.view().instances)
+        await eventually(lambda: "decode-0" not in router.router.streams._subscriptions)
         cluster.let_all_go()
         responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 20)
         assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (1, "decode-1")
+
+
+async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an_unknown_instance(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_streams, "CONNECT_GRACE_S", 0.1)
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain = "nobody"
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=10)
+        responses = [await call.read()]
+        # Set behind the router's own timer.
+        grace_is_over = asyncio.Event()
+        asyncio.get_running_loop().call_later(token_streams.CONNECT_GRACE_S, grace_is_over.set)
+        await grace_is_over.wait()
+        cluster.let_all_go()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 1
+
+
+async def test_a_prefill_that_dies_behind_a_new_placement_is_a_loss_though_the_former_instance_has_drawn(
+    cluster: ScriptedCluster,
+) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain = "decode-0"
+        prefill.hold.add("placed")
+        prefill.break_before = "first_token"
+    cluster.place_on = "decode-1"
+    async with cluster.router() as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=10)))
+        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        cluster.decodes["decode-0"].start(cluster.taken()[0])
+        entry = router.router.table.get("moved")
+        assert entry is not None
+        await eventually(lambda: entry.attempt is not None and entry.attempt.decoding)
+        (breaks,) = [prefill for prefill in cluster.prefills.values() if prefill.waiting_requests]
+        for prefill in cluster.prefills.values():
+            if prefill is not breaks:
+                prefill.break_before = ""
+        cluster.let_all_go()
+        responses = await collecting
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (2, "decode-1")
 
 
 async def test_a_decode_instance_that_leaves_the_view_loses_its_requests_to_another(cluster: ScriptedCluster) -> None:
