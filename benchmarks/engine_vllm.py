@@ -45,10 +45,7 @@ def measure(options: Options, report: Report) -> None:
             ]
             for batch in BATCHES:
                 compare(report, engines, dtype, batch, turns, answer_tokens)
-    report.note(
-        "Kaveri's vLLM engine draws the first token of an answer a second time, on the decode side: one step more per "
-        "answer than bare vLLM makes. Its blocks have 32 tokens, vLLM's own default on a CPU is 128."
-    )
+    report.note("Blocks of Kaveri's vLLM engine have 32 tokens; vLLM's own default on a CPU is 128.")
     report.note(
         "Prefill is not quite the same work: bare vLLM decodes what it has prefilled while it prefills the rest; ours "
         "have all first tokens before anything is decoded."

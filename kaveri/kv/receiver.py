@@ -390,12 +390,11 @@ class PoolLanding:
                 return
             self._stopped, self._reason = True, reason
             due_bytes, self._due_bytes = self._due_bytes, 0
-            # Before anybody sees its blocks free.
-            get_logger().info("kv transfer ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
             if self._writing is None and not self._held:
                 self._end(self._released())
         if self._credit is not None:
             self._credit.expect(-due_bytes)
+        get_logger().info("kv transfer ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
         self._tell(reason)
 
     @property

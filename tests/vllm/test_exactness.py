@@ -20,9 +20,14 @@ from kaveri.testing.local_cluster import LocalCluster, run_cluster
 from kaveri.testing.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
-MODEL_TOKENS = 1024
+MODEL_TOKENS = 1120
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 32
+ANSWER_TOKENS = 100
+"""Three blocks: answers outgrow a small pool."""
+ROOMY_BLOCKS = 800
+TIGHT_BLOCKS = 36
+"""One longest request and a block beside it; vLLM keeps one for itself."""
 HEAD_DIM = 32
 """The least that vLLM's attention takes on CPUs."""
 KV_HEADS = {"llama": 2, "qwen2": 2, "opt": 4}
@@ -92,7 +97,7 @@ def asked_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]
         if architecture not in known:
             folder = make_model(tmp_path_factory.mktemp(architecture), architecture)
             prompts = make_prompts(seed=1)
-            params = make_params(len(prompts), max_tokens=24)
+            params = make_params(len(prompts), max_tokens=ANSWER_TOKENS)
             expected = bare_vllm_answers(folder, prompts, params, max_num_batched_tokens=CHUNK_TOKENS)
             assert len(set(expected)) > len(expected) // 2, "a model that says the same to all would hide errors"
             known[architecture] = Asked(folder, tuple(prompts), tuple(params), tuple(expected))
@@ -196,11 +201,15 @@ def transport_flags(transport: str, folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 async def check_exactness(
-    architecture: str, asked: Asked, transport: str, cancel_count: int, transport_folder: Path
+    architecture: str, asked: Asked, transport: str, decode_blocks: int, cancel_count: int, transport_folder: Path
 ) -> None:
-    """All prompts in flight; the same again, now in the prefix caches; and once more after cancellations."""
+    """All prompts in flight; the same again, now in the prefix caches; and once more after cancellations.
+
+    Of TIGHT_BLOCKS decode must have preempted requests, of more it must have found blocks in its prefix cache.
+    """
     chunks = ("--chunk-tokens", str(CHUNK_TOKENS))
     flags = {name: (*chunks, *more) for name, more in transport_flags(transport, transport_folder).items()}
+    flags["decode_flags"] += ("--kv-cache-memory", pool_bytes(architecture, decode_blocks))
     async with (
         run_cluster(
             model=str(asked.folder),
@@ -208,7 +217,7 @@ async def check_exactness(
             dtype="float32",
             prefill_count=1,
             decode_count=2,
-            kv_cache_memory=pool_bytes(architecture, 800),
+            kv_cache_memory=pool_bytes(architecture, ROOMY_BLOCKS),
             start_timeout_s=300.0,
             **flags,
         ) as cluster,
@@ -227,6 +236,9 @@ async def check_exactness(
         require_equal(last, asked.expected[::-1], asked.prompts[::-1])
         require_pushed_over(transport, last)
         await all_free(cluster)
+        if decode_blocks == TIGHT_BLOCKS:
+            assert count_in_logs(cluster, r'"preemptions": (\d+)') > 0
+            return
     # What `again` has missed, both decode instances have cached since.
     assert any(
         0 < timing.kv_bytes < -(-len(prompt) // BLOCK_TOKENS) * int(pool_bytes(architecture, 1))
@@ -239,12 +251,13 @@ async def check_exactness(
 async def test_answers_equal_one_plain_engine(
     asked_of: Callable[[str], Asked], tmp_path: Path, architecture: str, transport: str
 ) -> None:
-    await check_exactness(architecture, asked_of(architecture), transport, cancel_count=200, transport_folder=tmp_path)
+    asked = asked_of(architecture)
+    await check_exactness(architecture, asked, transport, ROOMY_BLOCKS, cancel_count=200, transport_folder=tmp_path)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("architecture", "transport"), [("qwen2", "nixl"), ("llama", "gloo"), ("opt", "tls")])
-async def test_answers_equal_one_plain_engine_over_every_other_transport_too(
+async def test_answers_equal_one_plain_engine_over_every_other_transport_when_decode_preempts(
     asked_of: Callable[[str], Asked], tmp_path: Path, architecture: str, transport: str
 ) -> None:
     if transport == "nixl":
@@ -252,18 +265,17 @@ async def test_answers_equal_one_plain_engine_over_every_other_transport_too(
     if transport == "tls" and shutil.which("openssl") is None:
         pytest.skip("no openssl command to make certificates with")
     asked = asked_of(architecture).only(FEWER_LENGTHS)
-    await check_exactness(architecture, asked, transport, cancel_count=40, transport_folder=tmp_path)
+    await check_exactness(architecture, asked, transport, TIGHT_BLOCKS, cancel_count=40, transport_folder=tmp_path)
 
 
 @pytest.mark.timeout(600)
 async def test_answers_equal_one_plain_engine_when_decode_preempts(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "llama")
     prompts = [prompt[:900] for prompt in make_prompts(seed=2)]
-    params = make_params(len(prompts), max_tokens=100)
+    params = make_params(len(prompts), ANSWER_TOKENS)
     expected = bare_vllm_answers(folder, prompts, params, max_num_batched_tokens=CHUNK_TOKENS)
     chunks = ("--chunk-tokens", str(CHUNK_TOKENS))
-    # One longest request and little else.
-    tight = ("--kv-cache-memory", pool_bytes("llama", 36))
+    tight = ("--kv-cache-memory", pool_bytes("llama", TIGHT_BLOCKS))
     async with (
         run_cluster(
             model=str(folder),
@@ -271,7 +283,7 @@ async def test_answers_equal_one_plain_engine_when_decode_preempts(tmp_path: Pat
             dtype="float32",
             prefill_count=1,
             decode_count=2,
-            kv_cache_memory=pool_bytes("llama", 800),
+            kv_cache_memory=pool_bytes("llama", ROOMY_BLOCKS),
             prefill_flags=chunks,
             decode_flags=(*chunks, *tight),
             start_timeout_s=300.0,

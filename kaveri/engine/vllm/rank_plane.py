@@ -31,7 +31,7 @@ class RankSetup:
     epoch: int
     credit_bytes: int = CREDIT_BYTES
     logs: LogSettings | None = None
-    """Of the engine's process, for a rank that has one of its own."""
+    """Of the engine's process, for a rank that has a process of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,7 +330,7 @@ def test_an_end_that_the_sink_refuses_holds_up_no_other(pool: KvPool, sink: Memo
     for request in ("refused", "a", "b"):
         streamer.end(request)
     wait_until(lambda: sink.ended == ["a", "b"], "the others are forgotten")
-    # An end that went well is not in trouble: time for the next refusal.
+    # The last end went well, which clears the trouble; the next refusal brings it back.
     with pytest.raises(DeadlineExceeded, match="not this one"):
         streamer.flush(1.0)
     streamer.close()
