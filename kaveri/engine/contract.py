@@ -90,6 +90,7 @@ class EngineStats:
     """A snapshot, cheap enough for every heartbeat."""
 
     free_blocks: int
+    """Blocks that nobody holds and nobody was promised, a running request's next token included."""
     running_requests: int
     """Prefill: submitted and not fully computed. Decode: admitted, preempted ones included."""
     waiting_requests: int

@@ -30,6 +30,7 @@ from kaveri.engine.contract import (
     PrefillEngine,
     PrefillProgress,
     PrefillStarted,
+    StepTokens,
 )
 from kaveri.errors import EngineError, InvalidArgument, LayoutMismatch, NoCapacity, RequestAlreadyExists
 from kaveri.kv.ticket import Ticket
@@ -432,6 +433,25 @@ class EngineConformance:
             for request in requests:
                 assert pair.answer(request) == harness.answer(request.token_ids, MAX_MODEL_LEN // 2)
             assert pair.decoded.of(Preempted), "the pool was meant to be too small"
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_a_block_that_the_next_token_takes_is_not_free(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            layout, total_blocks = pair.decode.info.layout, pair.decode.info.total_blocks
+            request = make_request(pair.prefill, "r", 20, MAX_MODEL_LEN - 30)
+            missing: list[str] = []
+
+            def look(event: EngineEvent) -> None:
+                if isinstance(event, StepTokens) and event.steps[0].finish is None:
+                    next_tokens = len(request.token_ids) + event.steps[0].index + 1
+                    taken = total_blocks - pair.decode.stats().free_blocks
+                    if taken < layout.block_count(next_tokens):
+                        missing.append(f"{taken} blocks taken where {next_tokens} tokens come next")
+
+            pair.decoded.on_event = look
+            pair.hand_over(request)
+            pair.decoded.wait_for_finish(request.key)
+            assert not missing
             wait_until_free(pair.prefill, pair.decode)
 
     def test_expired_reservation_releases_its_blocks(self, harness: EngineHarness) -> None:

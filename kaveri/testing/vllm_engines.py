@@ -27,9 +27,10 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
         transports: Sequence[str] | None = None,
         fail_at_step: int | None = None,
         hang_at_step: int | None = None,
+        pause_s: float = 0.0,
     ) -> VllmEngine:
         spoken = None if transports is None else partial(make_transports, tuple(transports), None)
-        lent = LentHost(host, total_blocks, fail_at_step, hang_at_step)
+        lent = LentHost(host, total_blocks, fail_at_step, hang_at_step, pause_s)
         return VllmEngine(lent, max_batch=max_batch, listen=listen, transports=spoken)
 
     return make
@@ -38,15 +39,22 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
 class LentHost(Host):
     """A loaded vLLM that outlives its engine, and of whose blocks the engine has only so many.
 
-    fail_at_step, hang_at_step: the step, counted from 1, that raises, or never ends, instead.
+    fail_at_step, hang_at_step: the step, counted from 1, that raises, or never ends, instead. pause_s: before each
+    step, so that what is so between two steps can be seen.
     """
 
     def __init__(
-        self, host: Host, total_blocks: int, fail_at_step: int | None = None, hang_at_step: int | None = None
+        self,
+        host: Host,
+        total_blocks: int,
+        fail_at_step: int | None = None,
+        hang_at_step: int | None = None,
+        pause_s: float = 0.0,
     ) -> None:
         vars(self).update(vars(host))
         self._fail_at_step = fail_at_step
         self._hang_at_step = hang_at_step
+        self._pause_s = pause_s
         self._step_count = 0
         self._llm.reset_prefix_cache()
         self._blocks = self._scheduler.kv_cache_manager.block_pool
@@ -59,6 +67,8 @@ class LentHost(Host):
             raise RuntimeError("a step that fails")
         if self._step_count == self._hang_at_step:
             threading.Event().wait()
+        if self._pause_s:
+            threading.Event().wait(self._pause_s)
         return super().step()
 
     def reference_counts(self) -> dict[int, int]:

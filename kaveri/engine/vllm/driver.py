@@ -121,10 +121,11 @@ class Driver:
                     self._board.end(hosted)
                 else:
                     hosted.preempted = True
-                    hosted.computed = 0
+                    hosted.computed = hosted.next_blocks = 0
                     self._outbox.put(Preempted(hosted.key))
             for hosted, computed, block_ids in advances:
                 hosted.preempted = hosted.behind = False
+                hosted.next_blocks = 0
                 if hosted.is_source:
                     token_count, new_blocks = len(hosted.request.token_ids), hosted.take(block_ids)
                     chunks.append(Chunk(hosted.number, token_count, new_blocks, hosted.computed, computed))
@@ -327,6 +328,8 @@ class Driver:
             for hosted, computed_tokens, _ in self._advances:
                 if not hosted.done:
                     hosted.computed = computed_tokens
+                    if not hosted.is_source:
+                        hosted.claim_next(self._info.layout.block_tokens)
                     if hosted.phase is Phase.PREFILLING and computed_tokens < len(hosted.request.token_ids):
                         self._outbox.put(PrefillProgress(hosted.key, computed_tokens))
             steps: list[TokenStep] = []

@@ -239,6 +239,7 @@ class VllmEngine:
             hosted = self._account.prefills.get(key)
             if hosted is not None and hosted.phase is Phase.COMPUTED and hosted.transfer_id is None:
                 self._account.adopt(hosted)
+                hosted.claim_next(self._layout.block_tokens)
                 self._board.wake()
 
     def admit(self, key: AttemptKey) -> None:

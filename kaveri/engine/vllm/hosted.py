@@ -30,6 +30,8 @@ class Hosted:
     """Blocks that vLLM has given it, as far as they count against what was promised."""
     computed: int = 0
     """Tokens whose KV is in its blocks, as of the last step."""
+    next_blocks: int = 0
+    """Blocks that its next token will take: 1 between steps when its own are full, and it goes on."""
     started: bool = False
     """Its first chunk, or its first step in the running batch, has begun."""
     preempted: bool = False
@@ -101,9 +103,11 @@ class Hosted:
     @property
     def promised_blocks(self) -> int:
         """Free blocks that nobody else may be promised."""
-        if self.done or (self.phase is Phase.RUNNING and self.started):
+        if self.done:
             return 0
-        return max(0, self.needed_blocks - len(self.block_ids))
+        if self.phase is Phase.RUNNING and self.started:
+            return self.next_blocks
+        return max(0, self.needed_blocks - len(self.block_ids)) + self.next_blocks
 
     def goes_on(self, max_model_len: int) -> bool:
         """Whether there is room for a token behind the one that prefill draws."""
@@ -114,6 +118,11 @@ class Hosted:
         new = tuple(block_ids[len(self.block_ids) :])
         self.block_ids += new
         return new
+
+    def claim_next(self, block_tokens: int) -> None:
+        """Between steps, of an answer: vLLM gives it a block only when it computes into it; before, that is for nobody
+        else."""
+        self.next_blocks = int(self.computed % block_tokens == 0)
 
     def draw(self, token_id: int) -> None:
         """Its next token is drawn."""
@@ -128,5 +137,5 @@ class Hosted:
         self.vllm_id, self.vllm_request = "", None
         self.placed = self.stopped = self.released = False
         self.block_ids = []
-        self.computed = 0
+        self.computed = self.next_blocks = 0
         return left

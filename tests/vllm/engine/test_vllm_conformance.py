@@ -36,7 +36,8 @@ class _Harness:
             KvEndpoint("unix", str(self._socket_folder / f"kv{self._count}.sock")),
             KvEndpoint("tcp", "127.0.0.1:0"),
         ]
-        return self._decodes.lend().open(total_blocks=total_blocks, max_batch=max_batch, listen=listen)
+        # A little before each step: what is told between two steps is seen.
+        return self._decodes.lend().open(total_blocks=total_blocks, max_batch=max_batch, listen=listen, pause_s=0.002)
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         return self._reference.answer(token_ids, token_count)
