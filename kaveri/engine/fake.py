@@ -80,21 +80,22 @@ class FakeModel:
 
     def next_token(self, token_ids: Sequence[int], draw_index: int) -> int:
         """The token that follows `token_ids`, drawn at `draw_index` of the answer. The reference for tests."""
-        chain = _CHAIN_SEED
-        for token_id in token_ids:
-            chain = (chain * _MULTIPLIER + token_id + 1) & _MASK
-        return self.draw(chain, draw_index)
+        return self.draw(self.chain(token_ids), draw_index)
 
     def answer(self, token_ids: Sequence[int], generated_count: int, token_count: int) -> list[int]:
         """The `token_count` tokens that follow `token_ids`, going on past eos_token_id."""
-        chain = _CHAIN_SEED
-        for token_id in token_ids:
-            chain = (chain * _MULTIPLIER + token_id + 1) & _MASK
+        chain = self.chain(token_ids)
         answer = []
         for index in range(generated_count, generated_count + token_count):
             answer.append(self.draw(chain, index))
-            chain = (chain * _MULTIPLIER + answer[-1] + 1) & _MASK
+            chain = self.chain(answer[-1:], chain)
         return answer
+
+    def chain(self, token_ids: Sequence[int], before: int = _CHAIN_SEED) -> int:
+        """The chain behind `token_ids`, which follow the tokens of the chain `before`."""
+        for token_id in token_ids:
+            before = (before * _MULTIPLIER + token_id + 1) & _MASK
+        return before
 
     def draw(self, chain: int, draw_index: int) -> int:
         """The token drawn behind a chain: splitmix64 of chain and index."""
@@ -106,6 +107,12 @@ class FakeModel:
             return self.eos_token_id
         token_id = (mixed & 0xFFFF_FFFF) % (self.drawn_size - 1)
         return token_id + (token_id >= self.eos_token_id)
+
+    def logprobs(self, token_id: int, count: int | None) -> Logprobs | None:
+        """Made up, for a token and `count` others; None where none are asked for."""
+        if count is None:
+            return None
+        return Logprobs(-0.5, tuple(((token_id + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
 
 
 class StaleKv(Exception):
@@ -172,7 +179,7 @@ class FakeRunner:
         self._write(blocks, positions % self.layout.block_tokens, records, prefill_tokens, on_layer)
         drawn = self._draw(lasts, np.array([part.draw_index for part in batch], np.uint64))
         return [
-            DrawnToken(token_id, self._logprobs(token_id, part.params.logprobs)) if part.draw else None
+            DrawnToken(token_id, self.model.logprobs(token_id, part.params.logprobs)) if part.draw else None
             for token_id, part in zip(drawn, batch, strict=True)
         ]
 
@@ -236,11 +243,6 @@ class FakeRunner:
         token_ids[(mixed >> np.uint64(40)) < model.eos_probability * 2**24] = model.eos_token_id
         drawn: list[int] = token_ids.tolist()
         return drawn
-
-    def _logprobs(self, token_id: int, count: int | None) -> Logprobs | None:
-        if count is None:
-            return None
-        return Logprobs(-0.5, tuple(((token_id + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
 
     def _write(
         self, blocks: Indices, slots: Indices, records: Words, prefill_tokens: int, on_layer: LayerListener | None

@@ -7,15 +7,14 @@ of this file.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
 from kaveri.kv.block_map import first_source_block
 from kaveri.kv.layout import KvLayout
-from kaveri.kv.mapped_sender import MappedSender
-from kaveri.kv.sender import KvSender
 from kaveri.kv.ticket import Ticket
 from kaveri.v1 import kv_pb2
 
@@ -40,10 +39,26 @@ class Source:
     """Per layer, up to which block the source is queued for that push."""
 
 
+class PushSender(Protocol):
+    """What carries pushes: a KvSender (kaveri/kv/sender.py), or what stands for one."""
+
+    def open(self, ticket: Ticket) -> None:
+        """Begins a transfer. Raises LayoutMismatch and TransferFailed."""
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        """Queues blocks of one layer, in index order, each once. Never waits."""
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """All blocks are queued; the note arrives behind them."""
+
+    def abort(self, transfer_id: bytes) -> None:
+        """Gives a transfer up."""
+
+
 class Pushes:
     """Feeds the sender from the sources of one engine. Safe to use from any thread."""
 
-    def __init__(self, sender: KvSender | MappedSender, layout: KvLayout) -> None:
+    def __init__(self, sender: PushSender, layout: KvLayout) -> None:
         self._sender = sender
         self._layout = layout
         self._lock = threading.Lock()

@@ -1,11 +1,11 @@
 """An engine that drives a ModelRunner step by step, on either side of a hand-over or on both.
 
 Owns the pool, the engine thread and the order in which things happen. Leaves arithmetic to the runner, bytes to the
-KV sender and receiver, and beside this file: the forming of a step to stepwise_batch, the live requests and their
-blocks to stepwise_account, which of them decode to stepwise_residency, what may be pushed to pushes, the calls of the
-listener to outbox.
+KV sender and receiver, and beside this file: what happens to requests to stepwise_lifecycle, the forming of a step to
+stepwise_batch, the live requests and their blocks to stepwise_account, which of them decode to stepwise_residency, what
+may be pushed to pushes, the calls of the listener to outbox.
 
-One lock guards the account. It is held for microseconds and nothing is called out while it is held: not the runner,
+One lock guards the lifecycle. It is held for microseconds and nothing is called out while it is held: not the runner,
 not the transfers, not the listener. Events are put in the outbox under that lock, so their order is the order in
 which things happened, and whoever put one there publishes it after letting the lock go.
 """
@@ -22,33 +22,14 @@ from kaveri.engine.contract import (
     EngineRequest,
     EngineStats,
     EngineStopped,
-    FirstToken,
-    KvPushed,
-    KvPushFailed,
-    Landed,
-    LandingFailed,
-    Preempted,
-    PrefillProgress,
-    PrefillStarted,
-    RequestFailed,
-    StepTokens,
-    TokenStep,
 )
 from kaveri.engine.outbox import Outbox
-from kaveri.engine.phase import Phase
-from kaveri.engine.pushes import Pushes, Source, first_token_of, ticket_refusal
-from kaveri.engine.runner import DrawnToken, ModelRunner
-from kaveri.engine.stepwise_account import Account
-from kaveri.engine.stepwise_batch import PlannedSlice, form_step
+from kaveri.engine.pushes import Pushes
+from kaveri.engine.runner import ModelRunner
+from kaveri.engine.stepwise_batch import PlannedSlice
+from kaveri.engine.stepwise_lifecycle import Lifecycle
 from kaveri.engine.stepwise_sequence import Sequence
-from kaveri.engine.stopping import finish_reason
-from kaveri.errors import (
-    ConfigError,
-    EngineError,
-    InvalidArgument,
-    KaveriError,
-    RequestCancelled,
-)
+from kaveri.errors import ConfigError, EngineError, KaveriError, RequestCancelled
 from kaveri.kv.flow import KvFlow, ReceiverFlow
 from kaveri.kv.mapped_sender import MappedSender
 from kaveri.kv.pool import KvPool
@@ -98,15 +79,11 @@ class StepwiseEngine:
             raise ConfigError("max_model_len", reason)
         self._runner = runner
         self._layout = layout
-        self._chunk_tokens = chunk_tokens
         self._pool = KvPool(layout, total_blocks)
         runner.attach(self._pool)
 
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._account = Account(layout, total_blocks, max_batch, on_free=self._work.notify)
-        self._push_owners: dict[bytes, Sequence] = {}
-        self._landing_owners: dict[bytes, Sequence] = {}
         self._outbox = Outbox(self._on_listener_error)
         self._closing = False
         self._broken: str | None = None
@@ -135,6 +112,7 @@ class StepwiseEngine:
             epoch=epoch,
             kv_endpoints=self._receiver.endpoints if self._receiver is not None else (),
         )
+        self._lifecycle = Lifecycle(self._info, chunk_tokens, max_batch, self._outbox.put, on_work=self._work.notify)
 
     # Both sides.
 
@@ -158,13 +136,11 @@ class StepwiseEngine:
             get_logger().warning("a step goes on past the engine's end", waited_s=_CLOSE_TIMEOUT_S)
             return
         with self._lock:
-            self._account.clear()
-            self._push_owners.clear()
-            self._landing_owners.clear()
+            self._lifecycle.clear()
 
     def stats(self) -> EngineStats:
         with self._lock:
-            return self._account.stats()
+            return self._lifecycle.stats()
 
     def kv_flow(self) -> KvFlow:
         receiving = self._receiver.flow() if self._receiver is not None else ReceiverFlow()
@@ -174,13 +150,7 @@ class StepwiseEngine:
         with self._lock:
             if self._closing:
                 return
-            push_id = landing_id = None
-            if (prefill := self._account.prefills.get(key)) is not None:
-                self._account.end(prefill)
-                push_id = prefill.transfer_id
-            if (decode := self._account.decodes.get(key)) is not None:
-                self._account.end(decode)
-                landing_id = decode.transfer_id
+            push_id, landing_id = self._lifecycle.abort(key)
         if push_id is not None:
             self._pushes.abort(push_id)
         if landing_id is not None and self._receiver is not None:
@@ -188,45 +158,29 @@ class StepwiseEngine:
 
     def check_integrity(self) -> None:
         with self._lock:
-            self._account.check_integrity()
+            self._lifecycle.check_integrity()
 
     # The prefill side.
 
     def prefill(self, request: EngineRequest) -> None:
         self._info.require_servable(request)
-        sequence = Sequence.of(request, Phase.PREFILLING)
         with self._lock:
             self._require_alive()
-            self._account.open_prefill(sequence)
-            sequence.source = Source(sequence.block_ids, len(request.token_ids))
-            self._work.notify()
+            self._lifecycle.open_prefill(request)
 
     def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
         self._layout.require_mappable(ticket.layout)
         with self._lock:
             self._require_alive()
-            sequence = self._account.prefills.get(key)
-            if sequence is None:
-                return
-            if sequence.transfer_id is not None:
-                raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
-            source = sequence.source
-            assert source is not None
-            refusal = ticket_refusal(ticket, source.token_count)
-            if ticket.transfer_id in self._push_owners:
-                refusal = "the ticket is in use by another push"
-            if refusal is not None:
-                self._outbox.put(KvPushFailed(key, refusal))
-            else:
-                sequence.transfer_id = ticket.transfer_id
-                self._push_owners[ticket.transfer_id] = sequence
-        if refusal is None:
-            self._open_push(sequence, source, ticket)
+            sequence = self._lifecycle.open_push(key, ticket)
+        if sequence is not None:
+            self._open_push(sequence, ticket)
         self._outbox.publish()
 
-    def _open_push(self, sequence: Sequence, source: Source, ticket: Ticket) -> None:
+    def _open_push(self, sequence: Sequence, ticket: Ticket) -> None:
+        assert sequence.source is not None
         try:
-            self._pushes.open(source, ticket)
+            self._pushes.open(sequence.source, ticket)
         except KaveriError as error:
             self._on_push(PushFailed(ticket.transfer_id, str(error)))
             return
@@ -251,45 +205,29 @@ class StepwiseEngine:
     def adopt(self, key: AttemptKey) -> None:
         with self._lock:
             self._require_alive()
-            sequence = self._account.prefills.get(key)
-            if sequence is not None and sequence.phase is Phase.COMPUTED and sequence.transfer_id is None:
-                for preempted in self._account.adopt(sequence):
-                    self._outbox.put(Preempted(preempted.key))
-                # A preempted request may take the blocks of one that is not admitted yet.
-                self._work.notify()
+            self._lifecycle.adopt(key)
         self._outbox.publish()
 
     def admit(self, key: AttemptKey) -> None:
         """As the contract; also ignores a request that is not landed."""
         with self._lock:
             self._require_alive()
-            sequence = self._account.decodes.get(key)
-            if sequence is not None and sequence.phase is Phase.LANDED:
-                self._account.residency.admit(sequence)
-                self._work.notify()
+            self._lifecycle.admit(key)
 
     def _reserve(self, request: EngineRequest, expires_in_s: float) -> Ticket:
         self._info.require_servable(request)
         if self._receiver is None:
             raise EngineError("this engine takes no pushes")
-        sequence = Sequence.of(request, Phase.RESERVED)
         token_count, transfer_id = len(request.token_ids), secrets.token_bytes(16)
         with self._lock:
             self._require_alive()
-            self._account.open_decode(sequence)
-            sequence.transfer_id = transfer_id
-            self._landing_owners[transfer_id] = sequence
+            sequence = self._lifecycle.open_landing(request, transfer_id)
         blocks = sequence.block_ids[: self._layout.block_count(token_count)]
         try:
             ticket = self._receiver.grant(blocks, token_count, expires_in_s, transfer_id=transfer_id)
         except BaseException:
             with self._lock:
-                self._landing_owners.pop(transfer_id, None)
-                sequence.transfer_id = None
-                if sequence.done:
-                    self._account.settle(sequence)
-                else:
-                    self._account.end(sequence)
+                self._lifecycle.cancel_landing(sequence, transfer_id)
             raise
         with self._lock:
             aborted = sequence.done and sequence.transfer_id is not None
@@ -303,51 +241,13 @@ class StepwiseEngine:
 
     def _on_push(self, event: PushAccepted | PushFailed) -> None:
         with self._lock:
-            sequence = self._push_owners.pop(event.transfer_id, None)
-            if sequence is None:
-                return
-            sequence.transfer_id = None
-            if sequence.done:
-                self._account.settle(sequence)
-            elif isinstance(event, PushAccepted):
-                self._account.end(sequence)
-                self._outbox.put(KvPushed(sequence.key, event.kv_bytes, event.transport))
-            else:
-                self._outbox.put(KvPushFailed(sequence.key, event.reason))
+            self._lifecycle.end_push(event)
         self._outbox.publish()
 
     def _on_landing(self, event: TransferLanded | TransferReleased) -> None:
         with self._lock:
-            sequence = self._landing_owners.pop(event.transfer_id, None)
-            if sequence is not None:
-                self._settle_landing(sequence, event)
+            self._lifecycle.end_landing(event)
         self._outbox.publish()
-
-    def _settle_landing(self, sequence: Sequence, event: TransferLanded | TransferReleased) -> None:
-        sequence.transfer_id = None
-        if sequence.done:
-            self._account.settle(sequence)
-            return
-        if isinstance(event, TransferLanded):
-            first_token_id = first_token_of(event.note)
-            if first_token_id is not None and first_token_id < self._info.vocab_size:
-                sequence.computed = len(sequence.token_ids)
-                sequence.token_ids.append(first_token_id)
-                sequence.draw_index += 1
-                sequence.runner_unaware = True
-                self._account.residency.land(sequence)
-                # A preempted request may take the blocks of one that is not admitted yet.
-                self._work.notify()
-                self._outbox.put(Landed(sequence.key, event.kv_bytes))
-                return
-            # Its sender was told that it is accepted, and so cannot tell anybody that the request is lost.
-            failure: RequestFailed | LandingFailed = RequestFailed(
-                sequence.key, "the hand-over names no token of this model"
-            )
-        else:
-            failure = LandingFailed(sequence.key, event.reason)
-        self._account.end(sequence)
-        self._outbox.put(failure)
 
     # The engine thread.
 
@@ -360,7 +260,7 @@ class StepwiseEngine:
                     if self._closing:
                         return
                     put_count = self._outbox.put_count
-                    planned = self._plan()
+                    planned = self._lifecycle.plan()
                     news = news or self._outbox.put_count > put_count
                     if not planned and not news:
                         # Whatever makes work notifies, close() too.
@@ -377,18 +277,6 @@ class StepwiseEngine:
         finally:
             if self._broken is not None:
                 self._close_transfers()
-
-    def _plan(self) -> list[PlannedSlice]:
-        """Forms the next step and marks its sequences; empty when there is nothing to do."""
-        for sequence in self._account.residency.prepare_step():
-            self._outbox.put(Preempted(sequence.key))
-        planned = form_step(self._account.residency.running, self._account.prefilling, self._chunk_tokens)
-        for sequence, _ in planned:
-            sequence.in_step = True
-            if sequence.phase is Phase.PREFILLING and not sequence.started:
-                sequence.started = True
-                self._outbox.put(PrefillStarted(sequence.key))
-        return planned
 
     def _step(self, planned: list[PlannedSlice]) -> None:
         advances = []
@@ -407,62 +295,14 @@ class StepwiseEngine:
         else:
             drawn = self._runner.run(batch, None)
         with self._lock:
-            computed, ended = self._apply(planned, drawn)
+            computed, unwanted = self._lifecycle.apply(planned, drawn)
         # Nobody waits longer for a first token because its KV is handed over.
         if computed:
             self._outbox.publish()
         for source, first_token_id in computed:
             self._pushes.hand_over(source, first_token_id)
-        for transfer_id in ended:
+        for transfer_id in unwanted:
             self._pushes.abort(transfer_id)
-
-    def _apply(
-        self, planned: list[PlannedSlice], drawn: list[DrawnToken | None]
-    ) -> tuple[list[tuple[Source, int]], list[bytes]]:
-        """Accounts for a step. Returns the prompts that are computed, with the token drawn behind each, and the pushes
-        that nobody wants any more."""
-        computed: list[tuple[Source, int]] = []
-        unwanted: list[bytes] = []
-        steps: list[TokenStep] = []
-        for (sequence, token_count), token in zip(planned, drawn, strict=True):
-            sequence.in_step = False
-            if sequence.done:
-                self._account.settle(sequence)
-                continue
-            sequence.computed += token_count
-            if sequence.pending > 0:
-                if sequence.phase is Phase.PREFILLING:
-                    self._outbox.put(PrefillProgress(sequence.key, sequence.computed))
-                continue
-            assert token is not None, "the runner has drawn no token at the end of a sequence"
-            index = sequence.draw_index
-            sequence.token_ids.append(token.token_id)
-            sequence.draw_index = index + 1
-            finish = finish_reason(
-                sequence.params,
-                self._info.eos_token_ids,
-                token.token_id,
-                index,
-                len(sequence.token_ids),
-                self._info.max_model_len,
-            )
-            if sequence.phase is Phase.PREFILLING:
-                self._outbox.put(FirstToken(sequence.key, token.token_id, token.logprobs, finish))
-                self._account.prefilling.remove(sequence)
-                sequence.phase = Phase.COMPUTED
-                assert sequence.source is not None
-                computed.append((sequence.source, token.token_id))
-            else:
-                steps.append(TokenStep(sequence.key, index, token.token_id, token.logprobs, finish))
-            if finish is not None:
-                if sequence.phase is Phase.COMPUTED:
-                    computed.pop()
-                    if sequence.transfer_id is not None:
-                        unwanted.append(sequence.transfer_id)
-                self._account.end(sequence)
-        if steps:
-            self._outbox.put(StepTokens(tuple(steps)))
-        return computed, unwanted
 
     def _require_alive(self) -> None:
         if self._broken is not None:

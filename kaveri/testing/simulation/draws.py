@@ -1,0 +1,38 @@
+"""Keeps every token that the engines of a simulated cluster drew, and the KV that it was drawn on."""
+
+from typing import NamedTuple
+
+from kaveri.engine.contract import AttemptKey
+
+
+class DrawRun(NamedTuple):
+    """One request on one life of an engine: all its tokens are drawn on one set of KV blocks."""
+
+    epoch: int
+    key: AttemptKey
+
+
+class DrawRecord:
+    """The draws of one schedule, shared by all its engines.
+
+    chain: digest of all tokens whose KV was read for the draw, the newest one included (FakeModel.chain).
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        """KV that was not what had been written for the request."""
+        self._runs: dict[tuple[str, int, int, int], list[DrawRun]] = {}
+
+    def add(self, run: DrawRun, draw_index: int, chain: int, token_id: int) -> None:
+        """`run` drew `token_id` as token `draw_index` of the answer, on KV of the tokens behind `chain`."""
+        runs = self._runs.setdefault((run.key.request_id, draw_index, chain, token_id), [])
+        if run not in runs:
+            runs.append(run)
+
+    def report(self, problem: str) -> None:
+        """An engine found KV that it must not have."""
+        self.problems.append(problem)
+
+    def runs(self, request_id: str, draw_index: int, chain: int, token_id: int) -> tuple[DrawRun, ...]:
+        """Who drew this token of this request on KV of exactly these tokens."""
+        return tuple(self._runs.get((request_id, draw_index, chain, token_id), ()))

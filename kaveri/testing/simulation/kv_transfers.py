@@ -1,0 +1,409 @@
+"""The two ends of KV transfers of a simulated engine: tickets, leases, fencing, expiry, over a KvWire.
+
+The sender writes straight into the receiver's blocks, as RDMA writes and shared memory do: a write does not look at the
+transfer. So the blocks of a transfer that the receiver has given up stay quarantined until the sender has confirmed
+that it writes no more, or until its connection is gone.
+"""
+
+import asyncio
+import contextvars
+import enum
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kaveri.engine.fake import StaleKv
+from kaveri.errors import TransferFailed
+from kaveri.kv.flow import PeerFlow, ReceiverFlow, SenderFlow
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.receiver import TransferLanded, TransferReleased
+from kaveri.kv.sender import PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.testing.simulation.kv_memory import KvMemory
+from kaveri.testing.simulation.kv_wire import (
+    FinishPush,
+    KvLink,
+    KvMessage,
+    KvWire,
+    OpenPush,
+    PushAnswer,
+    PushFenced,
+    PushOpened,
+    WriteBlocks,
+)
+
+TRANSPORT = "simulated"
+_ANSWER_GRACE_S = 1.0
+"""Seconds past a ticket's expiry that the sender waits for an answer."""
+
+
+class _PushState(enum.Enum):
+    OPENING = enum.auto()
+    """The receiver has not confirmed the ticket: nothing may be written."""
+    WRITING = enum.auto()
+    FINISHED = enum.auto()
+    """Everything is sent; the answer decides."""
+
+
+@dataclass(eq=False, slots=True)
+class _Push:
+    ticket: Ticket
+    peer: "_Peer"
+    deadline: asyncio.TimerHandle
+    state: _PushState = _PushState.OPENING
+    queued: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """First index within the ticket, and the source blocks, that wait for the receiver's confirmation."""
+    note: bytes | None = None
+
+
+class SimulatedSender:
+    """Pushes blocks of `memory`; a PushSender (kaveri/engine/pushes.py)."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        layout: KvLayout,
+        wire: KvWire,
+        listener: Callable[[PushAccepted | PushFailed], None],
+    ) -> None:
+        self._memory = memory
+        self._layout = layout
+        self._wire = wire
+        self._listener = listener
+        self._context = contextvars.copy_context()
+        self._pushes: dict[bytes, _Push] = {}
+        self._peers: dict[tuple[str, int], _Peer] = {}
+        self._closed = False
+
+    def open(self, ticket: Ticket) -> None:
+        self._layout.require_same(ticket.layout)
+        if self._closed:
+            raise TransferFailed("the sender is closed")
+        addresses = [endpoint.address for endpoint in ticket.endpoints if endpoint.transport == TRANSPORT]
+        if not addresses:
+            raise TransferFailed("no transport in common")
+        # A receiver that was restarted at the same address is another peer.
+        place = (addresses[0], ticket.epoch)
+        peer = self._peers.get(place)
+        if peer is None:
+            peer = self._peers[place] = _Peer(self, place)
+            peer.link = self._wire.connect(addresses[0], peer)
+        deadline = asyncio.get_running_loop().call_later(
+            ticket.expires_in_s + _ANSWER_GRACE_S,
+            partial(self._give_up, ticket.transfer_id, "the ticket expired"),
+            context=self._context,
+        )
+        self._pushes[ticket.transfer_id] = _Push(ticket, peer, deadline)
+        peer.send(OpenPush(ticket.transfer_id, ticket.secret, ticket.epoch))
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        push = self._pushes.get(transfer_id)
+        if push is not None and layer == 0:
+            push.queued.append((first_index, tuple(source_blocks)))
+            self._flush(push)
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        push = self._pushes.get(transfer_id)
+        if push is not None:
+            push.note = note
+            self._flush(push)
+
+    def abort(self, transfer_id: bytes) -> None:
+        self._give_up(transfer_id, "aborted")
+
+    def flow(self) -> SenderFlow:
+        """What is under way."""
+        counts = {
+            peer: [len(push.ticket.block_ids) for push in self._pushes.values() if push.peer is peer]
+            for peer in self._peers.values()
+        }
+        return SenderFlow(
+            tuple(
+                PeerFlow(peer.place[0], TRANSPORT, len(blocks), sum(blocks), 0, 0, 0, False)
+                for peer, blocks in counts.items()
+            )
+        )
+
+    def close(self) -> None:
+        """Breaks all connections; what is under way ends without an event. Idempotent."""
+        self._closed = True
+        for push in self._pushes.values():
+            push.deadline.cancel()
+        self._pushes.clear()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def opened(self, transfer_id: bytes) -> None:
+        """For peers: the receiver has confirmed the ticket."""
+        push = self._pushes.get(transfer_id)
+        if push is not None and push.state is _PushState.OPENING:
+            push.state = _PushState.WRITING
+            self._flush(push)
+
+    def answered(self, peer: "_Peer", transfer_id: bytes, reason: str | None) -> None:
+        """For peers: the receiver says how the push has ended."""
+        if reason is not None:
+            # Also for a push that this end has given up: the receiver waits for it.
+            peer.send(PushFenced(transfer_id))
+        push = self._pushes.get(transfer_id)
+        if push is None:
+            return
+        if reason is None:
+            kv_bytes = self._layout.layer_count * len(push.ticket.block_ids) * self._layout.block_bytes
+            self._conclude(push, PushAccepted(transfer_id, kv_bytes, TRANSPORT))
+        else:
+            self._conclude(push, PushFailed(transfer_id, reason))
+
+    def lost(self, peer: "_Peer", reason: str) -> None:
+        """For peers: the connection is gone."""
+        if self._peers.get(peer.place) is peer:
+            del self._peers[peer.place]
+        for push in [push for push in self._pushes.values() if push.peer is peer]:
+            self._conclude(push, PushFailed(push.ticket.transfer_id, f"connection lost: {reason}"))
+
+    def _flush(self, push: _Push) -> None:
+        if push.state is not _PushState.WRITING:
+            return
+        for first_index, source_blocks in push.queued:
+            targets = push.ticket.block_ids[first_index : first_index + len(source_blocks)]
+            kv = [self._memory.get(block_id) for block_id in source_blocks]
+            push.peer.send(WriteBlocks(tuple(zip(targets, kv, strict=True))))
+        push.queued.clear()
+        if push.note is not None:
+            push.state = _PushState.FINISHED
+            push.peer.send(FinishPush(push.ticket.transfer_id, push.note))
+
+    def _give_up(self, transfer_id: bytes, reason: str) -> None:
+        push = self._pushes.get(transfer_id)
+        if push is not None:
+            push.peer.send(PushFenced(transfer_id))
+            self._conclude(push, PushFailed(transfer_id, reason))
+
+    def _conclude(self, push: _Push, event: PushAccepted | PushFailed) -> None:
+        del self._pushes[push.ticket.transfer_id]
+        push.deadline.cancel()
+        self._listener(event)
+
+
+class _Peer:
+    """The sender's end of one connection; a KvEnd."""
+
+    def __init__(self, sender: SimulatedSender, place: tuple[str, int]) -> None:
+        self.place = place
+        self.link: KvLink | None = None
+        self._sender = sender
+
+    def send(self, message: KvMessage) -> None:
+        assert self.link is not None
+        self.link.send(message)
+
+    def close(self) -> None:
+        assert self.link is not None
+        self.link.close()
+
+    def received(self, message: KvMessage) -> None:
+        match message:
+            case PushOpened(transfer_id):
+                self._sender.opened(transfer_id)
+            case PushAnswer(transfer_id, reason):
+                self._sender.answered(self, transfer_id, reason)
+
+    def lost(self, reason: str) -> None:
+        self._sender.lost(self, reason)
+
+
+class _LandingState(enum.Enum):
+    GRANTED = enum.auto()
+    """No sender has shown the ticket."""
+    OPEN = enum.auto()
+    """A sender may write into the blocks."""
+    QUARANTINED = enum.auto()
+    """Given up, but the sender may still write."""
+
+
+@dataclass(eq=False, slots=True)
+class _Landing:
+    ticket: Ticket
+    expiry: asyncio.TimerHandle
+    expires_at_s: float
+    state: _LandingState = _LandingState.GRANTED
+    connection: "_Connection | None" = None
+    reason: str = ""
+
+
+class SimulatedReceiver:
+    """Grants tickets for blocks of `memory` and takes the pushes."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        layout: KvLayout,
+        wire: KvWire,
+        rng: random.Random,
+        epoch: int,
+        listener: Callable[[TransferLanded | TransferReleased], None],
+    ) -> None:
+        self._memory = memory
+        self._layout = layout
+        self._wire = wire
+        self._rng = rng
+        self._epoch = epoch
+        self._listener = listener
+        self._context = contextvars.copy_context()
+        self._landings: dict[bytes, _Landing] = {}
+        self._connections: dict[_Connection, None] = {}
+        self._address = wire.listen(self._accept)
+
+    @property
+    def endpoints(self) -> tuple[KvEndpoint, ...]:
+        """Where it takes pushes."""
+        return (KvEndpoint(TRANSPORT, self._address),)
+
+    def grant(self, transfer_id: bytes, block_ids: Sequence[int], token_count: int, expires_in_s: float) -> Ticket:
+        """Leases the blocks to one transfer, until the listener hears that it has landed or was released."""
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(
+            transfer_id=transfer_id,
+            secret=self._rng.randbytes(16),
+            epoch=self._epoch,
+            endpoints=self.endpoints,
+            block_ids=tuple(block_ids),
+            token_count=token_count,
+            expires_in_s=expires_in_s,
+            layout=self._layout,
+        )
+        expire = partial(self._stop, transfer_id, "the ticket expired")
+        expiry = loop.call_later(expires_in_s, expire, context=self._context)
+        self._landings[transfer_id] = _Landing(ticket, expiry, loop.time() + expires_in_s)
+        return ticket
+
+    def revoke(self, transfer_id: bytes) -> None:
+        """The transfer is not wanted any more. Unknown ids are ignored."""
+        self._stop(transfer_id, "revoked")
+
+    def flow(self) -> ReceiverFlow:
+        """What is under way."""
+        leased = [(len(landing.ticket.block_ids), landing.state) for landing in self._landings.values()]
+        return ReceiverFlow(
+            sender_count=len(self._connections),
+            leased_block_count=sum(count for count, _ in leased),
+            quarantined_block_count=sum(count for count, state in leased if state is _LandingState.QUARANTINED),
+        )
+
+    def close(self) -> None:
+        """Ends listening, connections and transfers, without events. Idempotent."""
+        for landing in self._landings.values():
+            landing.expiry.cancel()
+        self._landings.clear()
+        self._connections.clear()
+        self._wire.stop_listening(self._address)
+
+    def open(self, connection: "_Connection", message: OpenPush) -> None:
+        """For connections: a sender shows a ticket."""
+        landing = self._landings.get(message.transfer_id)
+        refusal = self._refusal(landing, message)
+        if refusal is not None:
+            connection.send(PushAnswer(message.transfer_id, refusal))
+            return
+        assert landing is not None
+        landing.state = _LandingState.OPEN
+        landing.connection = connection
+        connection.send(PushOpened(message.transfer_id))
+
+    def write(self, message: WriteBlocks) -> None:
+        """For connections: KV arrives in the pool."""
+        for block_id, block in message.blocks:
+            self._memory.put(block_id, block)
+
+    def finish(self, connection: "_Connection", message: FinishPush) -> None:
+        """For connections: a sender has written everything."""
+        landing = self._landings.get(message.transfer_id)
+        if landing is None or landing.state is not _LandingState.OPEN or landing.connection is not connection:
+            return
+        ticket = landing.ticket
+        problem = None
+        try:
+            self._memory.read(ticket.block_ids, ticket.token_count)
+        except StaleKv as error:
+            problem = f"wrong digest: {error}"
+        # A process that stood still takes in what waited before its timers run, and its sender has given it up.
+        if asyncio.get_running_loop().time() > landing.expires_at_s:
+            problem = "the ticket expired"
+        if problem is not None:
+            self._stop(message.transfer_id, problem)
+            return
+        kv_bytes = self._layout.layer_count * len(ticket.block_ids) * self._layout.block_bytes
+        self._conclude(landing, TransferLanded(ticket.transfer_id, kv_bytes, message.note))
+        connection.send(PushAnswer(ticket.transfer_id, None))
+
+    def fenced(self, connection: "_Connection", transfer_id: bytes) -> None:
+        """For connections: the sender writes no more for this transfer."""
+        landing = self._landings.get(transfer_id)
+        if landing is not None and landing.connection is connection:
+            self._conclude(landing, TransferReleased(transfer_id, landing.reason or "the sender gave up"))
+
+    def lost(self, connection: "_Connection", reason: str) -> None:
+        """For connections: nothing can be written over it any more."""
+        self._connections.pop(connection, None)
+        for landing in [each for each in self._landings.values() if each.connection is connection]:
+            released = TransferReleased(landing.ticket.transfer_id, landing.reason or f"connection lost: {reason}")
+            self._conclude(landing, released)
+
+    def _accept(self, link: KvLink) -> "_Connection":
+        connection = _Connection(self, link)
+        self._connections[connection] = None
+        return connection
+
+    def _refusal(self, landing: _Landing | None, message: OpenPush) -> str | None:
+        if message.epoch != self._epoch:
+            return f"the ticket is of epoch {message.epoch}, this receiver of epoch {self._epoch}"
+        if landing is None:
+            return "unknown, expired or ended transfer"
+        if landing.ticket.secret != message.secret:
+            return "wrong secret"
+        if landing.state is not _LandingState.GRANTED:
+            return "the ticket is in use already"
+        return None
+
+    def _stop(self, transfer_id: bytes, reason: str) -> None:
+        landing = self._landings.get(transfer_id)
+        if landing is None or landing.state is _LandingState.QUARANTINED:
+            return
+        if landing.state is _LandingState.GRANTED:
+            self._conclude(landing, TransferReleased(transfer_id, reason))
+            return
+        assert landing.connection is not None
+        landing.state, landing.reason = _LandingState.QUARANTINED, reason
+        landing.connection.send(PushAnswer(transfer_id, reason))
+
+    def _conclude(self, landing: _Landing, event: TransferLanded | TransferReleased) -> None:
+        del self._landings[landing.ticket.transfer_id]
+        landing.expiry.cancel()
+        self._listener(event)
+
+
+class _Connection:
+    """The receiver's end of one connection; a KvEnd."""
+
+    def __init__(self, receiver: SimulatedReceiver, link: KvLink) -> None:
+        self._receiver = receiver
+        self._link = link
+
+    def send(self, message: KvMessage) -> None:
+        self._link.send(message)
+
+    def received(self, message: KvMessage) -> None:
+        match message:
+            case OpenPush():
+                self._receiver.open(self, message)
+            case WriteBlocks():
+                self._receiver.write(message)
+            case FinishPush():
+                self._receiver.finish(self, message)
+            case PushFenced(transfer_id):
+                self._receiver.fenced(self, transfer_id)
+
+    def lost(self, reason: str) -> None:
+        self._receiver.lost(self, reason)

@@ -1,0 +1,137 @@
+"""The simulated engine does what every engine must, and its KV shows what went wrong."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import pytest
+
+from kaveri.engine.contract import AttemptKey, EngineInfo, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.fake import FakeModel
+from kaveri.kv.flow import KvFlow
+from kaveri.kv.ticket import Ticket
+from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.simulation.engine import SimulatedEngine
+from kaveri.testing.simulation.kv_wire import LoopWire
+
+ResultT = TypeVar("ResultT")
+_STEP_S = 5e-4
+
+
+class _LoopThread:
+    """A loop in real time on a thread of its own, for a suite that calls engines from any thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.wire = LoopWire()
+        self.rng = random.Random(1)
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def call(self, function: Callable[[], ResultT]) -> ResultT:
+        """The result of `function`, called on the loop."""
+        if threading.current_thread() is self._thread:
+            return function()
+
+        async def run() -> ResultT:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(20.0)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class _EngineOnThread:
+    """A simulated engine that any thread may call."""
+
+    def __init__(self, thread: _LoopThread, make: Callable[[], SimulatedEngine]) -> None:
+        self._thread = thread
+        self._engine = thread.call(make)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def start(self, listener: EngineListener) -> None:
+        self._thread.call(lambda: self._engine.start(listener))
+
+    def close(self) -> None:
+        self._thread.call(self._engine.close)
+
+    def stats(self) -> EngineStats:
+        return self._thread.call(self._engine.stats)
+
+    def kv_flow(self) -> KvFlow:
+        return self._thread.call(self._engine.kv_flow)
+
+    def abort(self, key: AttemptKey) -> None:
+        self._thread.call(lambda: self._engine.abort(key))
+
+    def check_integrity(self) -> None:
+        self._thread.call(self._engine.check_integrity)
+
+    def prefill(self, request: EngineRequest) -> None:
+        self._thread.call(lambda: self._engine.prefill(request))
+
+    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+        self._thread.call(lambda: self._engine.push_to(key, ticket))
+
+    def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
+        return self._thread.call(lambda: self._engine.reserve(request, expires_in_s))
+
+    def adopt(self, key: AttemptKey) -> None:
+        self._thread.call(lambda: self._engine.adopt(key))
+
+    def admit(self, key: AttemptKey) -> None:
+        self._thread.call(lambda: self._engine.admit(key))
+
+
+class _Harness:
+    def __init__(self, thread: _LoopThread, block_tokens: int) -> None:
+        self._thread = thread
+        self._block_tokens = block_tokens
+
+    def _engine(
+        self, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int, receives: bool
+    ) -> _EngineOnThread:
+        model = FakeModel(max_model_len=max_model_len, layer_count=1, block_tokens=self._block_tokens)
+        return _EngineOnThread(
+            self._thread,
+            lambda: SimulatedEngine(
+                model,
+                wire=self._thread.wire,
+                rng=random.Random(self._thread.rng.getrandbits(64)),
+                block_count=total_blocks,
+                chunk_tokens=chunk_tokens,
+                max_batch=max_batch,
+                step_s=_STEP_S,
+                receives=receives,
+            ),
+        )
+
+    def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> _EngineOnThread:
+        return self._engine(max_model_len, total_blocks, chunk_tokens, 8, receives=False)
+
+    def decode_engine(
+        self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
+    ) -> _EngineOnThread:
+        return self._engine(max_model_len, total_blocks, chunk_tokens, max_batch, receives=True)
+
+    def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
+        return FakeModel().answer(token_ids, 0, token_count)
+
+
+class TestSimulatedEngine(EngineConformance):
+    @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
+    def harness(self, request: pytest.FixtureRequest) -> Iterator[_Harness]:
+        thread = _LoopThread()
+        try:
+            yield _Harness(thread, request.param)
+        finally:
+            thread.stop()
