@@ -3,6 +3,10 @@
 from typing import NamedTuple
 
 from kaveri.engine.contract import AttemptKey
+from kaveri.sampling import SamplingParams
+
+_GOLDEN = 0x9E37_79B9_7F4A_7C15
+_MASK = 2**64 - 1
 
 
 class DrawRun(NamedTuple):
@@ -36,3 +40,13 @@ class DrawRecord:
     def runs(self, request_id: str, draw_index: int, chain: int, token_id: int) -> tuple[DrawRun, ...]:
         """Who drew this token of this request on KV of exactly these tokens."""
         return tuple(self._runs.get((request_id, draw_index, chain, token_id), ()))
+
+
+def seed_salt(params: SamplingParams) -> int:
+    """What a draw depends on beside the tokens before it: nothing where it is greedy, else the seed."""
+    return ((params.seed or 0) + 1) * _GOLDEN & _MASK if params.temperature > 0 else 0
+
+
+def life_salt(run: DrawRun) -> int:
+    """What a draw depends on as well where lives diverge."""
+    return (run.epoch + run.key.attempt) * _GOLDEN & _MASK

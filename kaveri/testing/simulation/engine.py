@@ -30,13 +30,10 @@ from kaveri.kv.receiver import TransferLanded, TransferReleased
 from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import Ticket
 from kaveri.telemetry.logs import get_logger
-from kaveri.testing.simulation.draws import DrawRecord, DrawRun
+from kaveri.testing.simulation.draws import DrawRecord, DrawRun, life_salt, seed_salt
 from kaveri.testing.simulation.kv_memory import KvMemory
 from kaveri.testing.simulation.kv_transfers import SimulatedReceiver, SimulatedSender
 from kaveri.testing.simulation.kv_wire import KvWire
-
-_GOLDEN = 0x9E37_79B9_7F4A_7C15
-_MASK = 2**64 - 1
 
 
 @dataclass(eq=False, slots=True)
@@ -276,18 +273,11 @@ class SimulatedEngine:
             raise StaleKv(f"{key}: {error}") from error
         if not part.draw:
             return None
-        drawn = self._memory.drawn(part, chain, self._salt(key, part))
-        self.draws.add(DrawRun(self.info.epoch, key), part.draw_index, chain, drawn.token_id)
+        run = DrawRun(self.info.epoch, key)
+        salt = seed_salt(part.params) ^ (life_salt(run) if self._divergent else 0)
+        drawn = self._memory.drawn(part, chain, salt)
+        self.draws.add(run, part.draw_index, chain, drawn.token_id)
         return drawn
-
-    def _salt(self, key: AttemptKey, part: SequenceSlice) -> int:
-        """What the draw depends on beside the tokens before it."""
-        salt = 0
-        if part.params.temperature > 0:
-            salt = ((part.params.seed or 0) + 1) * _GOLDEN
-        if self._divergent:
-            salt ^= (self.info.epoch + key.attempt) * _GOLDEN
-        return salt & _MASK
 
     # The end.
 
