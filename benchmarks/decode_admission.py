@@ -143,16 +143,36 @@ async def serving(oracle: Oracle) -> AsyncIterator[str]:
         await server.stop(0)
 
 
-async def served(
-    settings: Sequence[Setting], bursts: Sequence[Sequence[PlannedRequest]], blocks: int, report: Report
-) -> dict[Setting, list[Served]]:
-    """The bursts under settings that differ in accuracy only, on one stack; a few requests before are not counted."""
-    (policy,) = {setting.policy for setting in settings}
+@dataclass(frozen=True)
+class PolicyStack:
+    """A running stack whose decode instance has one admission policy, and its predictor."""
+
+    oracle: Oracle
+    client: AsyncClient
+    metrics_port: int
+    report: Report
+
+    async def serve(self, setting: Setting, requests: Sequence[PlannedRequest]) -> Served:
+        """One burst. Changes the oracle's accuracy."""
+        oracle = self.oracle
+        oracle.accuracy, oracle.asked = setting.accuracy, 0
+        run, figures = await figures_of(self.client, requests, self.metrics_port, self.report)
+        for record in run.records:
+            assert record.received_tokens == true_length(record.planned), "the oracle is none"
+        if oracle.asked != len(requests):
+            self.report.note(f"{setting.name}: the oracle was asked {oracle.asked} times for {len(requests)} requests")
+        return figures
+
+
+@contextlib.asynccontextmanager
+async def policy_stack(
+    policy: AdmissionPolicy, bursts: Sequence[Sequence[PlannedRequest]], blocks: int, report: Report
+) -> AsyncIterator[PolicyStack]:
+    """A stack while the context lasts. It has served a few requests, which are not counted."""
     warm_up = plan(8, 0, 64)
     oracle = Oracle([*warm_up, *(entry for burst in bursts for entry in burst)])
     metrics_port = free_port()
     natural = ("--fake-eos-probability", str(EOS_PROBABILITY))
-    taken: dict[Setting, list[Served]] = {setting: [] for setting in settings}
     async with (
         serving(oracle) as address,
         timed_stack(
@@ -174,17 +194,25 @@ async def served(
         AsyncClient(stack.target) as client,
     ):
         await send(client, warm_up, 0, report, natural_length=True)
+        yield PolicyStack(oracle, client, metrics_port, report)
+
+
+async def served(
+    settings: Sequence[Setting], bursts: Sequence[Sequence[PlannedRequest]], blocks: int, report: Report
+) -> dict[Setting, list[Served]]:
+    """Every burst under every setting in turn, so that what is compared ran within the same minutes.
+
+    All stacks run side by side; those that serve no burst are idle.
+    """
+    taken: dict[Setting, list[Served]] = {setting: [] for setting in settings}
+    async with contextlib.AsyncExitStack() as running:
+        stacks = {
+            policy: await running.enter_async_context(policy_stack(policy, bursts, blocks, report))
+            for policy in dict.fromkeys(setting.policy for setting in settings)
+        }
         for requests in bursts:
             for setting in settings:
-                oracle.accuracy, oracle.asked = setting.accuracy, 0
-                run, figures = await figures_of(client, requests, metrics_port, report)
-                for record in run.records:
-                    assert record.received_tokens == true_length(record.planned), "the oracle is none"
-                if oracle.asked != len(requests):
-                    report.note(
-                        f"{setting.name}: the oracle was asked {oracle.asked} times for {len(requests)} requests"
-                    )
-                taken[setting].append(figures)
+                taken[setting].append(await stacks[setting.policy].serve(setting, requests))
     return taken
 
 
@@ -255,12 +283,10 @@ async def measure_async(options: Options, report: Report) -> None:
         "tokens_of_all_requests": [a + sum(b) for a, b in zip(prompt_tokens, lengths, strict=True)],
         "granularity": GRANULARITY,
     }
-    policies = [[GREEDY], *([Setting(policy, accuracy) for accuracy in (PAPER_ACCURACY, 1.0)] for policy in RESERVING)]
-    found: dict[Setting, list[Served]] = {}
-    for settings in policies:
-        for setting, taken in (await served(settings, bursts, blocks, report)).items():
-            found[setting] = taken
-            add_rows(report, setting.name, taken)
+    settings = [GREEDY, *(Setting(policy, accuracy) for policy in RESERVING for accuracy in (PAPER_ACCURACY, 1.0))]
+    found = await served(settings, bursts, blocks, report)
+    for setting, taken in found.items():
+        add_rows(report, setting.name, taken)
     for setting, taken in found.items():
         if setting is not GREEDY:
             jct_ratio(report, setting.name, taken, found[GREEDY])
@@ -287,7 +313,7 @@ async def measure_async(options: Options, report: Report) -> None:
 
 
 def measure(options: Options, report: Report) -> None:
-    """Each policy on a stack of its own, with the same bursts."""
+    """Each policy on a stack of its own, with the same bursts, which take turns."""
     asyncio.run(measure_async(options, report))
 
 

@@ -6,8 +6,10 @@ prefill instances know them, as with a perfect predictor. The slowest instance i
 """
 
 import asyncio
+import contextlib
 import random
 import statistics
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from benchmarks.bursts import LATENCY_MODEL, PAPER, send, timed_stack
@@ -79,11 +81,9 @@ def summed_up(run: LoadRun) -> Placed:
     )
 
 
-async def placed(
-    policy: DecodePlacementPolicy, instances: int, most_output_tokens: int, repeats: int, report: Report
-) -> list[Placed]:
-    """The bursts of one policy on a stack of its own; a short one before them is not counted."""
-    taken = []
+@contextlib.asynccontextmanager
+async def policy_client(policy: DecodePlacementPolicy, instances: int, report: Report) -> AsyncIterator[AsyncClient]:
+    """A client of a stack with one policy. The stack has served a short burst, which is not counted."""
     async with (
         timed_stack(
             report,
@@ -96,10 +96,25 @@ async def placed(
         AsyncClient(stack.target) as client,
     ):
         await send(client, plan(2, 129, 0)[::8], 0, report)
+        yield client
+
+
+async def placed(
+    instances: int, most_output_tokens: int, repeats: int, report: Report
+) -> dict[DecodePlacementPolicy, list[Placed]]:
+    """Every burst under every policy in turn, so that what is compared ran within the same minutes.
+
+    All stacks run side by side; those that serve no burst are idle.
+    """
+    taken: dict[DecodePlacementPolicy, list[Placed]] = {policy: [] for policy in POLICIES}
+    async with contextlib.AsyncExitStack() as running:
+        clients = {
+            policy: await running.enter_async_context(policy_client(policy, instances, report)) for policy in POLICIES
+        }
         for repeat in range(1, repeats + 1):
-            # The same bursts for every policy.
             requests = plan(instances, most_output_tokens, 100 * instances + repeat)
-            taken.append(summed_up(await send(client, requests, repeat, report)))
+            for policy, client in clients.items():
+                taken[policy].append(summed_up(await send(client, requests, repeat, report)))
     return taken
 
 
@@ -114,9 +129,8 @@ async def measure_async(options: Options, report: Report) -> None:
         "prefill_instances": "half as many as decode instances",
     }
     for instances in options.choose((2, 4, 8), (4,)):
-        found = {}
+        found = await placed(instances, most_output_tokens, repeats, report)
         for policy in POLICIES:
-            found[policy] = await placed(policy, instances, most_output_tokens, repeats, report)
             labels = {"policy": policy.value, "instances": instances}
             report.row("total decode time", [each.total_s for each in found[policy]], "s", **labels)
             report.row("slowest: decode time", [each.slowest_busy_s for each in found[policy]], "s", **labels)
@@ -144,7 +158,7 @@ async def measure_async(options: Options, report: Report) -> None:
 
 
 def measure(options: Options, report: Report) -> None:
-    """Each policy on a stack of its own, with the same bursts."""
+    """Each policy on a stack of its own, with the same bursts, which take turns."""
     asyncio.run(measure_async(options, report))
 
 

@@ -179,9 +179,10 @@ def _measure_overlap(
             pairs = list(zip(exposed_s, stretch_s, alone_s, strict=True))
             labels["way"] = way.name
             report.row("tail after the last layer", [1e3 * value for value in exposed_s], "ms", **labels)
-            report.row("hidden", [1 - exposed / whole for exposed, _, whole in pairs], "share", **labels)
             report.row("compute made longer by", [1e3 * value for value in stretch_s], "ms", **labels)
-            hidden = statistics.median(1 - (exposed + stretch) / whole for exposed, stretch, whole in pairs)
+            # Both count as exposed: what comes after the last layer, and what the push takes from the compute.
+            shares = [1 - (exposed + stretch) / whole for exposed, stretch, whole in pairs]
+            hidden = report.row("hidden", shares, "share", **labels)
             if ratio == _SHOWN_RATIO:
                 is_asked = way.by_layer and compute_name == "off the CPU" and transport in ("shm", "tcp")
                 report.ratio(_ratio_name(compute_name, transport, way.name), hidden, target=0.9 if is_asked else None)

@@ -242,10 +242,13 @@ def _measure_ablation(report: Report, repeats: int, cache: Cache, name: str, pla
 
     compute_s: list[float] = []
     elapsed_s: dict[int, list[float]] = {number: [] for number in range(len(_WAYS))}
-    for _ in range(repeats):
-        compute_s.append(one(None))
-        for number, values in elapsed_s.items():
-            values.append(one(number))
+    for repeat in range(-1, repeats):  # the first one warms up
+        alone_s = one(None)
+        with_way_s = [one(number) for number in elapsed_s]
+        if repeat >= 0:
+            compute_s.append(alone_s)
+            for number, value in enumerate(with_way_s):
+                elapsed_s[number].append(value)
     labels = {"to": name, "order": cache.layout.order}
     report.row("compute alone", [1e3 * value for value in compute_s], "ms", **labels)
     slowdowns = []

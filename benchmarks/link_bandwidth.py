@@ -13,9 +13,11 @@ second token at the caller.
 """
 
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from benchmarks.harness import Options, Report, run
@@ -64,7 +66,7 @@ async def _measure(options: Options, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         latency_model = Path(folder) / "latency.json"
         latency_model.write_text(json.dumps(_latency_model(prompt_s)))
-        gaps_s = {gbps: await _gaps(latency_model, _link(gbps), repeats) for gbps in (None, *bandwidths)}
+        gaps_s = await _gaps(latency_model, (None, *bandwidths), repeats)
     without_s = statistics.median(gaps_s.pop(None))
     report.row("first to second token", [1e3 * without_s], "ms", link="none")
     measured, modelled = [], []
@@ -105,8 +107,32 @@ def _link(gbps: float | None) -> str:
     return "" if gbps is None else f"{gbps}Gbps,{TOKEN}/token"
 
 
-async def _gaps(latency_model: Path, link: str, repeats: int) -> list[float]:
-    """Seconds between the first and the second token, of each repeat."""
+async def _gaps(
+    latency_model: Path, bandwidths: Sequence[float | None], repeats: int
+) -> dict[float | None, list[float]]:
+    """Seconds between the first and the second token, of each repeat, by bandwidth in Gbps.
+
+    Bandwidths take turns, so that what is compared ran within the same minutes. All stacks run side by side; those that
+    serve no request are idle.
+    """
+    gaps_s: dict[float | None, list[float]] = {gbps: [] for gbps in bandwidths}
+    async with contextlib.AsyncExitStack() as running:
+        clients = {
+            gbps: await running.enter_async_context(_linked_client(latency_model, _link(gbps))) for gbps in bandwidths
+        }
+        (info,) = await clients[bandwidths[0]].list_models()
+        for client in clients.values():
+            await ask(client, WARM_UP_TOKENS, ANSWER_TOKENS, info.vocab_size, seed=0)
+        for repeat in range(repeats):
+            for gbps, client in clients.items():
+                answer = await ask(client, PROMPT_TOKENS, ANSWER_TOKENS, info.vocab_size, seed=1 + repeat)
+                gaps_s[gbps].append(answer.second_s - answer.first_s)
+    return gaps_s
+
+
+@contextlib.asynccontextmanager
+async def _linked_client(latency_model: Path, link: str) -> AsyncIterator[AsyncClient]:
+    """A client of a stack that pushes over an emulated link; empty: over an unlimited one."""
     link_flags = ("--kv-link", link) if link else ()
     config = StackConfig(
         engine="timed",
@@ -118,14 +144,8 @@ async def _gaps(latency_model: Path, link: str, repeats: int) -> list[float]:
         decode_flags=("--kv-transports", "tcp"),
         log_level="error",
     )
-    gaps_s = []
     async with LocalStack(config) as stack, AsyncClient(stack.target) as client:
-        vocab_size = (await client.list_models())[0].vocab_size
-        await ask(client, WARM_UP_TOKENS, ANSWER_TOKENS, vocab_size, seed=0)
-        for repeat in range(repeats):
-            answer = await ask(client, PROMPT_TOKENS, ANSWER_TOKENS, vocab_size, seed=1 + repeat)
-            gaps_s.append(answer.second_s - answer.first_s)
-    return gaps_s
+        yield client
 
 
 def _latency_model(prompt_s: float) -> dict[str, object]:

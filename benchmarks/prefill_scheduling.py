@@ -10,10 +10,12 @@ which get their first token at its end, as in a batch that is formed once and ru
 """
 
 import asyncio
+import contextlib
 import itertools
 import random
 import statistics
 import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.bursts import LATENCY_MODEL, PAPER, SHAREGPT_PROMPT_TOKENS, send, timed_stack
@@ -93,11 +95,11 @@ def summed_up(run: LoadRun) -> Burst:
     )
 
 
-async def bursts(setting: Setting, count: int, repeats: int, report: Report) -> list[Burst]:
-    """The bursts of one setting, on a stack of its own; the first, short one is not counted."""
+@contextlib.asynccontextmanager
+async def setting_client(setting: Setting, report: Report) -> AsyncIterator[AsyncClient]:
+    """A client of a stack with one setting. The stack has served a short burst, which is not counted."""
     flags = ("--prefill-policy", setting.policy, "--prefill-sched-batch", str(setting.scheduling_batch))
     chunks = ("--chunk-tokens", str(setting.chunk_tokens))
-    taken = []
     async with (
         timed_stack(
             report,
@@ -110,12 +112,25 @@ async def bursts(setting: Setting, count: int, repeats: int, report: Report) -> 
         AsyncClient(stack.target) as client,
     ):
         await send(client, plan(BATCH, random.Random(0))[1:], 0, report)
+        yield client
+
+
+async def bursts(settings: Sequence[Setting], count: int, repeats: int, report: Report) -> dict[str, list[Burst]]:
+    """Every burst under every setting in turn, by the setting's name.
+
+    What is compared so ran within the same minutes. All stacks run side by side; those that serve no burst are idle.
+    """
+    taken: dict[str, list[Burst]] = {setting.name: [] for setting in settings}
+    async with contextlib.AsyncExitStack() as running:
+        clients = {
+            setting.name: await running.enter_async_context(setting_client(setting, report)) for setting in settings
+        }
         for repeat in range(1, repeats + 1):
-            # The same bursts for every setting.
-            burst = summed_up(await send(client, plan(count, random.Random(repeat)), repeat, report))
-            if not burst.queued_in_time:
-                report.note(f"{setting.name}: the burst was not queued before its first prompt could start")
-            taken.append(burst)
+            for name, client in clients.items():
+                burst = summed_up(await send(client, plan(count, random.Random(repeat)), repeat, report))
+                if not burst.queued_in_time:
+                    report.note(f"{name}: the burst was not queued before its first prompt could start")
+                taken[name].append(burst)
     return taken
 
 
@@ -147,15 +162,15 @@ async def measure_async(options: Options, report: Report) -> None:
         "arrival": "a burst while one prompt of 8000 tokens is computed",
         "prefill_instances": 1,
     }
-    taken: dict[str, list[Burst]] = {}
-    for setting in SETTINGS:
-        # In batches of 16 and 128 FCFS is the same.
-        if setting.policy is OrderingPolicy.FCFS and setting.scheduling_batch == 128:
-            continue
-        found = taken[setting.name] = await bursts(setting, count, repeats, report)
-        report.row("mean wait", [each.wait_s for each in found], "s", setting=setting.name)
-        report.row("mean prefill latency", [each.prefill_s for each in found], "s", setting=setting.name)
-        report.row("mean TTFT", [each.ttft_s for each in found], "s", setting=setting.name)
+    # In batches of 16 and 128 FCFS is the same.
+    settings = [
+        setting for setting in SETTINGS if setting.policy is not OrderingPolicy.FCFS or setting.scheduling_batch != 128
+    ]
+    taken = await bursts(settings, count, repeats, report)
+    for name, found in taken.items():
+        report.row("mean wait", [each.wait_s for each in found], "s", setting=name)
+        report.row("mean prefill latency", [each.prefill_s for each in found], "s", setting=name)
+        report.row("mean TTFT", [each.ttft_s for each in found], "s", setting=name)
     steps = [each.prompts_per_token_time for each in taken[FIXED.name]]
     report.row("prompts of a step", steps, "prompts", setting=FIXED.name)
 
@@ -201,7 +216,7 @@ def _compare(report: Report, count: int, wait: float, first: float, latency: flo
 
 
 def measure(options: Options, report: Report) -> None:
-    """Each setting on a stack of its own, with the same bursts."""
+    """Each setting on a stack of its own, with the same bursts, which take turns."""
     asyncio.run(measure_async(options, report))
 
 
