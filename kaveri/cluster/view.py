@@ -61,6 +61,8 @@ class InstanceLoad:
     waiting_requests: int = 0
     running_requests: int = 0
     queued_prefill_tokens: int = 0
+    queue_room: int | None = None
+    """Prefill: requests that its queue takes before it is full. None: not stated."""
     free_blocks: int = 0
     """Blocks that a new request may take: held by none, and not kept for what runs (kaveri.policy.admission)."""
     total_blocks: int = 0

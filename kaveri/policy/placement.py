@@ -127,11 +127,14 @@ def choose_prefill(
     rng: random.Random,
     turn: int = 0,
     avoid: Collection[str] = (),
+    exclude: Collection[str] = (),
 ) -> InstanceStatus | None:
-    """The ready prefill or colocated instance of `model` to send a request to, or None when there is none.
+    """The ready prefill or colocated instance of `model` to send a request to, or None when none takes one now.
 
-    Load is the prompt tokens that wait there: as of the last heartbeat, plus `unconfirmed_tokens`.
+    Load is the prompt tokens that wait there: as of the last heartbeat, plus `unconfirmed_tokens`. An instance whose
+    queue is full, with the requests that no heartbeat shows yet, takes none.
     turn: rises by one with each choice; used by round-robin. avoid: instance ids taken only when nothing else is left.
+    exclude: instance ids that are not taken.
     """
 
     def load(status: InstanceStatus) -> tuple[int, ...]:
@@ -139,7 +142,16 @@ def choose_prefill(
         # Requests break ties, so that a burst of short prompts spreads as well.
         return waiting_tokens, status.load.running_requests + status.load.waiting_requests
 
-    candidates = _preferred(_prompt_takers(view, model), avoid)
+    def takes_one_more(status: InstanceStatus) -> bool:
+        room = status.load.queue_room
+        return room is None or room > unconfirmed_tokens.count(status)
+
+    candidates = [
+        status
+        for status in _prompt_takers(view, model)
+        if status.record.instance_id not in exclude and takes_one_more(status)
+    ]
+    candidates = _preferred(candidates, avoid)
     if not candidates:
         return None
     match policy:

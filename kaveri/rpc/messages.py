@@ -205,6 +205,7 @@ def load_to_proto(load: InstanceLoad) -> cluster_pb2.InstanceLoad:
         context_tokens=load.context_tokens,
         heavy_requests=load.heavy_requests,
         light_requests=load.light_requests,
+        queue_room=load.queue_room,
     )
 
 
@@ -220,6 +221,7 @@ def load_from_proto(message: cluster_pb2.InstanceLoad) -> InstanceLoad:
         context_tokens=message.context_tokens,
         heavy_requests=message.heavy_requests,
         light_requests=message.light_requests,
+        queue_room=message.queue_room if message.HasField("queue_room") else None,
     )
 
 

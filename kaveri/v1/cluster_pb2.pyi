@@ -241,6 +241,7 @@ class InstanceLoad(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     HEAVY_REQUESTS_FIELD_NUMBER: _builtins.int
     LIGHT_REQUESTS_FIELD_NUMBER: _builtins.int
+    QUEUE_ROOM_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Rises by one with each heartbeat of an incarnation."""
     state: Global___InstanceState.ValueType
@@ -263,6 +264,8 @@ class InstanceLoad(_message.Message):
     """
     light_requests: _builtins.int
     """All other requests here. Decode only."""
+    queue_room: _builtins.int
+    """Requests that the queue takes before it is full. Prefill only; unset: not stated."""
     def __init__(
         self,
         *,
@@ -276,12 +279,15 @@ class InstanceLoad(_message.Message):
         context_tokens: _builtins.int = ...,
         heavy_requests: _builtins.int = ...,
         light_requests: _builtins.int = ...,
+        queue_room: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "queue_room", b"queue_room"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__queue_room: _TypeAlias = _typing.Literal["queue_room"]  # noqa: Y015
+    _WhichOneofArgType__queue_room: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_room) -> _WhichOneofReturnType__queue_room | None: ...
 
 Global___InstanceLoad: _TypeAlias = InstanceLoad  # noqa: Y015
 

@@ -38,6 +38,7 @@ class ColocatedInstance:
             waiting_requests=prefill.waiting_requests + decode.waiting_requests,
             running_requests=prefill.running_requests + decode.running_requests,
             queued_prefill_tokens=prefill.queued_prefill_tokens,
+            queue_room=prefill.queue_room,
         )
 
     def drain(self) -> None:

@@ -168,6 +168,7 @@ class PrefillInstance:
             waiting_requests=len(self._requests) - self._started_count,
             running_requests=self._started_count,
             queued_prefill_tokens=self._queue.queued_tokens,
+            queue_room=self._queue.room,
             free_blocks=stats.free_blocks,
             total_blocks=self._info.total_blocks,
             context_tokens=stats.context_tokens,

@@ -55,6 +55,11 @@ class PrefillQueue:
         """Tokens accepted and not computed yet."""
         return self._waiting_tokens + self._computing_tokens
 
+    @property
+    def room(self) -> int:
+        """Requests that it takes before it is full."""
+        return max(0, self._max_waiting - len(self._held) - len(self._waiting))
+
     def add(self, request: PrefillRequest) -> None:
         """Lets the request wait. Raises NoCapacity when the queue is full."""
         self.hold(request)
@@ -62,7 +67,7 @@ class PrefillQueue:
 
     def hold(self, request: PrefillRequest) -> None:
         """Keeps a place for the request, which does not wait for the engine yet. Raises NoCapacity."""
-        if len(self._held) + len(self._waiting) >= self._max_waiting:
+        if not self.room:
             raise NoCapacity("prefill", retry_after_s=0.5, reason=f"{self._max_waiting} requests are queued already")
         self._held.add(request)
         self._waiting_tokens += request.token_count

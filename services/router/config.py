@@ -22,9 +22,11 @@ class RouterConfig(ServiceConfig):
         "how a prefill instance is chosen: power-of-two, least-loaded, round-robin or random",
         PlacementPolicy.POWER_OF_TWO,
     )
-    max_attempts: int = setting("placements of one request before it fails with its last error", 8, least=1)
+    max_attempts: int = setting(
+        "placements of one request that may be lost before it fails with its last error", 8, least=1
+    )
     unavailable_after_s: float = setting(
-        "seconds that a request waits for an instance when there is none", 10.0, least=0
+        "seconds that a request waits for an instance when there is none, or none that can be reached", 10.0, least=0
     )
     monitor_interval_s: float = setting(
         "seconds between two broadcasts of all loads to prefill instances, by the router that leads; TetriInfer's 0.1; "

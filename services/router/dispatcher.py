@@ -8,30 +8,33 @@ from collections.abc import Coroutine
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore, RequestRecord
-from kaveri.cluster.view import ClusterView, InstanceStatus, Role
+from kaveri.cluster.view import ClusterView, InstanceState, InstanceStatus, Role
 from kaveri.errors import (
     DeadlineExceeded,
     InvalidArgument,
     KaveriError,
     LayoutMismatch,
     ModelNotFound,
+    NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
     StaleAttempt,
     Unavailable,
 )
 from kaveri.policy.placement import PlacementPolicy, UnconfirmedWork, choose_prefill, missing_roles
+from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.rpc.messages import params_to_proto
 from kaveri.rpc.status import error_of
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
 from services.router import metrics
 from services.router.channels import Channels
+from services.router.placement_line import PlacementLine
 from services.router.requests import Attempt, RequestEntry
 from services.router.token_streams import TokenStreams
 
-_BACKOFF_MIN_S = 0.02
-_BACKOFF_MAX_S = 1.0
+_LONGEST_WAIT_S = 1.0
+"""Between two looks for an instance, when nothing wakes the request."""
 _HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded)
 """Errors that would meet the request anywhere else as well."""
 
@@ -55,8 +58,7 @@ class Dispatcher:
         self._model = model
         self._router_id = router_id
         self._policy = policy
-        self._max_attempts = max_attempts
-        self._unavailable_after_s = unavailable_after_s
+        self._limits = RetryLimits(max_attempts, unavailable_after_s)
         self._store = store
         self._channels = channels
         self._streams = streams
@@ -64,21 +66,31 @@ class Dispatcher:
         self._turn = 0
         self._unconfirmed: UnconfirmedWork[Attempt] = UnconfirmedWork()
         self._view_changed = asyncio.Event()
+        self._line: PlacementLine[RequestEntry] = PlacementLine()
+        self._members: frozenset[tuple[str, int, InstanceState]] = frozenset()
         self._errands: set[asyncio.Task[None]] = set()
         self._closing: dict[str, asyncio.Task[None]] = {}
 
     def update(self, view: ClusterView) -> None:
         """Tells requests that wait for an instance that the view has changed."""
-        del view
         self._view_changed.set()
         self._view_changed = asyncio.Event()
+        members = frozenset(
+            (instance_id, status.record.incarnation, status.load.state)
+            for instance_id, status in view.instances.items()
+        )
+        if members != self._members:
+            self._members = members
+            self._line.wake_all()
+        else:
+            self._line.wake_first()
 
     async def wait_for_instances(self, deadline_s: float) -> ClusterView:
         """The view, once its ready instances do both phases. Raises Unavailable after a while.
 
         deadline_s: time.monotonic() of the request's deadline.
         """
-        until_s = min(deadline_s, time.monotonic() + self._unavailable_after_s)
+        until_s = min(deadline_s, time.monotonic() + self._limits.unavailable_after_s)
         while True:
             view = self._store.view()
             missing = missing_roles(view, self._model)
@@ -125,55 +137,110 @@ class Dispatcher:
         """Asserts, while no request is in flight, that nothing of ended ones is left."""
         assert not self._errands, self._errands
         assert not len(self._unconfirmed), len(self._unconfirmed)
+        assert not len(self._line), len(self._line)
 
     async def _serve(self, entry: RequestEntry) -> None:
-        accepted = entry.accepted
         number = 0
-        avoid: tuple[str, ...] = ()
-        for turn in range(self._max_attempts):
+        state = RetryState()
+        while True:
             if len(entry.token_ids) >= self._most_tokens(entry):
                 entry.finish_with_length()
                 return
+            await asyncio.sleep(state.pause_until_s - time.monotonic())
+            target = await self._choose(entry, state)
             number += 1
-            target = await self._choose(accepted.deadline_s, avoid)
             attempt = entry.begin_attempt(number, target.record.instance_id)
             metrics.ATTEMPTS.inc()
             await self._follow(entry, attempt, target)
             if entry.finish is not None or entry.error is not None:
                 return
-            assert attempt.lost is not None
+            state = self._after_loss(entry, attempt, target, state)
+            if isinstance(attempt.lost, StaleAttempt):
+                number = max(number, attempt.lost.newest_attempt)
+
+    def _after_loss(
+        self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus, state: RetryState
+    ) -> RetryState:
+        """What holds for the next attempt. Raises the error that has ended this one when there is to be none."""
+        lost = attempt.lost
+        assert lost is not None
+        setback = _setback(attempt)
+        if setback is Setback.LOST:
             metrics.LOST_ATTEMPTS.inc()
             get_logger().warning(
                 "attempt_lost",
                 request_id=entry.request_id,
-                attempt=number,
+                attempt=attempt.number,
                 prefill_instance_id=attempt.prefill_instance_id,
                 decode_instance_id=attempt.decode_instance_id,
                 generated_tokens=len(entry.token_ids),
-                error=str(attempt.lost),
+                error=str(lost),
             )
-            if isinstance(attempt.lost, _HOPELESS) or turn + 1 == self._max_attempts:
-                raise attempt.lost
-            if isinstance(attempt.lost, StaleAttempt):
-                number = max(number, attempt.lost.newest_attempt)
-            if not attempt.handed_over or attempt.decode_instance_id == attempt.prefill_instance_id:
-                avoid = (attempt.prefill_instance_id,)
-            backoff_s = min(_BACKOFF_MAX_S, _BACKOFF_MIN_S * 2 ** min(turn, 16))
-            await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
+        else:
+            entry.timing.attempts -= 1
+            self._note_delay(entry, str(lost))
+        if isinstance(lost, _HOPELESS):
+            raise lost
+        prefill_did_its_part = attempt.handed_over and attempt.decode_instance_id != attempt.prefill_instance_id
+        after = after_setback(
+            state,
+            self._limits,
+            setback,
+            None if prefill_did_its_part else target.record,
+            time.monotonic(),
+            self._rng.random(),
+            lost.retry_after_s if isinstance(lost, NoCapacity) else 0.0,
+        )
+        if after is None:
+            raise lost
+        return after
+
+    def _note_delay(self, entry: RequestEntry, reason: str) -> None:
+        """Logs why a request is not placed at once: one line a request, whatever else delays it."""
+        if not entry.delay_noted:
+            entry.delay_noted = True
+            get_logger().info("placement_delayed", request_id=entry.request_id, attempt=0, reason=reason)
 
     def _most_tokens(self, entry: RequestEntry) -> int:
         accepted = entry.accepted
         assert accepted.params.max_tokens is not None
         return min(accepted.params.max_tokens, accepted.max_model_len - len(accepted.prompt_token_ids))
 
-    async def _choose(self, deadline_s: float, avoid: tuple[str, ...]) -> InstanceStatus:
-        view = await self.wait_for_instances(deadline_s)
-        self._turn += 1
-        target = choose_prefill(
-            view, self._model, self._unconfirmed, self._policy, self._rng, turn=self._turn, avoid=avoid
-        )
-        assert target is not None
-        return target
+    async def _choose(self, entry: RequestEntry, state: RetryState) -> InstanceStatus:
+        """Waits until an instance takes the request: until a rest ends, room appears or the view changes.
+
+        Nothing may be awaited before the choice is entered as unconfirmed work, so that no two count on one place.
+        """
+        try:
+            while True:
+                view = await self.wait_for_instances(entry.accepted.deadline_s)
+                now_s = time.monotonic()
+                resting = state.resting(view, now_s)
+                if not self._line.must_join(entry):
+                    self._turn += 1
+                    target = choose_prefill(
+                        view,
+                        self._model,
+                        self._unconfirmed,
+                        self._policy,
+                        self._rng,
+                        turn=self._turn,
+                        avoid=state.failed(view),
+                        exclude=resting,
+                    )
+                    if target is not None:
+                        return target
+                if resting:
+                    self._line.rest(entry)
+                else:
+                    self._line.join(entry)
+                metrics.WAITING.set(len(self._line))
+                self._note_delay(entry, "every prefill instance is full, or has just failed the request")
+                rest_s = min(resting.values(), default=now_s + _LONGEST_WAIT_S) - now_s
+                await self._line.wait(entry, min(rest_s, _LONGEST_WAIT_S))
+        finally:
+            self._line.leave(entry)
+            metrics.WAITING.set(len(self._line))
 
     async def _follow(self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus) -> None:
         """Runs one attempt until it is over. It leaves nothing behind, whichever way it ends."""
@@ -183,7 +250,7 @@ class Dispatcher:
         finally:
             attempt.over.cancel()
             # What a prefill instance had reserved when it died, and where, is known to nobody.
-            untold = not attempt.decode_instance_id and isinstance(attempt.lost, Unavailable)
+            untold = not attempt.decode_instance_id and isinstance(attempt.lost, Unavailable) and not attempt.unsent
             if untold or (attempt.decode_instance_id and not attempt.decode_done):
                 self._start_errand(self._streams.abort(attempt))
 
@@ -220,6 +287,8 @@ class Dispatcher:
             # Once decode has sent a token it owns the request, and prefill's death is no loss.
             if not attempt.decoding:
                 error = error_of(rpc_error)
+                # gRPC's own words for a channel that has no connection: nothing has left this process.
+                attempt.unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
                 known = not isinstance(error, RequestCancelled)
                 attempt.lose(error if known else Unavailable(f"prefill instance gave the request up: {error}"))
         except asyncio.CancelledError:
@@ -231,14 +300,18 @@ class Dispatcher:
                 attempt.lose(Unavailable(f"prefill instance {attempt.prefill_instance_id} has left the cluster"))
         finally:
             call.cancel()
-            self._unconfirmed.settle(attempt, attempt.prefill_instance_id)
+            self._settle(attempt)
             entry.prefill_closed(attempt)
+
+    def _settle(self, attempt: Attempt) -> None:
+        self._unconfirmed.settle(attempt, attempt.prefill_instance_id)
+        self._line.wake_first()
 
     def _take(self, entry: RequestEntry, attempt: Attempt, event: prefill_pb2.PrefillResponse) -> None:
         timing = entry.timing
         match event.WhichOneof("event"):
             case "started":
-                self._unconfirmed.settle(attempt, attempt.prefill_instance_id)
+                self._settle(attempt)
                 timing.prefill_queue_s = event.started.queue_s
             case "placed":
                 timing.decode_instance_id = event.placed.decode_instance_id
@@ -274,3 +347,9 @@ class Dispatcher:
         self._errands.discard(task)
         if not task.cancelled() and task.exception() is not None:
             get_logger().error("errand_failed", exc_info=task.exception())
+
+
+def _setback(attempt: Attempt) -> Setback:
+    if isinstance(attempt.lost, NoCapacity):
+        return Setback.FULL
+    return Setback.UNREACHED if attempt.unsent else Setback.LOST

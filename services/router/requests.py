@@ -53,6 +53,7 @@ class Attempt:
         "prefill_instance_id",
         "prefill_open",
         "request_id",
+        "unsent",
     )
 
     def __init__(self, request_id: str, number: int, first_index: int, prefill_instance_id: str) -> None:
@@ -64,6 +65,8 @@ class Attempt:
         self.decode_instance_id = ""
         self.decode_done = False
         """Whether decode has ended the request by itself: nothing there is to be aborted."""
+        self.unsent = False
+        """Whether prefill could not be connected to: it knows nothing of the request."""
         self.prefill_open = True
         """Whether more is to come from the prefill stream."""
         self.first_token_seen = False
@@ -101,6 +104,8 @@ class RequestEntry:
         self.ended = False
         """Whether finish or error is final; nothing is taken in any more."""
         self.timing = inference_pb2.Timing()
+        self.delay_noted = False
+        """Whether the log says already that the request could not be placed at once."""
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self._detokenizer = detokenizer

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -236,9 +236,16 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Seconds until the deadline, for every request as it came."""
         self.placed_in_vain = ""
         """Decode instance on which every request is placed before the one that takes it."""
+        self.queue_limit: int | None = None
+        """Heartbeats say that it takes so many requests, those included that a hold stops. None: they say nothing."""
         self.break_before = ""
         """The step before which every request fails with UNAVAILABLE."""
         self._decode_of = decode_of
+
+    @property
+    def queue_room(self) -> int | None:
+        """What heartbeats say."""
+        return None if self.queue_limit is None else max(0, self.queue_limit - self.waiting_requests)
 
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: Any
@@ -307,11 +314,22 @@ class Instance:
     server: RpcServer
     heartbeat: Heartbeat
     task: "asyncio.Task[None]"
+    register: Callable[[aio.Server], None]
 
     async def kill(self) -> None:
         """Cuts every connection at once and lets the lease run out, as SIGKILL does."""
         self.task.cancel()
         await self.server.stop(0)
+
+    async def die(self) -> None:
+        """Cuts every connection at once; its heartbeats go on, as for the lease of a killed process."""
+        await self.server.stop(0)
+
+    async def come_back(self) -> None:
+        """Answers at the same address as before, in the same life."""
+        self.server = RpcServer("127.0.0.1", self.server.port, ())
+        self.server.add(self.register)
+        await self.server.start()
 
     async def leave(self) -> None:
         """Deregisters and stops."""
@@ -331,6 +349,8 @@ class ScriptedCluster:
     prefills: dict[str, ScriptedPrefill] = field(default_factory=dict)
     colocated: dict[str, tuple[ScriptedPrefill, ScriptedDecode]] = field(default_factory=dict)
     incarnations: int = 0
+    lease_ttl_s: float = 0.3
+    """Of instances that start from now on."""
     place_on: str = ""
     """Decode instance that prefill instances place on; empty: the first one that lives."""
 
@@ -416,19 +436,23 @@ class ScriptedCluster:
             model=MODEL,
             engine="fake",
             max_model_len=MAX_MODEL_LEN,
-            lease_ttl_s=0.3,
+            lease_ttl_s=self.lease_ttl_s,
         )
         load = InstanceLoad(state=InstanceState.READY, free_blocks=100, total_blocks=100)
         store = MemoryStore(self.cluster)
-        heartbeat = Heartbeat(
-            store, record, lambda: self.instances[instance_id].load if instance_id in self.instances else load, 0.02
-        )
+
+        def load_now() -> InstanceLoad:
+            stated = self.instances[instance_id].load if instance_id in self.instances else load
+            prefill = self.prefills.get(instance_id)
+            return stated if prefill is None else replace(stated, queue_room=prefill.queue_room)
+
+        heartbeat = Heartbeat(store, record, load_now, 0.02)
 
         async def beat() -> None:
             async with store:
                 await heartbeat.run()
 
-        return Instance(record, load, server, heartbeat, asyncio.create_task(beat()))
+        return Instance(record, load, server, heartbeat, asyncio.create_task(beat()), register)
 
 
 @dataclass

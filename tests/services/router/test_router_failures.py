@@ -251,11 +251,12 @@ async def test_an_attempt_that_is_older_than_another_overtakes_it(cluster: Scrip
 
 async def test_attempts_are_bounded_and_the_last_error_is_told(cluster: ScriptedCluster) -> None:
     for prefill in cluster.prefills.values():
-        prefill.refusals = [NoCapacity("prefill", 0.1) for _ in range(10)]
+        prefill.break_before = "started"
     async with cluster.router(max_attempts=3) as router:
         with pytest.raises(aio.AioRpcError) as caught:
             await collect(router.stub.Generate(ask(), timeout=5))
-        assert code_of(caught) is CODES.RESOURCE_EXHAUSTED
+        assert code_of(caught) is CODES.UNAVAILABLE
+        assert "scripted to break" in (caught.value.details() or "")
         assert len(cluster.taken()) == 3
 
 

@@ -1,0 +1,210 @@
+"""Requests that no prefill instance takes now: they wait, they are placed when one does, and no attempt is spent."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from grpc import aio
+
+from kaveri.errors import NoCapacity
+from kaveri.v1 import inference_pb2
+from services.router.tokenizer import ModelTokenizer
+from tests.services.router.cluster_script import ScriptedCluster, answer, ask, collect, eventually, tokens_of
+
+CODES = grpc.StatusCode
+
+
+@pytest.fixture
+async def single(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
+    """One prefill and one decode instance."""
+    # Whoever does not leave stays in the view, however busy this machine is.
+    cluster = ScriptedCluster(tokenizer, lease_ttl_s=30.0)
+    await cluster.add_prefill("prefill-0")
+    await cluster.add_decode("decode-0")
+    yield cluster
+    await cluster.close()
+
+
+@pytest.fixture
+def lines() -> Iterator[list[Any]]:
+    """What is logged."""
+    with structlog.testing.capture_logs() as captured:
+        yield captured
+
+
+def sent(cluster: ScriptedCluster) -> int:
+    return len(cluster.prefills["prefill-0"].requests)
+
+
+async def set_limit(single: ScriptedCluster, router: Any, limit: int) -> None:
+    """Waits until the router knows it."""
+    prefill = single.prefills["prefill-0"]
+    prefill.queue_limit = limit
+    view = router.router.store.view
+    await eventually(lambda: view().instances["prefill-0"].load.queue_room == prefill.queue_room)
+
+
+def in_line(router: Any) -> list[str]:
+    """Ids of the requests that wait for room, in their order."""
+    return [entry.request_id for entry in router.router.dispatcher._line._line]
+
+
+def ask_many(router: Any, count: int, timeout: float = 30) -> list[asyncio.Task[Any]]:
+    return [
+        asyncio.create_task(
+            collect(router.stub.Generate(ask((300 + number,), request_id=f"r{number}"), timeout=timeout))
+        )
+        for number in range(count)
+    ]
+
+
+async def check_answers(tasks: list[asyncio.Task[Any]]) -> None:
+    for number, responses in enumerate(await asyncio.gather(*tasks)):
+        assert tokens_of(responses) == answer((300 + number,), 20)
+        assert responses[-1].timing.attempts == 1
+
+
+async def test_a_full_queue_costs_no_attempt_and_at_most_one_line_a_request(
+    single: ScriptedCluster, lines: list[Any]
+) -> None:
+    single.prefills["prefill-0"].refusals = [NoCapacity("prefill", 0.02) for _ in range(60)]
+    async with single.router(max_attempts=1) as router:
+        await check_answers(ask_many(router, 10))
+    assert sent(single) == 70
+    assert not [line for line in lines if line["event"] == "attempt_lost"]
+    delayed = Counter(line["request_id"] for line in lines if line["event"] == "placement_delayed")
+    assert delayed
+    assert max(delayed.values()) == 1
+
+
+async def test_a_full_instance_is_not_asked_again_before_the_time_that_it_named(single: ScriptedCluster) -> None:
+    single.prefills["prefill-0"].refusals = [NoCapacity("prefill", 0.5)]
+    async with single.router() as router:
+        started_s = time.monotonic()
+        await check_answers(ask_many(router, 1))
+        assert time.monotonic() - started_s >= 0.5
+    assert sent(single) == 2
+
+
+async def test_a_queue_that_stays_full_is_waited_for_until_the_deadline(single: ScriptedCluster) -> None:
+    single.prefills["prefill-0"].refusals = [NoCapacity("prefill", 0.02) for _ in range(1000)]
+    async with single.router(max_attempts=1, unavailable_after_s=0.0) as router:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(), timeout=0.5))
+        assert caught.value.code() is CODES.DEADLINE_EXCEEDED
+    assert sent(single) > 2
+
+
+async def test_no_more_requests_are_sent_than_a_queue_says_that_it_takes(single: ScriptedCluster) -> None:
+    prefill = single.prefills["prefill-0"]
+    prefill.hold.add("started")
+    async with single.router() as router:
+        await set_limit(single, router, 3)
+        tasks = ask_many(router, 10)
+        await eventually(lambda: len(in_line(router)) == 7)
+        waiting = in_line(router)
+        await set_limit(single, router, 5)
+        await eventually(lambda: sent(single) == 5)
+        await set_limit(single, router, 5)
+        assert sent(single) == 5
+        assert [request.request_id for request in prefill.requests[3:5]] == waiting[:2], "in the order of arrival"
+        assert in_line(router) == waiting[2:]
+        prefill.hold.clear()
+        prefill.queue_limit = None
+        single.let_all_go()
+        await check_answers(tasks)
+
+
+async def test_a_place_that_comes_free_goes_to_the_next_in_line_before_the_heartbeat(single: ScriptedCluster) -> None:
+    prefill = single.prefills["prefill-0"]
+    prefill.hold.add("started")
+    async with single.router() as router:
+        await set_limit(single, router, 1)
+        # Nothing more is heard of it; each request that starts makes room for one.
+        single.instances["prefill-0"].task.cancel()
+        tasks = ask_many(router, 5)
+        await eventually(lambda: sent(single) == 1 and len(in_line(router)) == 4)
+        prefill.hold.clear()
+        prefill.release.set()
+        await check_answers(tasks)
+
+
+async def test_a_request_in_line_that_is_cancelled_leaves_its_place_to_the_next(single: ScriptedCluster) -> None:
+    async with single.router() as router:
+        await set_limit(single, router, 0)
+        tasks = ask_many(router, 3)
+        await eventually(lambda: len(in_line(router)) == 3)
+        await collect_cancelled(router, "r0")
+        await eventually(lambda: len(in_line(router)) == 2)
+        single.prefills["prefill-0"].queue_limit = None
+        await asyncio.gather(*tasks)
+    assert {request.request_id for request in single.prefills["prefill-0"].requests} == {"r1", "r2"}
+
+
+async def collect_cancelled(router: Any, request_id: str) -> None:
+    response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id=request_id), timeout=5)
+    assert response.found
+
+
+async def test_an_instance_that_is_back_at_its_address_within_its_lease_costs_no_attempt(
+    single: ScriptedCluster, lines: list[Any]
+) -> None:
+    instance = single.instances["prefill-0"]
+    await instance.die()
+    async with single.router(max_attempts=1) as router:
+        tasks = ask_many(router, 10)
+        await eventually(lambda: len(router.router.dispatcher._line._resting) == 10)
+        await instance.come_back()
+        await check_answers(tasks)
+    assert not [line for line in lines if line["event"] == "attempt_lost"]
+    assert not single.decodes["decode-0"].aborted, "nothing was reserved for what was never sent"
+
+
+async def test_requests_in_flight_outlive_the_restart_of_the_only_prefill_instance(single: ScriptedCluster) -> None:
+    prefill = single.prefills["prefill-0"]
+    prefill.hold.add("started")
+    async with single.router(max_attempts=2) as router:
+        tasks = ask_many(router, 10)
+        await eventually(lambda: sent(single) == 10)
+        await single.kill("prefill-0")
+        # Its lease goes on. It comes back at another address, in a new life.
+        await eventually(lambda: len(router.router.dispatcher._line) == 10)
+        await single.add_prefill("prefill-0")
+        for number, responses in enumerate(await asyncio.gather(*tasks)):
+            assert tokens_of(responses) == answer((300 + number,), 20)
+            assert responses[-1].timing.attempts == 2
+
+
+async def test_a_new_life_is_asked_at_once_although_the_former_one_has_just_failed(single: ScriptedCluster) -> None:
+    await single.instances["prefill-0"].die()
+    async with single.router(max_attempts=1) as router:
+        tasks = ask_many(router, 1)
+        await eventually(lambda: len(router.router.dispatcher._line._resting) == 1)
+        former = single.instances["prefill-0"]
+        await single.add_prefill("prefill-0")
+        former.task.cancel()
+        await check_answers(tasks)
+
+
+async def test_an_instance_that_is_never_reached_fails_its_requests_after_the_set_time(
+    single: ScriptedCluster,
+) -> None:
+    await single.instances["prefill-0"].die()
+    async with single.router(max_attempts=1, unavailable_after_s=0.5) as router:
+        started_s = time.monotonic()
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(), timeout=30))
+        assert caught.value.code() is CODES.UNAVAILABLE
+        assert time.monotonic() - started_s >= 0.5
+
+
+async def test_while_one_instance_is_out_of_reach_requests_go_to_the_other(cluster: ScriptedCluster) -> None:
+    await cluster.instances["prefill-0"].die()
+    async with cluster.router(max_attempts=1) as router:
+        await check_answers(ask_many(router, 8))
+    assert len(cluster.prefills["prefill-1"].requests) == 8
