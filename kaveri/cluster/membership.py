@@ -34,9 +34,10 @@ class Member:
 class Membership:
     """The members whose leases hold. For one event loop; its store feeds it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._ticked_at_s = clock()
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """clock: None for time.monotonic."""
+        self._clock = time.monotonic if clock is None else clock
+        self._ticked_at_s = self._clock()
         self._leases_s = 0.0
         self._members: dict[str, Member] = {}
         self._connected = True

@@ -73,11 +73,14 @@ class MemoryCluster:
 
     def tick(self, membership: Membership) -> None:
         """Lets time pass for a member, and lets it hear what it should while a leader is heard, or is not."""
-        silent = not isinstance(membership, MonitoredMembership) or membership.is_silent()
-        if silent and membership not in self._hears_heartbeats:
-            self._hear_heartbeats(membership)
-        if silent:
+        if not isinstance(membership, MonitoredMembership) or membership.is_silent():
+            self.follow_heartbeats(membership)
             membership.tick()
+
+    def follow_heartbeats(self, membership: Membership) -> None:
+        """Lets a member hear every heartbeat, from the present state on. Nothing to do when it does already."""
+        if membership not in self._hears_heartbeats:
+            self._hear_heartbeats(membership)
 
     def _hear_heartbeats(self, membership: Membership) -> None:
         now_s = time.monotonic()

@@ -6,7 +6,6 @@ lost when nobody leads. A new leader may know less than its predecessor for a mo
 the store lost its state): whom only the predecessor named stays for one lease.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ SILENT_AFTER_S = 2.0
 class MonitoredMembership(Membership):
     """Members of BROADCAST_ROLES, fed by broadcasts, and by heartbeats while is_silent()."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
         super().__init__(clock)
         self._broadcast_at_s = -float("inf")
         self._newest = (0, 0)

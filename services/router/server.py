@@ -5,7 +5,7 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -58,10 +58,23 @@ async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
         store = await stack.enter_async_context(RedisStore(config.redis_url))
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model)
         stack.callback(tokenizer.close)
-        router = await stack.enter_async_context(Router.run(config, store, tokenizer))
+        await serve_requests(config, store, tokenizer, stopping)
+    return 0
+
+
+async def serve_requests(
+    config: RouterConfig,
+    store: ClusterStore,
+    tokenizer: ModelTokenizer,
+    stopping: asyncio.Event,
+    started: Callable[["Router"], object] | None = None,
+) -> None:
+    """serve() around a store that is connected and a tokenizer that is loaded. started: told when it listens."""
+    async with Router.run(config, store, tokenizer) as router:
+        if started is not None:
+            started(router)
         await stopping.wait()
         await router.drain(config.drain_timeout_s)
-    return 0
 
 
 class Router:

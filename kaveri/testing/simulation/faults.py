@@ -1,0 +1,186 @@
+"""Makes the faults of a plan happen, and ends them."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from kaveri.cluster.view import Role
+from kaveri.testing.simulation.plan import Fault, FaultKind
+from kaveri.testing.simulation.store import STORE_NAME
+from kaveri.testing.simulation.world import Life, World
+
+
+class Faults:
+    """The faults of one schedule. Runs in the simulation's own process, which no fault touches."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._ending = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Begins every fault at its time; returns when the last one has begun and those with an end have ended."""
+        for fault in self._world.plan.faults:
+            self._tasks.append(asyncio.create_task(self._happen(fault)))
+        for task in self._tasks:
+            await task
+
+    async def end(self) -> None:
+        """Nothing is wrong with the world any more: links, store and clients' routers work, every instance lives."""
+        self._ending = True
+        world = self._world
+        world.network.heal_all()
+        if world.store.away:
+            world.store.bring_back()
+        world.store.refuses_writes = False
+        for name in world.plan.names:
+            life = world.lives[name]
+            self._thaw(life)
+            if life.stopping.is_set() and not life.ended:
+                await self._wait_for_end(life)
+            if life.ended:
+                world.start(name)
+
+    async def _happen(self, fault: Fault) -> None:
+        world = self._world
+        await asyncio.sleep(max(0.0, world.ready_s + fault.at_s - world.now()))
+        world.trace.note(f"fault:{fault.kind}", str(fault))
+        await self._act(fault)
+        if fault.lasts_s:
+            world.trace.note("fault_end", str(fault))
+
+    def _act(self, fault: Fault) -> Coroutine[Any, Any, None]:
+        match fault.kind:
+            case FaultKind.KILL | FaultKind.RESTART:
+                return self._kill(fault)
+            case FaultKind.FREEZE:
+                return self._freeze(fault)
+            case FaultKind.CUT | FaultKind.CUT_ONE_WAY | FaultKind.ISOLATE:
+                return self._cut(fault)
+            case FaultKind.SLOW:
+                return self._slow(fault)
+            case FaultKind.RESET:
+                return self._reset(fault)
+            case FaultKind.CLOCK:
+                return self._jump(fault)
+            case FaultKind.STORE_AWAY | FaultKind.STORE_LOST:
+                return self._store_away(fault)
+            case FaultKind.STORE_EMPTIED:
+                return self._store_emptied()
+            case FaultKind.STORE_REFUSES:
+                return self._store_refuses(fault)
+            case FaultKind.DRAIN:
+                return self._drain(fault)
+            case FaultKind.ENGINE:
+                return self._engine(fault)
+            case FaultKind.CLIENT:
+                return self._client(fault)
+
+    async def _kill(self, fault: Fault) -> None:
+        world = self._world
+        world.kill(fault.target)
+        if fault.kind is FaultKind.RESTART:
+            await asyncio.sleep(fault.lasts_s)
+            self._restart(fault.target)
+
+    def _restart(self, name: str) -> None:
+        if self._world.lives[name].ended:
+            self._world.start(name)
+
+    async def _freeze(self, fault: Fault) -> None:
+        life = self._world.lives[fault.target]
+        self._world.network.freeze(life.process)
+        await asyncio.sleep(fault.lasts_s)
+        self._thaw(life)
+
+    def _thaw(self, life: Life) -> None:
+        self._world.loop.thaw(life.process)
+
+    async def _cut(self, fault: Fault) -> None:
+        network = self._world.network
+        pairs = self._pairs(fault)
+        for source, target in pairs:
+            network.cut(source, target)
+        await asyncio.sleep(fault.lasts_s)
+        for source, target in pairs:
+            network.heal(source, target)
+
+    def _pairs(self, fault: Fault) -> list[tuple[str, str]]:
+        if fault.kind is FaultKind.CUT_ONE_WAY:
+            return [(fault.target, fault.other)]
+        world = self._world
+        others = [fault.other]
+        if fault.kind is FaultKind.ISOLATE:
+            others = [name for name in (*world.plan.names, *world.plan.clients, STORE_NAME) if name != fault.target]
+        return [pair for other in others for pair in ((fault.target, other), (other, fault.target))]
+
+    async def _slow(self, fault: Fault) -> None:
+        link = self._world.network.link(fault.target, fault.other)
+        link.extra_s = fault.amount
+        await asyncio.sleep(fault.lasts_s)
+        link.extra_s = 0.0
+
+    async def _reset(self, fault: Fault) -> None:
+        network = self._world.network
+        ends = {fault.target, fault.other}
+        standing = [each for each in network.connections if {each.client.name, each.server.name} == ends]
+        if standing:
+            network.rng.choice(standing).break_off("connection reset")
+
+    async def _jump(self, fault: Fault) -> None:
+        self._world.loop.jump_clock(self._world.process_of(fault.target), fault.amount)
+
+    async def _store_away(self, fault: Fault) -> None:
+        store = self._world.store
+        if store.away:
+            return
+        store.take_away()
+        await asyncio.sleep(fault.lasts_s)
+        if store.away:
+            store.bring_back(empty=fault.kind is FaultKind.STORE_LOST)
+
+    async def _store_emptied(self) -> None:
+        if not self._world.store.away:
+            self._world.store.empty()
+
+    async def _store_refuses(self, fault: Fault) -> None:
+        self._world.store.refuses_writes = True
+        await asyncio.sleep(fault.lasts_s)
+        self._world.store.refuses_writes = False
+
+    async def _drain(self, fault: Fault) -> None:
+        life = self._world.lives[fault.target]
+        life.stopping.set()
+        await self._wait_for_end(life)
+        await asyncio.sleep(fault.lasts_s)
+        self._restart(fault.target)
+
+    async def _wait_for_end(self, life: Life) -> None:
+        """SIGTERM, then SIGKILL when the drain takes too long, as a process manager does."""
+        world = self._world
+        until_s = world.now() + world.plan.drain_timeout_s + 8.0
+        while not life.ended:
+            if world.now() > until_s:
+                if not life.process.frozen:
+                    world.violations.append(f"{life.process} has not ended {world.now() - until_s + 8.0:.1f} s after its drain")
+                world.kill(life.name)
+            await asyncio.sleep(0.05)
+
+    async def _engine(self, fault: Fault) -> None:
+        world = self._world
+        life = world.lives[fault.target]
+        if life.ended or life.engine is None or life.host is None or life.planned.role is Role.ROUTER:
+            return
+        world.expected_errors = True
+        world.loop.schedule(life.process, 0.0, life.engine.fail, "an injected fault")
+        await self._wait_for_end(life)
+        await asyncio.sleep(fault.lasts_s)
+        self._restart(fault.target)
+
+    async def _client(self, fault: Fault) -> None:
+        world = self._world
+        process = world.clients[fault.target]
+        for outcome in world.outcomes:
+            if outcome.ended_s is None and world.client_of[outcome.request_id] == fault.target:
+                outcome.gone = True
+        world.network.end_process(process)

@@ -1,0 +1,159 @@
+"""KV transfers over the simulated network: connections that share links, cuts and deaths with the RPCs.
+
+Messages are passed as they are: they are frozen, and the engine's own transfers read them (kv_wire.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kaveri.testing.simulation.kv_wire import KvEnd, KvLink, KvMessage
+from kaveri.testing.simulation.loop import SimulatedProcess, current_process
+from kaveri.testing.simulation.network import Network, Pipe
+
+_CONNECT_TIMEOUT_S = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class _Listener:
+    process: SimulatedProcess
+    accept: Callable[[KvLink], KvEnd]
+    connections: "dict[_KvConnection, None]" = field(default_factory=dict)
+
+
+class NetworkWire:
+    """The KvWire of one process."""
+
+    def __init__(self, network: Network) -> None:
+        """Belongs to the process that runs."""
+        self._network = network
+        self._process = current_process()
+
+    def listen(self, accept: Callable[[KvLink], KvEnd]) -> str:
+        address = f"{self._process.name}:kv{self._network.new_port()}"
+        self._network.listeners[address] = _Listener(self._process, accept)
+        return address
+
+    def connect(self, address: str, end: KvEnd) -> KvLink:
+        network, client = self._network, self._process
+        listener = network.listeners.get(address)
+        link = _Link()
+        if listener is None or listener.process.dead:
+            delay_s = 2 * network.draw_delay_s(network.link(client.name, address.partition(":")[0]))
+            network.loop.schedule(client, delay_s, end.lost, "connection refused")
+            return link
+        connection = _KvConnection(network, client, listener, link, end)
+        link.bind(connection, client)
+        # A connection that is not answered in time is given up: its link is cut, or the process is frozen.
+        network.loop.schedule(client, _CONNECT_TIMEOUT_S, connection.expect_answer)
+        connection.up.send(connection.accepted)
+        return link
+
+    def stop_listening(self, address: str) -> None:
+        listener = self._network.listeners.pop(address, None)
+        if isinstance(listener, _Listener):
+            for connection in list(listener.connections):
+                connection.close(listener.process)
+
+
+class _Link:
+    """One end's KvLink."""
+
+    def __init__(self) -> None:
+        self._connection: _KvConnection | None = None
+        self._process: SimulatedProcess | None = None
+
+    def bind(self, connection: "_KvConnection", process: SimulatedProcess) -> None:
+        """Says whose end of which connection it is."""
+        self._connection = connection
+        self._process = process
+
+    def send(self, message: KvMessage) -> None:
+        if self._connection is not None and self._process is not None:
+            self._connection.send(self._process, message)
+
+    def close(self) -> None:
+        if self._connection is not None and self._process is not None:
+            self._connection.close(self._process)
+
+
+class _KvConnection:
+    """A Breakable that carries KV."""
+
+    def __init__(
+        self, network: Network, client: SimulatedProcess, listener: _Listener, link: _Link, end: KvEnd
+    ) -> None:
+        self.network = network
+        self.client = client
+        self.server = listener.process
+        self._listener = listener
+        self._client_link = link
+        self._ends: dict[SimulatedProcess, KvEnd] = {client: end}
+        """Of those that have not heard that the connection is lost, and have not closed it."""
+        self._answered = False
+        self.up = Pipe(network, client, self.server)
+        self.down = Pipe(network, self.server, client)
+        network.connections[self] = None
+
+    def accepted(self) -> None:
+        """In the listener's process: the connection stands."""
+        link = _Link()
+        link.bind(self, self.server)
+        self._ends[self.server] = self._listener.accept(link)
+        self._listener.connections[self] = None
+        self.down.send(self._answer)
+
+    def expect_answer(self) -> None:
+        """In the client's process: it has waited long enough."""
+        if not self._answered:
+            self._lost(self.client, "connection timed out")
+            self.up.send(self._lost, self.server, "connection reset by peer")
+
+    def send(self, source: SimulatedProcess, message: KvMessage) -> None:
+        """Carries a message to the other end."""
+        if source in self._ends:
+            kind = type(message).__name__
+            self.network.trace.note("kv", kind, repr(message).encode(), lambda: self._other(source))
+            self._pipe(source).send(self._receive, self._other(source), message)
+
+    def close(self, of: SimulatedProcess) -> None:
+        """That end wants no more."""
+        if self._ends.pop(of, None) is not None:
+            self._forget()
+            self._pipe(of).send(self._lost, self._other(of), "the other end closed the connection")
+
+    def break_off(self, reason: str) -> None:
+        self.network.trace.note("break", f"{self.client} {self.server} kv {reason}")
+        for end in (self.client, self.server):
+            self.lose_end(end, reason)
+
+    def lose_end(self, of: SimulatedProcess, reason: str) -> None:
+        self.network.loop.schedule(of, self.network.draw_delay_s(self.network.link(of.name, of.name)), self._lost, of, reason)
+
+    def peer_ended(self, of: SimulatedProcess) -> None:
+        self._ends.pop(of, None)
+        self._forget()
+        self._pipe(of).send(self._lost, self._other(of), "connection reset by peer")
+
+    def _answer(self) -> None:
+        self._answered = True
+
+    def _receive(self, target: SimulatedProcess, message: KvMessage) -> None:
+        end = self._ends.get(target)
+        if end is not None:
+            end.received(message)
+
+    def _lost(self, of: SimulatedProcess, reason: str) -> None:
+        end = self._ends.pop(of, None)
+        if end is not None:
+            self._forget()
+            end.lost(reason)
+
+    def _forget(self) -> None:
+        self.network.connections.pop(self, None)
+        self._listener.connections.pop(self, None)
+
+    def _pipe(self, source: SimulatedProcess) -> Pipe:
+        return self.up if source is self.client else self.down
+
+    def _other(self, process: SimulatedProcess) -> SimulatedProcess:
+        return self.server if process is self.client else self.client

@@ -1,0 +1,60 @@
+"""What must be gone when a cluster is at rest: requests, blocks, claims, calls."""
+
+from kaveri.cluster.view import Role
+from kaveri.testing.simulation.world import Life, World
+
+
+def leftovers(world: World) -> list[str]:
+    """What is still there, as sentences. Empty: the cluster is at rest."""
+    found: list[str] = []
+    for life in world.lives.values():
+        found += [f"{life.process}: {what}" for what in _of_router(life) + _of_instance(life)]
+    claimed = [i for i in world.store.cluster.request_ids() if world.store.cluster.request(i) is not None]
+    if claimed:
+        found.append(f"the store: {len(claimed)} requests in its table: {', '.join(claimed[:5])}")
+    calls = [call for call in world.network.open_calls if not call.process.dead]
+    streams = sum(1 for call in calls if call.path.endswith("/StreamTokens"))
+    routers = len(world.plan.of_role(Role.ROUTER))
+    expected = routers * len(world.plan.of_role(Role.DECODE, Role.COLOCATED))
+    if streams != expected:
+        found.append(f"{streams} token streams, not {expected}")
+    others = sorted({call.path for call in calls if not call.path.endswith("/StreamTokens")})
+    if others:
+        found.append(f"calls that have not ended: {', '.join(others)}")
+    return found
+
+
+def _of_router(life: Life) -> list[str]:
+    router = life.router
+    if router is None:
+        return []
+    found = []
+    if len(router.table):
+        found.append(f"{len(router.table)} requests in the table")
+    else:
+        try:
+            router.dispatcher.check_integrity()
+            router.streams.check_integrity()
+        except AssertionError as error:
+            found.append(f"something of ended requests is left: {error}")
+    return found
+
+
+def _of_instance(life: Life) -> list[str]:
+    engine, host = life.engine, life.host
+    if engine is None or host is None:
+        return []
+    found = []
+    stats, load = engine.stats(), host.load()
+    if stats.free_blocks != engine.info.total_blocks:
+        found.append(f"{engine.info.total_blocks - stats.free_blocks} blocks are not free")
+    if load.waiting_requests or load.running_requests:
+        found.append(f"{load.waiting_requests} requests wait and {load.running_requests} run")
+    leased = engine.kv_flow().receiving.leased_block_count
+    if leased:
+        found.append(f"{leased} blocks are leased to transfers")
+    try:
+        engine.check_integrity()
+    except AssertionError as error:
+        found.append(f"the engine's account is wrong: {error}")
+    return found

@@ -1,0 +1,215 @@
+"""Runs one plan from beginning to end: load under faults, then none, then rest; and what is found on the way.
+
+Two phases. In the first faults happen under load, and nothing that any client sees may be wrong. Then the faults end:
+links are whole, dead instances live again. From there on everything must finish within a bound, new requests succeed,
+and nothing is left of the old ones. Faults that heal by themselves would hide what never ends.
+"""
+
+import asyncio
+import gc
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from kaveri.cluster.view import Role
+from kaveri.sampling import SamplingParams
+from kaveri.testing.simulation.clients import Clients
+from kaveri.testing.simulation.entropy import import_services, replaced_world
+from kaveri.testing.simulation.faults import Faults
+from kaveri.testing.simulation.loop import SimulatedLoop, Stuck
+from kaveri.testing.simulation.network import Network
+from kaveri.testing.simulation.plan import Plan, PlannedRequest
+from kaveri.testing.simulation.rest import leftovers
+from kaveri.testing.simulation.trace import Trace
+from kaveri.testing.simulation.world import World
+from services.router.tokenizer import ModelTokenizer
+
+READY_WITHIN_S = 10.0
+FINISH_WITHIN_S = 30.0
+"""Everything that was sent before the faults ended has ended so many seconds after."""
+PROBE_WITHIN_S = 20.0
+REST_WITHIN_S = 10.0
+_LOOK_EVERY_S = 0.05
+_MOST_VIRTUAL_S = 600.0
+
+
+@dataclass(slots=True)
+class ScheduleResult:
+    """How one schedule ended."""
+
+    plan: Plan
+    violations: list[str]
+    hash: str
+    virtual_s: float
+    callbacks: int
+    counts: Counter[str]
+    """Events by kind; faults as fault:kind."""
+    lines: list[str] = field(default_factory=list)
+    """The trace, where it was asked for."""
+
+
+def run_schedule(
+    plan: Plan,
+    tokenizer: ModelTokenizer,
+    checks: tuple[Callable[[World], list[str]], ...] = (),
+    lines: bool = False,
+) -> ScheduleResult:
+    """Runs the plan. checks: called at the end, each returns violations. lines: keep the trace as text."""
+    import_services()
+    loop = SimulatedLoop(random.Random(plan.seed ^ 0x5EED))
+    trace = Trace(loop, lines)
+    rng = random.Random(plan.seed)
+    network = Network(loop, random.Random(rng.getrandbits(64)), trace, plan.link)
+    collecting = gc.isenabled()
+    gc.disable()
+    logs = structlog.get_config()
+    violations: list[str] = []
+    loop.world.context.run(lambda: None)
+    try:
+        with replaced_world(loop, network, random.Random(rng.getrandbits(64))):
+            world = World(plan, loop, network, trace, tokenizer, random.Random(rng.getrandbits(64)))
+            structlog.configure(
+                processors=[_LogTap(world)],
+                wrapper_class=structlog.make_filtering_bound_logger(20),
+                cache_logger_on_first_use=False,
+            )
+            try:
+                main = loop.world.context.run(loop.create_task, _run(world))
+                loop.run_until_complete(main)
+            except Stuck as error:
+                violations.append(f"the simulation is stuck: {error}")
+            violations += world.violations
+            violations += [f"nobody caught: {error}" for error in loop.unhandled]
+            if not violations:
+                for check in checks:
+                    violations += check(world)
+            trace.note("end", str(loop.callback_count))
+            loop.close()
+    finally:
+        structlog.configure(**logs)
+        if collecting:
+            gc.enable()
+    return ScheduleResult(plan, violations, trace.hexdigest(), loop.elapsed_s, loop.callback_count, trace.counts, trace.lines)
+
+
+async def _run(world: World) -> None:
+    plan, loop = world.plan, world.loop
+    for name in plan.names:
+        world.start(name)
+    if not await _until(world, lambda: _all_known(world), READY_WITHIN_S):
+        world.violations.append(f"the cluster was not ready after {READY_WITHIN_S} s")
+        return
+    world.ready_s = world.now()
+    world.trace.note("phase", "load")
+    clients = Clients(world)
+    sending = [_at(world, request, clients) for request in plan.requests]
+    faults = Faults(world)
+    await faults.run()
+    last_s = max((request.at_s for request in plan.requests), default=0.0)
+    await _sleep_until(loop, world.ready_s + last_s)
+    world.trace.note("phase", "recovery")
+    await faults.end()
+    world.healed_s = world.now()
+    if not await _until(world, lambda: all(task.done() or world.is_gone(task) for task in sending), FINISH_WITHIN_S):
+        world.violations += [
+            f"{outcome.request_id} sent to {outcome.router} at {outcome.started_s - world.ready_s:.3f} s has not ended "
+            f"{FINISH_WITHIN_S} s after the last fault"
+            for outcome in world.outcomes
+            if outcome.ended_s is None and not outcome.gone
+        ]
+        return
+    world.trace.note("phase", "probes")
+    if not await _until(world, lambda: _all_known(world), READY_WITHIN_S):
+        world.violations.append(f"the cluster was not whole again {READY_WITHIN_S} s after the last fault")
+        return
+    probes = [_at(world, probe, clients, probe=True) for probe in _probes(world)]
+    if not await _until(world, lambda: all(task.done() for task in probes), PROBE_WITHIN_S):
+        world.violations.append(f"a request sent after the faults has not ended within {PROBE_WITHIN_S} s")
+        return
+    for outcome in world.outcomes:
+        if outcome.probe and outcome.finish is None:
+            world.violations.append(f"{outcome.request_id}, sent after the faults, failed: {outcome.error!r}")
+    world.trace.note("phase", "rest")
+    await _until(world, lambda: not leftovers(world), REST_WITHIN_S)
+    world.violations += leftovers(world)
+
+
+def _at(world: World, request: PlannedRequest, clients: Clients, probe: bool = False) -> asyncio.Task[None]:
+    """Sends a request at its time, in its client's process."""
+
+    async def send() -> None:
+        await asyncio.sleep(max(0.0, world.ready_s + request.at_s - world.now()))
+        await clients.send(request, probe)
+
+    task = world.loop.spawn(world.clients[request.client], send())
+    return task
+
+
+def _probes(world: World) -> list[PlannedRequest]:
+    rng = random.Random(world.plan.seed + 1)
+    alive = [name for name, process in world.clients.items() if not process.dead]
+    return [
+        PlannedRequest(
+            request_id=f"probe-{router.name}-{number}",
+            client=alive[number % len(alive)],
+            router=router.name,
+            at_s=0.0,
+            prompt=tuple(1 + rng.randrange(900) for _ in range(1 + rng.randrange(60))),
+            params=SamplingParams(max_tokens=1 + rng.randrange(12), temperature=0.0, ignore_eos=True),
+        )
+        for router in world.plan.of_role(Role.ROUTER)
+        for number in range(world.plan.probes_per_router)
+    ]
+
+
+def _all_known(world: World) -> bool:
+    """Whether every instance lives, and every router knows and follows all of them."""
+    lives = list(world.lives.values())
+    if any(life.ended or (life.router is None and life.host is None) for life in lives):
+        return False
+    records = {life.name: life for life in lives}
+    for life in lives:
+        if life.router is None:
+            continue
+        view = life.router.store.view()
+        if not view.store_connected or view.instances.keys() != records.keys():
+            return False
+        if any(
+            status.record.address != f"{name}:{records[name].port}" for name, status in view.instances.items()
+        ):
+            return False
+    return True
+
+
+async def _until(world: World, condition: Callable[[], bool], within_s: float) -> bool:
+    until_s = world.now() + within_s
+    while not condition():
+        if world.now() >= until_s:
+            return False
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return True
+
+
+async def _sleep_until(loop: SimulatedLoop, at_s: float) -> None:
+    await asyncio.sleep(max(0.0, at_s - loop.now))
+
+
+class _LogTap:
+    """Takes the services' log lines into the trace; errors are violations unless a fault explains them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+        world = self._world
+        exc_info = event.pop("exc_info", None)
+        what = event.pop("event")
+        shown = " ".join(f"{key}={value}" for key, value in event.items())
+        world.trace.note("log", f"{method} {what} {shown}")
+        if method in ("error", "exception", "critical") and not world.expected_errors:
+            world.violations.append(f"{world.loop.current} logged an error: {what} {shown} {exc_info or ''}")
+        raise structlog.DropEvent

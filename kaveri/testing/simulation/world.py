@@ -1,0 +1,207 @@
+"""One simulated cluster: the processes of a plan, their lives, and what the simulation knows of them."""
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kaveri.cluster.store import Follow
+from kaveri.cluster.view import Role
+from kaveri.engine.fake import FakeModel
+from kaveri.instance.hosting import InstanceHost
+from kaveri.testing.simulation.draws import DrawRecord
+from kaveri.testing.simulation.engine import SimulatedEngine
+from kaveri.testing.simulation.kv_network import NetworkWire
+from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess
+from kaveri.testing.simulation.network import Network
+from kaveri.testing.simulation.outcomes import RequestOutcome
+from kaveri.testing.simulation.plan import Plan, PlannedInstance
+from kaveri.testing.simulation.store import SimulatedStore, SimulatedStoreServer
+from kaveri.testing.simulation.trace import Trace
+from services.decode.config import DecodeConfig
+from services.decode.service import decode_host
+from services.instance.config import ColocatedConfig
+from services.instance.service import colocated_host
+from services.prefill.config import PrefillConfig
+from services.prefill.prediction import PredictionMode
+from services.prefill.service import prefill_host
+from services.router.config import RouterConfig
+from services.router.server import Router, serve_requests
+from services.router.tokenizer import ModelTokenizer
+
+MODEL_NAME = "simulated"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Life:
+    """One life of one instance."""
+
+    planned: PlannedInstance
+    process: SimulatedProcess
+    stopping: asyncio.Event
+    port: int
+    engine: SimulatedEngine | None = None
+    host: InstanceHost | None = None
+    router: Router | None = None
+    ended: bool = False
+    """It was killed, or its main function has returned."""
+
+    @property
+    def name(self) -> str:
+        """Of the instance."""
+        return self.planned.name
+
+
+class World:
+    """The cluster. Everything is called on the simulated loop."""
+
+    def __init__(
+        self, plan: Plan, loop: SimulatedLoop, network: Network, trace: Trace, tokenizer: ModelTokenizer, rng: random.Random
+    ) -> None:
+        self.plan = plan
+        self.loop = loop
+        self.network = network
+        self.trace = trace
+        self.tokenizer = tokenizer
+        self.rng = rng
+        self.model = FakeModel(
+            vocab_size=tokenizer.vocab_size,
+            layer_count=1,
+            max_model_len=plan.max_model_len,
+            eos_probability=plan.eos_probability,
+        )
+        self.draws = DrawRecord()
+        self.store = SimulatedStoreServer(network)
+        self.lives: dict[str, Life] = {}
+        """The newest life of each name."""
+        self.former: list[Life] = []
+        """Lives that have ended."""
+        self.clients: dict[str, SimulatedProcess] = {name: SimulatedProcess(name) for name in plan.clients}
+        self.outcomes: list[RequestOutcome] = []
+        self.violations: list[str] = []
+        """What was found while it ran; checks add theirs at the end."""
+        self.ready_s = 0.0
+        """When the load began."""
+        self.healed_s = 0.0
+        """When the faults ended."""
+        self.expected_errors = False
+        """Whether a fault makes services log errors."""
+
+    @property
+    def engines(self) -> list[SimulatedEngine]:
+        """All that ever lived."""
+        lives = (*self.former, *self.lives.values())
+        return [life.engine for life in lives if life.engine is not None]
+
+    def now(self) -> float:
+        """The simulation's time."""
+        return self.loop.now
+
+    def process_of(self, name: str) -> SimulatedProcess:
+        """The process that has the name now."""
+        if name in self.lives:
+            return self.lives[name].process
+        return self.clients[name] if name in self.clients else self.store.process
+
+    def start(self, name: str) -> Life:
+        """Begins a new life of an instance."""
+        planned = next(instance for instance in self.plan.instances if instance.name == name)
+        former = self.lives.get(name)
+        number, port = 1, 0
+        if former is not None:
+            assert former.ended, f"{name} lives"
+            self.former.append(former)
+            # Half of them come back at their former address.
+            number, port = former.process.life + 1, former.port if self.rng.random() < 0.5 else 0
+        life = Life(planned, SimulatedProcess(name, number), asyncio.Event(), port or self.network.new_port())
+        self.lives[name] = life
+        self.trace.note("life", f"begins {life.process}")
+        main = self._router(life) if planned.role is Role.ROUTER else self._instance(life)
+        self.loop.spawn(life.process, self._main(life, main))
+        return life
+
+    def kill(self, name: str) -> None:
+        """Ends a life at once."""
+        life = self.lives[name]
+        if not life.ended:
+            self.trace.note("life", f"killed {life.process}")
+            life.ended = True
+            self.network.end_process(life.process)
+
+    async def _main(self, life: Life, main: Coroutine[Any, Any, None]) -> None:
+        try:
+            await main
+        except Exception as error:
+            self.trace.note("life", f"failed {life.process} {error!r}")
+            if not self.expected_errors:
+                self.violations.append(f"{life.process} failed: {error!r}")
+        self.trace.note("life", f"ended {life.process}")
+        life.ended = True
+        # Not from within: the process is marked dead, and this is its own task.
+        self.loop.schedule(self.loop.world, 0.0, self.network.end_process, life.process)
+
+    async def _router(self, life: Life) -> None:
+        plan = self.plan
+        config = RouterConfig(
+            instance_id=life.name,
+            host=life.name,
+            port=life.port,
+            model=MODEL_NAME,
+            max_requests=plan.max_requests,
+            placement_policy=plan.placement_policy,
+            drain_timeout_s=plan.drain_timeout_s,
+            lease_ttl_s=plan.lease_ttl_s,
+            heartbeat_interval_s=plan.heartbeat_interval_s,
+        )
+
+        def started(router: Router) -> None:
+            life.router = router
+
+        async with SimulatedStore(self.store) as store:
+            await serve_requests(config, store, self.tokenizer, life.stopping, started)
+
+    async def _instance(self, life: Life) -> None:
+        plan, planned, role = self.plan, life.planned, life.planned.role
+        shared: dict[str, Any] = {
+            "instance_id": life.name,
+            "host": life.name,
+            "port": life.port,
+            "model": MODEL_NAME,
+            "engine": "fake",
+            "chunk_tokens": planned.chunk_tokens,
+            "max_batch": planned.max_batch,
+            "drain_timeout_s": plan.drain_timeout_s,
+            "lease_ttl_s": plan.lease_ttl_s,
+            "heartbeat_interval_s": plan.heartbeat_interval_s,
+        }
+        prompts = {"max_queue": plan.max_queue, "prefill_policy": plan.prefill_policy, "prediction": PredictionMode.OFF}
+        batch = {"decode_policy": plan.decode_policy}
+        follow = Follow.HEARTBEATS if role is Role.DECODE else Follow.BROADCASTS
+        async with SimulatedStore(self.store, follow) as store:
+            engine = life.engine = SimulatedEngine(
+                self.model,
+                wire=NetworkWire(self.network),
+                rng=random.Random(self.rng.getrandbits(64)),
+                block_count=planned.block_count,
+                chunk_tokens=planned.chunk_tokens,
+                max_batch=planned.max_batch,
+                step_s=planned.step_s,
+                receives=role is Role.DECODE,
+                divergent=plan.divergent,
+                draws=self.draws,
+            )
+            registry = CollectorRegistry()
+            make: Callable[[], InstanceHost]
+            match role:
+                case Role.PREFILL:
+                    prefill = PrefillConfig(decode_placement=plan.decode_placement, **prompts, **shared)
+                    life.host = prefill_host(prefill, engine, store, registry)
+                case Role.DECODE:
+                    decode = DecodeConfig(reservation_ttl_s=plan.reservation_ttl_s, **batch, **shared)
+                    life.host = decode_host(decode, engine, store, registry)
+                case _:
+                    life.host = colocated_host(ColocatedConfig(**prompts, **batch, **shared), engine, store, registry)
+            await life.host.serve(life.stopping)
