@@ -47,7 +47,10 @@ class Clients:
             await self._send(planned, outcome, first_s)
             outcome.ended_s = world.now()
             shown = outcome.finish or repr(outcome.error)
-            world.trace.note("outcome", f"{planned.request_id} {shown} {len(outcome.token_ids)} tokens")
+            world.trace.note(
+                f"outcome:{outcome.finish or type(outcome.error).__name__}",
+                f"{planned.request_id} {shown} {len(outcome.token_ids)} tokens",
+            )
             if not isinstance(outcome.error, _TAKEN) or outcome.cancelled_s is not None:
                 return
 

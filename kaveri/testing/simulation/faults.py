@@ -162,7 +162,9 @@ class Faults:
         while not life.ended:
             if world.now() > until_s:
                 if not life.process.frozen:
-                    world.violations.append(f"{life.process} has not ended {world.now() - until_s + 8.0:.1f} s after its drain")
+                    world.violations.append(
+                        f"{life.process} has not ended {world.now() - until_s + 8.0:.1f} s after its drain"
+                    )
                 world.kill(life.name)
             await asyncio.sleep(0.05)
 

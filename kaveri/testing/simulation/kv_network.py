@@ -127,7 +127,9 @@ class _KvConnection:
             self.lose_end(end, reason)
 
     def lose_end(self, of: SimulatedProcess, reason: str) -> None:
-        self.network.loop.schedule(of, self.network.draw_delay_s(self.network.link(of.name, of.name)), self._lost, of, reason)
+        self.network.loop.schedule(
+            of, self.network.draw_delay_s(self.network.link(of.name, of.name)), self._lost, of, reason
+        )
 
     def peer_ended(self, of: SimulatedProcess) -> None:
         self._ends.pop(of, None)

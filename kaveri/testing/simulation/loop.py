@@ -49,6 +49,8 @@ _serials = itertools.count(1)
 class SimulatedTask(asyncio.Task[ResultT]):
     """A task whose hash is a serial number: asyncio keeps tasks in sets, and goes through them when a group ends."""
 
+    process: SimulatedProcess
+
     def __hash__(self) -> int:
         try:
             return self._serial
@@ -142,7 +144,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def tasks_of(self, process: SimulatedProcess) -> list[asyncio.Task[Any]]:
         """Its tasks that have not ended."""
-        return [task for task in asyncio.all_tasks(self) if task.get_context().get(_PROCESS) is process]  # type: ignore[attr-defined]
+        return [task for task in asyncio.all_tasks(self) if process_of(task) is process]
 
     def jump_clock(self, process: SimulatedProcess, seconds: float) -> None:
         """Moves the process's clock. Timers that it had set come due by the new one."""
@@ -191,7 +193,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
-        return SimulatedTask(coro, loop=self, name=name, context=context)
+        task: SimulatedTask[Any] = SimulatedTask(coro, loop=self, name=name, context=context)
+        task.process = self.current if context is None else context.get(_PROCESS, self.world)
+        return task
 
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., Any], *args: Any
@@ -270,6 +274,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 def current_process() -> SimulatedProcess:
     """The process whose code runs."""
     return _PROCESS.get()
+
+
+def process_of(task: asyncio.Task[Any]) -> SimulatedProcess:
+    """The process that a task belongs to."""
+    assert isinstance(task, SimulatedTask)
+    return task.process
 
 
 def _run_into(future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -344,7 +344,9 @@ class _ClientCall:
         self.deadline_s = None if timeout_s is None else loop.time() + timeout_s
         self._timer = None
         if timeout_s is not None:
-            self._timer = loop.call_later(max(0.0, timeout_s), self.fail, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            self._timer = loop.call_later(
+                max(0.0, timeout_s), self.fail, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"
+            )
         if len(request) > MAX_MESSAGE_BYTES:
             loop.call_soon(self.fail, grpc.StatusCode.RESOURCE_EXHAUSTED, "Sent message larger than max")
         else:
@@ -434,7 +436,9 @@ class _ClientCall:
         """A message has arrived."""
         if self._code is None:
             self._messages.append(data)
-            self._network.trace.note("message", self.path, data, lambda: str(self._deserialize(data)).replace("\n", " "))
+            self._network.trace.note(
+                "message", self.path, data, lambda: str(self._deserialize(data)).replace("\n", " ")
+            )
             self._wake()
 
     def take_status(self, code: grpc.StatusCode, details: str, metadata: Sequence[tuple[str, Any]]) -> None:

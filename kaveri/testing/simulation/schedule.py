@@ -8,8 +8,10 @@ and nothing is left of the old ones. Faults that heal by themselves would hide w
 import asyncio
 import gc
 import random
+import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ import structlog
 
 from kaveri.cluster.view import Role
 from kaveri.sampling import SamplingParams
+from kaveri.testing.simulation.checks import CHECKS, Check
 from kaveri.testing.simulation.clients import Clients
 from kaveri.testing.simulation.entropy import import_services, replaced_world
 from kaveri.testing.simulation.faults import Faults
@@ -25,7 +28,7 @@ from kaveri.testing.simulation.network import Network
 from kaveri.testing.simulation.plan import Plan, PlannedRequest
 from kaveri.testing.simulation.rest import leftovers
 from kaveri.testing.simulation.trace import Trace
-from kaveri.testing.simulation.world import World
+from kaveri.testing.simulation.world import PROBER, World
 from services.router.tokenizer import ModelTokenizer
 
 READY_WITHIN_S = 10.0
@@ -53,47 +56,69 @@ class ScheduleResult:
 
 
 def run_schedule(
-    plan: Plan,
-    tokenizer: ModelTokenizer,
-    checks: tuple[Callable[[World], list[str]], ...] = (),
-    lines: bool = False,
+    plan: Plan, tokenizer: ModelTokenizer, checks: Sequence[Check] = CHECKS, *, lines: bool = False
 ) -> ScheduleResult:
-    """Runs the plan. checks: called at the end, each returns violations. lines: keep the trace as text."""
+    """Runs the plan. checks: called at the end. lines: keep the trace as text."""
     import_services()
-    loop = SimulatedLoop(random.Random(plan.seed ^ 0x5EED))
-    trace = Trace(loop, lines)
-    rng = random.Random(plan.seed)
-    network = Network(loop, random.Random(rng.getrandbits(64)), trace, plan.link)
-    collecting = gc.isenabled()
-    gc.disable()
     logs = structlog.get_config()
-    violations: list[str] = []
-    loop.world.context.run(lambda: None)
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        with replaced_world(loop, network, random.Random(rng.getrandbits(64))):
-            world = World(plan, loop, network, trace, tokenizer, random.Random(rng.getrandbits(64)))
-            structlog.configure(
-                processors=[_LogTap(world)],
-                wrapper_class=structlog.make_filtering_bound_logger(20),
-                cache_logger_on_first_use=False,
-            )
-            try:
-                main = loop.world.context.run(loop.create_task, _run(world))
-                loop.run_until_complete(main)
-            except Stuck as error:
-                violations.append(f"the simulation is stuck: {error}")
-            violations += world.violations
-            violations += [f"nobody caught: {error}" for error in loop.unhandled]
-            if not violations:
-                for check in checks:
-                    violations += check(world)
-            trace.note("end", str(loop.callback_count))
-            loop.close()
+        result = _simulate(plan, tokenizer, checks, lines)
+        _collect()
+        return result
     finally:
         structlog.configure(**logs)
-        if collecting:
+        if collects:
             gc.enable()
-    return ScheduleResult(plan, violations, trace.hexdigest(), loop.elapsed_s, loop.callback_count, trace.counts, trace.lines)
+
+
+def _simulate(plan: Plan, tokenizer: ModelTokenizer, checks: Sequence[Check], lines: bool) -> ScheduleResult:
+    rng = random.Random(plan.seed)
+    loop = SimulatedLoop(_branch(rng))
+    trace = Trace(loop, lines)
+    network = Network(loop, _branch(rng), trace, plan.link)
+    violations: list[str] = []
+    with replaced_world(loop, network, _branch(rng)):
+        world = World(plan, loop, network, trace, tokenizer, _branch(rng))
+        structlog.configure(
+            processors=[_LogTap(world)],
+            wrapper_class=structlog.make_filtering_bound_logger(20),
+            cache_logger_on_first_use=False,
+        )
+        try:
+            loop.run_until_complete(loop.create_task(_run(world)))
+        except Stuck as error:
+            world.violations.append(f"the simulation is stuck: {error}")
+        world.violations += [f"nobody caught: {error}" for error in loop.unhandled]
+        for check in checks:
+            world.violations += check(world)
+        violations += world.violations
+        trace.note("end", str(loop.callback_count))
+        loop.close()
+    return ScheduleResult(
+        plan, violations, trace.hexdigest(), loop.elapsed_s, loop.callback_count, trace.counts, trace.lines
+    )
+
+
+def _branch(rng: random.Random) -> random.Random:
+    return random.Random(rng.getrandbits(64))
+
+
+def _collect() -> None:
+    """Frees what the simulated processes left behind. Their clean-up runs now, for the first time, and means nothing."""
+    structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            gc.collect()
+    finally:
+        sys.unraisablehook = hook
+
+
+def _drop(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    raise structlog.DropEvent
 
 
 async def _run(world: World) -> None:
@@ -104,14 +129,14 @@ async def _run(world: World) -> None:
         world.violations.append(f"the cluster was not ready after {READY_WITHIN_S} s")
         return
     world.ready_s = world.now()
-    world.trace.note("phase", "load")
+    world.trace.note("phase:load", "")
     clients = Clients(world)
     sending = [_at(world, request, clients) for request in plan.requests]
     faults = Faults(world)
     await faults.run()
     last_s = max((request.at_s for request in plan.requests), default=0.0)
     await _sleep_until(loop, world.ready_s + last_s)
-    world.trace.note("phase", "recovery")
+    world.trace.note("phase:recovery", "")
     await faults.end()
     world.healed_s = world.now()
     if not await _until(world, lambda: all(task.done() or world.is_gone(task) for task in sending), FINISH_WITHIN_S):
@@ -122,7 +147,7 @@ async def _run(world: World) -> None:
             if outcome.ended_s is None and not outcome.gone
         ]
         return
-    world.trace.note("phase", "probes")
+    world.trace.note("phase:probes", "")
     if not await _until(world, lambda: _all_known(world), READY_WITHIN_S):
         world.violations.append(f"the cluster was not whole again {READY_WITHIN_S} s after the last fault")
         return
@@ -133,7 +158,7 @@ async def _run(world: World) -> None:
     for outcome in world.outcomes:
         if outcome.probe and outcome.finish is None:
             world.violations.append(f"{outcome.request_id}, sent after the faults, failed: {outcome.error!r}")
-    world.trace.note("phase", "rest")
+    world.trace.note("phase:rest", "")
     await _until(world, lambda: not leftovers(world), REST_WITHIN_S)
     world.violations += leftovers(world)
 
@@ -151,11 +176,10 @@ def _at(world: World, request: PlannedRequest, clients: Clients, probe: bool = F
 
 def _probes(world: World) -> list[PlannedRequest]:
     rng = random.Random(world.plan.seed + 1)
-    alive = [name for name, process in world.clients.items() if not process.dead]
     return [
         PlannedRequest(
             request_id=f"probe-{router.name}-{number}",
-            client=alive[number % len(alive)],
+            client=PROBER,
             router=router.name,
             at_s=0.0,
             prompt=tuple(1 + rng.randrange(900) for _ in range(1 + rng.randrange(60))),
@@ -178,9 +202,7 @@ def _all_known(world: World) -> bool:
         view = life.router.store.view()
         if not view.store_connected or view.instances.keys() != records.keys():
             return False
-        if any(
-            status.record.address != f"{name}:{records[name].port}" for name, status in view.instances.items()
-        ):
+        if any(status.record.address != f"{name}:{records[name].port}" for name, status in view.instances.items()):
             return False
     return True
 

@@ -15,7 +15,7 @@ from kaveri.instance.hosting import InstanceHost
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.engine import SimulatedEngine
 from kaveri.testing.simulation.kv_network import NetworkWire
-from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess
+from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess, process_of
 from kaveri.testing.simulation.network import Network
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import Plan, PlannedInstance
@@ -33,6 +33,8 @@ from services.router.server import Router, serve_requests
 from services.router.tokenizer import ModelTokenizer
 
 MODEL_NAME = "simulated"
+PROBER = "prober"
+"""The client that asks once the faults have ended. No fault touches it."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -59,7 +61,13 @@ class World:
     """The cluster. Everything is called on the simulated loop."""
 
     def __init__(
-        self, plan: Plan, loop: SimulatedLoop, network: Network, trace: Trace, tokenizer: ModelTokenizer, rng: random.Random
+        self,
+        plan: Plan,
+        loop: SimulatedLoop,
+        network: Network,
+        trace: Trace,
+        tokenizer: ModelTokenizer,
+        rng: random.Random,
     ) -> None:
         self.plan = plan
         self.loop = loop
@@ -79,7 +87,8 @@ class World:
         """The newest life of each name."""
         self.former: list[Life] = []
         """Lives that have ended."""
-        self.clients: dict[str, SimulatedProcess] = {name: SimulatedProcess(name) for name in plan.clients}
+        self.clients: dict[str, SimulatedProcess] = {name: SimulatedProcess(name) for name in (*plan.clients, PROBER)}
+        self.client_of = {request.request_id: request.client for request in plan.requests}
         self.outcomes: list[RequestOutcome] = []
         self.violations: list[str] = []
         """What was found while it ran; checks add theirs at the end."""
@@ -99,6 +108,10 @@ class World:
     def now(self) -> float:
         """The simulation's time."""
         return self.loop.now
+
+    def is_gone(self, task: asyncio.Task[None]) -> bool:
+        """Whether the process that the task belongs to is dead."""
+        return process_of(task).dead
 
     def process_of(self, name: str) -> SimulatedProcess:
         """The process that has the name now."""

@@ -1,0 +1,177 @@
+"""The command line of the simulation: one seed with its plan and trace, or many seeds and an account of them."""
+
+import argparse
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from services.router.tokenizer import ModelTokenizer
+
+_PHASES = ("load", "recovery", "probes", "rest")
+
+
+@dataclass(slots=True)
+class Account:
+    """What many schedules came to."""
+
+    schedules: int = 0
+    violations: dict[int, list[str]] = field(default_factory=dict)
+    """By seed."""
+    counts: Counter[str] = field(default_factory=Counter)
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    requests: int = 0
+    hashes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Small enough to be kept."""
+        shown = {name.removeprefix("fault:"): n for name, n in sorted(self.counts.items()) if name.startswith("fault:")}
+        return {
+            "schedules": self.schedules,
+            "violations": {str(seed): found for seed, found in sorted(self.violations.items())},
+            "faults": shown,
+            "reached_phase": {phase: self.counts[f"phase:{phase}"] for phase in _PHASES},
+            "requests": self.requests,
+            "outcomes": {
+                n.removeprefix("outcome:"): c for n, c in sorted(self.counts.items()) if n.startswith("outcome:")
+            },
+            "virtual_s": round(self.virtual_s),
+            "schedules_per_cpu_s": round(self.schedules / max(self.cpu_s, 1e-9), 2),
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 when there was a violation."""
+    options = _parser().parse_args(arguments)
+    if "torch" not in sys.modules:
+        # Nothing here computes with it, and transformers would import it.
+        cast(dict[str, ModuleType | None], sys.modules)["torch"] = None
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if options.count is None:
+        return _replay(options.seed, options.trace, options.faults, options.plant)
+    return _run_many(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kaveri.testing.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--trace", action="store_true", help="print what happened, line by line")
+    parser.add_argument("--count", type=int, help="run so many seeds, and print an account")
+    parser.add_argument("--jobs", type=int, default=1, help="processes to run them in")
+    parser.add_argument("--no-faults", dest="faults", action="store_false", help="leave the faults of the plans out")
+    parser.add_argument("--plant", help="switch a planted bug on: see docs/simulation.md")
+    parser.add_argument("--account", help="file to write the account to, as JSON")
+    parser.add_argument("--stop-after", type=int, default=20, help="seeds with violations after which to stop")
+    parser.add_argument("--hashes", action="store_true", help="print the hash of every trace")
+    return parser
+
+
+def _replay(seed: int, trace: bool, faults: bool, plant: str | None) -> int:
+    from kaveri.testing.simulation.draw import draw_plan
+    from kaveri.testing.simulation.schedule import run_schedule
+
+    plan = draw_plan(seed, faults=faults)
+    print(plan)
+    with _planted(plant):
+        result = run_schedule(plan, _tokenizer(), lines=trace)
+    for line in result.lines:
+        print(line)
+    print(f"{result.virtual_s:.3f} virtual seconds, {result.callbacks} callbacks, trace {result.hash}")
+    for violation in result.violations:
+        print(f"VIOLATION {violation}")
+    return 1 if result.violations else 0
+
+
+def _run_many(options: argparse.Namespace) -> int:
+    account = Account()
+    started_s = time.monotonic()
+    seeds = range(options.seed, options.seed + options.count)
+    for seed, one in _results(seeds, options):
+        account.schedules += 1
+        account.counts.update(one["counts"])
+        account.virtual_s += one["virtual_s"]
+        account.cpu_s += one["cpu_s"]
+        account.requests += one["requests"]
+        if options.hashes:
+            print(seed, one["hash"])
+        if one["violations"]:
+            account.violations[seed] = one["violations"]
+            print(f"seed {seed}: {one['violations'][0]}", flush=True)
+            if len(account.violations) >= options.stop_after:
+                break
+    shown = account.to_json()
+    if options.account:
+        with open(options.account, "w", encoding="utf-8") as file:
+            json.dump(shown, file, indent=1)
+            file.write("\n")
+    print(json.dumps(shown))
+    rate = account.schedules / (time.monotonic() - started_s)
+    print(f"{account.schedules} schedules, {len(account.violations)} with violations, {rate:.1f} a second")
+    return 1 if account.violations else 0
+
+
+def _results(seeds: Sequence[int], options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
+    global _shared
+    _shared = _Shared(options.faults, options.plant, _tokenizer())
+    gc.collect()
+    gc.freeze()
+    if options.jobs == 1:
+        yield from map(_one, seeds)
+        return
+    # Forked: what was imported and loaded is shared.
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        yield from pool.imap(_one, seeds, chunksize=4)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    faults: bool
+    plant: str | None
+    tokenizer: "ModelTokenizer"
+
+
+_shared: _Shared | None = None
+
+
+def _one(seed: int) -> tuple[int, dict[str, Any]]:
+    from kaveri.testing.simulation.draw import draw_plan
+    from kaveri.testing.simulation.schedule import run_schedule
+
+    assert _shared is not None
+    started_s = time.process_time()
+    with _planted(_shared.plant):
+        result = run_schedule(draw_plan(seed, faults=_shared.faults), _shared.tokenizer)
+    kept = {name: n for name, n in result.counts.items() if ":" in name}
+    return seed, {
+        "violations": result.violations,
+        "hash": result.hash,
+        "virtual_s": result.virtual_s,
+        "cpu_s": time.process_time() - started_s,
+        "requests": len(result.plan.requests),
+        "counts": kept,
+    }
+
+
+def _planted(name: str | None) -> contextlib.AbstractContextManager[None]:
+    if name is None:
+        return contextlib.nullcontext()
+    from kaveri.testing.simulation.planted import PLANTED
+
+    return PLANTED[name].apply()
+
+
+def _tokenizer() -> "ModelTokenizer":
+    from kaveri.models import KAVERI_TINY
+    from services.router.tokenizer import ModelTokenizer
+
+    return ModelTokenizer.load(KAVERI_TINY)

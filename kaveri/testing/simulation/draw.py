@@ -1,0 +1,174 @@
+"""Draws a plan from a seed: its own set of faults, rates and sizes each time (swarm testing)."""
+
+import random
+
+from kaveri.cluster.view import Role
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.ordering import OrderingPolicy
+from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
+from kaveri.sampling import SamplingParams
+from kaveri.testing.simulation.network import LinkQuality
+from kaveri.testing.simulation.plan import Fault, FaultKind, Plan, PlannedInstance, PlannedRequest
+from kaveri.testing.simulation.store import STORE_NAME
+
+BLOCK_TOKENS = 16
+_WORDS = ("a", "river", "carries", "the", "small", "boat", "über", "ein", "Feld", "日本", "zip", "42", "...", "fox")
+
+
+def draw_plan(seed: int, *, faults: bool = True) -> Plan:
+    """The plan of a seed. faults: False leaves them out, and all else as it is."""
+    rng = random.Random(f"plan {seed}")
+    instances = _instances(rng)
+    clients = tuple(f"client-{number}" for number in range(rng.randint(1, 3)))
+    load_s = rng.uniform(1.8, 3.5)
+    routers = tuple(instance.name for instance in instances if instance.role is Role.ROUTER)
+    max_model_len = _max_model_len(instances)
+    requests = tuple(
+        sorted(
+            (
+                _request(rng, f"r{number}", clients, routers, load_s, max_model_len)
+                for number in range(rng.randint(20, 30))
+            ),
+            key=lambda request: request.at_s,
+        )
+    )
+    drawn = _faults(rng, instances, clients, load_s)
+    return Plan(
+        seed=seed,
+        instances=instances,
+        clients=clients,
+        requests=requests,
+        faults=drawn if faults else (),
+        link=LinkQuality(rng.choice((0.0001, 0.0005, 0.002)), rng.choice((0.0002, 0.001, 0.005))),
+        max_model_len=max_model_len,
+        eos_probability=rng.choice((0.0, 0.0, 0.02)),
+        divergent=rng.random() < 0.3,
+        lease_ttl_s=rng.choice((0.6, 1.0, 1.0, 2.0)),
+        reservation_ttl_s=rng.choice((2.0, 5.0)),
+        drain_timeout_s=rng.choice((0.5, 2.0)),
+        max_queue=rng.choice((256, 256, 256, 4)),
+        placement_policy=rng.choice(tuple(PlacementPolicy)),
+        decode_placement=rng.choice(tuple(DecodePlacementPolicy)),
+        decode_policy=rng.choice((AdmissionPolicy.GREEDY, *AdmissionPolicy)),
+        prefill_policy=rng.choice(tuple(OrderingPolicy)),
+    )
+
+
+def _instances(rng: random.Random) -> tuple[PlannedInstance, ...]:
+    colocated = rng.choice((0, 0, 0, 1))
+    only_colocated = rng.random() < 0.08
+    counts = {
+        Role.ROUTER: rng.choice((1, 1, 2, 2, 3)),
+        Role.PREFILL: 0 if only_colocated else rng.randint(1, 3),
+        Role.DECODE: 0 if only_colocated else rng.randint(1, 3),
+        Role.COLOCATED: rng.randint(1, 2) if only_colocated else colocated,
+    }
+    # Pools in which a few requests fill everything, in some schedules.
+    most_blocks = rng.choice((24, 40, 200, 200))
+    step_s = rng.choice((0.005, 0.01, 0.02))
+    return tuple(
+        PlannedInstance(
+            name=f"{role}-{number}",
+            role=role,
+            block_count=rng.randint(20, most_blocks),
+            step_s=step_s * rng.uniform(0.7, 1.4),
+            chunk_tokens=rng.choice((32, 64, 128)),
+            max_batch=rng.choice((2, 8, 16)),
+        )
+        for role, count in counts.items()
+        for number in range(count)
+    )
+
+
+def _max_model_len(instances: tuple[PlannedInstance, ...]) -> int:
+    # A request of the model's whole length must fit into the smallest pool.
+    smallest = min(instance.block_count for instance in instances if instance.role is not Role.ROUTER)
+    return BLOCK_TOKENS * min(smallest, 20)
+
+
+def _request(
+    rng: random.Random,
+    request_id: str,
+    clients: tuple[str, ...],
+    routers: tuple[str, ...],
+    load_s: float,
+    max_model_len: int,
+) -> PlannedRequest:
+    prompt_tokens = min(rng.choice((4, 20, 60, 150)) + rng.randrange(30), max_model_len // 2)
+    is_text = rng.random() < 0.15
+    most_tokens = min(1 + int(rng.expovariate(1 / 16)), max_model_len - 150 if is_text else max_model_len // 2)
+    params = SamplingParams(
+        max_tokens=max(1, most_tokens),
+        temperature=rng.choice((0.0, 0.0, 1.0)),
+        seed=rng.choice((None, rng.getrandbits(32))),
+        ignore_eos=rng.random() < 0.5,
+        stop=("ch", "e s") if rng.random() < 0.1 else (),
+        stop_token_ids=(rng.randrange(1000),) if rng.random() < 0.1 else (),
+        logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
+    )
+    short = rng.random() < 0.04
+    return PlannedRequest(
+        request_id=request_id,
+        client=rng.choice(clients),
+        router=rng.choice(routers),
+        at_s=rng.uniform(0.0, load_s),
+        prompt=() if is_text else tuple(1 + rng.randrange(999) for _ in range(prompt_tokens)),
+        text=" ".join(rng.choice(_WORDS) for _ in range(rng.randint(1, 12))) if is_text else "",
+        params=params,
+        timeout_s=rng.uniform(0.05, 1.5) if short else 120.0,
+        cancel_after_s=rng.expovariate(1 / 0.15) if rng.random() < 0.12 else None,
+        cancels_by_id=rng.random() < 0.5,
+        read_pause_s=rng.choice((0.02, 0.2)) if rng.random() < 0.06 else 0.0,
+        sends_again=tuple(rng.choice(routers) for _ in range(rng.randint(1, 3))) if rng.random() < 0.35 else (),
+    )
+
+
+def _faults(
+    rng: random.Random, instances: tuple[PlannedInstance, ...], clients: tuple[str, ...], load_s: float
+) -> tuple[Fault, ...]:
+    kinds = [kind for kind in FaultKind if rng.random() < 0.4]
+    if not kinds or rng.random() < 0.05:
+        return ()
+    faults: list[Fault] = []
+    for _ in range(rng.choice((1, 1, 2, 3, 4, 6))):
+        together = faults and rng.random() < 0.25
+        at_s = faults[-1].at_s if together else rng.uniform(0.0, load_s)
+        faults.append(_fault(rng, rng.choice(kinds), at_s, instances, clients))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _fault(
+    rng: random.Random, kind: FaultKind, at_s: float, instances: tuple[PlannedInstance, ...], clients: tuple[str, ...]
+) -> Fault:
+    names = tuple(instance.name for instance in instances)
+    engines = tuple(instance.name for instance in instances if instance.role is not Role.ROUTER)
+    target = rng.choice(names)
+    other = rng.choice([name for name in (*names, *clients, STORE_NAME) if name != target])
+    lasts_s = rng.choice((0.05, 0.3, 0.8, 1.5, 3.0)) * rng.uniform(0.5, 1.5)
+    amount = 0.0
+    match kind:
+        case FaultKind.KILL:
+            other, lasts_s = "", 0.0
+        case FaultKind.RESTART | FaultKind.DRAIN | FaultKind.ISOLATE:
+            other = ""
+        case FaultKind.FREEZE:
+            target, other = rng.choice((*names, *names, *clients, STORE_NAME)), ""
+        case FaultKind.CUT | FaultKind.CUT_ONE_WAY:
+            # Now and then for longer than a connection lives.
+            lasts_s = 17.0 if rng.random() < 0.1 else lasts_s
+        case FaultKind.SLOW:
+            amount = rng.choice((0.02, 0.2, 1.0))
+        case FaultKind.RESET:
+            lasts_s = 0.0
+        case FaultKind.CLOCK:
+            target, other, lasts_s = rng.choice((*names, STORE_NAME)), "", 0.0
+            amount = rng.choice((0.3, 2.0, 20.0)) * (rng.choice((-1, 1)) if target == STORE_NAME else 1)
+        case FaultKind.STORE_AWAY | FaultKind.STORE_LOST | FaultKind.STORE_REFUSES:
+            target = other = ""
+        case FaultKind.STORE_EMPTIED:
+            target, other, lasts_s = "", "", 0.0
+        case FaultKind.ENGINE:
+            target, other = rng.choice(engines), ""
+        case FaultKind.CLIENT:
+            target, other, lasts_s = rng.choice(clients), "", 0.0
+    return Fault(kind=kind, at_s=at_s, target=target, other=other, lasts_s=lasts_s, amount=amount)
