@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -121,8 +122,7 @@ def _run_many(options: argparse.Namespace) -> int:
 
 
 def _results(seeds: Sequence[int], options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
-    global _shared
-    _shared = _Shared(options.faults, options.plant, _tokenizer())
+    _Shared.settings = _Settings(options.faults, options.plant, _tokenizer())
     gc.collect()
     gc.freeze()
     if options.jobs == 1:
@@ -133,24 +133,28 @@ def _results(seeds: Sequence[int], options: argparse.Namespace) -> Iterator[tupl
         yield from pool.imap(_one, seeds, chunksize=4)
 
 
-@dataclass(frozen=True)
-class _Shared:
+@dataclass(frozen=True, slots=True)
+class _Settings:
     faults: bool
     plant: str | None
     tokenizer: "ModelTokenizer"
 
 
-_shared: _Shared | None = None
+class _Shared:
+    """What forked processes find."""
+
+    settings: _Settings | None = None
 
 
 def _one(seed: int) -> tuple[int, dict[str, Any]]:
     from kaveri.testing.simulation.draw import draw_plan
     from kaveri.testing.simulation.schedule import run_schedule
 
-    assert _shared is not None
+    settings = _Shared.settings
+    assert settings is not None
     started_s = time.process_time()
-    with _planted(_shared.plant):
-        result = run_schedule(draw_plan(seed, faults=_shared.faults), _shared.tokenizer)
+    with _planted(settings.plant):
+        result = run_schedule(draw_plan(seed, faults=settings.faults), settings.tokenizer)
     kept = {name: n for name, n in result.counts.items() if ":" in name}
     return seed, {
         "violations": result.violations,
@@ -165,13 +169,12 @@ def _one(seed: int) -> tuple[int, dict[str, Any]]:
 def _planted(name: str | None) -> contextlib.AbstractContextManager[None]:
     if name is None:
         return contextlib.nullcontext()
-    from kaveri.testing.simulation.planted import PLANTED
-
-    return PLANTED[name].apply()
+    planted = importlib.import_module("kaveri.testing.simulation.planted")
+    planting: contextlib.AbstractContextManager[None] = planted.PLANTED[name].apply()
+    return planting
 
 
 def _tokenizer() -> "ModelTokenizer":
-    from kaveri.models import KAVERI_TINY
-    from services.router.tokenizer import ModelTokenizer
+    from kaveri.testing.simulation.schedule import simulated_tokenizer
 
-    return ModelTokenizer.load(KAVERI_TINY)
+    return simulated_tokenizer()

@@ -10,9 +10,11 @@ from kaveri.sampling import SamplingParams
 from kaveri.testing.simulation.network import LinkQuality
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan, PlannedInstance, PlannedRequest
 from kaveri.testing.simulation.store import STORE_NAME
+from kaveri.testing.simulation.tokenizer import STOP_TEXTS, make_tokenizer
 
 BLOCK_TOKENS = 16
-_WORDS = ("a", "river", "carries", "the", "small", "boat", "über", "ein", "Feld", "日本", "zip", "42", "...", "fox")
+VOCAB_SIZE = len(make_tokenizer())
+_WORDS = ("the", "hot", "band", "steps", "on", "a", "sand", "bed", "née", "漢", "😀", "habe", "not")
 
 
 def draw_plan(seed: int, *, faults: bool = True) -> Plan:
@@ -102,8 +104,8 @@ def _request(
         temperature=rng.choice((0.0, 0.0, 1.0)),
         seed=rng.choice((None, rng.getrandbits(32))),
         ignore_eos=rng.random() < 0.5,
-        stop=("ch", "e s") if rng.random() < 0.1 else (),
-        stop_token_ids=(rng.randrange(1000),) if rng.random() < 0.1 else (),
+        stop=tuple(rng.sample(STOP_TEXTS, 2)) if rng.random() < 0.15 else (),
+        stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.1 else (),
         logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
     )
     short = rng.random() < 0.04
@@ -112,7 +114,7 @@ def _request(
         client=rng.choice(clients),
         router=rng.choice(routers),
         at_s=rng.uniform(0.0, load_s),
-        prompt=() if is_text else tuple(1 + rng.randrange(999) for _ in range(prompt_tokens)),
+        prompt=() if is_text else tuple(1 + rng.randrange(VOCAB_SIZE - 1) for _ in range(prompt_tokens)),
         text=" ".join(rng.choice(_WORDS) for _ in range(rng.randint(1, 12))) if is_text else "",
         params=params,
         timeout_s=rng.uniform(0.05, 1.5) if short else 120.0,

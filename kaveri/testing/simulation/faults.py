@@ -30,12 +30,14 @@ class Faults:
         self._ending = True
         world = self._world
         world.network.heal_all()
+        for process in (*world.clients.values(), world.store.process):
+            world.loop.thaw(process)
         if world.store.away:
             world.store.bring_back()
         world.store.refuses_writes = False
         for name in world.plan.names:
             life = world.lives[name]
-            self._thaw(life)
+            world.loop.thaw(life.process)
             if life.stopping.is_set() and not life.ended:
                 await self._wait_for_end(life)
             if life.ended:
@@ -88,13 +90,10 @@ class Faults:
             self._world.start(name)
 
     async def _freeze(self, fault: Fault) -> None:
-        life = self._world.lives[fault.target]
-        self._world.network.freeze(life.process)
+        process = self._world.process_of(fault.target)
+        self._world.network.freeze(process)
         await asyncio.sleep(fault.lasts_s)
-        self._thaw(life)
-
-    def _thaw(self, life: Life) -> None:
-        self._world.loop.thaw(life.process)
+        self._world.loop.thaw(process)
 
     async def _cut(self, fault: Fault) -> None:
         network = self._world.network

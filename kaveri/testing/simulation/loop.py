@@ -43,7 +43,12 @@ class SimulatedProcess:
 
 
 _PROCESS: contextvars.ContextVar[SimulatedProcess] = contextvars.ContextVar("simulated_process")
-_serials = itertools.count(1)
+
+
+class _Serials:
+    """Numbers tasks and futures; begins again with each loop."""
+
+    numbers = itertools.count(1)
 
 
 class SimulatedTask(asyncio.Task[ResultT]):
@@ -55,7 +60,7 @@ class SimulatedTask(asyncio.Task[ResultT]):
         try:
             return self._serial
         except AttributeError:
-            self._serial: int = next(_serials)
+            self._serial: int = next(_Serials.numbers)
             return self._serial
 
 
@@ -66,7 +71,7 @@ class SimulatedFuture(asyncio.Future[ResultT]):
         try:
             return self._serial
         except AttributeError:
-            self._serial: int = next(_serials)
+            self._serial: int = next(_Serials.numbers)
             return self._serial
 
 
@@ -80,8 +85,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def __init__(self, rng: random.Random) -> None:
         """rng: picks the process that runs next."""
         super().__init__()
-        global _serials
-        _serials = itertools.count(1)
+        _Serials.numbers = itertools.count(1)
         self.set_debug(False)
         self._rng = rng
         self._now = _STARTED_AT_S
@@ -228,7 +232,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             handle = queue.popleft()
             if not queue:
                 runnable.remove(process)
-            if not handle._cancelled:  # type: ignore[attr-defined]
+            if not handle._cancelled:
                 self.callback_count += 1
                 self._callbacks_now += 1
                 self.current = process
@@ -245,7 +249,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._now = now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= now:
             _, _, handle, process = heapq.heappop(timers)
-            if not handle._cancelled:  # type: ignore[attr-defined]
+            if not handle._cancelled:
                 self._enqueue(process, handle)
 
     def _enqueue(self, process: SimulatedProcess, handle: asyncio.Handle) -> None:

@@ -31,7 +31,7 @@ class LinkQuality:
 class Link:
     """One direction between two names. It outlives the processes at its ends."""
 
-    __slots__ = ("cut_since_s", "held", "source", "target", "extra_s")
+    __slots__ = ("cut_since_s", "extra_s", "held", "source", "target")
 
     def __init__(self, source: str, target: str) -> None:
         self.source = source

@@ -112,7 +112,7 @@ class Plan:
     clients: tuple[str, ...]
     requests: tuple[PlannedRequest, ...]
     faults: tuple[Fault, ...] = ()
-    link: LinkQuality = LinkQuality()
+    link: LinkQuality = field(default_factory=LinkQuality)
     max_model_len: int = 256
     eos_probability: float = 0.0
     divergent: bool = False

@@ -9,7 +9,7 @@ def leftovers(world: World) -> list[str]:
     found: list[str] = []
     for life in world.lives.values():
         found += [f"{life.process}: {what}" for what in _of_router(life) + _of_instance(life)]
-    claimed = [i for i in world.store.cluster.request_ids() if world.store.cluster.request(i) is not None]
+    claimed = _claimed(world)
     if claimed:
         found.append(f"the store: {len(claimed)} requests in its table: {', '.join(claimed[:5])}")
     calls = [call for call in world.network.open_calls if not call.process.dead]
@@ -22,6 +22,14 @@ def leftovers(world: World) -> list[str]:
     if others:
         found.append(f"calls that have not ended: {', '.join(others)}")
     return found
+
+
+def _claimed(world: World) -> list[str]:
+    """Ids that a living router has in the store's table. What a dead one has left there is in nobody's way."""
+    cluster = world.store.cluster
+    routers = {life.router.router_id for life in world.lives.values() if life.router is not None}
+    records = map(cluster.request, cluster.request_ids())
+    return [record.request_id for record in records if record is not None and record.router_id in routers]
 
 
 def _of_router(life: Life) -> list[str]:

@@ -604,8 +604,8 @@ class _ServerCall:
                     await self.write(message)
             else:
                 await handler.unary_stream(request, self)
-        except aio.AbortError as error:
-            assert error is self._abort_error, error
+        except aio.AbortError:
+            assert self._abort_error is not None
         except Exception as error:
             self._network.loop.unhandled.append(f"{self.process}: {self.path} raised {error!r}")
             self.end(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}", ())

@@ -11,9 +11,9 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
@@ -27,6 +27,7 @@ from kaveri.testing.simulation.loop import SimulatedLoop, Stuck
 from kaveri.testing.simulation.network import Network
 from kaveri.testing.simulation.plan import Plan, PlannedRequest
 from kaveri.testing.simulation.rest import leftovers
+from kaveri.testing.simulation.tokenizer import make_tokenizer
 from kaveri.testing.simulation.trace import Trace
 from kaveri.testing.simulation.world import PROBER, World
 from services.router.tokenizer import ModelTokenizer
@@ -53,6 +54,12 @@ class ScheduleResult:
     """Events by kind; faults as fault:kind."""
     lines: list[str] = field(default_factory=list)
     """The trace, where it was asked for."""
+
+
+def simulated_tokenizer() -> ModelTokenizer:
+    """The router's tokenizer; any number of schedules may share one."""
+    tokenizer = make_tokenizer()
+    return ModelTokenizer(tokenizer, len(tokenizer))
 
 
 def run_schedule(
@@ -106,7 +113,7 @@ def _branch(rng: random.Random) -> random.Random:
 
 
 def _collect() -> None:
-    """Frees what the simulated processes left behind. Their clean-up runs now, for the first time, and means nothing."""
+    """Frees what the simulated processes left behind. Their clean-up runs only now, and means nothing."""
     structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
@@ -117,7 +124,7 @@ def _collect() -> None:
         sys.unraisablehook = hook
 
 
-def _drop(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+def _drop(logger: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
     raise structlog.DropEvent
 
 
@@ -170,8 +177,7 @@ def _at(world: World, request: PlannedRequest, clients: Clients, probe: bool = F
         await asyncio.sleep(max(0.0, world.ready_s + request.at_s - world.now()))
         await clients.send(request, probe)
 
-    task = world.loop.spawn(world.clients[request.client], send())
-    return task
+    return world.loop.spawn(world.clients[request.client], send())
 
 
 def _probes(world: World) -> list[PlannedRequest]:
@@ -182,7 +188,7 @@ def _probes(world: World) -> list[PlannedRequest]:
             client=PROBER,
             router=router.name,
             at_s=0.0,
-            prompt=tuple(1 + rng.randrange(900) for _ in range(1 + rng.randrange(60))),
+            prompt=tuple(1 + rng.randrange(world.tokenizer.vocab_size - 1) for _ in range(1 + rng.randrange(60))),
             params=SamplingParams(max_tokens=1 + rng.randrange(12), temperature=0.0, ignore_eos=True),
         )
         for router in world.plan.of_role(Role.ROUTER)
@@ -226,7 +232,7 @@ class _LogTap:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def __call__(self, logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
         world = self._world
         exc_info = event.pop("exc_info", None)
         what = event.pop("event")

@@ -7,6 +7,7 @@ process finds out as it would with Redis: by a broken connection, or because not
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -73,29 +74,36 @@ class SimulatedStoreServer:
     def join(self, relay: "_Relay") -> None:
         """In the store's process: subscribes."""
         self._relays[relay] = None
-        self.cluster.join(relay)  # type: ignore[arg-type]
+        self.cluster.join(relay)
 
     def leave(self, relay: "_Relay") -> None:
         """Ends join(). Idempotent."""
         if relay in self._relays:
             del self._relays[relay]
-            self.cluster.leave(relay)  # type: ignore[arg-type]
+            self.cluster.leave(relay)
 
-    async def follow_heartbeats(self, relay: "_Relay") -> None:
+    async def follow_heartbeats(self, relay: "_Relay", _: MemoryStore) -> None:
         """In the store's process: the relay hears heartbeats too, until it hears a broadcast."""
         if relay in self._relays:
-            self.cluster.follow_heartbeats(relay)  # type: ignore[arg-type]
+            self.cluster.follow_heartbeats(relay)
 
 
-class _Relay:
+class _Relay(Membership):
     """Stands for one process's membership in the store's process: passes on what the store publishes."""
 
     def __init__(self, store: "SimulatedStore", pipe: Pipe) -> None:
+        super().__init__()
         self._store = store
         self._pipe = pipe
 
-    def learn(self, record: InstanceRecord, load: InstanceLoad, remaining_s: float | None = None) -> None:
-        self._pipe.send(self._store.heard, self, "learn", record, load, remaining_s)
+    def learn(
+        self,
+        record: InstanceRecord,
+        load: InstanceLoad,
+        remaining_s: float | None = None,
+        heartbeat_age_s: float | None = None,
+    ) -> None:
+        self._pipe.send(self._store.heard, self, "learn", record, load, remaining_s, heartbeat_age_s)
 
     def forget(self, instance_id: str, incarnation: int) -> None:
         self._pipe.send(self._store.heard, self, "forget", instance_id, incarnation)
@@ -277,10 +285,14 @@ class SimulatedStore:
             await self._follow()
             self._membership.store_lost()
             self._unsubscribe()
-            await asyncio.sleep(_RECONNECT_S)
-            while not await self._subscribe():
-                await asyncio.sleep(_RECONNECT_S)
+            await self._reconnect()
             self._membership.store_returned()
+
+    async def _reconnect(self) -> None:
+        while True:
+            await asyncio.sleep(_RECONNECT_S)
+            if await self._subscribe():
+                return
 
     async def _follow(self) -> None:
         """Returns when the store is lost."""
@@ -298,9 +310,8 @@ class SimulatedStore:
                 self._heard_at_s = loop.time()
             self._tick()
             if isinstance(self._membership, MonitoredMembership) and self._membership.is_silent():
-                relay = self._relay
-                assert relay is not None
-                await self._command(lambda _: self._server.follow_heartbeats(relay), None, writes=False)
+                assert self._relay is not None
+                await self._command(partial(self._server.follow_heartbeats, self._relay), None, writes=False)
 
 
 async def _ping(_: MemoryStore) -> bool:

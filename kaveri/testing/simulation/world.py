@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -117,7 +117,7 @@ class World:
         """The process that has the name now."""
         if name in self.lives:
             return self.lives[name].process
-        return self.clients[name] if name in self.clients else self.store.process
+        return self.clients.get(name, self.store.process)
 
     def start(self, name: str) -> Life:
         """Begins a new life of an instance."""
@@ -190,8 +190,12 @@ class World:
             "lease_ttl_s": plan.lease_ttl_s,
             "heartbeat_interval_s": plan.heartbeat_interval_s,
         }
-        prompts = {"max_queue": plan.max_queue, "prefill_policy": plan.prefill_policy, "prediction": PredictionMode.OFF}
-        batch = {"decode_policy": plan.decode_policy}
+        prompts: dict[str, Any] = {
+            "max_queue": plan.max_queue,
+            "prefill_policy": plan.prefill_policy,
+            "prediction": PredictionMode.OFF,
+        }
+        batch: dict[str, Any] = {"decode_policy": plan.decode_policy}
         follow = Follow.HEARTBEATS if role is Role.DECODE else Follow.BROADCASTS
         async with SimulatedStore(self.store, follow) as store:
             engine = life.engine = SimulatedEngine(
@@ -207,7 +211,6 @@ class World:
                 draws=self.draws,
             )
             registry = CollectorRegistry()
-            make: Callable[[], InstanceHost]
             match role:
                 case Role.PREFILL:
                     prefill = PrefillConfig(decode_placement=plan.decode_placement, **prompts, **shared)
