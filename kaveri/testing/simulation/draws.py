@@ -1,5 +1,6 @@
 """Keeps every token that the engines of a simulated cluster drew, and the KV that it was drawn on."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kaveri.engine.contract import AttemptKey
@@ -22,13 +23,18 @@ class DrawRecord:
     chain: digest of all tokens whose KV was read for the draw, the newest one included (FakeModel.chain).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        """clock: the simulation's time, the same for all."""
+        self._clock = clock
         self.problems: list[str] = []
         """KV that was not what had been written for the request."""
+        self.last_s: dict[DrawRun, float] = {}
+        """When each run drew its last token."""
         self._runs: dict[tuple[str, int, int, int], list[DrawRun]] = {}
 
     def add(self, run: DrawRun, draw_index: int, chain: int, token_id: int) -> None:
         """`run` drew `token_id` as token `draw_index` of the answer, on KV of the tokens behind `chain`."""
+        self.last_s[run] = self._clock()
         runs = self._runs.setdefault((run.key.request_id, draw_index, chain, token_id), [])
         if run not in runs:
             runs.append(run)

@@ -1,0 +1,189 @@
+"""Proves of every answer that its tokens, text and end are what they must be.
+
+Tokens: each was drawn by an engine, for this request, on KV of exactly the prompt and the tokens that the client got
+before it. Where engines do not diverge, the answer also equals the model's own. Answers that have failed or were
+cancelled are held to the same as far as they go. Does not verify when anything arrives.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from kaveri.engine.fake import FakeModel
+from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.testing.simulation.draws import DrawRecord, DrawRun, seed_salt
+from kaveri.testing.simulation.outcomes import RequestOutcome
+from kaveri.testing.simulation.tokenizer import text_of
+from kaveri.testing.simulation.world import World
+
+STALE_DRAWS_S = 1.0
+"""An engine may draw for a request so long after its end, or after the last fault: time for an abort to arrive."""
+
+
+def check_answers(world: World) -> list[str]:
+    """What is wrong with what the clients of a schedule got."""
+    backend = world.tokenizer.backend
+    checker = AnswerChecker(world.model, world.draws, backend, world.plan.divergent)
+    return [each for outcome in world.outcomes for each in checker.violations(outcome)]
+
+
+def check_kv(world: World) -> list[str]:
+    """Every block of KV that an engine read was the one that had been written for the request."""
+    return list(world.draws.problems)
+
+
+def check_stale_draws(world: World) -> list[str]:
+    """No engine works on for requests that have ended. Faults may keep the news from it while they last."""
+    ended_s: dict[str, float] = {}
+    for outcome in world.outcomes:
+        # Until its last sending has ended.
+        at_s = outcome.ended_s if outcome.ended_s is not None else world.now()
+        ended_s[outcome.request_id] = max(ended_s.get(outcome.request_id, 0.0), at_s)
+    healed_s = world.healed_s if world.plan.faults else 0.0
+    found = []
+    for run, last_s in world.draws.last_s.items():
+        late_s = last_s - max(ended_s.get(run.key.request_id, 0.0), healed_s)
+        if late_s > STALE_DRAWS_S:
+            found.append(f"{run.key.request_id} was still computed {late_s:.3f} s after its end")
+    return found
+
+
+CHECKS = (check_answers, check_kv, check_stale_draws)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerChecker:
+    """Checks the answers of one schedule."""
+
+    model: FakeModel
+    draws: DrawRecord
+    backend: Tokenizer
+    divergent: bool
+
+    def violations(self, outcome: RequestOutcome) -> list[str]:
+        """What is wrong with an answer, as sentences."""
+        prompt = self._prompt(outcome)
+        found = [
+            *_index_violations(outcome),
+            *self._draw_violations(outcome, prompt),
+            *self._token_violations(outcome, prompt),
+            *self._text_violations(outcome),
+            *self._finish_violations(outcome, prompt),
+            *self._logprob_violations(outcome),
+        ]
+        return [f"{outcome.request_id} at {outcome.router}, sending {outcome.send_number}: {each}" for each in found]
+
+    def _prompt(self, outcome: RequestOutcome) -> tuple[int, ...]:
+        if outcome.prompt is not None:
+            return outcome.prompt
+        return tuple(self.backend.encode(outcome.text or "").ids)
+
+    def _draw_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
+        chain = self.model.chain(prompt)
+        owners = _Owners()
+        for index, token_id in enumerate(outcome.token_ids):
+            runs = self.draws.runs(outcome.request_id, index, chain, token_id)
+            if not runs:
+                yield f"no engine drew token {index} ({token_id}) on the KV of the tokens before it"
+                return
+            if self.divergent and (returned := owners.accept(runs)) is not None:
+                yield f"token {index} came from {returned}, which another one had replaced"
+            chain = self.model.chain((token_id,), chain)
+
+    def _token_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
+        params, token_ids = outcome.params, outcome.token_ids
+        if self.divergent or (params.temperature > 0 and params.seed is None):
+            return
+        expected = expected_answer(self.model, prompt, params, len(token_ids))
+        if token_ids != expected:
+            index = next(i for i, pair in enumerate(zip(token_ids, expected, strict=True)) if pair[0] != pair[1])
+            yield f"token {index} is {token_ids[index]}, not {expected[index]}"
+
+    def _text_violations(self, outcome: RequestOutcome) -> Iterator[str]:
+        text = "".join(chunk.text for chunk in outcome.chunks)
+        expected, stopped = text_of(self.backend, outcome.token_ids, outcome.params.stop)
+        if outcome.finish is None:
+            if not expected.startswith(text):
+                yield f"the text so far is {text!r}, not a beginning of {expected!r}"
+        elif text != expected:
+            yield f"the text is {text!r}, not {expected!r}"
+        if outcome.finish is FinishReason.LENGTH and stopped:
+            yield f"the answer went on past a stop text: {text!r}"
+
+    def _finish_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
+        params, token_ids = outcome.params, outcome.token_ids
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {self.model.eos_token_id})
+        if any(token_id in stops for token_id in token_ids[:-1]):
+            yield "the answer went on past a token that ends it"
+        room = self.model.max_model_len - len(prompt)
+        longest = room if params.max_tokens is None else min(params.max_tokens, room)
+        if len(token_ids) > longest:
+            yield f"{len(token_ids)} tokens, where {longest} were allowed"
+        if outcome.finish is FinishReason.LENGTH and len(token_ids) != longest:
+            yield f"ended by length after {len(token_ids)} of {longest} tokens"
+        if outcome.finish is FinishReason.STOP:
+            _, stopped = text_of(self.backend, token_ids, params.stop)
+            if not stopped and token_ids[-1:] and token_ids[-1] not in stops:
+                yield f"ended by a stop that is not in {token_ids[-3:]}"
+        # A request that was cancelled early may end before its prompt was counted.
+        if (
+            outcome.finish is not None
+            and outcome.chunks
+            and (token_ids or outcome.finish is not FinishReason.CANCELLED)
+        ):
+            usage = outcome.chunks[-1].usage
+            counted = (usage.prompt_tokens, usage.completion_tokens) if usage is not None else None
+            if counted != (len(prompt), len(token_ids)):
+                yield f"usage {counted} of {len(prompt)} and {len(token_ids)} tokens"
+
+    def _logprob_violations(self, outcome: RequestOutcome) -> Iterator[str]:
+        logprobs = [each for chunk in outcome.chunks for each in chunk.logprobs]
+        wanted = outcome.params.logprobs
+        expected = (
+            [self.model.logprobs(token_id, wanted) for token_id in outcome.token_ids] if wanted is not None else []
+        )
+        if logprobs != expected:
+            yield f"log-probabilities {logprobs}, not {expected}"
+
+
+def expected_answer(
+    model: FakeModel, prompt: tuple[int, ...], params: SamplingParams, token_count: int
+) -> tuple[int, ...]:
+    """The first tokens of the answer where engines do not diverge.
+
+    params: with a seed where there is a temperature.
+    """
+    chain, token_ids = model.chain(prompt), []
+    for index in range(token_count):
+        token_ids.append(model.draw(chain ^ seed_salt(params), index))
+        chain = model.chain(token_ids[-1:], chain)
+    return tuple(token_ids)
+
+
+def _index_violations(outcome: RequestOutcome) -> Iterator[str]:
+    count = 0
+    for chunk in outcome.chunks:
+        if chunk.index != count:
+            yield f"tokens from {chunk.index} on came behind {count} tokens"
+            return
+        count += len(chunk.token_ids)
+
+
+class _Owners:
+    """Follows who drew the accepted tokens of one answer. Engines that diverge may still draw an equal token."""
+
+    def __init__(self) -> None:
+        self._current: tuple[DrawRun, ...] = ()
+        self._replaced: set[DrawRun] = set()
+
+    def accept(self, runs: tuple[DrawRun, ...]) -> DrawRun | None:
+        """Takes those who may have drawn the next token. Returns one that was replaced before and is back."""
+        going_on = tuple(run for run in self._current if run in runs)
+        if going_on:
+            self._current = going_on
+            return None
+        if len(self._current) == 1:
+            self._replaced.add(self._current[0])
+        self._current = tuple(run for run in runs if run not in self._replaced)
+        return None if self._current else runs[0]

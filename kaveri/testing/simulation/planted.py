@@ -1,0 +1,377 @@
+"""Tests of the tests: bugs that the simulation must find. Each changes one decision of a service or of the engine.
+
+A planted bug is a context manager around a whole run; nothing of it is left afterwards. To add one: write a function
+below that yields within `_replaced`, and decorate it with `_planted`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from kaveri.engine import stepwise_residency
+from kaveri.engine.stepwise_account import Account
+from kaveri.testing.simulation import kv_transfers
+from kaveri.v1 import decode_pb2
+from services.decode import instance as decode_instance
+from services.decode import requests as decode_requests
+from services.decode import token_streams as decode_streams
+from services.prefill import dispatcher as prefill_dispatcher
+from services.prefill import instance as prefill_instance
+from services.router import detokenizer as router_detokenizer
+from services.router import dispatcher as router_dispatcher
+from services.router import requests as router_requests
+from services.router import token_streams as router_streams
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedBug:
+    """One bug that can be switched on."""
+
+    name: str
+    what: str
+    """What is wrong, in one sentence."""
+    apply: Callable[[], AbstractContextManager[None]]
+
+
+PLANTED: dict[str, PlantedBug] = {}
+"""All of them, by name."""
+
+
+def _planted(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+    assert function.__doc__ is not None
+    PLANTED[function.__name__] = PlantedBug(function.__name__, function.__doc__, contextmanager(function))
+    return function
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces an attribute of a class or module by make(what was there)."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Stands for a function that should have done something."""
+
+
+async def _nothing_async(*_: object, **__: object) -> None:
+    """Stands for a coroutine function that should have done something."""
+
+
+# The router: attempts and tokens.
+
+
+@_planted
+def attempt_check_removed() -> Iterator[None]:
+    """The router takes the tokens of former attempts."""
+
+    def make(original: Any) -> Any:
+        def take_tokens(self: Any, *args: Any) -> None:
+            for update in args:
+                if isinstance(update, decode_pb2.RequestTokens) and self.attempt is not None:
+                    update.attempt = self.attempt.number
+            original(self, *args)
+
+        return take_tokens
+
+    with _replaced(router_requests.RequestEntry, "take_tokens", make):
+        yield
+
+
+@_planted
+def index_deduplication_off() -> Iterator[None]:
+    """The router appends tokens that it has already."""
+
+    def make(original: Any) -> Any:
+        def append(self: Any, index: int, *args: Any) -> None:
+            original(self, max(index, len(self.token_ids)), *args)
+
+        return append
+
+    with _replaced(router_requests.RequestEntry, "_append", make):
+        yield
+
+
+@_planted
+def aborts_never_sent() -> Iterator[None]:
+    """The router does not tell decode that a request has ended."""
+    with _replaced(router_streams.TokenStreams, "abort", lambda _: _nothing_async):
+        yield
+
+
+@_planted
+def broken_stream_loses_no_attempt() -> Iterator[None]:
+    """The router keeps waiting for attempts whose token stream broke."""
+
+    def make(_: Any) -> Any:
+        def disconnect(self: Any, *_: Any) -> None:
+            self.connected = False
+
+        return disconnect
+
+    with _replaced(router_streams._Subscription, "disconnect", make):
+        yield
+
+
+@_planted
+def end_wakes_no_client() -> Iterator[None]:
+    """Lost wake-up: the client's RPC does not hear that the request has ended."""
+
+    def make(original: Any) -> Any:
+        def wake(self: Any) -> None:
+            if not self.ended:
+                original(self)
+
+        return wake
+
+    with _replaced(router_requests.RequestEntry, "_wake", make):
+        yield
+
+
+@_planted
+def early_tokens_dropped() -> Iterator[None]:
+    """The router forgets tokens of decode that come before the first token of prefill."""
+
+    def make(original: Any) -> Any:
+        def take_first_token(self: Any, *args: Any) -> None:
+            self._early = []
+            original(self, *args)
+
+        return take_first_token
+
+    with _replaced(router_requests.RequestEntry, "take_first_token", make):
+        yield
+
+
+@_planted
+def retry_draws_another_seed() -> Iterator[None]:
+    """The second attempt of a request samples with another seed."""
+
+    def make(original: Any) -> Any:
+        async def prefill(self: Any, entry: Any, attempt: Any, *args: Any) -> None:
+            if attempt.number > 1:
+                params = replace(entry.accepted.params, seed=(entry.accepted.params.seed + 1) % 2**64)
+                entry.accepted = replace(entry.accepted, params=params)
+            await original(self, entry, attempt, *args)
+
+        return prefill
+
+    with _replaced(router_dispatcher.Dispatcher, "_prefill", make):
+        yield
+
+
+@_planted
+def retry_forgets_generated_tokens() -> Iterator[None]:
+    """The second attempt of a request is computed on the prompt alone, without the tokens that the client has."""
+
+    def make(messages: Any) -> Any:
+        def prefill_request(*, token_ids: Any, generated_count: int, **fields: Any) -> Any:
+            prompt = token_ids[: len(token_ids) - generated_count]
+            return messages.PrefillRequest(token_ids=prompt, generated_count=generated_count, **fields)
+
+        return SimpleNamespace(PrefillRequest=prefill_request)
+
+    with _replaced(router_dispatcher, "prefill_pb2", make):
+        yield
+
+
+@_planted
+def ended_request_keeps_its_claim() -> Iterator[None]:
+    """The router leaves ended requests in the store's table."""
+    with _replaced(router_dispatcher.Dispatcher, "close_request", lambda _: _nothing):
+        yield
+
+
+@_planted
+def held_text_dropped_at_the_end() -> Iterator[None]:
+    """The text that waits for a stop text to complete is dropped when the answer ends."""
+    with _replaced(router_detokenizer.Detokenizer, "flush", lambda _: lambda self: ""):
+        yield
+
+
+# Prefill.
+
+
+@_planted
+def failed_push_unnoticed() -> Iterator[None]:
+    """Prefill does not look for another place when a push has failed."""
+    with _replaced(prefill_dispatcher.Dispatcher, "push_failed", lambda _: _nothing):
+        yield
+
+
+@_planted
+def room_not_given_back() -> Iterator[None]:
+    """Prefill leaves the place of a failed push as it is, although the KV may have landed there."""
+
+    def make(_: Any) -> Any:
+        def give_back(self: Any, request: Any, placement: Any) -> None:
+            self._settle(request, placement.target.record.instance_id)
+            placement.target = None
+
+        return give_back
+
+    with _replaced(prefill_dispatcher.Dispatcher, "_give_back", make):
+        yield
+
+
+@_planted
+def end_lets_no_prompt_in() -> Iterator[None]:
+    """The next prompt waits although a prompt has ended and left its blocks."""
+
+    def make(original: Any) -> Any:
+        def end(self: Any, *args: Any) -> None:
+            self._submit = _nothing
+            try:
+                original(self, *args)
+            finally:
+                del self._submit
+
+        return end
+
+    with _replaced(prefill_instance.PrefillInstance, "_end", make):
+        yield
+
+
+# Decode.
+
+
+@_planted
+def reservation_never_expires() -> Iterator[None]:
+    """Room for KV that never comes is kept until the request's deadline."""
+
+    def make(original: Any) -> Any:
+        def reserve(self: Any, *args: Any, **named: Any) -> Any:
+            self._reservation_ttl_s = 86_400.0
+            return original(self, *args, **named)
+
+        return reserve
+
+    with _replaced(decode_instance.DecodeInstance, "reserve", make):
+        yield
+
+
+@_planted
+def vanished_routers_requests_kept() -> Iterator[None]:
+    """Decode goes on for a router whose token stream is gone."""
+    with _replaced(decode_instance.DecodeInstance, "_router_gone", lambda _: _nothing):
+        yield
+
+
+@_planted
+def freed_seat_stays_empty() -> Iterator[None]:
+    """A landed request is not admitted when an aborted one leaves its seat in the batch."""
+
+    def make(original: Any) -> Any:
+        def end(self: Any, *args: Any, **named: Any) -> None:
+            self._admit = _nothing
+            try:
+                original(self, *args, **named)
+            finally:
+                del self._admit
+
+        return end
+
+    with _replaced(decode_instance.DecodeInstance, "_end", make):
+        yield
+
+
+@_planted
+def stragglers_accepted() -> Iterator[None]:
+    """Decode ends a request for the reservation of an attempt that is older."""
+
+    def make(_: Any) -> Any:
+        def end_former(self: Any, request_id: str, attempt: int, *_: Any) -> None:
+            former = self._requests.by_request_id(request_id)
+            if former is not None:
+                self._end(former, "replaced")
+
+        return end_former
+
+    with _replaced(decode_instance.DecodeInstance, "_end_former", make):
+        yield
+
+
+@_planted
+def late_reservations_forgotten() -> Iterator[None]:
+    """Decode does not remember the attempts that it has ended, and takes a reservation that comes behind its abort."""
+    with _replaced(decode_requests.KnownAttempts, "note", lambda _: _nothing):
+        yield
+
+
+@_planted
+def tokens_wake_one_stream() -> Iterator[None]:
+    """Lost wake-up: of several routers only the first hears of its tokens."""
+
+    def make(_: Any) -> Any:
+        def flush(self: Any) -> None:
+            for stream in self._streams.values():
+                if stream.unsent:
+                    stream.changed.set()
+                    return
+
+        return flush
+
+    with _replaced(decode_streams.TokenStreams, "flush", make):
+        yield
+
+
+# Engine and KV.
+
+
+@_planted
+def quarantine_skipped() -> Iterator[None]:
+    """Blocks of an ended request are free although a transfer can still write to them."""
+
+    def make(_: Any) -> Any:
+        def settle(self: Any, sequence: Any) -> None:
+            if sequence.in_step:
+                self._quarantined.add(sequence)
+                return
+            self._quarantined.discard(sequence)
+            self._allocator.release(sequence)
+            self._on_free()
+
+        return settle
+
+    with _replaced(Account, "settle", make):
+        yield
+
+
+@_planted
+def stale_landing_accepted() -> Iterator[None]:
+    """The receiver accepts KV of a ticket that has expired or was revoked."""
+
+    def make(original: Any) -> Any:
+        def finish(self: Any, connection: Any, message: Any) -> None:
+            landing = self._landings.get(message.transfer_id)
+            if landing is not None:
+                landing.state = kv_transfers._LandingState.OPEN
+                landing.expires_at_s = float("inf")
+            original(self, connection, message)
+
+        return finish
+
+    with _replaced(kv_transfers.SimulatedReceiver, "finish", make):
+        yield
+
+
+@_planted
+def preempted_kv_counts_as_computed() -> Iterator[None]:
+    """A preempted request goes on as if its KV were still there."""
+
+    def make(original: Any) -> Any:
+        def give_up_blocks(self: Any, victim: Any, preempted: Any) -> None:
+            computed = victim.computed
+            original(self, victim, preempted)
+            victim.computed = computed
+
+        return give_up_blocks
+
+    with _replaced(stepwise_residency.Residency, "_give_up_blocks", make):
+        yield
