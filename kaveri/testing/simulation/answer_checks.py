@@ -49,9 +49,6 @@ def check_stale_draws(world: World) -> list[str]:
     return found
 
 
-CHECKS = (check_answers, check_kv, check_stale_draws)
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerChecker:
     """Checks the answers of one schedule."""

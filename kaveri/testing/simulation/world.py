@@ -81,7 +81,7 @@ class World:
             max_model_len=plan.max_model_len,
             eos_probability=plan.eos_probability,
         )
-        self.draws = DrawRecord()
+        self.draws = DrawRecord(lambda: loop.now)
         self.store = SimulatedStoreServer(network)
         self.lives: dict[str, Life] = {}
         """The newest life of each name."""
