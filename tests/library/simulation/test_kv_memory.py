@@ -1,0 +1,144 @@
+"""The simulated KV is found wrong when it is anything but what was written for the request."""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kaveri.engine.contract import AttemptKey, EngineRequest, FirstToken, Landed
+from kaveri.engine.fake import FakeModel, StaleKv
+from kaveri.engine.runner import SequenceSlice
+from kaveri.kv.ticket import Ticket
+from kaveri.sampling import SamplingParams
+from kaveri.testing.engine_recorder import EngineRecorder
+from kaveri.testing.simulation.engine import SimulatedEngine
+from kaveri.testing.simulation.kv_memory import KvMemory
+from kaveri.testing.simulation.kv_wire import LoopWire
+
+_MODEL = FakeModel(layer_count=1, block_tokens=4, max_model_len=64)
+_PARAMS = SamplingParams(max_tokens=20, temperature=0.0, seed=1)
+
+
+def _slice(token_ids: list[int], start: int, block_ids: list[int]) -> SequenceSlice:
+    return SequenceSlice(token_ids, start, block_ids, True, 0, _PARAMS)
+
+
+def test_kv_written_in_slices_reads_as_one_chain() -> None:
+    memory = KvMemory(_MODEL, 8)
+    memory.write(_slice([1, 2, 3, 4, 5, 6], 0, [7, 3, 5]))
+    assert memory.write(_slice([7, 8, 9], 6, [7, 3, 5])) == _MODEL.chain(range(1, 10))
+    assert memory.read([7, 3, 5], 9) == _MODEL.chain(range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "token_count"),
+    [([3, 7], 8), ([7, 7], 8), ([7, 1], 8), ([7, 4], 8), ([7, 3], 7)],
+    ids=["swapped", "twice", "never written", "of another request", "more than was computed"],
+)
+def test_kv_in_the_wrong_place_is_found(block_ids: list[int], token_count: int) -> None:
+    memory = KvMemory(_MODEL, 8)
+    memory.write(_slice([1, 2, 3, 4, 5, 6, 7, 8], 0, [7, 3]))
+    memory.write(_slice([1, 2, 9, 4, 5, 6, 7, 8], 0, [6, 4]))
+    with pytest.raises(StaleKv):
+        memory.read(block_ids, token_count)
+
+
+def _engine(wire: LoopWire, seed: int, receives: bool, divergent: bool = False) -> SimulatedEngine:
+    return SimulatedEngine(
+        _MODEL,
+        wire=wire,
+        rng=random.Random(seed),
+        block_count=32,
+        chunk_tokens=8,
+        max_batch=4,
+        step_s=1e-4,
+        receives=receives,
+        divergent=divergent,
+    )
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(1e-4)
+
+
+async def _ticket(engine: SimulatedEngine, request: EngineRequest) -> Ticket:
+    return await asyncio.wrap_future(engine.reserve(request, 30.0))
+
+
+async def test_blocks_stay_in_quarantine_until_the_sender_has_stopped() -> None:
+    wire = LoopWire()
+    prefill, decode = _engine(wire, 1, receives=False), _engine(wire, 2, receives=True)
+    prefilled, decoded = EngineRecorder(), EngineRecorder()
+    prefill.start(prefilled)
+    decode.start(decoded)
+    request = EngineRequest(AttemptKey("r", 1), tuple(range(1, 41)), 0, _PARAMS)
+    prefill.prefill(request)
+    prefill.push_to(request.key, await _ticket(decode, request))
+    await _until(lambda: decode.kv_flow().receiving.sender_count == 1)
+    await _until(lambda: len(prefilled.events) > 1)
+    decode.abort(request.key)
+    assert decode.kv_flow().receiving.quarantined_block_count == 10
+    assert decode.stats().free_blocks < 32
+    decode.check_integrity()
+    await _until(lambda: decode.stats().free_blocks == 32)
+    assert decode.kv_flow().receiving.quarantined_block_count == 0
+    prefill.close()
+    decode.close()
+
+
+async def test_write_of_a_revoked_transfer_is_found_when_its_blocks_were_given_away() -> None:
+    wire = LoopWire()
+    prefill, decode = _engine(wire, 1, receives=False), _engine(wire, 2, receives=True)
+    prefilled, decoded = EngineRecorder(), EngineRecorder()
+    prefill.start(prefilled)
+    decode.start(decoded)
+    request = EngineRequest(AttemptKey("r", 1), tuple(range(1, 18)), 0, _PARAMS)
+    ticket = await _ticket(decode, request)
+    prefill.prefill(request)
+    prefill.push_to(request.key, ticket)
+    await _until(lambda: decoded.of(Landed))
+    # What a sender would do whose blocks were not kept in quarantine.
+    block = prefill._memory.get(0)
+    decode._memory.put(ticket.block_ids[1], block)
+    decode.admit(request.key)
+    await _until(lambda: decode.draws.problems)
+    assert f"block {ticket.block_ids[1]} holds" in decode.draws.problems[0]
+    assert decoded.problems, "the engine goes on with wrong KV"
+    prefill.close()
+    decode.close()
+
+
+async def test_ticket_of_a_former_life_is_refused() -> None:
+    wire = LoopWire()
+    prefill, former = _engine(wire, 1, receives=False), _engine(wire, 2, receives=True)
+    prefilled = EngineRecorder()
+    prefill.start(prefilled)
+    request = EngineRequest(AttemptKey("r", 1), tuple(range(1, 18)), 0, _PARAMS)
+    ticket = await _ticket(former, request)
+    address = ticket.endpoints[0].address
+    former.close()
+    # The next life listens where the former one did.
+    wire._numbers = iter([int(address.removeprefix("loop-"))])  # type: ignore[assignment]
+    _engine(wire, 3, receives=True)
+    prefill.prefill(request)
+    prefill.push_to(request.key, ticket)
+    await _until(lambda: len(prefilled.events) > 4)
+    assert "of epoch" in repr(prefilled.events), prefilled.events
+    prefill.close()
+
+
+@pytest.mark.parametrize("divergent", [False, True])
+async def test_lives_draw_different_tokens_from_one_prompt_only_where_they_diverge(divergent: bool) -> None:
+    drawn = []
+    for seed in range(6):
+        engine = _engine(LoopWire(), seed, receives=False, divergent=divergent)
+        recorder = EngineRecorder()
+        engine.start(recorder)
+        engine.prefill(EngineRequest(AttemptKey("r", 1), (1, 2, 3), 0, _PARAMS))
+        await _until(lambda recorder=recorder: recorder.of(FirstToken))
+        drawn.append(recorder.of(FirstToken)[0].token_id)
+        engine.close()
+    assert (len(set(drawn)) > 1) is divergent, drawn
