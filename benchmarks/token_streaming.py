@@ -26,7 +26,7 @@ from benchmarks.streaming_process import LINE_CHUNK_BYTES, STAGING_BYTES, Stream
 from kaveri.engine.contract import AttemptKey, EngineEvent, EngineRequest, EngineStopped, FirstToken, StepTokens
 from kaveri.engine.fake import FakeModel, FakeRunner
 from kaveri.engine.latency import load_latency_model
-from kaveri.engine.runner import DrawnToken, LayerListener, ModelRunner, SequenceSlice
+from kaveri.engine.runner import Drawn, LayerListener, ModelRunner, SequenceSlice
 from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.engine.timed import TimedRunner
 from kaveri.engine.transformers.loading import load_runner
@@ -70,7 +70,7 @@ class StreamedRunner:
     def landed(self, block_ids: Sequence[int]) -> None:
         self._inner.landed(block_ids)
 
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         """The prompt's own KV is not streamed: its hand-over is another benchmark."""
         drawn = self._inner.run(batch, on_layer)
         if self.streamer is not None:

@@ -46,7 +46,10 @@ def size_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no size; write 512MiB, 2GB or a number of bytes")
-    return int(float(match[1]) * _SIZE_UNITS[match[2] or ""])
+    size = float(match[1]) * _SIZE_UNITS[match[2] or ""]
+    if not math.isfinite(size):
+        raise ValueError(f"{text[:40]!r} is more than any machine has")
+    return int(size)
 
 
 def parse_config(

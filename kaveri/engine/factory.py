@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from kaveri.engine.contract import DecodeEngine, PrefillEngine
 from kaveri.engine.fake import FakeModel, FakeRunner
 from kaveri.engine.latency import load_latency_model
+from kaveri.engine.limits import SHORTEST_MODEL_LEN, require_device, require_memory, require_model_len
 from kaveri.engine.runner import ModelRunner
 from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.engine.timed import TimedRunner
@@ -103,6 +104,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
 
     Raises ConfigError, naming the setting.
     """
+    _require_sensible(settings)
     if settings.engine == "vllm":
         return _build_vllm_engine(settings)
     if settings.engine_args:
@@ -130,6 +132,8 @@ def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
     # Before vLLM is imported, which takes many seconds.
     listen, transports = listen_endpoints(settings), partial(_transports, settings)
     transports()
+    if ":" in settings.device:
+        raise ConfigError("device", f"is {settings.device}; give vLLM its GPUs by CUDA_VISIBLE_DEVICES")
     from vllm.platforms import current_platform
 
     from kaveri.engine.vllm.loading import load_engine
@@ -160,9 +164,12 @@ def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
 
     Raises ConfigError, naming the setting.
     """
+    _require_sensible(settings)
+    if settings.engine in ("fake", "timed"):
+        return _made_up_runner(settings)
     runner = _load_runner(settings)
     total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory_bytes)
-    _fit_model_len(runner, settings, total_blocks)
+    runner.max_model_len = _fitting_model_len(runner.layout, runner.max_model_len, settings, total_blocks)
     return runner, total_blocks
 
 
@@ -210,26 +217,35 @@ def _transports(settings: EngineSettings) -> tuple[Transport, ...]:
     return slowed(transports, settings.kv_link)
 
 
+def _require_sensible(settings: EngineSettings) -> None:
+    """What can be refused before a model is loaded."""
+    if settings.max_model_len != 0:
+        require_model_len(settings.max_model_len)
+    if settings.block_tokens is not None and settings.block_tokens < 1:
+        raise ConfigError("block_tokens", f"is {settings.block_tokens}; it must be at least 1")
+    require_device(settings.device)
+    require_memory(settings.kv_cache_memory_bytes)
+
+
+def _made_up_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
+    """That of the fake or the timed engine, and the number of its blocks."""
+    model = replace(
+        settings.fake_model,
+        vocab_size=_served_vocab_size(settings.model) or settings.fake_model.vocab_size,
+        block_tokens=settings.block_tokens or DEFAULT_BLOCK_TOKENS,
+        max_model_len=settings.max_model_len or settings.fake_model.max_model_len,
+    )
+    total_blocks = _total_blocks(model.layout, settings.kv_cache_memory_bytes)
+    # Before the runner, whose memory grows with the length.
+    model = replace(model, max_model_len=_fitting_model_len(model.layout, model.max_model_len, settings, total_blocks))
+    if settings.engine == "fake":
+        return FakeRunner(model), total_blocks
+    latency = load_latency_model(settings.latency_model)
+    return TimedRunner(FakeRunner(replace(model, step_s=0.0, prefill_token_s=0.0, verify=False)), latency), total_blocks
+
+
 def _load_runner(settings: EngineSettings) -> ModelRunner:
-    if settings.max_model_len < 0:
-        raise ConfigError(
-            "max_model_len", f"is {settings.max_model_len}; it must be at least 1, or 0 for the model's own"
-        )
-    block_tokens = DEFAULT_BLOCK_TOKENS if settings.block_tokens is None else settings.block_tokens
-    if block_tokens < 1:
-        raise ConfigError("block_tokens", f"is {block_tokens}; it must be at least 1")
-    if settings.engine in ("fake", "timed"):
-        max_model_len = settings.max_model_len or settings.fake_model.max_model_len
-        model = replace(
-            settings.fake_model,
-            vocab_size=_served_vocab_size(settings.model) or settings.fake_model.vocab_size,
-            block_tokens=block_tokens,
-            max_model_len=max_model_len,
-        )
-        if settings.engine == "fake":
-            return FakeRunner(model)
-        latency = load_latency_model(settings.latency_model)
-        return TimedRunner(FakeRunner(replace(model, step_s=0.0, prefill_token_s=0.0, verify=False)), latency)
+    block_tokens = settings.block_tokens or DEFAULT_BLOCK_TOKENS
     if settings.engine == "transformers":
         # Not at the top: importing torch takes seconds, and the fake engine runs without it.
         from kaveri.engine.transformers.loading import load_runner
@@ -270,28 +286,29 @@ def _total_blocks(layout: KvLayout, kv_cache_memory_bytes: int) -> int:
     return kv_cache_memory_bytes // block_bytes
 
 
-def _fit_model_len(runner: ModelRunner, settings: EngineSettings, total_blocks: int) -> None:
-    """Every request that is let in must fit into the empty pool, or it could never finish."""
-    pool_tokens = total_blocks * runner.layout.block_tokens
-    if runner.max_model_len <= pool_tokens:
-        return
-    needed_bytes = (
-        runner.layout.block_count(runner.max_model_len) * runner.layout.layer_count * runner.layout.block_bytes
-    )
+def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSettings, total_blocks: int) -> int:
+    """The length to serve: every request that is let in must fit into the empty pool, or it could never finish."""
+    pool_tokens = total_blocks * layout.block_tokens
+    if model_tokens <= pool_tokens:
+        return model_tokens
+    needed_bytes = layout.block_count(model_tokens) * layout.layer_count * layout.block_bytes
     if settings.max_model_len != 0:
         reason = (
             f"is {settings.max_model_len}, which takes {needed_bytes} bytes of KV cache; "
             f"kv_cache_memory_bytes is {settings.kv_cache_memory_bytes}, enough for {pool_tokens} tokens"
         )
         raise ConfigError("max_model_len", reason)
+    if pool_tokens < SHORTEST_MODEL_LEN:
+        reason = f"is {settings.kv_cache_memory_bytes}, enough for {pool_tokens} token; no request fits into it"
+        raise ConfigError("kv_cache_memory_bytes", reason)
     get_logger().warning(
         "max_model_len is reduced to what the KV cache holds",
-        model_tokens=runner.max_model_len,
+        model_tokens=model_tokens,
         served_tokens=pool_tokens,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         wanted_bytes=needed_bytes,
     )
-    runner.max_model_len = pool_tokens
+    return pool_tokens
 
 
 def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kaveri.engine.runner import DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
 from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
@@ -151,7 +151,7 @@ class FakeRunner:
     def landed(self, block_ids: Sequence[int]) -> None:
         """Nothing to copy: the pool is the only memory."""
 
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         """Raises StaleKv when `verify` is on and a slice's earlier positions do not read back."""
         before = self._chains_before(batch)
         lengths = [len(part.token_ids) for part in batch]

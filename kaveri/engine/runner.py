@@ -37,6 +37,19 @@ class DrawnToken:
     logprobs: Logprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class NoToken:
+    """No token could be drawn: the request cannot go on. Its neighbours in the batch are not affected."""
+
+    reason: str
+
+
+NOT_FINITE = "the model's logits are NaN or infinite"
+"""Why no token is drawn where the largest logit is no finite number."""
+
+Drawn = DrawnToken | NoToken | None
+"""What a step has drawn for one slice; None where no token was asked for."""
+
 LayerListener = Callable[[int], None]
 """Told that a layer's KV of the whole step is in the pool, in layer order, on the runner's thread."""
 
@@ -56,8 +69,8 @@ class ModelRunner(Protocol):
     def attach(self, pool: KvPool) -> None:
         """Gives the runner its blocks, once, before the first step."""
 
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
-        """Computes one step: writes the KV of every slice into its blocks, then draws where asked (else None).
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        """Computes one step: writes the KV of every slice into its blocks, then draws where asked.
 
         Slices of one token (decode) and of many (prefill chunks) may be mixed. A sequence's tokens must not depend on
         what else is in the batch, up to floating-point rounding.

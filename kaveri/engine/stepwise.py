@@ -23,6 +23,7 @@ from kaveri.engine.contract import (
     EngineStats,
     EngineStopped,
 )
+from kaveri.engine.limits import require_room
 from kaveri.engine.outbox import Outbox
 from kaveri.engine.pushes import Pushes
 from kaveri.engine.runner import ModelRunner
@@ -31,6 +32,7 @@ from kaveri.engine.stepwise_lifecycle import Lifecycle
 from kaveri.engine.stepwise_sequence import Sequence
 from kaveri.errors import ConfigError, EngineError, KaveriError, RequestCancelled
 from kaveri.kv.flow import KvFlow, ReceiverFlow
+from kaveri.kv.layout import KvLayout
 from kaveri.kv.mapped_sender import MappedSender
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, TransferReleased
@@ -43,7 +45,8 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class StepwiseEngine:
-    """Both PrefillEngine and DecodeEngine (contract.py). Steps fail as a whole: RequestFailed means a bad hand-over.
+    """Both PrefillEngine and DecodeEngine (contract.py). RequestFailed means a bad hand-over, or that no token could
+    be drawn; whatever else goes wrong in a step stops the engine.
 
     total_blocks: blocks of each layer; the whole pool is allocated and touched here.
     chunk_tokens: most prompt tokens of a step, prompts and recomputation together.
@@ -71,15 +74,10 @@ class StepwiseEngine:
             raise ConfigError("chunk_tokens", f"is {chunk_tokens}; it must be at least 1")
         if max_batch < 1:
             raise ConfigError("max_batch", f"is {max_batch}; it must be at least 1")
-        if layout.block_count(runner.max_model_len) > total_blocks:
-            reason = (
-                f"{runner.max_model_len} tokens need {layout.block_count(runner.max_model_len)} KV blocks of "
-                f"{layout.block_tokens} tokens; the pool has {total_blocks}"
-            )
-            raise ConfigError("max_model_len", reason)
+        require_room(runner.max_model_len, layout, total_blocks)
         self._runner = runner
         self._layout = layout
-        self._pool = KvPool(layout, total_blocks)
+        self._pool = _allocated(layout, total_blocks)
         runner.attach(self._pool)
 
         self._lock = threading.Lock()
@@ -270,10 +268,11 @@ class StepwiseEngine:
                 news = bool(planned)
                 if planned:
                     self._step(planned)
-        # Whatever a step raises, the state of model and cache is unknown: nobody may be left waiting for tokens.
-        except Exception as error:
-            get_logger().exception("the engine stops", error=repr(error))
+        # Whatever a step raises, SystemExit too, the state of model and cache is unknown: no request may be left
+        # waiting for tokens.
+        except BaseException as error:
             self._break(repr(error))
+            get_logger().exception("the engine stops", error=repr(error))
         finally:
             if self._broken is not None:
                 self._close_transfers()
@@ -329,3 +328,11 @@ class StepwiseEngine:
         self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
+
+
+def _allocated(layout: KvLayout, total_blocks: int) -> KvPool:
+    try:
+        return KvPool(layout, total_blocks)
+    except (OSError, MemoryError, OverflowError, ValueError) as error:
+        pool_bytes = layout.layer_count * total_blocks * layout.block_bytes
+        raise ConfigError("kv_cache_memory_bytes", f"{pool_bytes} bytes cannot be allocated here: {error}") from error

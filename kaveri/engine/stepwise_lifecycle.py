@@ -26,7 +26,7 @@ from kaveri.engine.contract import (
 )
 from kaveri.engine.phase import Phase
 from kaveri.engine.pushes import Source, first_token_of, ticket_refusal
-from kaveri.engine.runner import DrawnToken
+from kaveri.engine.runner import Drawn, NoToken
 from kaveri.engine.stepwise_account import Account
 from kaveri.engine.stepwise_batch import PlannedSlice, form_step
 from kaveri.engine.stepwise_sequence import Sequence
@@ -191,9 +191,7 @@ class Lifecycle:
                 self._put(PrefillStarted(sequence.key))
         return planned
 
-    def apply(
-        self, planned: list[PlannedSlice], drawn: list[DrawnToken | None]
-    ) -> tuple[list[tuple[Source, int]], list[bytes]]:
+    def apply(self, planned: list[PlannedSlice], drawn: list[Drawn]) -> tuple[list[tuple[Source, int]], list[bytes]]:
         """Accounts for a step that has run.
 
         Returns the computed prompts to hand over, each with the token drawn behind it, and the pushes to abort.
@@ -212,6 +210,12 @@ class Lifecycle:
                     self._put(PrefillProgress(sequence.key, sequence.computed))
                 continue
             assert token is not None, "the runner has drawn no token at the end of a sequence"
+            if isinstance(token, NoToken):
+                if sequence.phase is Phase.PREFILLING and sequence.transfer_id is not None:
+                    unwanted.append(sequence.transfer_id)
+                self._put(RequestFailed(sequence.key, token.reason))
+                self._account.end(sequence)
+                continue
             index = sequence.draw_index
             sequence.token_ids.append(token.token_id)
             sequence.draw_index = index + 1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kaveri.engine.fake import FakeRunner
 from kaveri.engine.latency import LatencyModel
-from kaveri.engine.runner import DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.kv.pool import KvPool
 from kaveri.telemetry.logs import get_logger
 
@@ -45,7 +45,7 @@ class TimedRunner:
     def landed(self, block_ids: Sequence[int]) -> None:
         self._fake.landed(block_ids)
 
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         """Spreads the step's time evenly over the layers. Raises what the fake runner raises."""
         started_s = time.monotonic()
         step_s = self.latency.step_s(batch)

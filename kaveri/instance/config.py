@@ -169,7 +169,10 @@ def _build_on_thread(settings: EngineSettings, built: "Future[BuiltEngine]") -> 
     built.set_running_or_notify_cancel()
     try:
         built.set_result(_build_engine(settings))
-    except Exception as error:  # Raised where it is awaited.
+    # SystemExit too, which would end this thread without notice. Raised where it is awaited.
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            error = ConfigError("engine", f"ended while it was loaded: {error!r}")
         built.set_exception(error)
 
 

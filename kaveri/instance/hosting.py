@@ -19,6 +19,7 @@ from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Rol
 from kaveri.engine.contract import Engine, EngineEvent, EngineStopped
 from kaveri.errors import ConfigError
 from kaveri.instance.config import InstanceConfig
+from kaveri.instance.trial import Trial
 from kaveri.rpc.server import RpcServer
 from kaveri.telemetry.logs import get_logger
 
@@ -80,6 +81,8 @@ class InstanceHost:
         """What the heartbeats say."""
         self._broken = asyncio.Event()
         self._stop_reason = ""
+        self._trial: Trial | None = None
+        """Takes the engine's events until it has shown that it can run its model."""
         self.started = asyncio.Event()
         """Set once requests are taken."""
         self.address = ""
@@ -88,15 +91,31 @@ class InstanceHost:
     async def serve(self, stopping: asyncio.Event) -> int:
         """Serves until `stopping` is set, then drains; or until it breaks. Returns the exit status.
 
-        Raises ConfigError when the address cannot be had. The engine is closed when this returns, however it ends.
+        Raises ConfigError when the engine cannot run its model, which is tried before the instance registers, and when
+        the address cannot be had. The engine is closed when this returns, however it ends.
         """
         loop = asyncio.get_running_loop()
+        self._trial = Trial(self._engine, self._role is not Role.PREFILL)
         self._engine.start(lambda events: _forward(loop, self._handle, events))
         try:
+            if not await self._engine_works(stopping):
+                return 0
             return await self._serve_beside_work(stopping)
         finally:
             await self._server.stop(0)
             await asyncio.to_thread(self._engine.close)
+
+    async def _engine_works(self, stopping: asyncio.Event) -> bool:
+        """Tries the engine; False when `stopping` was set first. Raises ConfigError."""
+        assert self._trial is not None
+        trying = asyncio.ensure_future(self._trial.run())
+        await _first_of(stopping.wait(), _ended(trying), timeout_s=None)
+        if not trying.done():
+            trying.cancel()
+            return False
+        trying.result()
+        self._trial = None
+        return True
 
     async def _serve_beside_work(self, stopping: asyncio.Event) -> int:
         cannot_listen: ConfigError | None = None
@@ -146,6 +165,9 @@ class InstanceHost:
         return BROKEN_STATUS if self._broken.is_set() else 0
 
     def _handle(self, events: Sequence[EngineEvent]) -> None:
+        if self._trial is not None:
+            self._trial.handle(events)
+            return
         try:
             self._hosted.handle(events)
         except Exception as error:
@@ -180,6 +202,10 @@ class InstanceHost:
             lease_ttl_s=self._config.lease_ttl_s,
             version=importlib.metadata.version("kaveri"),
         )
+
+
+async def _ended(task: asyncio.Future[None]) -> None:
+    await asyncio.wait((task,))
 
 
 def new_incarnation() -> int:

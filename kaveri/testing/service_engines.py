@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 from kaveri.engine.factory import BuiltEngine, EngineSettings, build_engine, listen_endpoints
 from kaveri.engine.fake import FakeModel
-from kaveri.engine.runner import SequenceSlice
+from kaveri.engine.runner import DrawnToken, SequenceSlice
 from kaveri.sampling import SamplingParams
 from kaveri.testing.engine_process import EngineProcess
 from kaveri.testing.tiny_models import make_tiny_model
@@ -118,7 +118,9 @@ class VllmEngines:
                 output = self._model(torch.tensor([inputs]), past_key_values=past, use_cache=True)
             past = output.past_key_values
             piece = SequenceSlice((), 0, (), True, index, params)
-            inputs = [draw_tokens(output.logits[:, -1], [piece])[0].token_id]
+            (token,) = draw_tokens(output.logits[:, -1], [piece])
+            assert isinstance(token, DrawnToken)
+            inputs = [token.token_id]
             drawn += inputs
         return drawn
 

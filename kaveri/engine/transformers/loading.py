@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
+from kaveri.engine.limits import require_model_len
 from kaveri.engine.transformers.attention import ATTENTION_NAME, paged_attention
 from kaveri.engine.transformers.fingerprint import fingerprint, weight_files
 from kaveri.engine.transformers.memory import TORCH_DTYPES
@@ -118,11 +119,22 @@ def _load(folder: Path, dtype: Any) -> Any:
         if config.is_encoder_decoder:
             raise ConfigError("model", f"{folder} is an encoder-decoder; only decoder-only models are served")
         model, findings = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            # Refused below: its own error refers to a report in the log.
+            ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError("model", f"{folder} cannot be loaded: {why[0]:.200}") from error
+    if findings["mismatched_keys"]:
+        name, stored, expected = sorted(findings["mismatched_keys"])[0]
+        reason = f"{folder} holds {name} in the shape {list(stored)}; config.json makes it {list(expected)}"
+        raise ConfigError("model", reason)
     if findings["missing_keys"]:
         missing = sorted(findings["missing_keys"])
         raise ConfigError("model", f"{folder} lacks {len(missing)} of its weights, {missing[0]} for one")
@@ -135,8 +147,7 @@ def _model_length(config: Any, wanted: int | None) -> int:
     length = wanted if wanted is not None else positions
     if length is None:
         raise ConfigError("max_model_len", "the model states no length of its own; give one")
-    if length < 1:
-        raise ConfigError("max_model_len", f"is {length}; it must be at least 1")
+    require_model_len(length)
     if positions is not None and length > positions:
         raise ConfigError("max_model_len", f"is {length}; the model was made for {positions} positions")
     rope = getattr(config, "rope_parameters", None) or {}

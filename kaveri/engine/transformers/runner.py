@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kaveri.engine.runner import DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.transformers.step import pack
@@ -38,7 +38,7 @@ class TransformersRunner:
         self._memory = PagedMemory(pool, self._device)
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         """Computes one step; see ModelRunner. Raises whatever the listener raises, with the step half done."""
         memory = self._memory
         assert memory is not None, "attach() comes first"
@@ -51,7 +51,7 @@ class TransformersRunner:
             kaveri_step=step,
             kaveri_memory=memory,
         ).logits
-        results: list[DrawnToken | None] = [None] * len(batch)
+        results: list[Drawn] = [None] * len(batch)
         if step.drawn_slices:
             drawn = draw_tokens(logits[0], [batch[index] for index in step.drawn_slices])
             for index, token in zip(step.drawn_slices, drawn, strict=True):

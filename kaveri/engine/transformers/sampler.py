@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kaveri.engine.runner import DrawnToken, SequenceSlice
+from kaveri.engine.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.sampling import Logprobs, SamplingParams
 
 _MASK_64 = 2**64 - 1
@@ -59,14 +59,16 @@ def _signed(value: int) -> int:
     return value - ((value >> 63) << 64)
 
 
-def draw_tokens(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[DrawnToken]:
-    """Draws one token per row.
+def draw_tokens(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[DrawnToken | NoToken]:
+    """Draws one token per row, or none where the row holds NaN, +inf or nothing but -inf (which masks a token).
 
     logits: [rows, vocabulary], any float dtype. slices: one per row; params, draw_index are read. A row's token depends
     on its own logits, params and draw_index alone.
     """
-    # Not argmax, which takes four times as long in bfloat16 on a CPU.
-    token_ids: list[int] = logits.max(-1).indices.tolist()
+    # Not argmax, which takes four times as long in bfloat16 on a CPU. The maximum of a row with NaN is NaN.
+    largest = logits.max(-1)
+    token_ids: list[int] = largest.indices.tolist()
+    usable: list[bool] = largest.values.isfinite().tolist()
     # Sorting is for those who filter: it costs a lot, and nobody's draw may depend on what a neighbour asked for.
     plain = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and not _filters(piece.params)]
     filtered = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and _filters(piece.params)]
@@ -76,7 +78,10 @@ def draw_tokens(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[DrawnTo
             for row, token_id in zip(rows, sample(chosen, [slices[row] for row in rows]), strict=True):
                 token_ids[row] = token_id
     logprobs = _logprobs(logits, slices, token_ids)
-    return [DrawnToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+    return [
+        DrawnToken(token_id, logprobs.get(row)) if usable[row] else NoToken(NOT_FINITE)
+        for row, token_id in enumerate(token_ids)
+    ]
 
 
 def _filters(params: SamplingParams) -> bool:

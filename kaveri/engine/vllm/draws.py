@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as BatchLogitsProces
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLogitsProcessor
 
-from kaveri.engine.runner import SequenceSlice
+from kaveri.engine.runner import DrawnToken, SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.sampling import SamplingParams
 
@@ -147,13 +147,18 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
     """Leaves, in each of these rows, nothing but its token: 0 there and -inf everywhere else.
 
     logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
-    the token that is due. A greedy row is left alone.
+    the token that is due. A greedy row is left alone; one from which no token can be drawn becomes NaN.
     """
     # Before first_index it is a chunk that does not end its prompt: nothing is due.
     sampled = [each for each in placed if each[2] >= each[1].first_index and each[1].params.temperature > 0]
     if sampled:
         rows = torch.tensor([row for row, _, _ in sampled], device=logits.device)
         slices = [SequenceSlice((), 0, (), True, index, draw.params) for _, draw, index in sampled]
-        token_ids = [drawn.token_id for drawn in draw_tokens(logits[rows], slices)]
+        drawn = draw_tokens(logits[rows], slices)
         logits.index_fill_(0, rows, -torch.inf)
-        logits[rows, torch.tensor(token_ids, device=logits.device)] = 0.0
+        for (row, _, _), token in zip(sampled, drawn, strict=True):
+            if isinstance(token, DrawnToken):
+                logits[row, token.token_id] = 0.0
+            else:
+                # vLLM counts these (Host.undrawable), where the logits are float32 from the beginning.
+                logits[row] = torch.nan

@@ -20,6 +20,7 @@ from kaveri.engine.contract import (
     TokenStep,
 )
 from kaveri.engine.phase import Phase
+from kaveri.engine.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.vllm.board import Board
 from kaveri.engine.vllm.connector_scheduler import Advance, Placement
@@ -172,10 +173,11 @@ class Driver:
                 self._stalled = not self._turn(added)
                 for check in checks:
                     self._answer(check)
-        # Whatever a step raises, the state of model and cache is unknown: nobody may be left waiting for tokens.
-        except Exception as error:
-            get_logger().exception("the engine stops", error=repr(error))
+        # Whatever a step raises, SystemExit too, the state of model and cache is unknown: no request may be left
+        # waiting for tokens.
+        except BaseException as error:
             self._board.stop(repr(error))
+            get_logger().exception("the engine stops", error=repr(error))
             for check in checks:
                 if not check.done():
                     check.set_exception(EngineError(repr(error)))
@@ -359,8 +361,10 @@ class Driver:
     ) -> None:
         """A prompt is computed: its KV is handed over to whom it is pushed, or not wanted any more."""
         drawn = output.outputs[0]
-        if not drawn.token_ids:
-            self._fail(hosted, drawn.finish_reason)
+        if refusal := self._undrawn(hosted, drawn):
+            if hosted.transfer_id is not None:
+                unwanted.append(hosted.transfer_id)
+            self._fail(hosted, refusal)
             return
         token_id = drawn.token_ids[0]
         finish = self._finish(hosted, token_id)
@@ -377,8 +381,8 @@ class Driver:
     def _settle_answer(self, hosted: Hosted, output: Any, steps: list[TokenStep]) -> None:
         """A request of the running batch has its next token."""
         drawn = output.outputs[0]
-        if not drawn.token_ids:
-            self._fail(hosted, drawn.finish_reason)
+        if refusal := self._undrawn(hosted, drawn):
+            self._fail(hosted, refusal)
             return
         token_id = drawn.token_ids[0]
         finish = self._finish(hosted, token_id)
@@ -387,10 +391,16 @@ class Driver:
         if finish is not None:
             self._board.end(hosted)
         elif output.finished:
-            self._fail(hosted, drawn.finish_reason)
+            self._fail(hosted, f"vLLM ended it for the reason {drawn.finish_reason!r}")
 
-    def _fail(self, hosted: Hosted, reason: object) -> None:
-        self._outbox.put(RequestFailed(hosted.key, f"vLLM ended it for the reason {reason!r}"))
+    def _undrawn(self, hosted: Hosted, drawn: Any) -> str:
+        """Why a step has drawn no token for a request that was due one; empty when it has."""
+        if not drawn.token_ids:
+            return f"vLLM ended it for the reason {drawn.finish_reason!r}"
+        return NOT_FINITE if self._host.undrawable(hosted.vllm_request) else ""
+
+    def _fail(self, hosted: Hosted, reason: str) -> None:
+        self._outbox.put(RequestFailed(hosted.key, reason))
         self._board.end(hosted)
 
     def _logprobs(self, hosted: Hosted, drawn: Any) -> Any:

@@ -27,6 +27,7 @@ from kaveri.engine.contract import (
     LandingFailed,
     RequestFailed,
 )
+from kaveri.engine.limits import require_room
 from kaveri.engine.phase import Phase
 from kaveri.engine.pushes import first_token_of, ticket_refusal
 from kaveri.engine.vllm.board import Board
@@ -73,12 +74,7 @@ class VllmEngine:
         layout, total_blocks = host.ranks[0].layout, host.free_blocks
         if max_batch < 1:
             raise ConfigError("max_batch", f"is {max_batch}; it must be at least 1")
-        if layout.block_count(host.max_model_len) > total_blocks:
-            reason = (
-                f"{host.max_model_len} tokens need {layout.block_count(host.max_model_len)} KV blocks of "
-                f"{layout.block_tokens} tokens; the pool has {total_blocks}"
-            )
-            raise ConfigError("max_model_len", reason)
+        require_room(host.max_model_len, layout, total_blocks)
         self._host = host
         self._layout = layout
         self._board = Board(total_blocks)

@@ -66,6 +66,11 @@ class Host:
         outputs: list[Any] = self._llm.step()
         return outputs
 
+    def undrawable(self, request: Any) -> bool:
+        """Whether the last step of a request had NaN among its logits, so that its token means nothing. request: vLLM's
+        own record of it. Infinite logits count where vLLM computes them in float32 and the draw is a sampled one."""
+        return bool(request.num_nans_in_logits)
+
     def holds(self, vllm_id: str) -> bool:
         """Whether vLLM knows the request, be it only for its blocks."""
         return vllm_id in self._scheduler.requests

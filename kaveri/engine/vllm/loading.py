@@ -135,6 +135,8 @@ def load_host(
         raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", "is not 0; Kaveri drives vLLM within its own process")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Else a request whose logits are NaN would get token 0; see Host.undrawable.
+    os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
     # Of ranks: this process has threads, gRPC's among them, which do not survive a fork.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     # After the environment is set, which vLLM reads when it is imported.
@@ -215,7 +217,7 @@ def _start(model: str, arguments: dict[str, Any], rank_count: int) -> "tuple[Any
         arguments["kv_transfer_config"].kv_connector_extra_config["ranks_at"] = meeting.path if meeting else ""
         try:
             llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
+        except Exception as error:  # vLLM has no one class for what it cannot do
             lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise ConfigError("engine", f"vLLM cannot serve {model}: {lines[-1].strip():.300}") from error
         if meeting is None:

@@ -24,7 +24,7 @@ from kaveri.engine.contract import (
 )
 from kaveri.engine.fake import FakeModel, FakeRunner
 from kaveri.engine.pushes import Pushes, Source
-from kaveri.engine.runner import DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.errors import ConfigError, EngineError, InvalidArgument, NoCapacity, RequestCancelled
 from kaveri.kv.pool import KvPool
@@ -63,7 +63,7 @@ class _HeldRunner(FakeRunner):
     def wait_until_held(self) -> None:
         assert self.arrived.acquire(timeout=SOON_S)
 
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         def told(layer: int) -> None:
             if on_layer is not None:
                 on_layer(layer)
@@ -309,7 +309,7 @@ def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: _Bench) -> 
 
 def test_runner_that_tells_of_no_layer_still_hands_over(bench: _Bench) -> None:
     class Silent(FakeRunner):
-        def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+        def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
             return super().run(batch, None)
 
     prefill, decode = bench.engine(Silent(_MODEL), receives=False), bench.engine()
@@ -379,7 +379,7 @@ def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admit
 class _BrokenRunner(FakeRunner):
     """Raises on a prompt that begins with token 13."""
 
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         if any(part.token_ids[0] == 13 for part in batch):
             raise RuntimeError("bad luck")
         return super().run(batch, on_layer)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kaveri.engine.fake import FakeModel, FakeRunner
 from kaveri.engine.latency import DecodeLatency, LatencyModel, PrefillLatency, load_latency_model
-from kaveri.engine.runner import DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.profile.file import (
     DecodePoint,
     FitError,
@@ -31,7 +31,7 @@ class ClockedRunner(FakeRunner):
     def clock(self) -> float:
         return self.now_s
 
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         self.now_s += self._latency.step_s(batch)
         self.steps.append([(part.start, part.start + len(part.token_ids)) for part in batch])
         blocks = [block for part in batch for block in part.block_ids]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from kaveri.engine.fake import FakeModel
-from kaveri.engine.runner import DrawnToken, LayerListener, SequenceSlice
+from kaveri.engine.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.errors import ConfigError
 from kaveri.profile.fit import fit_decode, fit_prefill, predict_decode_s, predict_prefill_s
 from kaveri.profile.measure import measure_steps
@@ -53,7 +53,7 @@ def test_every_step_has_its_rounds_and_the_first_one_is_not_counted() -> None:
             super().__init__(OPT_13B)
             self.seen: set[tuple[tuple[int, int], ...]] = set()
 
-        def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[DrawnToken | None]:
+        def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
             drawn = super().run(batch, on_layer)
             shape = tuple(self.steps[-1])
             self.now_s += 100.0 * (shape not in self.seen)

@@ -1,0 +1,49 @@
+"""Refuses engine settings that cannot work, before anything is loaded and after. Imports neither torch nor vLLM."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from kaveri.errors import ConfigError
+from kaveri.kv.layout import KvLayout
+
+SHORTEST_MODEL_LEN = 2
+"""One token of prompt and one of answer: no request is shorter."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def require_model_len(max_model_len: int) -> None:
+    """Raises ConfigError for a length that no request fits into."""
+    if max_model_len < SHORTEST_MODEL_LEN:
+        reason = f"is {max_model_len}; it must be at least {SHORTEST_MODEL_LEN}: one token of prompt and one of answer"
+        raise ConfigError("max_model_len", reason)
+
+
+def require_room(max_model_len: int, layout: KvLayout, total_blocks: int) -> None:
+    """Raises ConfigError unless the longest request fits into the empty pool, and there is one."""
+    require_model_len(max_model_len)
+    needed_blocks = layout.block_count(max_model_len)
+    if needed_blocks > total_blocks:
+        reason = (
+            f"{max_model_len} tokens need {needed_blocks} KV blocks of {layout.block_tokens} tokens; "
+            f"the pool has {total_blocks}"
+        )
+        raise ConfigError("max_model_len", reason)
+
+
+def require_memory(kv_cache_memory_bytes: int) -> None:
+    """Raises ConfigError for a pool that is larger than this machine's memory, or than this container's."""
+    available_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # No container, or one without a limit ("max"): no number to read.
+    with contextlib.suppress(OSError, ValueError):
+        available_bytes = min(available_bytes, int(_CGROUP_LIMIT.read_text()))
+    if kv_cache_memory_bytes > available_bytes:
+        reason = f"is {kv_cache_memory_bytes} bytes; this machine has {available_bytes}"
+        raise ConfigError("kv_cache_memory_bytes", reason)
+
+
+def require_device(device: str) -> None:
+    """Raises ConfigError for a device that no engine computes on."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+        raise ConfigError("device", f"is {device!r}; choose auto, cpu, cuda or cuda:N")
