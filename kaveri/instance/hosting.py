@@ -115,7 +115,7 @@ class InstanceHost:
             return False
         trying.result()
         self._trial = None
-        return True
+        return not stopping.is_set()
 
     async def _serve_beside_work(self, stopping: asyncio.Event) -> int:
         cannot_listen: ConfigError | None = None

@@ -49,6 +49,13 @@ def test_values_get_the_fields_type() -> None:
     assert parse("--model", "m").log_dir is None
 
 
+def test_size_beyond_every_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than any machine has"):
+        size_bytes("9" * 400 + "GiB")
+    with pytest.raises(ConfigError, match="--memory-bytes"):
+        parse("--model", "m", "--memory-bytes", "9" * 400)
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("true", True), ("1", True), ("ON", True), ("no", False), ("0", False), ("False", False)]
 )

@@ -14,7 +14,7 @@ from kaveri.engine.transformers.attention import ATTENTION_NAME, paged_attention
 from kaveri.engine.transformers.fingerprint import fingerprint, weight_files
 from kaveri.engine.transformers.memory import TORCH_DTYPES
 from kaveri.engine.transformers.packed_linear import pack_linears, watched_linears
-from kaveri.engine.transformers.probe import probe_attention, require_paged
+from kaveri.engine.transformers.probe import probe_attention, require_paged, require_plain_positions
 from kaveri.engine.transformers.rms_norm import replace_rms_norms
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
@@ -48,6 +48,7 @@ def load_runner(
     with watched_linears(loaded) as linear_calls:
         calls = probe_attention(model, loaded, config)
     require_paged(model, calls, config, length)
+    require_plain_positions(model, loaded, config)
     pack_linears(loaded, linear_calls)
     replace_rms_norms(loaded)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)

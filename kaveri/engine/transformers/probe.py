@@ -1,7 +1,8 @@
 """Finds out how a model's layers call their attention, and refuses what the paged attention cannot carry exactly.
 
-Nothing is read off the model's name: its own forward runs once on two tokens, with an attention function that writes
-down how it is called. The KV's shape comes from there too.
+Nothing is read off the model's name: its own forward runs on two tokens, with an attention function that writes
+down how it is called, and on a few with its own attention, with position ids and without. The KV's shape comes from the
+former.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kaveri.errors import ConfigError
 
 _PROBE_NAME = "kaveri_probe"
+_PROBE_TOKENS = 4
+_ROUNDING = 8
+"""Steps of the dtype's precision, of the largest logit."""
 # What attention layers pass that either changes nothing here or is honoured.
 _KNOWN_ARGUMENTS = {
     "cache_position",
@@ -74,6 +78,30 @@ def probe_attention(name: str, model: Any, config: Any) -> list[AttentionCall]:
     if tuple(output.logits.shape[:2]) != (1, 1):
         raise ConfigError("model", f"{name} ({config.model_type}) does not choose the logits that it computes")
     return calls
+
+
+@torch.inference_mode()
+def require_plain_positions(name: str, model: Any, config: Any) -> None:
+    """Raises ConfigError unless positions count from 0, which is how a packed step gives them to the model.
+
+    The model's own default is asked for by leaving them out. RoBERTa's, for one, count from its padding token's id + 1.
+    """
+    model.set_attn_implementation("eager")
+    padding = getattr(config, "pad_token_id", None)
+    # Padding tokens have no position in some models.
+    chosen = [token_id for token_id in range(_PROBE_TOKENS + 1) if token_id != padding][:_PROBE_TOKENS]
+    tokens = torch.tensor([chosen], device=model.device) % config.vocab_size
+    positions = torch.arange(tokens.shape[1], device=model.device).unsqueeze(0)
+    try:
+        by_default = model(input_ids=tokens, use_cache=False).logits.float()
+        counted = model(input_ids=tokens, position_ids=positions, use_cache=False).logits.float()
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError("model", f"{name} ({config.model_type}) does not take positions: {why[0]:.200}") from error
+    # The two may round differently; other positions differ by far more.
+    tolerance = _ROUNDING * torch.finfo(model.dtype).eps * float(by_default.nan_to_num().abs().max())
+    if not torch.allclose(by_default, counted, rtol=0.0, atol=tolerance, equal_nan=True):
+        raise ConfigError("model", f"{name} ({config.model_type}) does not count positions from 0; not served yet")
 
 
 def require_paged(name: str, calls: Sequence[AttentionCall], config: Any, length: int) -> None:

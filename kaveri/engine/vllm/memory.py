@@ -11,6 +11,7 @@ import torch
 import vllm
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kaveri.errors import ConfigError
@@ -105,7 +106,11 @@ def _is_one_run(tensor: Tensor) -> bool:
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) -> KvLayout:
-    """What a block of this vLLM engine looks like, over all ranks. Raises ConfigError where we cannot name it."""
+    """What a block of this vLLM engine looks like, over all ranks. After the model is loaded.
+
+    model_fingerprint: of the checkpoint; the layout's tells apart what vLLM makes of it, too. Raises ConfigError where
+    we cannot name it.
+    """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
@@ -115,7 +120,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) ->
         raise ConfigError("model", f"its KV cache is {spec.dtype}, {spec.head_size} and {spec.head_size_v} wide")
     ranks = vllm_config.parallel_config.tensor_parallel_size
     layout = KvLayout(
-        model_fingerprint=model_fingerprint,
+        model_fingerprint=_with_rotary_choice(model_fingerprint),
         layer_count=len(groups[0].layer_names),
         block_tokens=spec.block_size,
         kv_head_count=vllm_config.model_config.get_total_num_kv_heads(),
@@ -128,6 +133,13 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) ->
         reason = f"{ranks} ranks of {layout.kv_head_count} KV heads have {spec.num_kv_heads} each on vLLM"
         raise ConfigError("model", reason)
     return layout
+
+
+def _with_rotary_choice(model_fingerprint: str) -> str:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets of factors, and vLLM picks one for all positions by the
+    length that it is started with. The KV of the one is none of the other's."""
+    chosen = {rotary.use_long_rope for rotary in _ROPE_DICT.values() if hasattr(rotary, "use_long_rope")}
+    return model_fingerprint + "-long" if True in chosen else model_fingerprint
 
 
 def _order(vllm_config: Any, layer_names: Sequence[str]) -> str:

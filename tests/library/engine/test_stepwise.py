@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from kaveri.engine.contract import (
     KvPushFailed,
     Landed,
     Preempted,
+    PrefillStarted,
     RequestFailed,
     StepTokens,
 )
 from kaveri.engine.fake import FakeModel, FakeRunner
 from kaveri.engine.pushes import Pushes, Source
-from kaveri.engine.runner import Drawn, LayerListener, SequenceSlice
+from kaveri.engine.runner import Drawn, LayerListener, NoToken, SequenceSlice
 from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.errors import ConfigError, EngineError, InvalidArgument, NoCapacity, RequestCancelled
 from kaveri.kv.pool import KvPool
@@ -407,6 +409,85 @@ def test_error_of_the_runner_stops_the_engine_loudly(bench: _Bench) -> None:
     prefill.close()
     wait_until_free(prefill)
     assert not decoded.of(Landed)
+
+
+class _NoTokenRunner(FakeRunner):
+    """Draws no token behind `token_count` tokens of a prompt that begins with token 13."""
+
+    def __init__(self, token_count: int) -> None:
+        super().__init__(_MODEL)
+        self._token_count = token_count
+        self._unlucky: set[int] = set()
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        drawn = super().run(batch, on_layer)
+        for index, part in enumerate(batch):
+            if part.start == 0 and part.token_ids[0] == 13:
+                self._unlucky.add(part.block_ids[0])
+            if part.block_ids[0] in self._unlucky and part.start + len(part.token_ids) == self._token_count:
+                drawn[index] = NoToken("not a number")
+        return drawn
+
+
+def _unlucky(prompt_tokens: int) -> EngineRequest:
+    request = _request("unlucky", prompt_tokens, 9)
+    return replace(request, token_ids=(13, *request.token_ids[1:]))
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_request_without_a_first_token_fails_alone(bench: _Bench, pushed: bool) -> None:
+    prefill, decode = bench.engine(_NoTokenRunner(10), receives=False), bench.engine()
+    prefilled, decoded = _start(prefill), _start(decode, admit=True)
+    unlucky, other = _unlucky(10), _request("other", 30, 5)
+    ticket = decode.reserve(unlucky, 60.0).result()
+    prefill.prefill(unlucky)
+    if pushed:
+        prefill.push_to(unlucky.key, ticket)
+    prefill.prefill(other)
+    prefill.push_to(other.key, decode.reserve(other, 60.0).result())
+    assert prefilled.wait_for(RequestFailed, unlucky.key).reason == "not a number"
+    decoded.wait_for_finish(other.key)
+    decode.abort(unlucky.key)
+    wait_until_free(prefill, decode)
+    told = [type(event) for event in prefilled.events if getattr(event, "key", None) == unlucky.key]
+    assert told == [PrefillStarted, RequestFailed]
+
+
+def test_request_without_a_next_token_fails_alone(bench: _Bench) -> None:
+    engine = bench.engine(_NoTokenRunner(14), receives=False)
+
+    def adopt(event: EngineEvent) -> None:
+        if isinstance(event, FirstToken):
+            engine.adopt(event.key)
+            engine.admit(event.key)
+
+    recorder = EngineRecorder(on_event=adopt)
+    engine.start(recorder)
+    unlucky, other = _unlucky(10), _request("other", 30, 9)
+    for request in (unlucky, other):
+        engine.prefill(request)
+    assert recorder.wait_for(RequestFailed, unlucky.key).reason == "not a number"
+    # Behind 10, 11, 12 and 13 tokens.
+    assert len(recorder.token_ids[unlucky.key]) == 4
+    recorder.wait_for_finish(other.key)
+    assert recorder.token_ids[other.key] == _MODEL.answer(other.token_ids, 0, 9)
+    wait_until_free(engine)
+
+
+def test_runner_that_ends_its_thread_stops_the_engine_loudly(bench: _Bench) -> None:
+    class Leaving(FakeRunner):
+        def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+            raise SystemExit("had enough")
+
+    engine = bench.engine(Leaving(_MODEL), receives=False)
+    recorder = _start(engine)
+    request = _request("r", 5, 5)
+    engine.prefill(request)
+    with pytest.raises(AssertionError, match="had enough"):
+        recorder.wait_for(FirstToken, request.key)
+    assert isinstance(recorder.events[-1], EngineStopped)
+    with pytest.raises(EngineError, match="had enough"):
+        engine.prefill(_request("later", 5, 5))
 
 
 def test_error_of_the_listener_stops_the_engine_loudly(bench: _Bench) -> None:

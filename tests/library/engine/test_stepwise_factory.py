@@ -1,5 +1,6 @@
 """Settings become an engine, or one clear line about the setting that cannot be."""
 
+import errno
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ import pytest
 from kaveri.engine.factory import EngineSettings, build_engine
 from kaveri.engine.fake import FakeModel
 from kaveri.errors import ConfigError
+from kaveri.kv.pool import KvPool
 
 _FAKE = EngineSettings(receives=True, engine="fake", kv_cache_memory_bytes=2**20)
 
@@ -76,7 +78,14 @@ def test_model_length_that_was_asked_for_and_does_not_fit_is_refused_with_the_nu
     [
         ("engine", "abacus"),
         ("max_model_len", -1),
+        ("max_model_len", 1),
         ("kv_cache_memory_bytes", 10),
+        # More than any machine has, more than an int64, and more than a float.
+        ("kv_cache_memory_bytes", 999_999 * 2**30),
+        ("kv_cache_memory_bytes", 2**70),
+        ("kv_cache_memory_bytes", 10**400),
+        ("device", "tpu"),
+        ("device", "cuda:x"),
         ("block_tokens", 0),
         ("chunk_tokens", 0),
         ("max_batch", 0),
@@ -86,6 +95,50 @@ def test_setting_that_cannot_be_is_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as raised:
         build_engine(replace(_FAKE, **{field: value}))
     assert raised.value.field == field
+
+
+def test_pool_that_holds_no_request_is_refused() -> None:
+    layout = FakeModel(block_tokens=1).layout
+    one_block = layout.layer_count * layout.block_bytes
+    with pytest.raises(ConfigError, match="enough for 1 token; no request fits") as raised:
+        build_engine(replace(_FAKE, block_tokens=1, kv_cache_memory_bytes=one_block))
+    assert raised.value.field == "kv_cache_memory_bytes"
+    build_engine(replace(_FAKE, block_tokens=1, kv_cache_memory_bytes=2 * one_block)).close()
+
+
+def test_model_length_beyond_every_pool_costs_no_memory() -> None:
+    engine = build_engine(replace(_FAKE, fake_model=FakeModel(max_model_len=10**15)))
+    assert engine.info.max_model_len == engine.info.total_blocks * engine.info.layout.block_tokens
+    engine.close()
+    with pytest.raises(ConfigError, match="enough for 4096"):
+        build_engine(replace(_FAKE, max_model_len=10**15))
+
+
+def test_pool_that_cannot_be_allocated_is_refused_by_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: KvPool, *_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(KvPool, "__init__", fail)
+    with pytest.raises(
+        ConfigError, match=r"1048576 bytes cannot be allocated.*Cannot allocate memory"
+    ) as raised:
+        build_engine(_FAKE)
+    assert raised.value.field == "kv_cache_memory_bytes"
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm", "fake"])
+@pytest.mark.parametrize(
+    ("field", "value"), [("device", "tpu"), ("kv_cache_memory_bytes", 999_999 * 2**30), ("max_model_len", 1)]
+)
+def test_setting_that_no_engine_can_serve_is_refused_before_torch_is_loaded(
+    engine: str, field: str, value: object
+) -> None:
+    program = (
+        "import sys; from kaveri.engine.factory import *\n"
+        f"try: build_engine(EngineSettings(receives=False, engine={engine!r}, {field}={value!r}))\n"
+        f"except ConfigError as error: sys.exit(error.field != {field!r} or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The loader: what it reads off a checkpoint, and that it refuses in one line what it cannot serve exactly."""
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -132,11 +133,34 @@ def test_checkpoint_with_missing_weights_is_refused(copied: Path) -> None:
     assert "lacks" in refusal(copied)
 
 
+def test_checkpoint_whose_weights_have_another_shape_is_refused_with_both_shapes(copied: Path) -> None:
+    edit(copied, "config.json", intermediate_size=128)
+    said = refusal(copied)
+    assert re.search(r"model\.layers\.0\.mlp\.\w+\.weight in the shape \[\d+, \d+\]; config.json makes it \[", said)
+    assert "report" not in said
+
+
+def test_model_that_counts_positions_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for architecture, served in (("roberta", False), ("bert", True)):
+        config = AutoConfig.for_model(architecture, **shape, intermediate_size=64, is_decoder=True, pad_token_id=1)
+        folder = tmp_path / architecture
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        if served:
+            assert load(folder).vocab_size == 64
+        else:
+            assert "does not count positions from 0" in refusal(folder)
+
+
 def test_unknown_choices_are_refused(llama: Path) -> None:
     assert "dtype" in refusal(llama, dtype="int8")
     assert "device" in refusal(llama, device="abacus")
     assert "max_model_len" in refusal(llama, max_model_len=5000)
     assert "max_model_len" in refusal(llama, max_model_len=0)
+    assert "max_model_len" in refusal(llama, max_model_len=1)
+    assert load(llama, max_model_len=2).max_model_len == 2
     assert "block_tokens" in refusal(llama, block_tokens=0)
 
 

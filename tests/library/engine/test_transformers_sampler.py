@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kaveri.engine.runner import SequenceSlice
+from kaveri.engine.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens, stream_state, waiting_times
 from kaveri.sampling import SamplingParams
 
@@ -24,7 +24,26 @@ def random_logits(seed: int, count: int) -> Tensor:
 
 
 def ids(logits: Tensor, slices: list[SequenceSlice]) -> list[int]:
-    return [token.token_id for token in draw_tokens(logits, slices)]
+    return [token.token_id for token in draw_tokens(logits, slices) if isinstance(token, DrawnToken)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3, "logprobs": 2}, {"top_p": 0.5}])
+def test_no_token_is_drawn_from_logits_that_are_not_finite(params: dict[str, object], dtype: torch.dtype) -> None:
+    whole = random_logits(4, 6).to(dtype)
+    broken = whole.clone()
+    broken[1, 7] = torch.nan
+    broken[2, 7] = torch.inf
+    broken[3] = -torch.inf
+    # Masked tokens are no error.
+    broken[4, 1:] = -torch.inf
+    slices = [row(index, seed=index, **params) for index in range(6)]
+    drawn = draw_tokens(broken, slices)
+    assert drawn[1:4] == [NoToken(NOT_FINITE)] * 3
+    assert isinstance(drawn[4], DrawnToken)
+    assert drawn[4].token_id == 0
+    alone = draw_tokens(whole, slices)
+    assert (drawn[0], drawn[5]) == (alone[0], alone[5])
 
 
 @pytest.mark.parametrize(

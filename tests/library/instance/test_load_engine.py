@@ -42,3 +42,12 @@ async def test_stopping_while_it_loads_ends_the_wait_at_once(monkeypatch: pytest
 async def test_a_setting_that_cannot_be_is_named_by_its_flag() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         await load_engine(EngineSettings(receives=False, engine="fake", kv_cache_memory_bytes=1), asyncio.Event())
+
+
+async def test_loading_that_ends_its_thread_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(settings: EngineSettings) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(config, "build_engine", build)
+    with pytest.raises(ConfigError, match="ended while it was loaded: SystemExit"):
+        await asyncio.wait_for(load_engine(FAKE, asyncio.Event()), 10)
