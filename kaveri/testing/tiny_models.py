@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "opt", "gpt2")
-"""Those that every engine test runs on; gemma2 (capped scores, windows in every other layer) can be made too."""
+"""Those that every engine test runs on; phi3 and gemma2 (capped scores, windows in every other layer) can be made too."""
 
 _ROTARY = {
     "hidden_size": 64,
@@ -21,6 +21,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": _ROTARY | {"head_dim": 24},
     # A window that prompts of tests outgrow.
     "mistral": _ROTARY | {"sliding_window": 72, "head_dim": 16},
+    "phi3": _ROTARY,
     "gemma2": _ROTARY | {"sliding_window": 40, "head_dim": 16, "attn_logit_softcapping": 2.0},
     "opt": {
         "hidden_size": 64,
@@ -47,7 +48,7 @@ def make_tiny_model(
 ) -> Path:
     """Writes a random float32 checkpoint into `folder` (made if needed) and returns the folder.
 
-    architecture: one of ARCHITECTURES, or gemma2. eos_token_id: None for a model that never stops by itself.
+    architecture: one of ARCHITECTURES, gemma2 or phi3. eos_token_id: None for a model that never stops by itself.
     tokenizer: also a byte-level one, whose ids [0, 256) are bytes. overrides: fields of the architecture's
     configuration.
 

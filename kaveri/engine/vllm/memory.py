@@ -136,8 +136,8 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) ->
 
 
 def _with_rotary_choice(model_fingerprint: str) -> str:
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets of factors, and vLLM picks one for all positions by the
-    length that it is started with. The KV of the one is none of the other's."""
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets of factors, and vLLM picks one for all positions by
+    the length that it is started with. The KV of the one is none of the other's."""
     chosen = {rotary.use_long_rope for rotary in _ROPE_DICT.values() if hasattr(rotary, "use_long_rope")}
     return model_fingerprint + "-long" if True in chosen else model_fingerprint
 

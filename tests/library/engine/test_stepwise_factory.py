@@ -119,9 +119,7 @@ def test_pool_that_cannot_be_allocated_is_refused_by_its_setting(monkeypatch: py
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(KvPool, "__init__", fail)
-    with pytest.raises(
-        ConfigError, match=r"1048576 bytes cannot be allocated.*Cannot allocate memory"
-    ) as raised:
+    with pytest.raises(ConfigError, match=r"1048576 bytes cannot be allocated.*Cannot allocate memory") as raised:
         build_engine(_FAKE)
     assert raised.value.field == "kv_cache_memory_bytes"
 

@@ -1,0 +1,123 @@
+"""What a model does to the vLLM engine: logits that are no numbers, and factors of LongRoPE that vLLM picks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kaveri.engine.contract import EngineEvent, FirstToken, RequestFailed
+from kaveri.testing.engine_conformance import make_request
+from kaveri.testing.engine_process import EngineProcess
+from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
+from kaveri.testing.plain_transformers import PlainTransformers
+from kaveri.testing.tiny_models import make_tiny_model
+
+# Each process loads vLLM.
+pytestmark = pytest.mark.timeout(300)
+
+_PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+_SHAPE = {"max_positions": 256, "hidden_size": 128, "head_dim": 32}
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., EngineProcess]]:
+    """Loads a model in a process of its own; ended with the test."""
+    pytest.importorskip("vllm")
+    with ExitStack() as stack:
+
+        def start(folder: Path, max_model_len: int | None = 128) -> EngineProcess:
+            loading = {
+                "dtype": "float32",
+                "max_model_len": max_model_len,
+                "block_tokens": 32,
+                "kv_cache_memory_bytes": 2**24,
+                "chunk_tokens": 16,
+                "max_batch": 4,
+                "engine_args": {"num_gpu_blocks_override": 33},
+            }
+            process = EngineProcess(
+                # Only where vLLM is installed.
+                __import__("kaveri.testing.vllm_engines", fromlist=["prepare"]).prepare,
+                str(folder),
+                loading,
+                preload=["kaveri.testing.vllm_engines"],
+                VLLM_CPU_OMP_THREADS_BIND="nobind",
+                OMP_NUM_THREADS="1",
+                VLLM_LOGGING_LEVEL="ERROR",
+                VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            )
+            stack.callback(process.close)
+            return process
+
+        yield start
+
+
+def test_request_whose_logits_are_not_finite_fails_alone(load: Any, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = make_tiny_model(tmp_path, "qwen2", **_SHAPE)
+    whole = PlainTransformers(folder).answer(_PROMPT, 12)
+    # Nothing is finite behind this token, which the answer draws.
+    index = next(index for index, token_id in enumerate(whole) if index > 1 and token_id not in _PROMPT)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][whole[index]] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    engine = load(folder).open(total_blocks=32, max_batch=4)
+
+    def adopt(event: EngineEvent) -> None:
+        if isinstance(event, FirstToken) and event.finish is None:
+            engine.adopt(event.key)
+            engine.admit(event.key)
+
+    recorder = EngineRecorder(on_event=adopt)
+    engine.start(recorder)
+    drawing = make_request(engine, "drawing", 8, 12)
+    reading = make_request(engine, "reading", 8, 12)
+    sampled = make_request(engine, "sampled", 8, 12, temperature=1.0)
+    drawing = type(drawing)(drawing.key, _PROMPT, 0, drawing.params)
+    neighbour = type(drawing)(make_request(engine, "neighbour", 8, 3).key, _PROMPT, 0, drawing.params)
+    neighbour = type(drawing)(neighbour.key, _PROMPT, 0, make_request(engine, "n", 8, index + 1).params)
+    reading = type(drawing)(reading.key, (*_PROMPT[:-1], whole[index]), 0, reading.params)
+    sampled = type(drawing)(sampled.key, (whole[index], *_PROMPT), 0, sampled.params)
+    for request in (drawing, reading, neighbour, sampled):
+        engine.prefill(request)
+    for request in (drawing, reading, sampled):
+        assert "NaN" in recorder.wait_for(RequestFailed, request.key).reason
+    assert recorder.token_ids[drawing.key] == whole[: index + 1]
+    assert reading.key not in recorder.token_ids
+    assert sampled.key not in recorder.token_ids
+    recorder.wait_for_finish(neighbour.key)
+    assert recorder.token_ids[neighbour.key] == whole[: index + 1]
+    wait_until_free(engine)
+    engine.close()
+
+
+def test_kv_of_longropes_two_sets_of_factors_is_never_exchanged(load: Any, tmp_path: Path) -> None:
+    half = 16
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * half,
+        "long_factor": [4.0] * half,
+        "original_max_position_embeddings": 64,
+    }
+    folder = make_tiny_model(
+        tmp_path,
+        "phi3",
+        **_SHAPE | {"head_dim": None},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters=rope,
+        original_max_position_embeddings=64,
+        pad_token_id=0,
+    )
+    fingerprints = {
+        length: load(folder, length).open(total_blocks=32, max_batch=1).info.layout.model_fingerprint
+        for length in (40, 64, 100, None)
+    }
+    assert fingerprints[40] == fingerprints[64] == fingerprints[None]
+    assert fingerprints[100] != fingerprints[64]
