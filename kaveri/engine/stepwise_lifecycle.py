@@ -4,7 +4,7 @@ The caller serialises all calls, runs the model between plan() and apply(), and 
 with threads (stepwise.py) and one that runs on a simulated clock share all decisions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kaveri.engine.contract import (
     AttemptKey,
@@ -191,7 +191,9 @@ class Lifecycle:
                 self._put(PrefillStarted(sequence.key))
         return planned
 
-    def apply(self, planned: list[PlannedSlice], drawn: list[Drawn]) -> tuple[list[tuple[Source, int]], list[bytes]]:
+    def apply(
+        self, planned: list[PlannedSlice], drawn: Iterable[Drawn]
+    ) -> tuple[list[tuple[Source, int]], list[bytes]]:
         """Accounts for a step that has run.
 
         Returns the computed prompts to hand over, each with the token drawn behind it, and the pushes to abort.

@@ -102,7 +102,8 @@ class Trial:
 
     def _all_free(self) -> bool:
         free_blocks: int = self._engine.stats().free_blocks
-        return free_blocks == self._engine.info.total_blocks
+        total_blocks: int = self._engine.info.total_blocks
+        return free_blocks == total_blocks
 
     def _end(self, key: AttemptKey) -> None:
         self._running.discard(key)

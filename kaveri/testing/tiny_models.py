@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "opt", "gpt2")
-"""Those that every engine test runs on; phi3 and gemma2 (capped scores, windows in every other layer) can be made too."""
+"""Those that every engine test runs on. Also made: phi3, and gemma2 (capped scores, windows in every other layer)."""
 
 _ROTARY = {
     "hidden_size": 64,

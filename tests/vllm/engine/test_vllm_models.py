@@ -108,10 +108,10 @@ def test_kv_of_longropes_two_sets_of_factors_is_never_exchanged(load: Any, tmp_p
     folder = make_tiny_model(
         tmp_path,
         "phi3",
-        **_SHAPE | {"head_dim": None},
+        **{name: value for name, value in _SHAPE.items() if name != "head_dim"},
         num_attention_heads=4,
         num_key_value_heads=2,
-        rope_parameters=rope,
+        rope_parameters=rope | {"partial_rotary_factor": 1.0},
         original_max_position_embeddings=64,
         pad_token_id=0,
     )
