@@ -30,6 +30,7 @@ from kaveri.v1 import (
 )
 
 DECODE_ID = "instant-decode"
+_INCARNATION = 1
 _TOKEN_IDS = range(300, 1_300)
 _NOT_FINISHED = sampling_pb2.FINISH_REASON_UNSPECIFIED
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
@@ -66,7 +67,7 @@ class InstantDecode(decode_pb2_grpc.DecodeServiceServicer):
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: Any
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        yield decode_pb2.StreamTokensResponse(incarnation=1)
+        yield decode_pb2.StreamTokensResponse(incarnation=_INCARNATION)
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
@@ -109,7 +110,8 @@ class InstantPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         finish = _LENGTH if request.params.max_tokens == 1 else _NOT_FINISHED
         yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted())
         if not finish:
-            yield prefill_pb2.PrefillResponse(placed=prefill_pb2.PrefillPlaced(decode_instance_id=DECODE_ID))
+            placed = prefill_pb2.PrefillPlaced(decode_instance_id=DECODE_ID, decode_incarnation=_INCARNATION)
+            yield prefill_pb2.PrefillResponse(placed=placed)
         first = prefill_pb2.PrefillFirstToken(token_id=_TOKEN_IDS[0], finish_reason=finish)
         yield prefill_pb2.PrefillResponse(first_token=first)
         if not finish:
@@ -159,7 +161,7 @@ async def _serve_instances(port: int, redis_url: str, model: str) -> None:
         for instance_id, role in (("instant-prefill", Role.PREFILL), (DECODE_ID, Role.DECODE)):
             record = InstanceRecord(
                 instance_id=instance_id,
-                incarnation=1,
+                incarnation=_INCARNATION,
                 role=role,
                 address=f"127.0.0.1:{server.port}",
                 model=model,

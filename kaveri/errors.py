@@ -12,6 +12,7 @@ KaveriError
 ├── LayoutMismatch        two KV pools cannot exchange blocks: field, ours, theirs
 ├── TransferFailed        a KV push ended without acceptance: reason
 ├── EngineError           the engine broke: reason
+├── InternalError         a bug in this process, written to its log: reason
 └── ConfigError           a process cannot start like this: field, reason
 
 How each travels as a gRPC status is said in one place, kaveri/rpc/status.py.
@@ -118,6 +119,14 @@ class EngineError(KaveriError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"engine failed: {reason}")
+        self.reason = reason
+
+
+class InternalError(KaveriError):
+    """Something that should not happen; the process that raises it has written the cause to its log."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
         self.reason = reason
 
 

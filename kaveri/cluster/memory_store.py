@@ -116,6 +116,11 @@ class MemoryCluster:
             for membership in self._members:
                 membership.forget(record.instance_id, record.incarnation)
 
+    def is_registered(self, instance_id: str, incarnation: int) -> bool:
+        """Whether that life's lease holds."""
+        held = self._held.get(instance_id)
+        return held is not None and held.record.incarnation == incarnation and held.expires_at_s > time.monotonic()
+
     def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         """See ClusterStore.campaign."""
         now_s = time.monotonic()
@@ -210,20 +215,23 @@ class MemoryStore:
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
         return not self._cluster.away and self._cluster.broadcast(broadcast)
 
-    async def claim_request(self, record: RequestRecord, ttl_s: float) -> bool:
+    async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
         if self._cluster.away:
-            return True
-        if self._cluster.request(record.request_id) is not None:
-            return False
+            return None
+        holder = self._cluster.request(record.request_id)
+        if holder is not None and self._cluster.is_registered(holder.router_id, holder.router_incarnation):
+            return holder
         self._cluster.put_request(record, ttl_s)
-        return True
+        return None
 
     async def update_request(self, record: RequestRecord) -> None:
-        if not self._cluster.away and self._is_claimed_by(record.request_id, record.router_id):
+        if not self._cluster.away and self._is_claimed_by(
+            record.request_id, record.router_id, record.router_incarnation
+        ):
             self._cluster.put_request(record)
 
-    async def close_request(self, request_id: str, router_id: str) -> None:
-        if not self._cluster.away and self._is_claimed_by(request_id, router_id):
+    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> None:
+        if not self._cluster.away and self._is_claimed_by(request_id, router_id, router_incarnation):
             self._cluster.remove_request(request_id)
 
     async def requests(self) -> tuple[RequestRecord, ...]:
@@ -232,9 +240,9 @@ class MemoryStore:
         found = (self._cluster.request(request_id) for request_id in self._cluster.request_ids())
         return tuple(record for record in found if record is not None)
 
-    def _is_claimed_by(self, request_id: str, router_id: str) -> bool:
+    def _is_claimed_by(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
         claimed = self._cluster.request(request_id)
-        return claimed is not None and claimed.router_id == router_id
+        return claimed is not None and claimed.is_of(router_id, router_incarnation)
 
     async def _tick(self) -> None:
         while True:

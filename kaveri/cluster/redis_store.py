@@ -115,16 +115,33 @@ redis.call('PUBLISH', ARGV[3], '=' .. ARGV[2])
 return 1
 """
 
-# KEYS: the request. ARGV: router id, the new record.
-_UPDATE_REQUEST = """
-local held = redis.call('GET', KEYS[1])
-if held and cjson.decode(held).router_id == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL') end
+# KEYS: the request, the instance of the router that holds it. ARGV: the value held, that router's incarnation, the new
+# record, its time to live in ms. Returns whether the claim was taken over: not while that life's lease holds.
+_TAKE_OVER_REQUEST = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local lease = redis.call('GET', KEYS[2])
+if lease and string.match(lease, '^%d+:(%d+):') == ARGV[2] then return 0 end
+redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
+return 1
 """
 
-# KEYS: the request. ARGV: router id.
+# In these two the incarnation is a string also in JSON: Lua's numbers have 53 bits.
+# KEYS: the request. ARGV: router id, incarnation, the new record.
+_UPDATE_REQUEST = """
+local held = redis.call('GET', KEYS[1])
+if not held then return end
+local record = cjson.decode(held)
+if record.router_id == ARGV[1] and record.router_incarnation == ARGV[2] then
+  redis.call('SET', KEYS[1], ARGV[3], 'KEEPTTL')
+end
+"""
+
+# KEYS: the request. ARGV: router id, incarnation.
 _CLOSE_REQUEST = """
 local held = redis.call('GET', KEYS[1])
-if held and cjson.decode(held).router_id == ARGV[1] then redis.call('DEL', KEYS[1]) end
+if not held then return end
+local record = cjson.decode(held)
+if record.router_id == ARGV[1] and record.router_incarnation == ARGV[2] then redis.call('DEL', KEYS[1]) end
 """
 
 
@@ -148,6 +165,7 @@ class RedisStore:
         self._client = await self._connect()
         self._heartbeat_script = self._client.register_script(_HEARTBEAT)
         self._deregister_script = self._client.register_script(_DEREGISTER)
+        self._take_over_script = self._client.register_script(_TAKE_OVER_REQUEST)
         self._update_script = self._client.register_script(_UPDATE_REQUEST)
         self._close_script = self._client.register_script(_CLOSE_REQUEST)
         self._campaign_script = self._client.register_script(_CAMPAIGN)
@@ -227,18 +245,16 @@ class RedisStore:
         ]
         return bool(await self._unless_away(self._broadcast_script(keys=[self._leader_key], args=arguments), 0))
 
-    async def claim_request(self, record: RequestRecord, ttl_s: float) -> bool:
-        claiming = self._redis.set(
-            self._request_key(record.request_id), _encode_request(record), nx=True, px=_milliseconds(ttl_s)
-        )
-        return await self._unless_away(claiming, True) is not None
+    async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
+        return await self._unless_away(self._claim(record, _milliseconds(ttl_s)), None)
 
     async def update_request(self, record: RequestRecord) -> None:
-        arguments: list[bytes | str | int] = [record.router_id, _encode_request(record)]
+        arguments: list[bytes | str | int] = [record.router_id, str(record.router_incarnation), _encode_request(record)]
         await self._unless_away(self._update_script(keys=[self._request_key(record.request_id)], args=arguments), None)
 
-    async def close_request(self, request_id: str, router_id: str) -> None:
-        await self._unless_away(self._close_script(keys=[self._request_key(request_id)], args=[router_id]), None)
+    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> None:
+        arguments: list[bytes | str | int] = [router_id, str(router_incarnation)]
+        await self._unless_away(self._close_script(keys=[self._request_key(request_id)], args=arguments), None)
 
     async def requests(self) -> tuple[RequestRecord, ...]:
         return await self._unless_away(self._load_requests(), ())
@@ -428,10 +444,22 @@ class RedisStore:
                 except DecodeError as error:
                     get_logger().warning("unreadable instance ignored", error=_why(error))
 
+    async def _claim(self, record: RequestRecord, ttl_ms: int) -> RequestRecord | None:
+        key, encoded = self._request_key(record.request_id), _encode_request(record)
+        while not await self._redis.set(key, encoded, nx=True, px=ttl_ms):
+            held = cast(bytes | None, await self._redis.get(key))
+            if held is None:
+                continue  # It ended in between.
+            holder = _decode_request(held)
+            arguments: list[bytes | str | int] = [held, str(holder.router_incarnation), encoded, ttl_ms]
+            keys = [key, self._instance_key(holder.router_id)]
+            return None if await self._take_over_script(keys=keys, args=arguments) else holder
+        return None
+
     async def _load_requests(self) -> tuple[RequestRecord, ...]:
         keys = await self._scan(self._request_key("*"))
         values = await cast(Awaitable[list[bytes | None]], self._redis.mget(keys)) if keys else []
-        return tuple(RequestRecord(**json.loads(value)) for value in values if value is not None)
+        return tuple(_decode_request(value) for value in values if value is not None)
 
     async def _scan(self, pattern: str) -> list[bytes]:
         # SCAN may name a key twice.
@@ -450,7 +478,12 @@ def _cancellations() -> int:
 
 
 def _encode_request(record: RequestRecord) -> bytes:
-    return json.dumps(asdict(record)).encode()
+    return json.dumps(asdict(record) | {"router_incarnation": str(record.router_incarnation)}).encode()
+
+
+def _decode_request(value: bytes) -> RequestRecord:
+    fields = json.loads(value)
+    return RequestRecord(**fields | {"router_incarnation": int(fields["router_incarnation"])})
 
 
 def _milliseconds(duration_s: float) -> int:

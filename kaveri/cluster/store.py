@@ -31,11 +31,19 @@ class RequestRecord:
 
     request_id: str
     router_id: str
+    """The router's instance id."""
+    router_incarnation: int
     phase: str
     """"prefill" or "decode"."""
     attempt: int
     prefill_instance_id: str = ""
     decode_instance_id: str = ""
+    prefill_incarnation: int = 0
+    decode_incarnation: int = 0
+
+    def is_of(self, router_id: str, router_incarnation: int) -> bool:
+        """Whether that life of that router holds the request."""
+        return (self.router_id, self.router_incarnation) == (router_id, router_incarnation)
 
 
 class ClusterStore(Protocol):
@@ -86,15 +94,17 @@ class ClusterStore(Protocol):
         """Sends it to every store that follows broadcasts. False: not sent, because its token is no longer the leader's
         or the store is away. Nothing comes between the check and the sending, so nobody hears a deposed leader."""
 
-    async def claim_request(self, record: RequestRecord, ttl_s: float) -> bool:
-        """Enters a request into the table for at most `ttl_s` seconds. False when another router, or this one, has
-        the same request id in flight."""
+    async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
+        """Enters a request into the table for at most `ttl_s` seconds. Returns None when claimed; the holder's record
+        when a router whose lease holds, possibly this one, has the same request id in flight.
+
+        A claim of a router life whose lease has ended is taken over, atomically."""
 
     async def update_request(self, record: RequestRecord) -> None:
         """Replaces the record of a claimed request, keeping its time to live. Ignored when it is not claimed."""
 
-    async def close_request(self, request_id: str, router_id: str) -> None:
-        """Takes a request that this router claimed out of the table."""
+    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> None:
+        """Takes a request that this life of a router claimed out of the table. Other claims are ignored."""
 
     async def requests(self) -> tuple[RequestRecord, ...]:
         """All requests in the table, in no particular order."""

@@ -18,6 +18,7 @@ from kaveri.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineError,
+    InternalError,
     InvalidArgument,
     KaveriError,
     LayoutMismatch,
@@ -50,6 +51,7 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
     LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     TransferFailed: grpc.StatusCode.UNAVAILABLE,
     EngineError: grpc.StatusCode.INTERNAL,
+    InternalError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
@@ -190,6 +192,8 @@ def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
             return TransferFailed(facts["reason"])
         case "EngineError":
             return EngineError(facts["reason"])
+        case "InternalError":
+            return InternalError(facts["reason"])
         case "ConfigError":
             return ConfigError(facts["field"], facts["reason"])
         case _:

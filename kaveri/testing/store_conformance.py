@@ -44,7 +44,8 @@ DECODE = InstanceRecord(
 )
 PREFILL = InstanceRecord("prefill-0", 1, Role.PREFILL, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
 PREDICTOR = InstanceRecord("predictor-0", 1, Role.PREDICTOR, "127.0.0.1:2", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
-REQUEST = RequestRecord("request-1", "router-0", "prefill", 0, prefill_instance_id="prefill-0")
+ROUTER = InstanceRecord("router-0", 2**63 + 1, Role.ROUTER, "127.0.0.1:3", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
+REQUEST = RequestRecord("request-1", "router-0", ROUTER.incarnation, "prefill", 0, prefill_instance_id="prefill-0")
 
 
 class ClusterUnderTest(Protocol):
@@ -212,35 +213,68 @@ class StoreConformance:
             assert time.monotonic() - started_at_s < _SOON_S
 
     async def test_request_id_in_flight_is_claimed_once(self, cluster: ClusterUnderTest) -> None:
+        second = replace(ROUTER, instance_id="router-1")
+        theirs = replace(REQUEST, router_id="router-1")
         async with cluster.open_store() as one, cluster.open_store() as other:
-            claims = (one.claim_request(REQUEST, 60.0), other.claim_request(replace(REQUEST, router_id="router-1"), 60))
-            assert sorted(await asyncio.gather(*claims)) == [False, True]
-            assert not await one.claim_request(REQUEST, 60.0)
+            await one.heartbeat(replace(ROUTER, lease_ttl_s=60.0), InstanceLoad())
+            await other.heartbeat(replace(second, lease_ttl_s=60.0), InstanceLoad())
+            holders = await asyncio.gather(one.claim_request(REQUEST, 60.0), other.claim_request(theirs, 60))
+            assert [holder for holder in holders if holder is not None] in ([REQUEST], [theirs])
+            assert await one.claim_request(REQUEST, 60.0) is not None
+            assert await other.claim_request(theirs, 60.0) is not None
+
+    async def test_claim_of_a_router_life_that_has_ended_is_taken_over(self, cluster: ClusterUnderTest) -> None:
+        theirs = replace(REQUEST, router_id="router-1")
+        # So near to the former one that a number of 53 bits does not tell them apart.
+        again = replace(ROUTER, incarnation=ROUTER.incarnation + 1)
+        async with cluster.open_store() as one, cluster.open_store() as other:
+            await one.heartbeat(replace(ROUTER, lease_ttl_s=60.0), InstanceLoad())
+            assert await one.claim_request(REQUEST, 60.0) is None
+            assert await other.claim_request(theirs, 60.0) == REQUEST
+            await one.heartbeat(replace(again, lease_ttl_s=60.0), InstanceLoad())
+            assert await other.claim_request(theirs, 60.0) is None
+            assert await other.requests() == (theirs,)
+            await one.close_request("request-1", "router-0", ROUTER.incarnation)
+            assert await other.requests() == (theirs,)
+
+    async def test_claim_outlives_its_routers_lease_only_until_another_router_asks(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        theirs = replace(REQUEST, router_id="router-1")
+        async with cluster.open_store() as one, cluster.open_store() as other:
+            await one.heartbeat(ROUTER, InstanceLoad())
+            assert await one.claim_request(REQUEST, 60.0) is None
+            await one.deregister(ROUTER)
+            assert await other.requests() == (REQUEST,)
+            assert await other.claim_request(theirs, 60.0) is None
 
     async def test_closed_request_can_be_claimed_again_and_only_its_router_closes_it(
         self, cluster: ClusterUnderTest
     ) -> None:
         async with cluster.open_store() as store:
-            assert await store.claim_request(REQUEST, 60.0)
-            await store.close_request("request-1", "router-9")
+            assert await store.claim_request(REQUEST, 60.0) is None
+            await store.close_request("request-1", "router-9", ROUTER.incarnation)
+            await store.close_request("request-1", "router-0", ROUTER.incarnation + 1)
             assert await store.requests() == (REQUEST,)
-            await store.close_request("request-1", "router-0")
+            await store.close_request("request-1", "router-0", ROUTER.incarnation)
             assert await store.requests() == ()
-            assert await store.claim_request(REQUEST, 60.0)
+            assert await store.claim_request(REQUEST, 60.0) is None
 
     async def test_claim_ends_with_its_time_to_live(self, cluster: ClusterUnderTest) -> None:
         async with cluster.open_store() as store:
-            assert await store.claim_request(REQUEST, 0.1)
+            await store.heartbeat(replace(ROUTER, lease_ttl_s=60.0), InstanceLoad())
+            assert await store.claim_request(REQUEST, 0.1) is None
             await _no_requests_in(store)
-            assert await store.claim_request(REQUEST, 60.0)
+            assert await store.claim_request(REQUEST, 60.0) is None
 
     async def test_update_replaces_a_claimed_record_and_keeps_its_time_to_live(self, cluster: ClusterUnderTest) -> None:
-        moved = replace(REQUEST, phase="decode", attempt=1, decode_instance_id="decode-0")
+        moved = replace(REQUEST, phase="decode", attempt=1, decode_instance_id="decode-0", decode_incarnation=2**64 - 1)
         async with cluster.open_store() as store:
             await store.update_request(moved)
             assert await store.requests() == ()
-            assert await store.claim_request(REQUEST, 0.5)
+            assert await store.claim_request(REQUEST, 0.5) is None
             await store.update_request(replace(moved, router_id="router-9"))
+            await store.update_request(replace(moved, router_incarnation=ROUTER.incarnation + 1))
             assert await store.requests() == (REQUEST,)
             await store.update_request(moved)
             assert await store.requests() == (moved,)
@@ -259,10 +293,10 @@ class StoreConformance:
                 view = await router.wait_for_change(0.1)
                 assert has("decode-0")(view)
                 assert not view.store_connected
-            assert await router.claim_request(REQUEST, 60.0)
+            assert await router.claim_request(REQUEST, 60.0) is None
             await router.update_request(REQUEST)
             assert await router.requests() == ()
-            await router.close_request("request-1", "router-0")
+            await router.close_request("request-1", "router-0", ROUTER.incarnation)
             await instance.deregister(DECODE)
 
     async def test_calls_while_the_store_is_away_take_at_most_a_second(self, cluster: ClusterUnderTest) -> None:

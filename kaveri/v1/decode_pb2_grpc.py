@@ -67,7 +67,8 @@ class DecodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests are ignored.
+        """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
+        are ignored. When a prefill instance ends a request that has landed, its router gets an error on its stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

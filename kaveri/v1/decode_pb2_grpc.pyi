@@ -40,7 +40,9 @@ class DecodeServiceStub:
     ABORTED (a newer attempt is known), CANCELLED (aborted meanwhile), UNAVAILABLE (draining, or its engine broke).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
-    """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests are ignored."""
+    """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
+    are ignored. When a prefill instance ends a request that has landed, its router gets an error on its stream.
+    """
     StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
     """Streams the tokens of all requests of one router, one message per engine step. When it ends, the requests that
     it carried are aborted: a broken stream is a lost attempt. A newer stream of the same router replaces an older.
@@ -58,7 +60,9 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     ABORTED (a newer attempt is known), CANCELLED (aborted meanwhile), UNAVAILABLE (draining, or its engine broke).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests are ignored."""
+    """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
+    are ignored. When a prefill instance ends a request that has landed, its router gets an error on its stream.
+    """
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """Streams the tokens of all requests of one router, one message per engine step. When it ends, the requests that
     it carried are aborted: a broken stream is a lost attempt. A newer stream of the same router replaces an older.
@@ -85,7 +89,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
-        """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests are ignored."""
+        """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
+        are ignored. When a prefill instance ends a request that has landed, its router gets an error on its stream.
+        """
 
     @_abc_1.abstractmethod
     def StreamTokens(

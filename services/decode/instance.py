@@ -107,7 +107,8 @@ class DecodeInstance:
         layout: KvLayout,
         predicted_length: TokenRange | None = None,
     ) -> Ticket:
-        """Reserves room. An older reservation of the same request, or of the same attempt, is ended first.
+        """Reserves room. An older reservation of the same request, or of the same attempt, is ended first; and so is a
+        request of another router with the same id.
 
         timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
         (draining), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit), and RequestCancelled when
@@ -120,7 +121,7 @@ class DecodeInstance:
         self._info.layout.require_mappable(layout)
         key = AttemptKey(request_id, next(self._numbers))
         engine_request = EngineRequest(key, token_ids, generated_count, params)
-        self._end_former(request_id, attempt)
+        self._end_former(request_id, attempt, router_id)
         kept = self.kept_blocks()
         needed_blocks = self._info.layout.block_count(len(token_ids) + 1)
         request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length)
@@ -162,7 +163,7 @@ class DecodeInstance:
         As reserve(), but there is nothing to reserve, and it is taken while draining too: it came in before. Raises
         StaleAttempt, and Unavailable when the engine has stopped.
         """
-        self._end_former(engine_request.key.request_id, attempt)
+        self._end_former(engine_request.key.request_id, attempt, router_id)
         request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length)
         try:
             self._engine.adopt(engine_request.key)
@@ -171,12 +172,18 @@ class DecodeInstance:
             raise Unavailable(str(error)) from error
         self._land(request, time.monotonic())
 
-    def abort(self, request_id: str, attempt: int) -> None:
-        """Ends the request if the attempt that is here is `attempt` or older. Unknown ones are ignored."""
+    def abort(self, request_id: str, attempt: int, router_id: str, by_router: bool) -> None:
+        """Ends the router's request if the attempt that is here is `attempt` or older. Unknown ones are ignored.
+
+        by_router: whether the router itself asks. When a prefill instance ends a request that has landed, the router
+        gets an error: it may wait for nothing but this instance's tokens by then.
+        """
         self._line.leave(request_id, attempt)
         request = self._requests.by_request_id(request_id)
-        if request is not None and request.attempt <= attempt:
-            self._end(request, "aborted")
+        if request is None or request.attempt > attempt or request.router_id != router_id:
+            return
+        silent = by_router or request.phase is Phase.RESERVED
+        self._end(request, "aborted", error=None if silent else "its prefill instance has given the request up")
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         now_s = time.monotonic()
@@ -267,14 +274,23 @@ class DecodeInstance:
             case RequestFailed():
                 self._fail(request, event.reason)
 
-    def _end_former(self, request_id: str, attempt: int) -> None:
+    def _end_former(self, request_id: str, attempt: int, router_id: str) -> None:
         """Ends what is here of the request, unless that is newer: then raises StaleAttempt."""
         former = self._requests.by_request_id(request_id)
-        if former is not None and attempt < former.attempt:
+        same_router = former is not None and former.router_id == router_id
+        if former is not None and same_router and attempt < former.attempt:
             raise StaleAttempt(request_id, attempt, former.attempt)
-        self._attempts.note(request_id, attempt, time.monotonic())
-        if former is not None:
-            self._end(former, "replaced")
+        self._attempts.note(router_id, request_id, attempt, time.monotonic())
+        if former is None:
+            return
+        if not same_router:
+            # In whatever phase: its router would place it again, and the two would replace each other in turn.
+            self._end(former, "replaced", error="another router has begun a request with the same id", replaced=True)
+        else:
+            # A newer attempt is the router's own doing. That room for the same one is asked for again says that prefill
+            # did not hear of the landing; the router may have got tokens, and wait for more of them.
+            unheard = former.attempt == attempt and former.phase is not Phase.RESERVED
+            self._end(former, "replaced", error="its room was asked for again" if unheard else None)
 
     def _open(
         self,
@@ -386,18 +402,28 @@ class DecodeInstance:
 
     def _router_gone(self, router_id: str) -> None:
         for request in self._requests.of_router(router_id):
-            self.streams.fail(request, "the router's token stream ended")
-            self._end(request, "router_gone")
+            self._end(request, "router_gone", error="the router's token stream ended")
 
     def _expire(self, request: DecodeRequest) -> None:
         self._end(request, "deadline")
 
     def _fail(self, request: DecodeRequest, reason: str) -> None:
-        self.streams.fail(request, reason)
-        self._end(request, "failed", reason)
+        self._end(request, "failed", reason, error=reason)
 
-    def _end(self, request: DecodeRequest, outcome: str, reason: str | None = None, told: bool = False) -> None:
-        """Ends a request in any phase, once; later calls do nothing. told: log and metrics know of it already."""
+    def _end(
+        self,
+        request: DecodeRequest,
+        outcome: str,
+        reason: str | None = None,
+        told: bool = False,
+        error: str | None = None,
+        replaced: bool = False,
+    ) -> None:
+        """Ends a request in any phase, once; later calls do nothing. told: log and metrics know of it already.
+
+        error: what its router hears. None: nothing, because it has ended the request itself or another instance tells
+        it. replaced: as in RequestTokens.
+        """
         if not self._requests.remove(request):
             return
         if request.deadline is not None:
@@ -408,8 +434,10 @@ class DecodeInstance:
         loop = asyncio.get_running_loop()
         if outcome != "finished":
             self._engine.abort(request.key)
-            if outcome not in ("failed", "router_gone"):
+            if error is None:
                 self.streams.drop(request)
+            else:
+                self.streams.fail(request, error, replaced)
             # Its seat in the batch may be what a landed request waits for.
             loop.call_soon(self._admit)
         if not len(self._requests):

@@ -77,7 +77,8 @@ class DecodeRequests:
     def __init__(self) -> None:
         self._by_key: dict[AttemptKey, DecodeRequest] = {}
         self._by_request_id: dict[str, DecodeRequest] = {}
-        self._by_router: dict[str, set[DecodeRequest]] = {}
+        # Ordered: what ends one by one ends in the order in which it came.
+        self._by_router: dict[str, dict[DecodeRequest, None]] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -90,7 +91,7 @@ class DecodeRequests:
         assert request.request_id not in self._by_request_id
         self._by_key[request.key] = request
         self._by_request_id[request.request_id] = request
-        self._by_router.setdefault(request.router_id, set()).add(request)
+        self._by_router.setdefault(request.router_id, {})[request] = None
 
     def remove(self, request: DecodeRequest) -> bool:
         """False when it was not here (any more)."""
@@ -98,7 +99,7 @@ class DecodeRequests:
             return False
         del self._by_request_id[request.request_id]
         of_router = self._by_router[request.router_id]
-        of_router.remove(request)
+        del of_router[request]
         if not of_router:
             del self._by_router[request.router_id]
         return True
@@ -117,23 +118,25 @@ class DecodeRequests:
 
 
 class KnownAttempts:
-    """The newest attempt of each request, remembered for a while after its end, so that a straggler is refused."""
+    """The newest attempt of each router's requests, remembered for a while after its end, so that a straggler is
+    refused. The attempts of two routers are not compared."""
 
     def __init__(self, remembered_s: float, max_count: int) -> None:
         """remembered_s: after the last word of a request. max_count: beyond it the oldest are forgotten."""
         self._remembered_s = remembered_s
         self._max_count = max_count
-        self._newest: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._newest: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
 
-    def note(self, request_id: str, attempt: int, now_s: float) -> None:
+    def note(self, router_id: str, request_id: str, attempt: int, now_s: float) -> None:
         """Remembers the attempt. Raises StaleAttempt when a newer one is known."""
         while self._newest:
-            oldest_id, (_, until_s) = next(iter(self._newest.items()))
+            oldest, (_, until_s) = next(iter(self._newest.items()))
             if until_s > now_s and len(self._newest) <= self._max_count:
                 break
-            del self._newest[oldest_id]
-        newest, _ = self._newest.get(request_id, (attempt, 0.0))
+            del self._newest[oldest]
+        name = router_id, request_id
+        newest, _ = self._newest.get(name, (attempt, 0.0))
         if attempt < newest:
             raise StaleAttempt(request_id, attempt, newest)
-        self._newest[request_id] = (attempt, now_s + self._remembered_s)
-        self._newest.move_to_end(request_id)
+        self._newest[name] = (attempt, now_s + self._remembered_s)
+        self._newest.move_to_end(name)

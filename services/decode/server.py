@@ -6,6 +6,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.rpc.attempts import check_attempt, check_router_id
 from kaveri.rpc.messages import (
     finish_to_proto,
     layout_from_proto,
@@ -18,6 +19,7 @@ from kaveri.rpc.status import abort
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
 from services.decode.instance import DecodeInstance
+from services.decode.token_messages import messages_of
 from services.decode.token_streams import GainedTokens
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
@@ -34,9 +36,9 @@ class DecodeServer(DecodeServiceServicer):
         self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveResponse:
         try:
-            for field in ("request_id", "router_id", "attempt", "token_ids"):
-                if not getattr(request, field):
-                    raise InvalidArgument(field, getattr(request, field), "set")
+            check_attempt(request.request_id, request.attempt, request.router_id)
+            if not request.token_ids:
+                raise InvalidArgument("token_ids", [], "at least one token long")
             if not request.timeout_s > 0:
                 raise InvalidArgument("timeout_s", request.timeout_s, "more than 0")
             ticket = await self._instance.reserve(
@@ -54,27 +56,30 @@ class DecodeServer(DecodeServiceServicer):
             )
         except KaveriError as error:
             await abort(context, error)
-        return decode_pb2.ReserveResponse(ticket=ticket_to_proto(ticket))
+        return decode_pb2.ReserveResponse(ticket=ticket_to_proto(ticket), incarnation=self._incarnation)
 
     async def Abort(  # noqa: N802
         self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.AbortResponse:
         for attempt in request.attempts:
-            self._instance.abort(attempt.request_id, attempt.attempt)
+            self._instance.abort(attempt.request_id, attempt.attempt, attempt.router_id, request.by_router)
         return decode_pb2.AbortResponse()
 
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        if not request.router_id:
-            await abort(context, InvalidArgument("router_id", request.router_id, "set"))
+        try:
+            check_router_id(request.router_id)
+        except InvalidArgument as error:
+            await abort(context, error)
         stream = self._instance.streams.open(request.router_id)
         # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
         # here would wait for the garbage collector.
         context.add_done_callback(lambda _: self._instance.streams.close(stream))  # type: ignore[arg-type]
         yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation)
         while batch := await stream.next_batch():
-            yield decode_pb2.StreamTokensResponse(requests=[_to_proto(gained) for gained in batch])
+            for entries in messages_of(batch):
+                yield decode_pb2.StreamTokensResponse(requests=map(_to_proto, entries))
 
 
 def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
@@ -86,6 +91,7 @@ def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
         message.logprobs.extend(map(logprobs_to_proto, gained.logprobs))
     if gained.error:
         message.error = gained.error
+        message.replaced = gained.replaced
     if gained.finish is not None:
         message.finish_reason = finish_to_proto(gained.finish)
         if gained.times is not None:

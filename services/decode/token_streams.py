@@ -35,6 +35,7 @@ class GainedTokens:
     finish: FinishReason | None = None
     times: RequestTimes | None = None
     error: str = ""
+    replaced: bool = False
 
 
 class TokenStream:
@@ -126,11 +127,19 @@ class TokenStreams:
             entry.finish = step.finish
             entry.times = times
 
-    def fail(self, request: DecodeRequest, reason: str) -> None:
-        """Tells the router that the request cannot go on here, behind the tokens that it gained."""
+    def fail(self, request: DecodeRequest, reason: str, replaced: bool = False) -> None:
+        """Sends the router, behind the tokens gained, that the request cannot go on here.
+
+        replaced: another router has begun a request with the same id.
+        """
         unsent = self._unsent(request.router_id)
-        if unsent is not None:
-            unsent.setdefault(request, GainedTokens(request.request_id, request.attempt, 0)).error = reason
+        if unsent is None:
+            return
+        entry = unsent.setdefault(request, GainedTokens(request.request_id, request.attempt, 0))
+        entry.error, entry.replaced = reason, replaced
+        stream = self._streams.get(request.router_id)
+        if stream is not None:
+            stream.changed.set()
 
     def drop(self, request: DecodeRequest) -> None:
         """Forgets what was not sent."""

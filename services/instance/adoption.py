@@ -12,8 +12,9 @@ from services.prefill.requests import Placed, PrefillRequest
 class Adoption:
     """The HandOver of a colocated instance. For one event loop."""
 
-    def __init__(self, instance_id: str, prefill: PrefillInstance, decode: DecodeInstance) -> None:
+    def __init__(self, instance_id: str, incarnation: int, prefill: PrefillInstance, decode: DecodeInstance) -> None:
         self._instance_id = instance_id
+        self._incarnation = incarnation
         self._prefill = prefill
         self._decode = decode
 
@@ -36,7 +37,7 @@ class Adoption:
         except KaveriError as error:
             self._prefill.fail(request, error)
             return
-        request.outbox.put(Placed(self._instance_id))
+        request.outbox.put(Placed(self._instance_id, self._incarnation))
         self._prefill.adopted(request)
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:

@@ -29,5 +29,5 @@ class ColocatedDecodeServer(DecodeServer):
     ) -> decode_pb2.AbortResponse:
         # A router's Abort may overtake the cancellation of its Prefill call; the request would be adopted in between.
         for attempt in request.attempts:
-            self._prefill.abort(attempt.request_id, attempt.attempt)
+            self._prefill.abort(attempt.request_id, attempt.attempt, attempt.router_id)
         return await super().Abort(request, context)

@@ -44,6 +44,7 @@ def colocated_host(
     config: ColocatedConfig, engine: BuiltEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
 ) -> InstanceHost:
     """A colocated instance around `engine`, which it owns from now on."""
+    incarnation = new_incarnation()
     decode = DecodeInstance(
         engine,
         config.decode_policy,
@@ -60,12 +61,11 @@ def colocated_host(
         config.chunk_tokens,
         config.max_queue,
         metrics,
-        lambda prefill: Adoption(config.instance_id, prefill, decode),
+        lambda prefill: Adoption(config.instance_id, incarnation, prefill, decode),
         scheduling_batch=config.prefill_sched_batch,
         has_room=PromptRoom(engine, decode).has_room,
         forecaster=LengthForecaster.configured(config, store, engine, metrics),
     )
-    incarnation = new_incarnation()
 
     def register(server: aio.Server) -> None:
         add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)

@@ -1,7 +1,7 @@
 """Talks to decode instances: reserves room, takes reservations back. Owns the channels to them."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from grpc import StatusCode, aio
 
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 _RESERVE_TIMEOUT_S = 2.0
 _ABORT_TIMEOUT_S = 1.0
+
+
+class Reservation(NamedTuple):
+    """Room at a decode instance."""
+
+    ticket: Ticket
+    incarnation: int
+    """The life that granted it: not always the one that the view named."""
 
 
 class _Peer:
@@ -46,7 +54,7 @@ class DecodePeers:
         self._layout = layout_to_proto(layout)
         self._peers: dict[str, _Peer] = {}
 
-    async def reserve(self, target: InstanceStatus, request: PrefillRequest, timeout_s: float) -> Ticket:
+    async def reserve(self, target: InstanceStatus, request: PrefillRequest, timeout_s: float) -> Reservation:
         """Asks `target` for room. timeout_s: what is left of the request's time.
 
         Raises what the instance answers, or Unavailable or DeadlineExceeded when it does not. Cancelled, or without an
@@ -73,11 +81,13 @@ class DecodePeers:
                     reason = f"the decode instance gave no answer within {_RESERVE_TIMEOUT_S} s"
                     raise Unavailable(reason) from error
                 raise error_of(error) from error
-        return ticket_from_proto(response.ticket)
+        return Reservation(ticket_from_proto(response.ticket), response.incarnation)
 
     async def abort(self, target: InstanceStatus, request: PrefillRequest) -> None:
         """Ends the request at `target`. What cannot be reached is left to the reservation's expiry."""
-        attempt = decode_pb2.AttemptId(request_id=request.request_id, attempt=request.attempt)
+        attempt = decode_pb2.AttemptId(
+            request_id=request.request_id, attempt=request.attempt, router_id=request.router_id
+        )
         with self._peer(target.record.address) as stub:
             try:
                 await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt]), timeout=_ABORT_TIMEOUT_S)

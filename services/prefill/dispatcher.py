@@ -26,7 +26,6 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.kv.ticket import Ticket
 from kaveri.policy.placement import (
     DEFAULT_THRESHOLDS,
     DecodePlacementPolicy,
@@ -37,7 +36,7 @@ from kaveri.policy.placement import (
     choose_line,
 )
 from kaveri.telemetry.logs import get_logger
-from services.prefill.decode_peers import DecodePeers
+from services.prefill.decode_peers import DecodePeers, Reservation
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import Placed, PrefillRequest
 
@@ -164,7 +163,7 @@ class Dispatcher:
             target = await self._find_room(request, unfit)
             instance_id = target.record.instance_id
             try:
-                ticket = await self._reserve(request, placement, target)
+                reservation = await self._reserve(request, placement, target)
             except StaleAttempt:
                 raise
             except (InvalidArgument, LayoutMismatch) as error:
@@ -184,11 +183,11 @@ class Dispatcher:
             self._line.pop(request, None)
             placement.forget_place(instance_id)
             self._stop_waiting(request, placement)
-            request.outbox.put(Placed(instance_id))
+            request.outbox.put(Placed(instance_id, reservation.incarnation))
             request.pushing_since_s = time.monotonic()
             placement.push_failure = loop.create_future()
             try:
-                self._engine.push_to(request.key, ticket)
+                self._engine.push_to(request.key, reservation.ticket)
             except (LayoutMismatch, InvalidArgument) as error:
                 unfit[instance_id] = error
                 self._give_back(request, placement)
@@ -307,15 +306,15 @@ class Dispatcher:
                 return f"there is no decode instance that takes this one's KV: {status.record.instance_id}: {error}"
         return "there is no decode instance"
 
-    async def _reserve(self, request: PrefillRequest, placement: _Placement, target: InstanceStatus) -> Ticket:
+    async def _reserve(self, request: PrefillRequest, placement: _Placement, target: InstanceStatus) -> Reservation:
         placement.target = target
         timeout_s = request.deadline_s - time.monotonic()
         reserved = False
         try:
-            ticket = await self._peers.reserve(target, request, timeout_s)
+            reservation = await self._peers.reserve(target, request, timeout_s)
             reserved = True
             self._metrics.placements.labels("reserved").inc()
-            return ticket
+            return reservation
         finally:
             if not reserved:
                 self._settle(request, target.record.instance_id)

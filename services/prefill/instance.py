@@ -20,7 +20,15 @@ from kaveri.engine.contract import (
     RequestFailed,
     StepTokens,
 )
-from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, NoCapacity, StaleAttempt, Unavailable
+from kaveri.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KaveriError,
+    NoCapacity,
+    RequestAlreadyExists,
+    StaleAttempt,
+    Unavailable,
+)
 from kaveri.policy.length import settled_length
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.sampling import SamplingParams
@@ -92,7 +100,8 @@ class PrefillInstance:
         params: SamplingParams,
         timeout_s: float | None,
     ) -> PrefillRequest:
-        """Queues one attempt; its outbox tells what becomes of it. An older attempt of the same request is dropped.
+        """Queues one attempt; its outbox tells what becomes of it. An older attempt of the same request is dropped, and
+        so is a request of another router with the same id.
 
         timeout_s: what is left of the request's time; None: no deadline. Raises Unavailable (draining), StaleAttempt,
         NoCapacity (queue full) and InvalidArgument (does not fit this engine).
@@ -101,7 +110,8 @@ class PrefillInstance:
             raise Unavailable("the prefill instance is draining", retry_after_s=1.0)
         self._check_fit(token_ids, generated_count, params)
         former = self._by_request_id.get(request_id)
-        if former is not None and attempt <= former.attempt:
+        same_router = former is not None and former.router_id == router_id
+        if former is not None and same_router and attempt <= former.attempt:
             raise StaleAttempt(request_id, attempt, former.attempt)
         loop = asyncio.get_running_loop()
         now_s = time.monotonic()
@@ -116,7 +126,9 @@ class PrefillInstance:
             predicted_length=settled_length(params),
         )
         if former is not None:
-            self._end(former, "refused", StaleAttempt(request_id, former.attempt, attempt))
+            # Another router's must not be placed again: the two would replace each other in turn.
+            stale = StaleAttempt(request_id, former.attempt, attempt)
+            self._end(former, "refused", stale if same_router else RequestAlreadyExists(request_id))
         try:
             self._queue.hold(request)
         except NoCapacity:
@@ -136,10 +148,10 @@ class PrefillInstance:
         """Nobody waits for the request any more: frees all that it holds, here and at its decode instance."""
         self._end(request, "cancelled", None)
 
-    def abort(self, request_id: str, attempt: int) -> None:
-        """Ends the request if the attempt that is here is `attempt` or older. Unknown ones are ignored."""
+    def abort(self, request_id: str, attempt: int, router_id: str) -> None:
+        """Ends the router's request if the attempt that is here is `attempt` or older. Unknown ones are ignored."""
         request = self._by_request_id.get(request_id)
-        if request is not None and request.attempt <= attempt:
+        if request is not None and request.attempt <= attempt and request.router_id == router_id:
             self._end(request, "cancelled", None)
 
     def adopted(self, request: PrefillRequest) -> None:

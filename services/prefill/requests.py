@@ -21,6 +21,7 @@ class Placed:
     """A decode instance has reserved room."""
 
     decode_instance_id: str
+    decode_incarnation: int
 
 
 @dataclass(frozen=True, slots=True)

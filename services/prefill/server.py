@@ -5,7 +5,8 @@ from typing import Any
 
 from grpc import aio
 
-from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.errors import KaveriError
+from kaveri.rpc.attempts import check_attempt
 from kaveri.rpc.messages import finish_to_proto, logprobs_to_proto, params_from_proto
 from kaveri.rpc.status import abort
 from kaveri.v1 import prefill_pb2
@@ -34,9 +35,7 @@ class PrefillServer(PrefillServiceServicer):
             await abort(context, error)
 
     def _accept(self, message: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> PrefillRequest:
-        for field in ("request_id", "router_id", "attempt"):
-            if not getattr(message, field):
-                raise InvalidArgument(field, getattr(message, field), "set")
+        check_attempt(message.request_id, message.attempt, message.router_id)
         accepted = self._instance.accept(
             request_id=message.request_id,
             attempt=message.attempt,
@@ -57,7 +56,9 @@ def _to_proto(progress: Progress) -> prefill_pb2.PrefillResponse:
         case Started():
             return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=progress.queue_s))
         case Placed():
-            placed = prefill_pb2.PrefillPlaced(decode_instance_id=progress.decode_instance_id)
+            placed = prefill_pb2.PrefillPlaced(
+                decode_instance_id=progress.decode_instance_id, decode_incarnation=progress.decode_incarnation
+            )
             return prefill_pb2.PrefillResponse(placed=placed)
         case FirstTokenDrawn():
             first_token = prefill_pb2.PrefillFirstToken(

@@ -1,6 +1,7 @@
 """Places requests on prefill instances, follows each attempt to its end, and places anew what was lost."""
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Coroutine
@@ -11,6 +12,7 @@ from kaveri.cluster.store import ClusterStore, RequestRecord
 from kaveri.cluster.view import ClusterView, InstanceState, InstanceStatus, Role
 from kaveri.errors import (
     DeadlineExceeded,
+    InternalError,
     InvalidArgument,
     KaveriError,
     LayoutMismatch,
@@ -23,11 +25,13 @@ from kaveri.errors import (
 )
 from kaveri.policy.placement import PlacementPolicy, UnconfirmedWork, choose_prefill, missing_roles
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
+from kaveri.rpc.attempts import MAX_ATTEMPT
 from kaveri.rpc.messages import params_to_proto
 from kaveri.rpc.status import error_of
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
 from services.router import metrics
+from services.router.attempt_numbers import AttemptNumbers
 from services.router.channels import Channels
 from services.router.placement_line import PlacementLine
 from services.router.requests import Attempt, RequestEntry
@@ -35,8 +39,11 @@ from services.router.token_streams import TokenStreams
 
 _LONGEST_WAIT_S = 1.0
 """Between two looks for an instance, when nothing wakes the request."""
-_HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded)
+_HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists)
 """Errors that would meet the request anywhere else as well."""
+_CLAIM_WAIT_S = 5.0
+"""Longest wait for a sign of life from the router that holds a request id: more than the lease of most clusters."""
+_CLAIM_AGAIN_S = 0.1
 
 
 class Dispatcher:
@@ -47,6 +54,8 @@ class Dispatcher:
         *,
         model: str,
         router_id: str,
+        router_incarnation: int,
+        stream_id: str,
         policy: PlacementPolicy,
         max_attempts: int,
         unavailable_after_s: float,
@@ -55,8 +64,11 @@ class Dispatcher:
         streams: TokenStreams,
         rng: random.Random,
     ) -> None:
+        """stream_id: the router_id of the prefill and decode protocols: unique over the router's lives, and secret."""
         self._model = model
         self._router_id = router_id
+        self._router_incarnation = router_incarnation
+        self._stream_id = stream_id
         self._policy = policy
         self._limits = RetryLimits(max_attempts, unavailable_after_s)
         self._store = store
@@ -64,6 +76,7 @@ class Dispatcher:
         self._streams = streams
         self._rng = rng
         self._turn = 0
+        self._numbers = AttemptNumbers()
         self._unconfirmed: UnconfirmedWork[Attempt] = UnconfirmedWork()
         self._view_changed = asyncio.Event()
         self._line: PlacementLine[RequestEntry] = PlacementLine()
@@ -111,20 +124,45 @@ class Dispatcher:
             await self._serve(entry)
         except KaveriError as error:
             entry.fail(error)
+        except Exception:
+            get_logger().exception(
+                "request_failed_unexpectedly",
+                request_id=entry.request_id,
+                attempt=entry.attempt.number if entry.attempt is not None else 0,
+            )
+            entry.fail(InternalError(f"the router failed while it served request {entry.request_id!r}"))
 
     async def claim_request(self, request_id: str, ttl_s: float) -> None:
-        """Enters a request into the store's table. Raises RequestAlreadyExists."""
+        """Enters a request into the store's table. Raises RequestAlreadyExists when a router that lives holds it.
+
+        A router that died holds its requests until its lease ends: so the holder has to show one more heartbeat, for
+        which this waits.
+        """
         closing = self._closing.get(request_id)
         if closing is not None:
             # The caller uses an id again before the store has heard that its former request ended.
             await asyncio.wait({closing})
-        claim = RequestRecord(request_id=request_id, router_id=self._router_id, phase="prefill", attempt=1)
-        if not await self._store.claim_request(claim, ttl_s):
-            raise RequestAlreadyExists(request_id)
+        claim = RequestRecord(request_id, self._router_id, self._router_incarnation, phase="prefill", attempt=1)
+        asked_s = time.monotonic()
+        while (holder := await self._store.claim_request(claim, ttl_s)) is not None:
+            own = holder.is_of(self._router_id, self._router_incarnation)
+            if own or self._was_heard(holder, asked_s) or time.monotonic() > asked_s + _CLAIM_WAIT_S:
+                raise RequestAlreadyExists(request_id)
+            changed = self._view_changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLAIM_AGAIN_S):
+                    await changed.wait()
+
+    def _was_heard(self, holder: RequestRecord, since_s: float) -> bool:
+        """Whether the holder's router has sent a heartbeat since then."""
+        status = self._store.view().instances.get(holder.router_id)
+        if status is None or status.record.incarnation != holder.router_incarnation:
+            return False
+        return time.monotonic() - status.heartbeat_age_s >= since_s
 
     def close_request(self, request_id: str) -> None:
         """Takes an ended request out of the store's table, without making anyone wait."""
-        errand = self._start_errand(self._store.close_request(request_id, self._router_id))
+        errand = self._start_errand(self._store.close_request(request_id, self._router_id, self._router_incarnation))
         self._closing[request_id] = errand
         errand.add_done_callback(lambda _: self._closing.pop(request_id, None))
 
@@ -140,7 +178,7 @@ class Dispatcher:
         assert not len(self._line), len(self._line)
 
     async def _serve(self, entry: RequestEntry) -> None:
-        number = 0
+        number = self._numbers.last(entry.request_id)
         state = RetryState()
         while True:
             if len(entry.token_ids) >= self._most_tokens(entry):
@@ -149,7 +187,8 @@ class Dispatcher:
             await asyncio.sleep(state.pause_until_s - time.monotonic())
             target = await self._choose(entry, state)
             number += 1
-            attempt = entry.begin_attempt(number, target.record.instance_id)
+            attempt = entry.begin_attempt(number, target.record.instance_id, target.record.incarnation)
+            self._numbers.note(entry.request_id, number, time.monotonic())
             metrics.ATTEMPTS.inc()
             await self._follow(entry, attempt, target)
             if entry.finish is not None or entry.error is not None:
@@ -157,6 +196,8 @@ class Dispatcher:
             state = self._after_loss(entry, attempt, target, state)
             if isinstance(attempt.lost, StaleAttempt):
                 number = max(number, attempt.lost.newest_attempt)
+                if number >= MAX_ATTEMPT:
+                    raise attempt.lost
 
     def _after_loss(
         self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus, state: RetryState
@@ -260,7 +301,7 @@ class Dispatcher:
         request = prefill_pb2.PrefillRequest(
             request_id=entry.request_id,
             attempt=attempt.number,
-            router_id=self._router_id,
+            router_id=self._stream_id,
             token_ids=(*accepted.prompt_token_ids, *entry.token_ids),
             generated_count=attempt.first_index,
             params=params_to_proto(accepted.params),
@@ -268,9 +309,9 @@ class Dispatcher:
         self._unconfirmed.add(attempt, target, len(request.token_ids))
         if target.record.role is Role.COLOCATED:
             # It will decode the request too: known from here on, an abort or a broken stream misses no moment.
-            self._streams.place(attempt, target.record.instance_id)
+            self._streams.place(attempt, target.record.instance_id, target.record.incarnation)
         now_s = time.monotonic()
-        if attempt.number == 1:
+        if entry.timing.attempts == 1:
             entry.timing.router_s = now_s - accepted.arrived_s
         call = self._channels.prefill(target.record.address).Prefill(request, timeout=accepted.deadline_s - now_s)
 
@@ -315,7 +356,7 @@ class Dispatcher:
                 timing.prefill_queue_s = event.started.queue_s
             case "placed":
                 timing.decode_instance_id = event.placed.decode_instance_id
-                self._streams.place(attempt, event.placed.decode_instance_id)
+                self._streams.place(attempt, event.placed.decode_instance_id, event.placed.decode_incarnation)
                 self._start_errand(self._store.update_request(self._record(attempt, phase="decode")))
             case "first_token":
                 timing.prefill_s = event.first_token.prefill_s
@@ -331,10 +372,13 @@ class Dispatcher:
         return RequestRecord(
             request_id=attempt.request_id,
             router_id=self._router_id,
+            router_incarnation=self._router_incarnation,
             phase=phase,
             attempt=attempt.number,
             prefill_instance_id=attempt.prefill_instance_id,
             decode_instance_id=attempt.decode_instance_id,
+            prefill_incarnation=attempt.prefill_incarnation,
+            decode_incarnation=attempt.decode_incarnation,
         )
 
     def _start_errand(self, errand: Coroutine[None, None, None]) -> asyncio.Task[None]:

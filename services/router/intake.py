@@ -12,7 +12,6 @@ from services.router.dispatcher import Dispatcher
 from services.router.requests import AcceptedRequest
 from services.router.tokenizer import ChatMessage, ModelTokenizer
 
-MAX_REQUEST_ID_BYTES = 128
 _SERVING_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
@@ -109,13 +108,6 @@ class Intake:
     def _check_token_id(self, field: str, token_id: int) -> None:
         if token_id >= self._tokenizer.vocab_size:
             raise InvalidArgument(field, token_id, f"below {self._tokenizer.vocab_size}, the size of the vocabulary")
-
-
-def check_request_id(request_id: str) -> None:
-    """Raises InvalidArgument when the id is too long."""
-    size = len(request_id.encode())
-    if size > MAX_REQUEST_ID_BYTES:
-        raise InvalidArgument("request_id", request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes long, not {size}")
 
 
 def max_model_len(view: ClusterView, model: str) -> int:

@@ -7,11 +7,13 @@ not taken yet are one response, bounded by the answer's own length.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestAlreadyExists, Unavailable
 from kaveri.rpc.messages import finish_from_proto
+from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.sampling import FinishReason, SamplingParams
 from kaveri.v1 import decode_pb2, inference_pb2, prefill_pb2, sampling_pb2
 from services.router.detokenizer import Detokenizer
@@ -20,6 +22,12 @@ HAND_OVER_GRACE_S = 0.25
 """An answer of two tokens can end before its hand-over is reported; so long its timing waits for the report."""
 RETRY_AFTER_S = 0.5
 """Told to clients that found the router full: about a short answer's time."""
+
+MAX_OUTPUT_BYTES = MAX_MESSAGE_BYTES // 4
+"""Of one response, by an estimate from above. A quarter, so that a wrong estimate does no harm."""
+_TOKEN_BYTES = 5
+_LOGPROB_BYTES = 24
+_CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class Attempt:
 
     __slots__ = (
         "decode_done",
+        "decode_incarnation",
         "decode_instance_id",
         "decoding",
         "first_index",
@@ -50,19 +59,24 @@ class Attempt:
         "lost",
         "number",
         "over",
+        "prefill_incarnation",
         "prefill_instance_id",
         "prefill_open",
         "request_id",
         "unsent",
     )
 
-    def __init__(self, request_id: str, number: int, first_index: int, prefill_instance_id: str) -> None:
+    def __init__(
+        self, request_id: str, number: int, first_index: int, prefill_instance_id: str, prefill_incarnation: int
+    ) -> None:
         self.request_id = request_id
         self.number = number
         self.first_index = first_index
         """Index of the token that prefill draws."""
         self.prefill_instance_id = prefill_instance_id
+        self.prefill_incarnation = prefill_incarnation
         self.decode_instance_id = ""
+        self.decode_incarnation = 0
         self.decode_done = False
         """Whether decode has ended the request by itself: nothing there is to be aborted."""
         self.unsent = False
@@ -77,11 +91,15 @@ class Attempt:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the request has ended, or the attempt is lost."""
 
-    def place_on(self, decode_instance_id: str) -> None:
-        """That instance has kept room for it. What another one has done for it before is of no account any more."""
-        if self.decode_instance_id not in ("", decode_instance_id):
+    def place_on(self, decode_instance_id: str, decode_incarnation: int) -> None:
+        """That life of a decode instance has reserved room. Forgets the progress at another one."""
+        if self.decode_instance_id and (decode_instance_id, decode_incarnation) != (
+            self.decode_instance_id,
+            self.decode_incarnation,
+        ):
             self.decoding = self.decode_done = False
         self.decode_instance_id = decode_instance_id
+        self.decode_incarnation = decode_incarnation
 
     def lose(self, error: KaveriError) -> None:
         """This placement cannot go on; dispatch places the request anew. Ignored when it is over."""
@@ -111,7 +129,8 @@ class RequestEntry:
         self._detokenizer = detokenizer
         self._early: list[tuple[str, decode_pb2.RequestTokens]] = []
         self._taken_count = 0
-        self._text: list[str] = []
+        self._text: deque[tuple[int, str]] = deque()
+        """Pieces with the number of tokens that had come when each was decided."""
         self._logprobs: list[sampling_pb2.Logprobs] = []
         self._waiter: asyncio.Future[None] | None = None
         loop = asyncio.get_running_loop()
@@ -121,10 +140,10 @@ class RequestEntry:
 
     # ---- what dispatch and the token streams tell ----
 
-    def begin_attempt(self, number: int, prefill_instance_id: str) -> Attempt:
+    def begin_attempt(self, number: int, prefill_instance_id: str, prefill_incarnation: int) -> Attempt:
         """Starts placement `number`; what older placements still send is dropped from now on."""
         self._early.clear()
-        self.attempt = Attempt(self.request_id, number, len(self.token_ids), prefill_instance_id)
+        self.attempt = Attempt(self.request_id, number, len(self.token_ids), prefill_instance_id, prefill_incarnation)
         self.timing.attempts += 1
         self.timing.prefill_instance_id = prefill_instance_id
         self.timing.decode_instance_id = ""
@@ -158,9 +177,12 @@ class RequestEntry:
             # It was placed anew since: what a former instance draws is as good, what ends there is no loss.
             return
         if gives_up:
-            # Nobody but this router cancels its requests: an instance that did has given the request up.
+            if update.replaced:
+                attempt.lose(RequestAlreadyExists(self.request_id))
+                return
+            # Only this router cancels its requests: an instance that did has given the request up.
             reason = update.error or "gave the request up"
-            attempt.lose(Unavailable(f"decode instance {attempt.decode_instance_id}: {reason}"))
+            attempt.lose(Unavailable(f"decode instance {attempt.decode_instance_id or instance_id}: {reason}"))
             return
         if update.index > len(self.token_ids):
             if attempt.first_token_seen:
@@ -192,7 +214,7 @@ class RequestEntry:
         """Ends the request with FINISH_REASON_CANCELLED; what it has produced is still delivered."""
         if not self.ended:
             if self.finish is None:
-                self._text.append(self._detokenizer.flush())
+                self._add_text(self._detokenizer.flush())
                 self.finish = FinishReason.CANCELLED
             self._end()
 
@@ -209,9 +231,14 @@ class RequestEntry:
 
     # ---- what the client's RPC takes ----
 
+    @property
+    def has_output(self) -> bool:
+        """Whether take() has something."""
+        return self._taken_count < len(self.token_ids) or bool(self._text)
+
     async def wait_for_output(self) -> None:
         """Returns when take() has something, or the request has ended. One waiter at a time."""
-        if self._taken_count == len(self.token_ids) and not self.ended:
+        if not self.has_output and not self.ended:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -219,15 +246,47 @@ class RequestEntry:
                 self._waiter = None
 
     def take(self) -> inference_pb2.GenerateResponse:
-        """Everything since the last call in one response; the last one when the request has finished."""
+        """What was not taken yet, in one response; the first part of it when that would be too large for a message."""
         index = self._taken_count
-        self._taken_count = len(self.token_ids)
+        count = self._fitting_count()
+        self._taken_count += count
         response = inference_pb2.GenerateResponse(
-            index=index, token_ids=self.token_ids[index:], text="".join(self._text), logprobs=self._logprobs
+            index=index,
+            token_ids=self.token_ids[index : self._taken_count],
+            text=self._take_text(),
+            logprobs=self._logprobs[:count],
         )
-        self._text.clear()
-        self._logprobs.clear()
+        del self._logprobs[:count]
         return response
+
+    def _fitting_count(self) -> int:
+        """How many of the tokens that were not taken fit into a response, with their logprobs."""
+        untaken = len(self.token_ids) - self._taken_count
+        room = MAX_OUTPUT_BYTES // 2
+        if not self._logprobs:
+            return min(untaken, room // _TOKEN_BYTES)
+        for position, logprobs in enumerate(self._logprobs):
+            room -= _TOKEN_BYTES + _LOGPROB_BYTES * (1 + len(logprobs.top))
+            if room < 0:
+                return max(1, position)
+        return untaken
+
+    def _take_text(self) -> str:
+        """The text of the tokens that were taken, as far as it fits into a response."""
+        pieces: list[str] = []
+        room = MAX_OUTPUT_BYTES // 2 // _CHARACTER_BYTES
+        while self._text and self._text[0][0] <= self._taken_count and room > 0:
+            count, piece = self._text.popleft()
+            if len(piece) > room:
+                self._text.appendleft((count, piece[room:]))
+                piece = piece[:room]
+            pieces.append(piece)
+            room -= len(piece)
+        return "".join(pieces)
+
+    def _add_text(self, piece: str) -> None:
+        if piece:
+            self._text.append((len(self.token_ids), piece))
 
     def _append(self, index: int, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs]) -> None:
         seen = len(self.token_ids) - index
@@ -240,9 +299,7 @@ class RequestEntry:
             self.token_ids.append(token_ids[position])
             if logprobs:
                 self._logprobs.append(logprobs[position])
-            text = self._detokenizer.push(token_ids[position])
-            if text:
-                self._text.append(text)
+            self._add_text(self._detokenizer.push(token_ids[position]))
             if self._detokenizer.stopped:
                 self.finish = FinishReason.STOP
                 self._end()
@@ -251,9 +308,7 @@ class RequestEntry:
 
     def _finish(self, finish: FinishReason | None) -> None:
         self.finish = finish
-        rest = self._detokenizer.flush()
-        if rest:
-            self._text.append(rest)
+        self._add_text(self._detokenizer.flush())
         if self._detokenizer.stopped:
             self.finish = FinishReason.STOP
         attempt = self.attempt
@@ -284,15 +339,30 @@ class Place:
         self.entry: RequestEntry | None = None
         self.cancelled = False
         """Whether cancel() came before there was an entry, and has interrupted the task."""
+        self.error: KaveriError | None = None
+        """What fail() was given before there was an entry; it has interrupted the task."""
         self._task = task
 
     def cancel(self) -> None:
         """Ends the request with FINISH_REASON_CANCELLED, in whatever phase it is."""
         if self.entry is not None:
             self.entry.cancel()
-        elif not self.cancelled:
+        elif not self.interrupted:
             self.cancelled = True
             self._task.cancel()
+
+    def fail(self, error: KaveriError) -> None:
+        """Ends the request with an error, in whatever phase it is."""
+        if self.entry is not None:
+            self.entry.fail(error)
+        elif not self.interrupted:
+            self.error = error
+            self._task.cancel()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether cancel() or fail() has cancelled the task."""
+        return self.cancelled or self.error is not None
 
 
 class RequestTable:
@@ -334,6 +404,11 @@ class RequestTable:
         self._entries.pop(place.request_id, None)
         if not self._places:
             self._empty.set()
+
+    def fail_all(self, error: KaveriError) -> None:
+        """Ends every request with the error."""
+        for place in tuple(self._places.values()):
+            place.fail(error)
 
     async def wait_until_empty(self) -> None:
         """Returns when no request is in flight."""

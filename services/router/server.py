@@ -17,7 +17,8 @@ from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore
 from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Role
-from kaveri.errors import KaveriError, ModelNotFound, Unavailable
+from kaveri.errors import InternalError, KaveriError, ModelNotFound, Unavailable
+from kaveri.rpc.attempts import MAX_REQUEST_ID_BYTES, check_request_id
 from kaveri.rpc.messages import finish_to_proto, params_from_proto, status_to_proto
 from kaveri.rpc.server import RpcServer
 from kaveri.rpc.status import abort, status_of
@@ -31,12 +32,10 @@ from services.router.config import RouterConfig
 from services.router.detokenizer import Detokenizer
 from services.router.dispatcher import Dispatcher
 from services.router.intake import (
-    MAX_REQUEST_ID_BYTES,
     Conversation,
     Intake,
     OfferedRequest,
     Prompt,
-    check_request_id,
     is_ready,
     max_model_len,
 )
@@ -47,6 +46,8 @@ from services.router.tokenizer import ChatMessage, ModelTokenizer
 
 _WATCH_TIMEOUT_S = 0.5
 """Longest time until a lease that ran out is acted upon, when nothing else changes."""
+_FAREWELL_S = 1.0
+"""At the end of a drain: time for the clients that are left to get their error."""
 
 ServicerContext = aio.ServicerContext[Any, Any]
 
@@ -83,16 +84,20 @@ class Router:
     def __init__(self, config: RouterConfig, store: ClusterStore, tokenizer: ModelTokenizer) -> None:
         incarnation = secrets.randbits(64)
         self.router_id = f"{config.instance_id}.{incarnation:016x}"
+        # With it anyone can take over the token streams: the cluster view shows the rest, so a part is secret.
+        stream_id = f"{self.router_id}.{secrets.token_hex(16)}"
         self.config = config
         self.store = store
         self.tokenizer = tokenizer
         self.draining = False
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
-        self.streams = TokenStreams(self.router_id, self.channels, self.table, metrics.RELAYED_TOKENS.inc)
+        self.streams = TokenStreams(stream_id, self.channels, self.table, metrics.RELAYED_TOKENS.inc)
         self.dispatcher = Dispatcher(
             model=config.model_name,
-            router_id=self.router_id,
+            router_id=config.instance_id,
+            router_incarnation=incarnation,
+            stream_id=stream_id,
             policy=config.placement_policy,
             max_attempts=config.max_attempts,
             unavailable_after_s=config.unavailable_after_s,
@@ -143,13 +148,21 @@ class Router:
         return self.config.advertised_address(self._server.port)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests and waits until those in flight have ended, `timeout_s` seconds at most."""
+        """Refuses new requests and waits until those in flight have ended, `timeout_s` seconds at most; those that are
+        left then end with Unavailable."""
         self.draining = True
         self.monitor.stop()
         await self._server.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.table.wait_until_empty()
+        if len(self.table):
+            get_logger().warning("drain_timed_out", requests=len(self.table), drain_timeout_s=timeout_s)
+            reason = f"the router is draining, and the request did not end within its drain timeout of {timeout_s:g} s"
+            self.table.fail_all(Unavailable(reason, retry_after_s=0.0))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FAREWELL_S):
+                    await self.table.wait_until_empty()
 
     async def _watch(self) -> None:
         addresses: set[str] = set()
@@ -216,6 +229,16 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
             metrics.REQUESTS.labels(outcome="client_gone").inc()
             get_logger().info("request_abandoned", **progress.log_fields())
             raise
+        except Exception:
+            if context.cancelled():
+                # Writing to a client that has gone fails in ways of its own.
+                metrics.REQUESTS.labels(outcome="client_gone").inc()
+                get_logger().info("request_abandoned", **progress.log_fields())
+                raise
+            metrics.REQUESTS.labels(outcome="internal").inc()
+            get_logger().exception("request_failed_unexpectedly", **progress.log_fields())
+            reason = f"the router failed while it served request {progress.request_id!r:.140}"
+            await abort(context, InternalError(reason))
 
     async def Cancel(  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: ServicerContext
@@ -279,9 +302,11 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
             router.table.enter(place, entry)
             await self._dispatch(entry, context)
         except asyncio.CancelledError:
-            if not place.cancelled:
+            if not place.interrupted:
                 raise
             task.uncancel()
+            if place.error is not None:
+                raise place.error from None
             await context.write(_cancelled_early(request_id))
         finally:
             if claiming:
@@ -324,8 +349,8 @@ async def _relay(entry: RequestEntry, context: ServicerContext) -> None:
         await entry.wait_for_output()
         if entry.error is not None:
             return
-        ended = entry.ended
         response = entry.take()
+        ended = entry.ended and not entry.has_output
         if first:
             response.request_id = entry.request_id
             first = False

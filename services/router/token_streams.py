@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from grpc import aio
 
 from kaveri.cluster.view import ClusterView, InstanceRecord, Role
-from kaveri.errors import KaveriError, Unavailable
+from kaveri.errors import InternalError, KaveriError, Unavailable
 from kaveri.rpc.status import error_of
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
@@ -26,13 +26,13 @@ class TokenStreams:
 
     def __init__(
         self,
-        router_id: str,
+        stream_id: str,
         channels: Channels,
         table: RequestTable,
         relayed: Callable[[int], object],
     ) -> None:
-        """relayed: told the number of tokens in each message."""
-        self._router_id = router_id
+        """stream_id: the router_id of the decode protocol. relayed: called with each message's number of tokens."""
+        self._stream_id = stream_id
         self._channels = channels
         self._table = table
         self._relayed = relayed
@@ -52,24 +52,23 @@ class TokenStreams:
                     subscription.stop("has left the cluster")
                     del self._subscriptions[instance_id]
             elif subscription.record is None:
-                subscription.record = record
-                subscription.start(self._follow(subscription, record))
+                subscription.start(record, self._follow(subscription, record))
             elif (record.incarnation, record.address) != (subscription.record.incarnation, subscription.record.address):
                 subscription.stop("has restarted")
                 del self._subscriptions[instance_id]
         for instance_id, record in records.items():
             if instance_id not in self._subscriptions:
                 subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
-                subscription.record = record
-                subscription.start(self._follow(subscription, record))
+                subscription.start(record, self._follow(subscription, record))
 
-    def place(self, attempt: Attempt, instance_id: str) -> None:
-        """Ties an attempt to the decode instance that reserved room: if its stream breaks, the attempt is lost."""
+    def place(self, attempt: Attempt, instance_id: str, incarnation: int) -> None:
+        """Ties an attempt to the life of a decode instance that reserved room: if its stream breaks, the attempt is
+        lost. So it is, at once, when the view names another life."""
         former = self._subscriptions.get(attempt.decode_instance_id)
         if former is not None and former.instance_id != instance_id:
             # Its push there has failed: what becomes of that instance is nothing to the attempt any more.
-            former.attempts.discard(attempt)
-        attempt.place_on(instance_id)
+            former.attempts.pop(attempt, None)
+        attempt.place_on(instance_id, incarnation)
         subscription = self._subscriptions.get(instance_id)
         if subscription is None:
             # Prefill saw the instance first; the view will name it here as well, or the grace ends.
@@ -80,9 +79,8 @@ class TokenStreams:
         """Tells the decode instance of an attempt to end it, or all of them when nobody has said which it is. Best
         effort: a lost instance has ended it already."""
         named = attempt.decode_instance_id
-        message = decode_pb2.AbortRequest(
-            attempts=[decode_pb2.AttemptId(request_id=attempt.request_id, attempt=attempt.number)]
-        )
+        name = decode_pb2.AttemptId(request_id=attempt.request_id, attempt=attempt.number, router_id=self._stream_id)
+        message = decode_pb2.AbortRequest(attempts=[name], by_router=True)
         addresses = [
             subscription.record.address
             for subscription in self._subscriptions.values()
@@ -119,6 +117,9 @@ class TokenStreams:
                 if task is not None and task.cancelling():
                     raise
                 error = Unavailable(f"the channel to decode instance {record.instance_id} was closed")
+            except Exception as unexpected:
+                log.exception("token_stream_failed", requests=len(subscription.attempts))
+                error = Unavailable(f"the token stream failed in the router: {unexpected!r}")
             if subscription.connected:
                 backoff_s = _RECONNECT_MIN_S
                 log.warning("token_stream_broken", error=str(error), requests=len(subscription.attempts))
@@ -128,9 +129,8 @@ class TokenStreams:
 
     async def _read(self, subscription: "_Subscription", record: InstanceRecord) -> None:
         call = self._channels.decode(record.address).StreamTokens(
-            decode_pb2.StreamTokensRequest(router_id=self._router_id)
+            decode_pb2.StreamTokensRequest(router_id=self._stream_id)
         )
-        entry_of = self._table.get
         try:
             async for message in call:
                 if not subscription.connected:
@@ -141,13 +141,26 @@ class TokenStreams:
                 token_count = 0
                 for update in message.requests:
                     token_count += len(update.token_ids)
-                    entry = entry_of(update.request_id)
-                    if entry is not None:
-                        entry.take_tokens(record.instance_id, update)
+                    self._deliver(record.instance_id, update)
                 if token_count:
                     self._relayed(token_count)
         finally:
             call.cancel()
+
+    def _deliver(self, instance_id: str, update: decode_pb2.RequestTokens) -> None:
+        entry = self._table.get(update.request_id)
+        if entry is None:
+            return
+        try:
+            entry.take_tokens(instance_id, update)
+        except Exception:  # One bad answer must not end the stream of all others.
+            get_logger().exception(
+                "request_failed_unexpectedly",
+                request_id=update.request_id,
+                attempt=update.attempt,
+                decode_instance_id=instance_id,
+            )
+            entry.fail(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
 class _Subscription:
@@ -157,10 +170,14 @@ class _Subscription:
         self.instance_id = instance_id
         self.record: InstanceRecord | None = None
         self.connected = False
-        self.attempts: set[Attempt] = set()
+        # Ordered: they are lost in the order in which they were placed.
+        self.attempts: dict[Attempt, None] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, follow: Coroutine[None, None, None]) -> None:
+    def start(self, record: InstanceRecord, follow: Coroutine[None, None, None]) -> None:
+        self.record = record
+        for attempt in tuple(self.attempts):
+            self._check_life(attempt)
         self._task = asyncio.create_task(follow, name=f"tokens of {self.instance_id}")
 
     def stop(self, reason: str) -> asyncio.Task[None] | None:
@@ -172,15 +189,21 @@ class _Subscription:
 
     def disconnect(self, reason: str) -> None:
         self.connected = False
-        lost, self.attempts = self.attempts, set()
+        lost, self.attempts = self.attempts, {}
         for attempt in lost:
             attempt.lose(Unavailable(f"decode instance {self.instance_id} {reason}"))
 
     def place(self, attempt: Attempt) -> None:
-        self.attempts.add(attempt)
-        attempt.over.add_done_callback(lambda _: self.attempts.discard(attempt))
+        self.attempts[attempt] = None
+        attempt.over.add_done_callback(lambda _: self.attempts.pop(attempt, None))
+        self._check_life(attempt)
         if not self.connected:
             asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check, attempt)
+
+    def _check_life(self, attempt: Attempt) -> None:
+        if self.record is not None and attempt.decode_incarnation != self.record.incarnation:
+            # The tokens would come on no stream.
+            attempt.lose(Unavailable(f"decode instance {self.instance_id} has restarted since it reserved room"))
 
     def _check(self, attempt: Attempt) -> None:
         if not self.connected and attempt in self.attempts:

@@ -102,10 +102,13 @@ async def reserve(
     return response
 
 
-async def abort(instance: RunningInstance, request_id: str, attempt: int = 1) -> None:
-    """Aborts by hand, as a router does."""
-    attempts = [decode_pb2.AttemptId(request_id=request_id, attempt=attempt)]
-    await DecodeServiceStub(instance.channel).Abort(decode_pb2.AbortRequest(attempts=attempts), timeout=DEADLINE_S)
+async def abort(
+    instance: RunningInstance, request_id: str, attempt: int = 1, router_id: str = "router-0", by_router: bool = True
+) -> None:
+    """Aborts by hand, as a router does, or a prefill instance."""
+    attempts = [decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=router_id)]
+    message = decode_pb2.AbortRequest(attempts=attempts, by_router=by_router)
+    await DecodeServiceStub(instance.channel).Abort(message, timeout=DEADLINE_S)
 
 
 @dataclass(eq=False)

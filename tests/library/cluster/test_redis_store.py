@@ -187,8 +187,8 @@ async def test_clusters_with_other_prefixes_do_not_meet() -> None:
     ):
         await blue.heartbeat(DECODE, InstanceLoad())
         await view_that(blue, has("decode-0"))
-        assert await blue.claim_request(REQUEST, 60.0)
-        assert await green.claim_request(REQUEST, 60.0)
+        assert await blue.claim_request(REQUEST, 60.0) is None
+        assert await green.claim_request(REQUEST, 60.0) is None
         assert has()(green.view())
 
 

@@ -15,6 +15,7 @@ from kaveri.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineError,
+    InternalError,
     InvalidArgument,
     KaveriError,
     LayoutMismatch,
@@ -47,6 +48,7 @@ EXAMPLES: list[KaveriError] = [
     LayoutMismatch("head_dim", 32, 64),
     TransferFailed("peer reset the connection"),
     EngineError("out of memory"),
+    InternalError("the router failed"),
     ConfigError("--port", "in use"),
 ]
 
@@ -85,7 +87,7 @@ def test_every_error_has_a_code_of_its_own_and_an_example_here(kind: type[Kaveri
     assert examples
     code, message, _ = status_of(examples[0])
     assert message == str(examples[0])
-    assert (code is grpc.StatusCode.INTERNAL) == (kind is EngineError)
+    assert (code is grpc.StatusCode.INTERNAL) == (kind in (EngineError, InternalError))
 
 
 def test_an_error_with_huge_data_still_fits_into_the_metadata() -> None:

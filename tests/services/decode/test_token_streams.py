@@ -145,21 +145,37 @@ async def test_streams_send_what_they_have_before_they_end() -> None:
     assert await streams.open("late").next_batch() == []
 
 
+async def test_a_failure_wakes_its_stream() -> None:
+    streams = TokenStreams(10.0, Gone())
+    stream = streams.open("router")
+    waiting = asyncio.create_task(stream.next_batch())
+    await asyncio.sleep(0)
+    streams.fail(request(), "another router has begun it", replaced=True)
+    (gained,) = await asyncio.wait_for(waiting, WAIT_S)
+    assert (gained.error, gained.replaced) == ("another router has begun it", True)
+
+
+def test_attempts_of_two_routers_are_not_compared() -> None:
+    known = KnownAttempts(remembered_s=10.0, max_count=100)
+    known.note("router", "a", 2**31 - 1, 0.0)
+    known.note("other", "a", 1, 0.0)
+
+
 def test_an_attempt_older_than_a_known_one_is_refused() -> None:
     known = KnownAttempts(remembered_s=10.0, max_count=100)
-    known.note("a", 2, 0.0)
-    known.note("a", 2, 1.0)
+    known.note("router", "a", 2, 0.0)
+    known.note("router", "a", 2, 1.0)
     with pytest.raises(StaleAttempt) as refused:
-        known.note("a", 1, 2.0)
+        known.note("router", "a", 1, 2.0)
     assert (refused.value.attempt, refused.value.newest_attempt) == (1, 2)
-    known.note("b", 1, 2.0)
-    known.note("a", 1, 11.5)  # forgotten: the id may be used again
+    known.note("router", "b", 1, 2.0)
+    known.note("router", "a", 1, 11.5)  # forgotten: the id may be used again
 
 
 def test_no_more_attempts_are_remembered_than_allowed() -> None:
     known = KnownAttempts(remembered_s=10.0, max_count=3)
     for number in range(10):
-        known.note(str(number), 5, 0.0)
-    known.note("0", 1, 0.0)
+        known.note("router", str(number), 5, 0.0)
+    known.note("router", "0", 1, 0.0)
     with pytest.raises(StaleAttempt):
-        known.note("9", 1, 0.0)
+        known.note("router", "9", 1, 0.0)

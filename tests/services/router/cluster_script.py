@@ -111,6 +111,7 @@ class Running:
     """A request that a scripted decode instance generates."""
 
     request_id: str
+    router_id: str
     attempt: int
     prompt: tuple[int, ...]
     next_index: int
@@ -125,7 +126,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.instance_id = instance_id
         self.running: dict[str, Running] = {}
         self.aborted: list[tuple[str, int]] = []
-        self.subscribers = 0
+        """Request ids and attempts, as routers named them."""
+        self.subscribers: list[str] = []
+        """The router ids of the streams that are open."""
         self.may_step = asyncio.Event()
         self.may_step.set()
         self.pause_at: int | None = None
@@ -136,6 +139,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Send every token twice, the second time together with its successor's index."""
         self.fail_next: str = ""
         """Report this error for every request at the next step."""
+        self.replaced_next = False
+        """Say with fail_next that another router has begun the same request."""
+        self.too_few_logprobs = ""
+        """The id of a request that gets fewer logprobs than tokens."""
         self.incarnation = 0
         self._wake = asyncio.Event()
 
@@ -149,6 +156,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         prompt_length = len(request.token_ids) - request.generated_count
         self.running[request.request_id] = Running(
             request.request_id,
+            request.router_id,
             request.attempt,
             tuple(request.token_ids[:prompt_length]),
             request.generated_count + 1,
@@ -161,33 +169,40 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         for entry in request.attempts:
             self.aborted.append((entry.request_id, entry.attempt))
             running = self.running.get(entry.request_id)
-            if running is not None and running.attempt <= entry.attempt:
+            ours = running is not None and running.router_id == entry.router_id
+            if running is not None and ours and running.attempt <= entry.attempt:
                 del self.running[entry.request_id]
         return decode_pb2.AbortResponse()
 
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: Any
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        self.subscribers += 1
+        router_id = request.router_id
+        self.subscribers.append(router_id)
         try:
             yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation)
             while True:
-                if not self.running:
+                while not self._of(router_id):
                     self._wake.clear()
                     await self._wake.wait()
                 await self.may_step.wait()
-                yield decode_pb2.StreamTokensResponse(requests=self._step())
+                yield decode_pb2.StreamTokensResponse(requests=self._step(router_id))
                 await asyncio.sleep(0)
         finally:
-            self.subscribers -= 1
-            self.running.clear()
+            self.subscribers.remove(router_id)
+            for running in self._of(router_id):
+                del self.running[running.request_id]
 
-    def _step(self) -> list[decode_pb2.RequestTokens]:
+    def _of(self, router_id: str) -> list[Running]:
+        return [running for running in self.running.values() if running.router_id == router_id]
+
+    def _step(self, router_id: str) -> list[decode_pb2.RequestTokens]:
         updates = []
-        for running in tuple(self.running.values()):
+        for running in self._of(router_id):
             update = decode_pb2.RequestTokens(request_id=running.request_id, attempt=running.attempt)
             if self.fail_next:
                 update.error = self.fail_next
+                update.replaced = self.replaced_next
                 del self.running[running.request_id]
                 updates.append(update)
                 continue
@@ -197,6 +212,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             if running.logprobs is not None:
                 indices = range(first, running.next_index + 1)
                 update.logprobs.extend(logprobs_at(index, running.logprobs) for index in indices)
+            if self.too_few_logprobs == running.request_id:
+                update.token_ids.append(VOCAB_FLOOR)
             running.next_index += 1
             if self.skip_once and running.next_index > 3:
                 self.skip_once = False
@@ -209,14 +226,19 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
                 update.timing.decode_s = 0.25
                 del self.running[running.request_id]
             updates.append(update)
-        self.fail_next = ""
+        self.fail_next, self.replaced_next = "", False
         return updates
 
 
 class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     """A prefill instance that places every request on the decode instance that `decode_of` names."""
 
-    def __init__(self, instance_id: str, decode_of: Callable[[], ScriptedDecode]) -> None:
+    def __init__(
+        self,
+        instance_id: str,
+        decode_of: Callable[[], ScriptedDecode],
+        life_of: Callable[[str], int] = lambda instance_id: 0,
+    ) -> None:
         self.instance_id = instance_id
         self.requests: list[prefill_pb2.PrefillRequest] = []
         self.cancelled: list[str] = []
@@ -240,7 +262,10 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Heartbeats say that it takes so many requests, those included that a hold stops. None: they say nothing."""
         self.break_before = ""
         """The step before which every request fails with UNAVAILABLE."""
+        self.placed_life: int | None = None
+        """The incarnation that every placement names; None: the decode instance's own."""
         self._decode_of = decode_of
+        self._life_of = life_of
 
     @property
     def queue_room(self) -> int | None:
@@ -266,10 +291,11 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             await self._before("started", context)
             yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=0.125))
             if self.placed_in_vain:
-                vain = prefill_pb2.PrefillPlaced(decode_instance_id=self.placed_in_vain)
-                yield prefill_pb2.PrefillResponse(placed=vain)
+                vain = self.placed_in_vain
+                yield prefill_pb2.PrefillResponse(placed=_placed(vain, self._life_of(vain)))
             await self._before("placed", context)
-            yield prefill_pb2.PrefillResponse(placed=prefill_pb2.PrefillPlaced(decode_instance_id=decode.instance_id))
+            life = decode.incarnation if self.placed_life is None else self.placed_life
+            yield prefill_pb2.PrefillResponse(placed=_placed(decode.instance_id, life))
             if self.decode_first and not finish:
                 decode.start(request)
             await self._before("first_token", context)
@@ -303,6 +329,10 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                 self.waiting_requests -= 1
             if self.break_after_hold:
                 await abort(context, Unavailable("scripted to break"))
+
+
+def _placed(instance_id: str, incarnation: int) -> prefill_pb2.PrefillPlaced:
+    return prefill_pb2.PrefillPlaced(decode_instance_id=instance_id, decode_incarnation=incarnation)
 
 
 @dataclass
@@ -359,6 +389,9 @@ class ScriptedCluster:
             return self.decodes[self.place_on]
         return next(decode for name, decode in self.decodes.items() if name in self.instances)
 
+    def _life(self, instance_id: str) -> int:
+        return self.decodes[instance_id].incarnation if instance_id in self.decodes else 0
+
     async def add_decode(self, instance_id: str) -> ScriptedDecode:
         decode = self.decodes[instance_id] = ScriptedDecode(instance_id)
         register = partial(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode)
@@ -367,7 +400,7 @@ class ScriptedCluster:
         return decode
 
     async def add_prefill(self, instance_id: str) -> ScriptedPrefill:
-        prefill = self.prefills[instance_id] = ScriptedPrefill(instance_id, self._decode)
+        prefill = self.prefills[instance_id] = ScriptedPrefill(instance_id, self._decode, self._life)
         register = partial(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
         self.instances[instance_id] = await self._start(instance_id, Role.PREFILL, register)
         return prefill
@@ -417,9 +450,12 @@ class ScriptedCluster:
             open_channel(router.address) as channel,
         ):
             under_test = RouterUnderTest(router, inference_pb2_grpc.InferenceServiceStub(channel), channel)
+            subscriber = router.router_id
             decodes = self.decodes | {name: decode for name, (_, decode) in self.colocated.items()}
             alive = [decode for name, decode in decodes.items() if name in self.instances]
-            await eventually(lambda: all(decode.subscribers for decode in alive))
+            await eventually(
+                lambda: all(any(name.startswith(subscriber) for name in decode.subscribers) for decode in alive)
+            )
             yield under_test
             await under_test.check_integrity()
 

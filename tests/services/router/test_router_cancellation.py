@@ -197,15 +197,29 @@ async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flig
         await draining
 
 
-async def test_draining_gives_up_after_its_time(cluster: ScriptedCluster) -> None:
+async def test_at_the_end_of_a_drain_clients_get_unavailable_in_every_phase(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(), timeout=10)
-        await call.read()
+        decoding = router.stub.Generate(ask(), timeout=10)
+        await decoding.read()
+        for prefill in cluster.prefills.values():
+            prefill.hold.add("started")
+        queued = asyncio.create_task(collect(router.stub.Generate(ask(request_id="queued"), timeout=10)))
+        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        # No instance tells the limits of a request that comes now: it waits before it has an entry.
+        for name in ("prefill-0", "prefill-1"):
+            await cluster.leave(name)
+        early = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=10)))
+        await eventually(lambda: router.router.table.place_of("early") is not None)
         started_s = time.monotonic()
         await router.router.drain(0.1)
         assert time.monotonic() - started_s < 2
-        call.cancel()
+        assert len(router.router.table) == 0
+        for reading in (rest_of(decoding), queued, early):
+            with pytest.raises(aio.AioRpcError) as caught:
+                await reading
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "draining" in (caught.value.details() or "")
 
 
 async def test_hundreds_of_requests_with_random_cancels_leave_nothing(cluster: ScriptedCluster) -> None:

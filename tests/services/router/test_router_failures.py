@@ -5,6 +5,7 @@ import time
 
 import grpc
 import pytest
+import structlog
 from grpc import aio
 
 from kaveri.errors import InvalidArgument, NoCapacity, StaleAttempt
@@ -247,6 +248,116 @@ async def test_an_attempt_that_is_older_than_another_overtakes_it(cluster: Scrip
     async with cluster.router() as router:
         assert tokens_of(await collect(router.stub.Generate(ask(request_id="again"), timeout=5))) == answer(PROMPT, 20)
         assert {request.attempt for request in cluster.taken()} <= {1, 7, 8}
+
+
+async def test_an_attempt_number_beyond_the_limit_is_not_believed(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.refusals = [StaleAttempt("again", 1, 2**32 - 1)]
+    async with cluster.router() as router:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(request_id="again"), timeout=5))
+        assert code_of(caught) is CODES.ABORTED
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=5))) == answer(PROMPT, 20)
+
+
+@pytest.mark.parametrize("broken", ["services.router.dispatcher.choose_prefill", "services.router.server.Detokenizer"])
+async def test_a_bug_fails_its_request_with_one_sentence_and_a_traceback_in_the_log(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    async with cluster.router() as router:
+        with monkeypatch.context() as patched, structlog.testing.capture_logs() as entries:
+            patched.setattr(broken, breaks)
+            with pytest.raises(aio.AioRpcError) as caught:
+                await collect(router.stub.Generate(ask(request_id="unlucky"), timeout=5))
+        assert code_of(caught) is CODES.INTERNAL
+        assert "unlucky" in (caught.value.details() or "")
+        assert "Exception" not in (caught.value.details() or "")
+        (entry,) = [entry for entry in entries if entry["event"] == "request_failed_unexpectedly"]
+        assert (entry["request_id"], entry["exc_info"]) == ("unlucky", True)
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=5))) == answer(PROMPT, 20)
+
+
+async def test_a_bad_answer_of_a_decode_instance_fails_its_own_request_only(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].too_few_logprobs = "bad"
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        good = router.stub.Generate(ask(), timeout=10)
+        await good.read()
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        bad = asyncio.create_task(collect(router.stub.Generate(ask(request_id="bad", logprobs=1), timeout=10)))
+        await eventually(lambda: "bad" in cluster.decodes["decode-0"].running)
+        cluster.let_all_go()
+        with pytest.raises(aio.AioRpcError) as caught:
+            await bad
+        assert code_of(caught) is CODES.INTERNAL
+        assert (await rest_of(good))[-1].timing.attempts == 1
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=10))) == answer(PROMPT, 20)
+
+
+async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_again(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        relayed = router.router.streams._relayed
+
+        def breaks_once(count: int) -> None:
+            router.router.streams._relayed = relayed
+            raise ZeroDivisionError("planted")
+
+        with structlog.testing.capture_logs() as entries:
+            call = router.stub.Generate(ask(), timeout=10)
+            responses = [await call.read()]
+            await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+            router.router.streams._relayed = breaks_once
+            cluster.let_all_go()
+            responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 2
+        (entry,) = [entry for entry in entries if entry["event"] == "token_stream_failed"]
+        assert (entry["decode_instance_id"], entry["exc_info"]) == ("decode-0", True)
+        cluster.place_on = "decode-0"
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=10))) == answer(PROMPT, 20)
+
+
+async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost_at_once(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_streams, "CONNECT_GRACE_S", 60.0)
+    cluster.place_on = "decode-0"
+    for prefill in cluster.prefills.values():
+        prefill.hold.add("placed")
+    async with cluster.router() as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=10)))
+        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.kill("decode-0")
+        again = await cluster.add_decode("decode-0")
+        await eventually(lambda: bool(again.subscribers))
+        cluster.let_all_go()
+        responses = await collecting
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 2
+
+
+async def test_a_placement_is_lost_when_the_view_then_names_another_life(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_streams, "CONNECT_GRACE_S", 60.0)
+    await cluster.kill("decode-0")
+    async with cluster.router() as router:
+        await eventually(lambda: "decode-0" not in router.router.store.view().instances)
+        cluster.place_on = "decode-0"
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="lives"), timeout=10)))
+        # Placed on a life that the view does not name any more.
+        streams = router.router.streams
+        await eventually(
+            lambda: "decode-0" in streams._subscriptions and bool(streams._subscriptions["decode-0"].attempts)
+        )
+        await cluster.add_decode("decode-0")
+        responses = await collecting
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 2
 
 
 async def test_attempts_are_bounded_and_the_last_error_is_told(cluster: ScriptedCluster) -> None:

@@ -17,6 +17,7 @@ from tests.services.router.cluster_script import (
     ask,
     collect,
     eventually,
+    logprobs_at,
     rest_of,
     text_of,
     tokens_of,
@@ -103,6 +104,32 @@ async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
         responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 2)
         assert responses[-1].timing.kv_bytes == 4096
+
+
+async def test_a_slow_reader_gets_a_long_answer_in_responses_of_a_bounded_size(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 4_000
+    monkeypatch.setattr("services.router.requests.MAX_OUTPUT_BYTES", limit)
+    cluster.decodes["decode-0"].pause_at = 3
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(request_id="long", max_tokens=400, logprobs=5), timeout=20)
+        responses = [await call.read()]
+        entry = router.router.table.get("long")
+        # Everything else waits for the next read: the RPC's task stands still.
+        taken = asyncio.Event()
+        monkeypatch.setattr(entry, "wait_for_output", taken.wait)
+        cluster.let_all_go()
+        await eventually(lambda: entry.ended)
+        taken.set()
+        responses += await rest_of(call)
+        assert max(response.ByteSize() for response in responses) < limit
+        assert len(responses) > 10
+        assert tokens_of(responses) == answer(PROMPT, 400)
+        assert text_of(responses) == router.router.tokenizer.backend.decode(answer(PROMPT, 400))
+        logprobs = [entry for response in responses for entry in response.logprobs]
+        assert logprobs == [logprobs_at(index, 5) for index in range(400)]
+        assert [bool(response.finish_reason) for response in responses] == [False] * (len(responses) - 1) + [True]
 
 
 async def test_a_stop_text_over_token_boundaries_ends_the_request_everywhere(

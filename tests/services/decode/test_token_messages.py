@@ -1,0 +1,66 @@
+"""What a slow router was not sent goes out in messages that gRPC takes, in order, nothing lost and nothing twice."""
+
+from kaveri.rpc.server import MAX_MESSAGE_BYTES
+from kaveri.sampling import FinishReason, Logprobs
+from kaveri.v1 import decode_pb2
+from services.decode.server import _to_proto
+from services.decode.token_messages import messages_of
+from services.decode.token_streams import GainedTokens, RequestTimes
+
+LARGE_ID = 2**31 - 1
+LOGPROBS = Logprobs(-1234.5678, tuple((LARGE_ID, -1234.5678) for _ in range(20)))
+
+
+def gained(request_id: str, token_count: int, logprobs: bool = False, **end: object) -> GainedTokens:
+    return GainedTokens(request_id, 1, 7, [LARGE_ID] * token_count, [LOGPROBS] * token_count if logprobs else [], **end)  # type: ignore[arg-type]
+
+
+def sizes(messages: list[list[GainedTokens]]) -> list[int]:
+    return [
+        decode_pb2.StreamTokensResponse(requests=[_to_proto(entry) for entry in entries]).ByteSize()
+        for entries in messages
+    ]
+
+
+def test_one_step_of_many_requests_is_one_message() -> None:
+    batch = [gained(str(number), 1, logprobs=True) for number in range(256)]
+    assert list(messages_of(batch)) == [batch]
+
+
+def test_nothing_is_no_message() -> None:
+    assert list(messages_of([])) == []
+
+
+def test_many_entries_go_in_messages_far_below_the_limit() -> None:
+    batch = [gained(str(number), 100, logprobs=True) for number in range(500)]
+    messages = list(messages_of(batch))
+    assert [entry for entries in messages for entry in entries] == batch
+    assert max(sizes(messages)) < MAX_MESSAGE_BYTES // 2
+    assert len(messages) > 1
+
+
+def test_an_entry_larger_than_a_message_goes_in_pieces_and_ends_with_the_last() -> None:
+    times = RequestTimes(0.1, 0.2, 0)
+    whole = gained("a", 30_000, logprobs=True, finish=FinishReason.LENGTH, times=times)
+    before, behind = gained("before", 1), gained("behind", 1)
+    messages = list(messages_of([before, whole, behind]))
+    assert max(sizes(messages)) < MAX_MESSAGE_BYTES // 2
+    entries = [entry for message in messages for entry in message]
+    assert (entries[0], entries[-1]) == (before, behind)
+    pieces = entries[1:-1]
+    assert len(pieces) > 1
+    index = 7
+    for piece in pieces:
+        assert piece.index == index
+        assert len(piece.token_ids) == len(piece.logprobs) > 0
+        index += len(piece.token_ids)
+    assert index == 7 + 30_000
+    ends = [(piece.finish, piece.times) for piece in pieces]
+    assert ends == [(None, None)] * (len(pieces) - 1) + [(FinishReason.LENGTH, times)]
+
+
+def test_a_million_tokens_without_logprobs_go_in_pieces_too() -> None:
+    messages = list(messages_of([gained("a", 1_000_000, error="engine fault")]))
+    assert max(sizes(messages)) < MAX_MESSAGE_BYTES // 2
+    assert sum(len(piece.token_ids) for message in messages for piece in message) == 1_000_000
+    assert [piece.error for message in messages for piece in message][-2:] == ["", "engine fault"]

@@ -1,0 +1,100 @@
+"""Request ids: one router at a time has a request; a dead router's are free again; reuse mixes nothing up."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.cluster.heartbeat import Heartbeat
+from kaveri.cluster.memory_store import MemoryStore
+from kaveri.cluster.store import RequestRecord
+from kaveri.cluster.view import InstanceLoad, InstanceRecord, Role
+from tests.services.router.cluster_script import (
+    PROMPT,
+    ScriptedCluster,
+    answer,
+    ask,
+    collect,
+    eventually,
+    rest_of,
+    tokens_of,
+)
+
+OTHER = InstanceRecord("router-9", 7, Role.ROUTER, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=0.5)
+HELD = RequestRecord("mine", OTHER.instance_id, OTHER.incarnation, "decode", 1)
+
+
+def is_refused(call: "asyncio.Task[object]") -> bool:
+    error = call.exception()
+    return isinstance(error, aio.AioRpcError) and error.code() is grpc.StatusCode.ALREADY_EXISTS
+
+
+async def test_the_request_id_of_a_router_that_is_gone_is_free(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        cluster.cluster.put_request(HELD, 60.0)
+        assert tokens_of(await collect(router.stub.Generate(ask(request_id="mine"), timeout=5))) == answer(PROMPT, 20)
+
+
+async def test_the_request_id_of_a_router_that_has_died_waits_for_its_lease_and_is_free_then(
+    cluster: ScriptedCluster,
+) -> None:
+    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
+        await other.heartbeat(OTHER, InstanceLoad())
+        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+        cluster.cluster.put_request(HELD, 60.0)
+        started_s = time.monotonic()
+        assert tokens_of(await collect(router.stub.Generate(ask(request_id="mine"), timeout=5))) == answer(PROMPT, 20)
+        assert time.monotonic() - started_s < 3.0
+
+
+async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_heartbeat(
+    cluster: ScriptedCluster,
+) -> None:
+    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
+        beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
+        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+        cluster.cluster.put_request(HELD, 60.0)
+        started_s = time.monotonic()
+        call = asyncio.create_task(collect(router.stub.Generate(ask(request_id="mine"), timeout=5)))
+        await asyncio.wait({call})
+        assert is_refused(call)
+        assert time.monotonic() - started_s < 2.0
+        assert await other.requests() == (HELD,), "the other router's claim stays"
+        await other.close_request("mine", OTHER.instance_id, OTHER.incarnation)
+        beating.cancel()
+
+
+async def test_a_request_that_another_router_has_begun_ends_at_once_and_is_not_placed_again(
+    cluster: ScriptedCluster,
+) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(request_id="mine"), timeout=10)
+        await call.read()
+        await eventually(lambda: decode.is_paused)
+        decode.fail_next, decode.replaced_next = "another router has begun it", True
+        cluster.let_all_go()
+        with pytest.raises(aio.AioRpcError) as caught:
+            await rest_of(call)
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert len(cluster.taken()) == 1
+
+
+async def test_an_id_that_is_used_again_names_other_attempts(cluster: ScriptedCluster) -> None:
+    # So that a token or an Abort of the former request, late as it may be, does not touch the new one.
+    async with cluster.router() as router:
+        for number in range(3):
+            cluster.decodes["decode-0"].pause_at = 7
+            call = router.stub.Generate(ask((300 + number,), request_id="again"), timeout=10)
+            await call.read()
+            call.cancel()
+            await eventually(lambda: len(router.router.table) == 0)
+            cluster.let_all_go()
+        responses = await collect(router.stub.Generate(ask(request_id="again"), timeout=10))
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 1
+        attempts = [request.attempt for request in cluster.taken()]
+        assert sorted(attempts) == [1, 2, 3, 4]

@@ -1,0 +1,105 @@
+"""Who may end a request at a decode instance, and who hears of it: no router waits for what has ended."""
+
+import random
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.engine.contract import KvPushed
+
+
+def prompt(seed: int, token_count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(token_count)]
+
+
+async def test_a_router_hears_when_prefill_gives_up_what_runs_already(cluster: Any, by_hand: Any) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
+    router = await cluster.router()
+    # Prefill does not hear of the acceptance in time, and then its stream to the router breaks.
+    handle = prefill.host._hosted.handle
+    prefill.host._hosted.handle = lambda events: handle([event for event in events if not isinstance(event, KvPushed)])
+    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
+    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    assert not call.seen("handed_over")
+    call.call.cancel()
+    await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
+    assert "prefill" in router.last["a", 1].error
+    await cluster.all_free()
+
+
+async def test_what_prefill_gives_up_before_it_has_landed_is_no_news_to_the_router(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    router = await cluster.router()
+    await by_hand.reserve(decode, "reserved", 40)
+    await by_hand.abort(decode, "reserved", by_router=False)
+    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=10)
+    assert len(await router.answer(call, "a")) == 10
+    assert ("reserved", 1) not in router.last
+
+
+async def test_a_router_hears_nothing_of_what_it_aborts_itself(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
+    await call.ended()
+    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    await by_hand.abort(decode, "a")
+    again = router.prefill(prefill, "a", prompt(6, 60), max_tokens=10, attempt=2)
+    assert len(await router.answer(again, "a", 2)) == 10
+    assert ("a", 1) not in router.last
+
+
+async def test_a_router_hears_when_room_is_asked_for_again_for_what_runs_already(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
+    await call.ended()
+    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    await by_hand.reserve(decode, "a", 61)
+    await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
+    assert router.last["a", 1].error
+    assert not router.last["a", 1].replaced
+    await by_hand.abort(decode, "a")
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize(("attempt", "router_id"), [(1, "router-0"), (9, "router-1")])
+async def test_an_abort_of_an_older_attempt_or_of_another_routers_request_ends_nothing(
+    cluster: Any, by_hand: Any, attempt: int, router_id: str
+) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=40, attempt=2)
+    await call.ended()
+    await by_hand.eventually(lambda: ("a", 2) in router.tokens, "it decodes")
+    await by_hand.abort(decode, "a", attempt, router_id)
+    assert len(await router.answer(call, "a", 2)) == 40
+
+
+async def test_a_request_that_another_router_begins_ends_the_former_at_once(cluster: Any, by_hand: Any) -> None:
+    prefill, _ = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
+    former, later = await cluster.router("former"), await cluster.router("later")
+    first = former.prefill(prefill, "a", prompt(5, 60), max_tokens=400, attempt=7)
+    await first.ended()
+    await by_hand.eventually(lambda: ("a", 7) in former.tokens, "it decodes")
+    second = later.prefill(prefill, "a", prompt(6, 60), max_tokens=20)
+    assert await later.answer(second, "a") == cluster.expected(prompt(6, 60), 20)
+    await by_hand.eventually(lambda: former.finished("a", 7), "the former router hears of it")
+    assert former.last["a", 7].replaced
+    await cluster.all_free()
+
+
+async def test_a_request_that_another_router_begins_ends_the_former_at_prefill_too(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.02)
+    await cluster.decode()
+    former, later = await cluster.router("former"), await cluster.router("later")
+    first = former.prefill(prefill, "a", prompt(5, 300), max_tokens=20, attempt=7)
+    await by_hand.eventually(lambda: first.seen("started"), "it is computed")
+    second = later.prefill(prefill, "a", prompt(6, 60), max_tokens=20)
+    with pytest.raises(aio.AioRpcError) as ended_early:
+        await first.ended()
+    assert ended_early.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert await later.answer(second, "a") == cluster.expected(prompt(6, 60), 20)

@@ -1,0 +1,75 @@
+"""What names requests, attempts and lives between prefill, decode and routers; and how a slow router is served."""
+
+import random
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.v1 import decode_pb2, prefill_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+
+
+def prompt(seed: int, token_count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(token_count)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("request_id", ""),
+        pytest.param("request_id", "é" * 65, id="request_id-long"),
+        ("router_id", ""),
+        pytest.param("router_id", "r" * 513, id="router_id-long"),
+        ("attempt", 0),
+        ("attempt", 2**31),
+    ],
+)
+async def test_names_beyond_their_limits_are_refused_at_both_roles(cluster: Any, field: str, value: object) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    names = {"request_id": "a", "router_id": "router-0", "attempt": 1, field: value}
+    calls = [
+        DecodeServiceStub(decode.channel).Reserve(
+            decode_pb2.ReserveRequest(token_ids=[1], timeout_s=1.0, **names), timeout=5.0
+        ),
+        PrefillServiceStub(prefill.channel)
+        .Prefill(prefill_pb2.PrefillRequest(token_ids=[1], **names), timeout=5)
+        .read(),
+    ]
+    for call in calls:
+        with pytest.raises(aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert field in (refused.value.details() or "")
+
+
+async def test_a_placement_names_the_life_that_reserved_room(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode()
+    router = await cluster.router()
+    granted = await by_hand.reserve(decode, "by hand", 10)
+    await by_hand.abort(decode, "by hand")
+    call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=5)
+    assert len(await router.answer(call, "a")) == 5
+    assert call.get("placed").decode_incarnation == granted.incarnation == router.incarnations["decode-0"] != 0
+
+
+async def test_a_slow_router_gets_a_long_answer_in_several_messages(
+    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.instance.ROUTER_GRACE_S", 60.0)
+    monkeypatch.setattr("services.decode.token_messages.MAX_TOKENS_BYTES", 600)
+    prefill = await cluster.prefill()
+    router = await cluster.router()
+    decode = await cluster.decode()
+    call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=100, logprobs=2)
+    await call.ended()
+    await by_hand.eventually(
+        lambda: decode.metric("kaveri_decode_requests_total", outcome="finished") == 1, "it is decoded"
+    )
+    await router.subscribe(decode)
+    assert await router.answer(call, "a") == cluster.expected(prompt(1, 20), 100)
+    assert len(router.batch_sizes) > 5
+    assert router.duplicates == 0
