@@ -257,6 +257,8 @@ async def test_an_attempt_number_beyond_the_limit_is_not_believed(cluster: Scrip
         with pytest.raises(aio.AioRpcError) as caught:
             await collect(router.stub.Generate(ask(request_id="again"), timeout=5))
         assert code_of(caught) is CODES.ABORTED
+        for prefill in cluster.prefills.values():
+            prefill.refusals.clear()
         assert tokens_of(await collect(router.stub.Generate(ask(), timeout=5))) == answer(PROMPT, 20)
 
 
