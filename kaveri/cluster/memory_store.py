@@ -230,9 +230,12 @@ class MemoryStore:
         ):
             self._cluster.put_request(record)
 
-    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> None:
-        if not self._cluster.away and self._is_claimed_by(request_id, router_id, router_incarnation):
+    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
+        if self._cluster.away:
+            return False
+        if self._is_claimed_by(request_id, router_id, router_incarnation):
             self._cluster.remove_request(request_id)
+        return True
 
     async def requests(self) -> tuple[RequestRecord, ...]:
         if self._cluster.away:

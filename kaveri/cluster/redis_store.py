@@ -139,9 +139,10 @@ end
 # KEYS: the request. ARGV: router id, incarnation.
 _CLOSE_REQUEST = """
 local held = redis.call('GET', KEYS[1])
-if not held then return end
+if not held then return 1 end
 local record = cjson.decode(held)
 if record.router_id == ARGV[1] and record.router_incarnation == ARGV[2] then redis.call('DEL', KEYS[1]) end
+return 1
 """
 
 
@@ -252,9 +253,10 @@ class RedisStore:
         arguments: list[bytes | str | int] = [record.router_id, str(record.router_incarnation), _encode_request(record)]
         await self._unless_away(self._update_script(keys=[self._request_key(record.request_id)], args=arguments), None)
 
-    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> None:
+    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
         arguments: list[bytes | str | int] = [router_id, str(router_incarnation)]
-        await self._unless_away(self._close_script(keys=[self._request_key(request_id)], args=arguments), None)
+        closing = self._close_script(keys=[self._request_key(request_id)], args=arguments)
+        return bool(await self._unless_away(closing, 0))
 
     async def requests(self) -> tuple[RequestRecord, ...]:
         return await self._unless_away(self._load_requests(), ())

@@ -103,8 +103,9 @@ class ClusterStore(Protocol):
     async def update_request(self, record: RequestRecord) -> None:
         """Replaces the record of a claimed request, keeping its time to live. Ignored when it is not claimed."""
 
-    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> None:
-        """Takes a request that this life of a router claimed out of the table. Other claims are ignored."""
+    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
+        """Takes a request that this life of a router claimed out of the table. Other claims are ignored. Returns False
+        when the store is away: the claim may still be there when it returns."""
 
     async def requests(self) -> tuple[RequestRecord, ...]:
         """All requests in the table, in no particular order."""

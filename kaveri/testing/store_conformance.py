@@ -253,11 +253,12 @@ class StoreConformance:
     ) -> None:
         async with cluster.open_store() as store:
             assert await store.claim_request(REQUEST, 60.0) is None
-            await store.close_request("request-1", "router-9", ROUTER.incarnation)
+            assert await store.close_request("request-1", "router-9", ROUTER.incarnation)
             await store.close_request("request-1", "router-0", ROUTER.incarnation + 1)
             assert await store.requests() == (REQUEST,)
-            await store.close_request("request-1", "router-0", ROUTER.incarnation)
+            assert await store.close_request("request-1", "router-0", ROUTER.incarnation)
             assert await store.requests() == ()
+            assert await store.close_request("request-1", "router-0", ROUTER.incarnation)
             assert await store.claim_request(REQUEST, 60.0) is None
 
     async def test_claim_ends_with_its_time_to_live(self, cluster: ClusterUnderTest) -> None:
@@ -296,7 +297,7 @@ class StoreConformance:
             assert await router.claim_request(REQUEST, 60.0) is None
             await router.update_request(REQUEST)
             assert await router.requests() == ()
-            await router.close_request("request-1", "router-0", ROUTER.incarnation)
+            assert not await router.close_request("request-1", "router-0", ROUTER.incarnation)
             await instance.deregister(DECODE)
 
     async def test_calls_while_the_store_is_away_take_at_most_a_second(self, cluster: ClusterUnderTest) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import Coroutine
@@ -44,6 +45,8 @@ _HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, R
 _CLAIM_WAIT_S = 5.0
 """Longest wait for a sign of life from the router that holds a request id: more than the lease of most clusters."""
 _CLAIM_AGAIN_S = 0.1
+_MAX_UNCLOSED = 65_536
+_CLOSED_AT_ONCE = 100
 
 
 class Dispatcher:
@@ -83,15 +86,21 @@ class Dispatcher:
         self._members: frozenset[tuple[str, int, InstanceState]] = frozenset()
         self._errands: set[asyncio.Task[None]] = set()
         self._closing: dict[str, asyncio.Task[None]] = {}
+        # Claims of ended requests that the store could not be asked to close; at most one for each id.
+        self._unclosed: dict[str, None] = {}
 
     def update(self, view: ClusterView) -> None:
-        """Tells requests that wait for an instance that the view has changed."""
+        """Wakes requests that wait for an instance; closes claims that were left open while the store was away."""
         self._view_changed.set()
         self._view_changed = asyncio.Event()
         members = frozenset(
             (instance_id, status.record.incarnation, status.load.state)
             for instance_id, status in view.instances.items()
         )
+        if view.store_connected:
+            for request_id in tuple(itertools.islice(self._unclosed, _CLOSED_AT_ONCE)):
+                del self._unclosed[request_id]
+                self.close_request(request_id)
         if members != self._members:
             self._members = members
             self._line.wake_all()
@@ -144,9 +153,13 @@ class Dispatcher:
             await asyncio.wait({closing})
         claim = RequestRecord(request_id, self._router_id, self._router_incarnation, phase="prefill", attempt=1)
         asked_s = time.monotonic()
+        self._unclosed.pop(request_id, None)
         while (holder := await self._store.claim_request(claim, ttl_s)) is not None:
-            own = holder.is_of(self._router_id, self._router_incarnation)
-            if own or self._was_heard(holder, asked_s) or time.monotonic() > asked_s + _CLAIM_WAIT_S:
+            if holder.is_of(self._router_id, self._router_incarnation):
+                # Left behind: a request of this router that is in flight is in its own table.
+                await self._store.close_request(request_id, self._router_id, self._router_incarnation)
+                continue
+            if self._was_heard(holder, asked_s) or time.monotonic() > asked_s + _CLAIM_WAIT_S:
                 raise RequestAlreadyExists(request_id)
             changed = self._view_changed
             with contextlib.suppress(TimeoutError):
@@ -162,9 +175,16 @@ class Dispatcher:
 
     def close_request(self, request_id: str) -> None:
         """Takes an ended request out of the store's table, without making anyone wait."""
-        errand = self._start_errand(self._store.close_request(request_id, self._router_id, self._router_incarnation))
+        errand = self._start_errand(self._close_claim(request_id))
         self._closing[request_id] = errand
         errand.add_done_callback(lambda _: self._closing.pop(request_id, None))
+
+    async def _close_claim(self, request_id: str) -> None:
+        if not await self._store.close_request(request_id, self._router_id, self._router_incarnation):
+            self._unclosed[request_id] = None
+            if len(self._unclosed) > _MAX_UNCLOSED:
+                # It ends with the request's deadline.
+                del self._unclosed[next(iter(self._unclosed))]
 
     async def close(self) -> None:
         """Waits for errands, each of which has a time limit of its own."""

@@ -29,7 +29,11 @@ def _claimed(world: World) -> list[str]:
     cluster = world.store.cluster
     routers = {life.router.router_id for life in world.lives.values() if life.router is not None}
     records = map(cluster.request, cluster.request_ids())
-    return [record.request_id for record in records if record is not None and record.router_id in routers]
+    return [
+        record.request_id
+        for record in records
+        if record is not None and f"{record.router_id}.{record.router_incarnation:016x}" in routers
+    ]
 
 
 def _of_router(life: Life) -> list[str]:

@@ -180,14 +180,14 @@ class SimulatedStore:
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
         return await self._command(lambda store: store.broadcast(broadcast), False)
 
-    async def claim_request(self, record: RequestRecord, ttl_s: float) -> bool:
-        return await self._command(lambda store: store.claim_request(record, ttl_s), True)
+    async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
+        return await self._command(lambda store: store.claim_request(record, ttl_s), None)
 
     async def update_request(self, record: RequestRecord) -> None:
         await self._command(lambda store: store.update_request(record), None)
 
-    async def close_request(self, request_id: str, router_id: str) -> None:
-        await self._command(lambda store: store.close_request(request_id, router_id), None)
+    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
+        return await self._command(lambda store: store.close_request(request_id, router_id, router_incarnation), False)
 
     async def requests(self) -> tuple[RequestRecord, ...]:
         return await self._command(lambda store: store.requests(), (), writes=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -66,6 +67,33 @@ async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_hear
         beating.cancel()
 
 
+async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_when_it_returns(
+    cluster: ScriptedCluster,
+) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
+        call = router.stub.Generate(ask(request_id="mine"), timeout=10)
+        await call.read()
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        cluster.cluster.take_away()
+        cluster.let_all_go()
+        await rest_of(call)
+        await eventually(lambda: len(router.router.table) == 0)
+        cluster.cluster.bring_back()
+        assert cluster.cluster.request("mine") is not None
+        await eventually(lambda: cluster.cluster.request("mine") is None)
+        assert await other.claim_request(HELD, 60.0) is None
+        await other.close_request("mine", OTHER.instance_id, OTHER.incarnation)
+
+
+async def test_a_claim_that_this_router_has_left_behind_refuses_nothing(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router:
+        await eventually(lambda: "router-0" in router.router.store.view().instances)
+        life = router.router.store.view().instances["router-0"].record
+        cluster.cluster.put_request(replace(HELD, router_id="router-0", router_incarnation=life.incarnation), 60.0)
+        assert tokens_of(await collect(router.stub.Generate(ask(request_id="mine"), timeout=5))) == answer(PROMPT, 20)
+
+
 async def test_a_request_that_another_router_has_begun_ends_at_once_and_is_not_placed_again(
     cluster: ScriptedCluster,
 ) -> None:
@@ -90,6 +118,7 @@ async def test_an_id_that_is_used_again_names_other_attempts(cluster: ScriptedCl
             cluster.decodes["decode-0"].pause_at = 7
             call = router.stub.Generate(ask((300 + number,), request_id="again"), timeout=10)
             await call.read()
+            await eventually(lambda: cluster.decodes["decode-0"].is_paused)
             call.cancel()
             await eventually(lambda: len(router.router.table) == 0)
             cluster.let_all_go()
