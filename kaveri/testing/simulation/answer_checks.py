@@ -28,6 +28,17 @@ def check_answers(world: World) -> list[str]:
     return [each for outcome in world.outcomes for each in checker.violations(outcome)]
 
 
+def check_attempts(world: World) -> list[str]:
+    """Where nothing fails no request is placed twice."""
+    if world.plan.faults:
+        return []
+    return [
+        f"{outcome.request_id} at {outcome.router} took {timing.server.attempts} attempts, and nothing had failed"
+        for outcome in world.outcomes
+        if outcome.chunks and (timing := outcome.chunks[-1].timing) is not None and timing.server.attempts > 1
+    ]
+
+
 def check_kv(world: World) -> list[str]:
     """Every block of KV that an engine read was the one that had been written for the request."""
     return list(world.draws.problems)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kaveri.cluster.view import Role
 from kaveri.errors import DeadlineExceeded, NoCapacity, RequestAlreadyExists, RequestCancelled, Unavailable
-from kaveri.testing.simulation.answer_checks import check_answers, check_kv, check_stale_draws
+from kaveri.testing.simulation.answer_checks import check_answers, check_attempts, check_kv, check_stale_draws
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
 from kaveri.testing.simulation.world import World
@@ -60,4 +60,4 @@ def _is_spare(plan: Plan, fault: Fault) -> bool:
     return role in (Role.PREFILL, Role.DECODE) and len(plan.of_role(role)) > 1
 
 
-CHECKS: tuple[Check, ...] = (errors_are_explained, check_answers, check_kv, check_stale_draws)
+CHECKS: tuple[Check, ...] = (errors_are_explained, check_answers, check_attempts, check_kv, check_stale_draws)

@@ -1,6 +1,7 @@
 """Draws a plan from a seed: its own set of faults, rates and sizes each time (swarm testing)."""
 
 import random
+from dataclasses import replace
 
 from kaveri.cluster.view import Role
 from kaveri.policy.admission import AdmissionPolicy
@@ -98,7 +99,8 @@ def _request(
 ) -> PlannedRequest:
     prompt_tokens = min(rng.choice((4, 20, 60, 150)) + rng.randrange(30), max_model_len // 2)
     is_text = rng.random() < 0.15
-    most_tokens = min(1 + int(rng.expovariate(1 / 16)), max_model_len - 150 if is_text else max_model_len // 2)
+    drawn_tokens = 1 + int(rng.expovariate(1 / rng.choice((8, 16, 16, 80))))
+    most_tokens = min(drawn_tokens, max_model_len - 150 if is_text else max_model_len // 2)
     params = SamplingParams(
         max_tokens=max(1, most_tokens),
         temperature=rng.choice((0.0, 0.0, 1.0)),
@@ -129,48 +131,83 @@ def _faults(
     rng: random.Random, instances: tuple[PlannedInstance, ...], clients: tuple[str, ...], load_s: float
 ) -> tuple[Fault, ...]:
     kinds = [kind for kind in FaultKind if rng.random() < 0.4]
-    if not kinds or rng.random() < 0.05:
+    if not kinds or rng.random() < 0.08:
         return ()
+    targets = _Targets(rng, instances, clients)
     faults: list[Fault] = []
-    for _ in range(rng.choice((1, 1, 2, 3, 4, 6))):
-        together = faults and rng.random() < 0.25
-        at_s = faults[-1].at_s if together else rng.uniform(0.0, load_s)
-        faults.append(_fault(rng, rng.choice(kinds), at_s, instances, clients))
+    for _ in range(rng.choice((1, 1, 2, 3, 4, 6, 10))):
+        # Several faults hit at once, or one while another one is being dealt with.
+        together = faults and rng.random() < 0.4
+        at_s = faults[-1].at_s + rng.choice((0.0, rng.expovariate(20.0))) if together else rng.uniform(0.0, load_s)
+        fault = _fault(rng, rng.choice(kinds), min(at_s, load_s), load_s, targets)
+        faults.append(fault)
+        if fault.kind is FaultKind.RESET:
+            faults += [
+                replace(fault, at_s=min(load_s, fault.at_s + rng.uniform(0.0, 0.5)))
+                for _ in range(rng.choice((0, 2, 8)))
+            ]
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
-def _fault(
-    rng: random.Random, kind: FaultKind, at_s: float, instances: tuple[PlannedInstance, ...], clients: tuple[str, ...]
-) -> Fault:
-    names = tuple(instance.name for instance in instances)
-    engines = tuple(instance.name for instance in instances if instance.role is not Role.ROUTER)
-    target = rng.choice(names)
-    other = rng.choice([name for name in (*names, *clients, STORE_NAME) if name != target])
+class _Targets:
+    """Chooses what a fault hits. In some schedules a few processes have most of the bad luck."""
+
+    def __init__(self, rng: random.Random, instances: tuple[PlannedInstance, ...], clients: tuple[str, ...]) -> None:
+        self._rng = rng
+        self._roles = {instance.name: instance.role for instance in instances}
+        self.names = tuple(self._roles)
+        self.engines = tuple(name for name, role in self._roles.items() if role is not Role.ROUTER)
+        self.clients = clients
+        unlucky = rng.sample(self.names, min(3, len(self.names)))
+        self._unlucky = unlucky if rng.random() < 0.5 else ()
+
+    def one_of(self, names: tuple[str, ...]) -> str:
+        """A process."""
+        unlucky = [name for name in self._unlucky if name in names]
+        return self._rng.choice(unlucky if unlucky and self._rng.random() < 0.7 else names)
+
+    def pair(self) -> tuple[str, str]:
+        """Two processes, mostly two that talk to each other a lot."""
+        target = self.one_of(self.names)
+        if self._rng.random() < 0.3:
+            return target, self.one_of(
+                tuple(each for each in (*self.names, *self.clients, STORE_NAME) if each != target)
+            )
+        role = self._roles[target]
+        talking = tuple(name for name, other in self._roles.items() if other is not role)
+        return target, self.one_of(talking)
+
+
+def _fault(rng: random.Random, kind: FaultKind, at_s: float, load_s: float, targets: _Targets) -> Fault:
+    target, other = targets.one_of(targets.names), ""
     lasts_s = rng.choice((0.05, 0.3, 0.8, 1.5, 3.0)) * rng.uniform(0.5, 1.5)
     amount = 0.0
     match kind:
         case FaultKind.KILL:
-            other, lasts_s = "", 0.0
-        case FaultKind.RESTART | FaultKind.DRAIN | FaultKind.ISOLATE:
-            other = ""
+            lasts_s = 0.0
         case FaultKind.FREEZE:
-            target, other = rng.choice((*names, *names, *clients, STORE_NAME)), ""
+            target = targets.one_of((*targets.names, *targets.names, *targets.clients, STORE_NAME))
         case FaultKind.CUT | FaultKind.CUT_ONE_WAY:
+            target, other = targets.pair()
             # Now and then for longer than a connection lives.
             lasts_s = 17.0 if rng.random() < 0.1 else lasts_s
         case FaultKind.SLOW:
-            amount = rng.choice((0.02, 0.2, 1.0))
+            target, other = targets.pair()
+            amount = rng.choice((0.02, 0.1, 0.4, 1.0))
+            if rng.random() < 0.5:
+                at_s, lasts_s = 0.0, load_s
         case FaultKind.RESET:
+            target, other = targets.pair()
             lasts_s = 0.0
         case FaultKind.CLOCK:
-            target, other, lasts_s = rng.choice((*names, STORE_NAME)), "", 0.0
+            target, lasts_s = targets.one_of((*targets.names, STORE_NAME)), 0.0
             amount = rng.choice((0.3, 2.0, 20.0)) * (rng.choice((-1, 1)) if target == STORE_NAME else 1)
         case FaultKind.STORE_AWAY | FaultKind.STORE_LOST | FaultKind.STORE_REFUSES:
-            target = other = ""
+            target = ""
         case FaultKind.STORE_EMPTIED:
-            target, other, lasts_s = "", "", 0.0
+            target, lasts_s = "", 0.0
         case FaultKind.ENGINE:
-            target, other = rng.choice(engines), ""
+            target = targets.one_of(targets.engines)
         case FaultKind.CLIENT:
-            target, other, lasts_s = rng.choice(clients), "", 0.0
+            target, lasts_s = rng.choice(targets.clients), 0.0
     return Fault(kind=kind, at_s=at_s, target=target, other=other, lasts_s=lasts_s, amount=amount)
