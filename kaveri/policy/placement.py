@@ -265,6 +265,31 @@ def choose_line(
     return max(candidates, key=lambda status: status.load.free_blocks - unconfirmed_blocks.amount(status), default=None)
 
 
+def largest_prompt(
+    view: ClusterView, model: str, roles: Collection[Role], layout: KvLayout | None = None
+) -> int | None:
+    """Most tokens that some instance of `roles` can decode a token after, with its whole pool. None: one does not say,
+    or there is none.
+
+    Instances that drain count as well: one of their size may be about to come back. layout: when given, only instances
+    onto whose KV layout it can be mapped.
+    """
+    largest: int | None = None
+    for status in view.instances.values():
+        record, total_blocks = status.record, status.load.total_blocks
+        if record.role not in roles or record.model != model:
+            continue
+        if layout is not None and not layout.is_mappable(record.layout):
+            continue
+        if record.layout is None or not total_blocks:
+            return None
+        most_tokens = total_blocks * record.layout.block_tokens
+        if record.max_model_len:
+            most_tokens = min(most_tokens, record.max_model_len)
+        largest = max(largest or 0, most_tokens - 1)
+    return largest
+
+
 def blocks_there(status: InstanceStatus, token_count: int) -> int:
     """Blocks of that instance which so many tokens take; one for each where it has not said how large they are."""
     layout = status.record.layout

@@ -19,7 +19,15 @@ from kaveri.engine.contract import (
     StepTokens,
     TokenStep,
 )
-from kaveri.errors import EngineError, KaveriError, NoCapacity, RequestCancelled, StaleAttempt, Unavailable
+from kaveri.errors import (
+    EngineError,
+    InvalidArgument,
+    KaveriError,
+    NoCapacity,
+    RequestCancelled,
+    StaleAttempt,
+    Unavailable,
+)
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import Ticket
 from kaveri.policy.admission import (
@@ -46,6 +54,8 @@ _ATTEMPTS_REMEMBERED_S = 5.0
 _ATTEMPTS_REMEMBERED_COUNT = 65_536
 _LONGEST_REQUEST_S = 86_400.0
 _RETRY_AFTER_S = 0.1
+_UNLANDED_KEEPS_S = 2.0
+"""How long blocks are kept for the growth of an answer whose KV has not landed: longer than most pushes take."""
 _PLACE_KEPT_S = 2.0
 """How long a request that was refused for want of room keeps its place in line without asking again. Prefill instances
 ask every tenth of a second."""
@@ -121,9 +131,14 @@ class DecodeInstance:
         self._info.layout.require_mappable(layout)
         key = AttemptKey(request_id, next(self._numbers))
         engine_request = EngineRequest(key, token_ids, generated_count, params)
+        # Before it can get a place in line: it would wait there for ever.
+        self._info.require_servable(engine_request)
+        needed_blocks = self._info.layout.block_count(len(token_ids) + 1)
+        if needed_blocks > self._info.total_blocks:
+            limit = f"at most {self._info.total_blocks * self._info.layout.block_tokens - 1} tokens (the KV pool here)"
+            raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", limit)
         self._end_former(request_id, attempt, router_id)
         kept = self.kept_blocks()
-        needed_blocks = self._info.layout.block_count(len(token_ids) + 1)
         request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length)
         try:
             self._require_room(request_id, needed_blocks, kept)
@@ -213,11 +228,15 @@ class DecodeInstance:
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
         """Free blocks that the policy keeps for what is here; nothing new may take them.
 
+        When nothing runs they are kept for the request that is expected to run first: one that has landed, else the
+        oldest reservation of the last _UNLANDED_KEEPS_S. A push that stands still keeps nothing from others for longer.
         coming: the request that will be adopted next, with its predicted length. It runs first when nobody is here.
         """
         if self._policy is AdmissionPolicy.GREEDY:
             return 0
-        batch = self._running() or tuple(map(self._running_request, itertools.islice(self._requests, 1)))
+        batch = self._running()
+        if not batch and (first := self._first_to_run(time.monotonic())) is not None:
+            batch = (self._running_request(first),)
         if not batch and coming is not None:
             batch = (self._running_request(self._request(coming[0], attempt=0, router_id="", predicted=coming[1])),)
         return kept_blocks(self._policy, batch, self._info.layout.block_tokens, self._range_end)
@@ -366,6 +385,13 @@ class DecodeInstance:
 
     def _running(self) -> tuple[RunningRequest, ...]:
         return tuple(self._running_request(request) for request in self._requests if request.phase is Phase.RUNNING)
+
+    def _first_to_run(self, now_s: float) -> DecodeRequest | None:
+        if self._landed:
+            return next(iter(self._landed.values()))
+        # In the order of their reservation.
+        expected = (request for request in self._requests if now_s - request.reserved_s < _UNLANDED_KEEPS_S)
+        return next(expected, None)
 
     def _running_request(self, request: DecodeRequest) -> RunningRequest:
         return RunningRequest(request.context_tokens, self._held_blocks(request), request.remaining)

@@ -1,6 +1,7 @@
 """Puts a colocated instance together from its settings, and serves it."""
 
 import asyncio
+import random
 
 from grpc import aio
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -37,13 +38,17 @@ async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
         engine = await load_engine(config.engine_settings(receives=False), stopping)
         if engine is None:
             return 0
-        return await colocated_host(config, engine, store).serve(stopping)
+        return await colocated_host(config, engine, store, random.Random()).serve(stopping)
 
 
 def colocated_host(
-    config: ColocatedConfig, engine: BuiltEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
+    config: ColocatedConfig,
+    engine: BuiltEngine,
+    store: ClusterStore,
+    rng: random.Random,
+    registry: CollectorRegistry = REGISTRY,
 ) -> InstanceHost:
-    """A colocated instance around `engine`, which it owns from now on."""
+    """A colocated instance around `engine`, which it owns from now on. rng: for its choices of predictors."""
     incarnation = new_incarnation()
     decode = DecodeInstance(
         engine,
@@ -64,7 +69,7 @@ def colocated_host(
         lambda prefill: Adoption(config.instance_id, incarnation, prefill, decode),
         scheduling_batch=config.prefill_sched_batch,
         has_room=PromptRoom(engine, decode).has_room,
-        forecaster=LengthForecaster.configured(config, store, engine, metrics),
+        forecaster=LengthForecaster.configured(config, store, engine, metrics, rng),
     )
 
     def register(server: aio.Server) -> None:

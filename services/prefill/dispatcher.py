@@ -34,6 +34,7 @@ from kaveri.policy.placement import (
     blocks_there,
     choose_decode,
     choose_line,
+    largest_prompt,
 )
 from kaveri.telemetry.logs import get_logger
 from services.prefill.decode_peers import DecodePeers, Reservation
@@ -232,6 +233,10 @@ class Dispatcher:
             candidates = self._candidates(view)
             if candidates and candidates.issubset(unfit):
                 raise unfit[min(candidates)]
+            largest = largest_prompt(view, self._model, (Role.DECODE,), self._layout)
+            if largest is not None and request.token_count > largest:
+                limit = f"at most {largest} tokens: no decode instance holds more"
+                raise InvalidArgument("token_ids", f"{request.token_count} tokens", limit)
             if candidates:
                 seen_s = now_s
             elif now_s - seen_s > _NO_INSTANCE_S:

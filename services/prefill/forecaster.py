@@ -97,7 +97,12 @@ class LengthForecaster:
 
     @classmethod
     def configured(
-        cls, config: PromptConfig, store: ClusterStore, engine: PrefillEngine, metrics: PrefillMetrics
+        cls,
+        config: PromptConfig,
+        store: ClusterStore,
+        engine: PrefillEngine,
+        metrics: PrefillMetrics,
+        rng: random.Random,
     ) -> "LengthForecaster | None":
         """As the settings say; None: no predictions."""
         if config.prediction is PredictionMode.OFF:
@@ -110,7 +115,7 @@ class LengthForecaster:
             config.predictor_address,
             engine.info.max_model_len,
             metrics,
-            random.Random(),
+            rng,
         )
 
     async def run(self) -> None:

@@ -30,13 +30,17 @@ async def serve(config: PrefillConfig, stopping: asyncio.Event) -> int:
         engine = await load_engine(config.engine_settings(receives=False), stopping)
         if engine is None:
             return 0
-        return await prefill_host(config, engine, store).serve(stopping)
+        return await prefill_host(config, engine, store, random.Random()).serve(stopping)
 
 
 def prefill_host(
-    config: PrefillConfig, engine: PrefillEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
+    config: PrefillConfig,
+    engine: PrefillEngine,
+    store: ClusterStore,
+    rng: random.Random,
+    registry: CollectorRegistry = REGISTRY,
 ) -> InstanceHost:
-    """A prefill instance around `engine`, which it owns from now on."""
+    """A prefill instance around `engine`, which it owns from now on. rng: for its choices of peers."""
     metrics = PrefillMetrics(engine, registry)
 
     def dispatcher(instance: PrefillInstance) -> Dispatcher:
@@ -45,7 +49,7 @@ def prefill_host(
             store,
             config.model_name,
             metrics,
-            random.Random(),
+            rng,
             instance.fail,
             policy=config.decode_placement,
             thresholds=config.heavy_thresholds,
@@ -59,7 +63,7 @@ def prefill_host(
         metrics,
         dispatcher,
         scheduling_batch=config.prefill_sched_batch,
-        forecaster=LengthForecaster.configured(config, store, engine, metrics),
+        forecaster=LengthForecaster.configured(config, store, engine, metrics, rng),
     )
     register = partial(add_PrefillServiceServicer_to_server, PrefillServer(instance))
     return InstanceHost(config, Role.PREFILL, engine, store, instance, [SERVICE_NAME], register, new_incarnation())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kaveri.cluster.view import ClusterView, Role
 from kaveri.errors import InvalidArgument, ModelNotFound
-from kaveri.policy.placement import missing_roles
+from kaveri.policy.placement import largest_prompt, missing_roles
 from kaveri.sampling import SamplingParams
 from services.router.dispatcher import Dispatcher
 from services.router.requests import AcceptedRequest
@@ -64,6 +64,11 @@ class Intake:
         limit = max_model_len(view, self._model)
         if len(token_ids) >= limit:
             raise InvalidArgument("prompt", f"{len(token_ids)} tokens", f"at most {limit - 1} tokens for {self._model}")
+        largest = largest_prompt(view, self._model, (Role.DECODE, Role.COLOCATED))
+        if largest is not None and len(token_ids) > largest:
+            raise InvalidArgument(
+                "prompt", f"{len(token_ids)} tokens", f"at most {largest} tokens: no decode instance holds more"
+            )
         room = limit - len(token_ids)
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidArgument(

@@ -4,6 +4,7 @@ Engines are fake ones, or with --engine vllm vLLM's, each in a process of its ow
 """
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -237,7 +238,7 @@ class InProcessCluster:
         config = PrefillConfig(instance_id=instance_id, **_small(settings))
         engine = self.engines.make(config.engine_settings(receives=False))
         registry = CollectorRegistry()
-        host = prefill_host(config, engine, await self.store(), registry)
+        host = prefill_host(config, engine, await self.store(), random.Random(0), registry)
         return await self._run(instance_id, engine, host, registry)
 
     async def decode(self, instance_id: str = "decode-0", **settings: Any) -> RunningInstance:
@@ -252,7 +253,7 @@ class InProcessCluster:
         config = ColocatedConfig(instance_id=instance_id, **_small(settings))
         engine = self.engines.make(config.engine_settings(receives=False))
         registry = CollectorRegistry()
-        host = colocated_host(config, engine, await self.store(), registry)
+        host = colocated_host(config, engine, await self.store(), random.Random(0), registry)
         return await self._run(instance_id, engine, host, registry)
 
     async def router(self, router_id: str = "router-0") -> RouterStub:

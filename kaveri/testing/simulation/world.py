@@ -210,14 +210,15 @@ class World:
                 divergent=plan.divergent,
                 draws=self.draws,
             )
-            registry = CollectorRegistry()
+            registry, rng = CollectorRegistry(), random.Random(self.rng.getrandbits(64))
             match role:
                 case Role.PREFILL:
                     prefill = PrefillConfig(decode_placement=plan.decode_placement, **prompts, **shared)
-                    life.host = prefill_host(prefill, engine, store, registry)
+                    life.host = prefill_host(prefill, engine, store, rng, registry)
                 case Role.DECODE:
                     decode = DecodeConfig(reservation_ttl_s=plan.reservation_ttl_s, **batch, **shared)
                     life.host = decode_host(decode, engine, store, registry)
                 case _:
-                    life.host = colocated_host(ColocatedConfig(**prompts, **batch, **shared), engine, store, registry)
+                    colocated = ColocatedConfig(**prompts, **batch, **shared)
+                    life.host = colocated_host(colocated, engine, store, rng, registry)
             await life.host.serve(life.stopping)

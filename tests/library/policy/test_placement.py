@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,10 +20,12 @@ from kaveri.policy.placement import (
     choose_decode,
     choose_line,
     choose_prefill,
+    largest_prompt,
     missing_roles,
 )
 
 MODEL = "tiny"
+LAYOUT = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
 
 
 def status(
@@ -373,3 +376,53 @@ def test_who_finds_no_room_waits_where_there_is_the_most_of_it_in_a_pool_that_is
     assert chosen() == "most-room"
     assert chosen("most-room") == "sent-to"
     assert chosen("most-room", "sent-to", "least-room") is None
+
+
+def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more() -> None:
+    def decode(instance_id: str, total_blocks: int, role: Role = Role.DECODE, **record: object) -> InstanceStatus:
+        entry = status(instance_id, role, total_blocks=total_blocks)
+        return replace(entry, record=replace(entry.record, **{"layout": LAYOUT, **record}))  # type: ignore[arg-type]
+
+    def largest(*statuses: InstanceStatus, roles: tuple[Role, ...] = (Role.DECODE,)) -> int | None:
+        return largest_prompt(view_of(*statuses), MODEL, roles, LAYOUT)
+
+    tokens = LAYOUT.block_tokens
+    assert largest() is None
+    assert largest(decode("d0", 3), decode("d1", 2)) == 3 * tokens - 1
+    assert largest(decode("d0", 3, max_model_len=2 * tokens)) == 2 * tokens - 1
+    assert largest(decode("d0", 2, max_model_len=3 * tokens)) == 2 * tokens - 1
+    # Who does not say how large it is may be large enough.
+    assert largest(decode("d0", 3), decode("d1", 0)) is None
+    assert largest_prompt(view_of(decode("d0", 3, layout=None)), MODEL, (Role.DECODE,)) is None
+    # Others do not count: another model's, another role's, one whose pool cannot take the KV.
+    other = replace(LAYOUT, model_fingerprint="other")
+    assert largest(decode("d0", 3), decode("d1", 9, model="other"), decode("d2", 9, layout=other)) == 3 * tokens - 1
+    assert largest(decode("d0", 3), decode("c0", 9, Role.COLOCATED)) == 3 * tokens - 1
+    assert largest(decode("d0", 3), decode("c0", 9, Role.COLOCATED), roles=(Role.DECODE, Role.COLOCATED)) == (
+        9 * tokens - 1
+    )
+
+
+def test_a_prefill_instance_whose_queue_is_full_takes_no_request() -> None:
+    sent: UnconfirmedWork[str] = UnconfirmedWork()
+    target = status("p0", queue_room=2)
+
+    def chosen(*statuses: InstanceStatus, **more: Any) -> InstanceStatus | None:
+        rng = random.Random(0)
+        return choose_prefill(view_of(*statuses), MODEL, sent, PlacementPolicy.LEAST_LOADED, rng, **more)
+
+    assert chosen(status("p0", queue_room=0)) is None
+    assert chosen(status("p0", queue_room=0), status("p1", queue_room=1, queued_prefill_tokens=99)) == status(
+        "p1", queue_room=1, queued_prefill_tokens=99
+    )
+    # Also with those that it cannot know of yet, however few tokens they have.
+    for number in range(2):
+        assert chosen(target) is target
+        sent.add(f"r{number}", target, 0)
+    assert chosen(target) is None
+    sent.settle("r0", "p0")
+    assert chosen(target) is target
+    # Not taken at all, where those to avoid are taken when nothing else is left.
+    assert chosen(target, exclude={"p0"}) is None
+    assert chosen(target, avoid={"p0"}) is target
+    assert chosen(target, status("p1"), avoid={"p1"}, exclude={"p0"}) == status("p1")

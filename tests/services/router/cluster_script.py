@@ -18,6 +18,7 @@ from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.errors import KaveriError, Unavailable
+from kaveri.kv.layout import KvLayout
 from kaveri.rpc.server import RpcServer, open_channel
 from kaveri.rpc.status import abort
 from kaveri.v1 import (
@@ -381,6 +382,8 @@ class ScriptedCluster:
     incarnations: int = 0
     lease_ttl_s: float = 0.3
     """Of instances that start from now on."""
+    layout: KvLayout | None = None
+    """Of instances that start from now on; their pools have 100 blocks."""
     place_on: str = ""
     """Decode instance that prefill instances place on; empty: the first one that lives."""
 
@@ -471,6 +474,7 @@ class ScriptedCluster:
             address=f"127.0.0.1:{server.port}",
             model=MODEL,
             engine="fake",
+            layout=self.layout,
             max_model_len=MAX_MODEL_LEN,
             lease_ttl_s=self.lease_ttl_s,
         )

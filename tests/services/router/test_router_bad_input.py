@@ -8,8 +8,10 @@ import pytest
 from grpc import aio
 
 from kaveri.errors import InvalidArgument
+from kaveri.kv.layout import KvLayout
 from kaveri.rpc.status import error_of
 from kaveri.v1 import inference_pb2, sampling_pb2
+from services.router.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import MAX_MODEL_LEN, ScriptedCluster, answer, ask, collect, tokens_of
 
 
@@ -105,3 +107,20 @@ async def test_a_long_text_is_tokenized_like_a_short_one(cluster: ScriptedCluste
     async with cluster.router() as router:
         await collect(router.stub.Generate(request, timeout=10))
         assert list(cluster.taken()[0].token_ids) == cluster.tokenizer.backend.encode(text).ids
+
+
+async def test_a_prompt_that_no_decode_pool_holds_is_refused_with_the_limit(tokenizer: ModelTokenizer) -> None:
+    layout = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
+    cluster = ScriptedCluster(tokenizer, layout=layout)
+    prefill = await cluster.add_prefill("prefill-0")
+    await cluster.add_decode("decode-0")
+    try:
+        async with cluster.router() as router:
+            assert await collect(router.stub.Generate(with_ids(*[300] * 1599, max_tokens=2), timeout=5))
+            with pytest.raises(aio.AioRpcError) as caught:
+                await collect(router.stub.Generate(with_ids(*[300] * 1600, max_tokens=2), timeout=5))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "1599" in (caught.value.details() or "")
+            assert len(prefill.requests) == 1
+    finally:
+        await cluster.close()

@@ -1,0 +1,113 @@
+"""Requests that no pool can hold are refused at once; a push that stands still keeps little from others."""
+
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.room_line import MAX_OVERTAKES
+from kaveri.rpc.messages import layout_to_proto, params_to_proto
+from kaveri.sampling import SamplingParams
+from kaveri.v1 import decode_pb2, predictor_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+
+BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
+TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
+
+
+@pytest.fixture(autouse=True)
+def fake_engines(cluster: Any) -> None:
+    cluster.needs_fake_engines("counts blocks of 16 tokens")
+
+
+async def reserve_for_an_answer_of(decode: Any, request_id: str, prompt_tokens: int, answer_tokens: int) -> None:
+    message = decode_pb2.ReserveRequest(
+        request_id=request_id,
+        attempt=1,
+        router_id="router-0",
+        token_ids=[1] * prompt_tokens,
+        params=params_to_proto(SamplingParams(max_tokens=answer_tokens, seed=0)),
+        timeout_s=60.0,
+        layout=layout_to_proto(decode.engine.info.layout),
+        predicted_length=predictor_pb2.PredictedLength(low=answer_tokens, high=answer_tokens + 1),
+    )
+    await DecodeServiceStub(decode.channel).Reserve(message, timeout=60.0)
+
+
+async def test_a_request_that_no_decode_pool_can_hold_is_refused_with_the_limit(cluster: Any) -> None:
+    prefill = await cluster.prefill()
+    for number in range(2):
+        await cluster.decode(f"decode-{number}", **TIGHT)
+    router = await cluster.router()
+    # 200 tokens are more than the pool has, 160 more than prompt and answer may have.
+    for token_count, fits in ((159, True), (160, False), (200, False)):
+        token_ids = [7] * token_count
+        call = router.prefill(prefill, f"r{token_count}", token_ids, max_tokens=200, timeout_s=60.0)
+        if fits:
+            await call.ended()
+            assert call.seen("handed_over")
+            continue
+        with pytest.raises(aio.AioRpcError) as refused:
+            await call.ended()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"{token_count} tokens" in (refused.value.details() or "")
+        assert "159 tokens" in (refused.value.details() or "")
+    await cluster.all_free()
+
+
+async def test_a_request_that_one_of_two_pools_can_hold_goes_there(cluster: Any) -> None:
+    prefill = await cluster.prefill()
+    await cluster.decode("decode-0", **TIGHT)
+    await cluster.decode("decode-1")
+    router = await cluster.router()
+    call = router.prefill(prefill, "a", [7] * 300, max_tokens=5)
+    assert await router.answer(call, "a") == cluster.expected([7] * 300, 5)
+    assert call.get("placed").decode_instance_id == "decode-1"
+
+
+async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(
+    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.instance._PLACE_KEPT_S", 1e6)
+    decode = await cluster.decode(**TIGHT)
+    await cluster.router()
+    await by_hand.reserve(decode, "taken", 79)
+    # What comes free is for one that has waited: all others are told to wait.
+    for number in range(MAX_OVERTAKES + 1):
+        with pytest.raises(aio.AioRpcError):
+            await by_hand.reserve(decode, "large", 127)
+        if number < MAX_OVERTAKES:
+            await by_hand.reserve(decode, f"overtakes {number}", 1)
+            await by_hand.abort(decode, f"overtakes {number}")
+            await by_hand.eventually(lambda: decode.held_blocks == 5, "its block is free")
+    with pytest.raises(aio.AioRpcError) as waits:
+        await by_hand.reserve(decode, "fits", 1)
+    assert waits.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(aio.AioRpcError) as hopeless:
+        await by_hand.reserve(decode, "hopeless", 160)
+    assert hopeless.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "159" in (hopeless.value.details() or "")
+    await by_hand.abort(decode, "fits")
+    assert decode.metric("kaveri_decode_line_requests") == 1
+
+
+async def test_a_reservation_whose_push_stands_still_keeps_blocks_from_others_for_a_short_time_only(
+    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.instance._UNLANDED_KEEPS_S", 1.0)
+    decode = await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, **TIGHT)
+    await cluster.router()
+    # It holds 2 of 12 blocks, and is expected to end with 9.
+    await reserve_for_an_answer_of(decode, "frozen", 30, 100)
+    assert decode.held_blocks == 2
+    assert decode.load().free_blocks == 12 - 9
+    with pytest.raises(aio.AioRpcError) as refused:
+        await reserve_for_an_answer_of(decode, "other", 60, 1)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await by_hand.eventually(lambda: decode.load().free_blocks == 10, "nothing is kept for it any more", 5.0)
+    await reserve_for_an_answer_of(decode, "other", 60, 1)
+    for request_id in ("frozen", "other"):
+        await by_hand.abort(decode, request_id)
+    await cluster.all_free()
