@@ -100,9 +100,9 @@ def _request(
     prompt_tokens = min(rng.choice((4, 20, 60, 150)) + rng.randrange(30), max_model_len // 2)
     is_text = rng.random() < 0.15
     drawn_tokens = 1 + int(rng.expovariate(1 / rng.choice((8, 16, 16, 80))))
-    most_tokens = min(drawn_tokens, max_model_len - 150 if is_text else max_model_len // 2)
+    most_tokens = max(1, min(drawn_tokens, max_model_len - 150 if is_text else max_model_len // 2))
     params = SamplingParams(
-        max_tokens=max(1, most_tokens),
+        max_tokens=most_tokens,
         temperature=rng.choice((0.0, 0.0, 1.0)),
         seed=rng.choice((None, rng.getrandbits(32))),
         ignore_eos=rng.random() < 0.5,
@@ -122,7 +122,7 @@ def _request(
         timeout_s=rng.uniform(0.05, 1.5) if short else 120.0,
         cancel_after_s=rng.expovariate(1 / 0.15) if rng.random() < 0.12 else None,
         cancels_by_id=rng.random() < 0.5,
-        read_pause_s=rng.choice((0.02, 0.2)) if rng.random() < 0.06 else 0.0,
+        read_pause_s=min(rng.choice((0.02, 0.2)), 10.0 / most_tokens) if rng.random() < 0.06 else 0.0,
         sends_again=tuple(rng.choice(routers) for _ in range(rng.randint(1, 3))) if rng.random() < 0.35 else (),
     )
 
