@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 import pytest
 import structlog
@@ -13,6 +14,9 @@ settings.load_profile("kaveri")
 
 # Read by torch when it is first imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# gRPC's core would write about every connection that a test breaks, in the middle of pytest's dots.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 # structlog's own default shows the local variables of every frame of a traceback: half a second for one that a test
 # brings on.
@@ -33,3 +37,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--engine: on which engine the tests of the services run that can do with any; `make test-vllm` gives vllm."""
     parser.addoption("--engine", choices=("fake", "vllm"), default="fake", help="of the service tests")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says why tests were skipped: a line for each reason, in place of one for each test."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason.removeprefix("Skipped: ")] += 1
+    if reasons:
+        terminalreporter.section("skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:5d}  {reason}")

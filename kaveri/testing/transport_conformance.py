@@ -8,14 +8,16 @@ The author of a transport subclasses TransportConformance in a test module and n
         def address(self, directory: Path) -> str:   # where a receiver may listen
             return str(directory / "kv.sock")
 
-Randomised runs (transport_runs.py) print their seeds. KAVERI_KV_RUNS=500 makes as many of them, and KAVERI_KV_SEED says
-with which seed they begin. What is not verified: speed, behaviour over a network that loses or delays, and memory that
-is not the host's.
+Randomised runs (transport_runs.py) print their seeds. A test makes runs for RUN_SECONDS; KAVERI_KV_RUNS=500 makes that
+many instead, however long they take. KAVERI_KV_SEED is the first seed. What is not verified: speed, behaviour over a
+network that loses or delays, and memory that is not the host's.
 """
 
 import gc
+import itertools
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,10 @@ from kaveri.testing.transport_refusals import RefusalTests
 from kaveri.testing.transport_runs import RandomRun
 from kaveri.testing.transport_world import SMALL_LAYOUT, World
 
-RUN_COUNT = int(os.environ.get("KAVERI_KV_RUNS", "40"))
+RUN_COUNT = int(os.environ.get("KAVERI_KV_RUNS", "0"))
+"""0: as many as RUN_SECONDS allow, and no fewer than LEAST_RUNS."""
+RUN_SECONDS = 3.0
+LEAST_RUNS = 10
 FIRST_SEED = int(os.environ.get("KAVERI_KV_SEED") or random.randrange(1_000_000_000))
 
 
@@ -89,13 +94,17 @@ class TransportConformance(RefusalTests, DeathTests):
             for sender in senders:
                 sender.close()
 
-    @pytest.mark.timeout(120 + 5 * RUN_COUNT)
+    @pytest.mark.timeout(120 + 5 * max(RUN_COUNT, LEAST_RUNS))
     def test_no_random_run_shows_a_wrong_byte_or_leaves_anything(
         self, tmp_path: Path, nursery: PeerNursery, nothing_left: None
     ) -> None:
         address = self.address(tmp_path)
         mapped_before = _mapped_pool_count()
-        for seed in range(FIRST_SEED, FIRST_SEED + RUN_COUNT):
+        until_s = time.monotonic() + RUN_SECONDS
+        for number in itertools.count():
+            if number >= (RUN_COUNT or LEAST_RUNS) and (RUN_COUNT or time.monotonic() >= until_s):
+                break
+            seed = FIRST_SEED + number
             print(f"seed {seed}", flush=True)
             try:
                 RandomRun(self.factory, address, nursery, seed).carry_out()
