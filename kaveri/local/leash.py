@@ -12,15 +12,20 @@ _PR_SET_PDEATHSIG = 1
 _NOT_STARTED_STATUS = 127
 
 
-def main() -> None:
-    """Becomes the program; its process id stays this one's."""
-    parent_pid, *command = sys.argv[1:]
+def fasten(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent ends. Ends it now when that is not `parent_pid` any more."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != int(parent_pid):
+    if os.getppid() != parent_pid:
         # It died before the leash was on.
         sys.exit(_NOT_STARTED_STATUS)
+
+
+def main() -> None:
+    """Becomes the program; its process id stays this one's."""
+    parent_pid, *command = sys.argv[1:]
+    fasten(int(parent_pid))
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -3,13 +3,11 @@
 It has nothing of ours but the draws. It runs in a process of its own, as vLLM's state is a process's.
 """
 
-import contextlib
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +33,27 @@ def bare_vllm_answers(
         "params": [asdict(each) for each in params],
         "engine_args": engine_args,
     }
-    ran = subprocess.run(
-        [sys.executable, "-P", "-m", "kaveri.testing.bare_vllm"],
-        input=json.dumps(asked),
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=_MOST_S,
-        check=True,
-    )
-    # vLLM's libraries print to stdout too; the answers are the last line.
-    return [tuple(answer) for answer in json.loads(ran.stdout.splitlines()[-1])]
+    context = multiprocessing.get_context("forkserver")
+    # So that vLLM is imported once for all of them.
+    context.set_forkserver_preload(["vllm"])
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(asked, dict(os.environ), sending), daemon=True)
+    process.start()
+    sending.close()
+    try:
+        if not receiving.poll(_MOST_S):
+            raise TimeoutError(f"a plain vLLM engine has not answered within {_MOST_S:.0f} s")
+        answers: list[list[int]] = receiving.recv()
+    finally:
+        # vLLM's own end takes seconds, and there is nothing left to save.
+        process.kill()
+        process.join()
+    return [tuple(answer) for answer in answers]
+
+
+def _serve(asked: dict[str, Any], environment: dict[str, str], sending: Connection) -> None:
+    os.environ.update(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"})
+    sending.send(_answer(asked))
 
 
 def _answer(asked: dict[str, Any]) -> list[list[int]]:
@@ -74,16 +82,3 @@ def _answer(asked: dict[str, Any]) -> list[list[int]]:
         for output in llm.step():
             answers[int(output.request_id)] += output.outputs[0].token_ids
     return answers
-
-
-def main() -> None:
-    """Reads what is asked from stdin, as JSON; prints the answers as the last line."""
-    with contextlib.redirect_stdout(sys.stderr):
-        answers = _answer(json.load(sys.stdin))
-    print(json.dumps(answers), flush=True)
-    # vLLM's own end takes seconds, and there is nothing left to save.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

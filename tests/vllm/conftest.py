@@ -8,3 +8,16 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Ranks of one engine may share a core here.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+from collections.abc import Iterator
+
+import pytest
+
+from kaveri.testing.warm_processes import warm_vllm_processes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_processes() -> Iterator[None]:
+    """Importing vLLM takes most of an instance's start: it is done once for all of them."""
+    with warm_vllm_processes():
+        yield

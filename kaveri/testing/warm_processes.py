@@ -1,0 +1,199 @@
+"""Service processes that start without importing vLLM: copies, by fork, of one process that has imported it.
+
+A copy is in all else the process that LocalStack starts: a pid that can be signalled and stopped, a log file, and an
+end when the test's process ends. It is a child of the process it was copied from, which tells how it ended.
+
+    with warm_vllm_processes():
+        async with run_cluster(engine="vllm"): ...
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from kaveri.local import leash
+from kaveri.local.process import ChildProcess
+
+_WARMED = ("vllm", "kaveri.engine.vllm.loading", "services.prefill.service", "services.decode.service")
+_WARM_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""A process with threads cannot be copied by fork."""
+_START_TIMEOUT_S = 120.0
+
+
+@contextlib.contextmanager
+def warm_vllm_processes() -> Iterator[None]:
+    """While the context lasts, LocalStack's services with --engine vllm are copies of one that has imported it."""
+    started: list[_WarmProcess] = []
+    start_cold = ChildProcess.start
+
+    def start(
+        name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        if "-m" not in command or "--engine" not in command or command[command.index("--engine") + 1] != "vllm":
+            return start_cold(name, command, log_path, environment)
+        if not started:
+            started.append(_WarmProcess())
+        return ChildProcess(name, started[0].copy(command, log_path, environment), log_path)  # type: ignore[arg-type]
+
+    with mock.patch.object(ChildProcess, "start", staticmethod(start)):
+        try:
+            yield
+        finally:
+            for process in started:
+                process.close()
+
+
+class _WarmProcess:
+    """The process that was imported into, seen from the tests' process. It dies with that one."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), sys.executable, "-P", "-m", __name__]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _WARM_ENVIRONMENT
+        )
+        self._buffer = b""
+        self._pids: list[int] = []
+        self._statuses: dict[int, int] = {}
+
+    def copy(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None) -> "_Copy":
+        """Starts a copy that runs `command`, and waits until it has a pid."""
+        module = command.index("-m")
+        order = {
+            "module": command[module + 1],
+            "arguments": list(command[module + 2 :]),
+            "log": str(log_path),
+            "environment": dict(os.environ if environment is None else environment),
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        while not self._pids:
+            self._read(_START_TIMEOUT_S)
+        return _Copy(self, self._pids.pop())
+
+    def status_of(self, pid: int) -> int | None:
+        """How the copy ended; None while it runs."""
+        while pid not in self._statuses and self._read(0.0):
+            pass
+        return self._statuses.get(pid)
+
+    def close(self) -> None:
+        """Ends the process, and so its copies."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _read(self, timeout_s: float) -> bool:
+        """Takes in what it has said. Returns False when that is nothing."""
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        if not readable:
+            assert not timeout_s, f"the warm process said nothing for {timeout_s} s"
+            return False
+        received = os.read(self._process.stdout.fileno(), 65_536)
+        assert received, "the warm process has ended"
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "started" in said:
+                self._pids.append(said["started"])
+            else:
+                self._statuses[said["ended"]] = said["status"]
+        return True
+
+
+class _Copy:
+    """What ChildProcess uses of subprocess.Popen."""
+
+    def __init__(self, source: _WarmProcess, pid: int) -> None:
+        self._source = source
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._source.status_of(self.pid)
+        return self.returncode
+
+    def send_signal(self, signal_number: signal.Signals) -> None:
+        # It is reaped by its parent as soon as it ends, so its pid may be gone, which the parent has said by then.
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal_number)
+
+
+def _serve() -> None:
+    """The warm process: one thread, which reads orders, copies itself, and says when copies end."""
+
+    for module in _WARMED:
+        importlib.import_module(module)
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    buffer = b""
+    while True:
+        readable, _, _ = select.select([0, woken], [], [])
+        if woken in readable:
+            os.read(woken, 4096)
+            _reap()
+        if 0 in readable:
+            received = os.read(0, 65_536)
+            if not received:
+                return
+            *lines, buffer = (buffer + received).split(b"\n")
+            for line in lines:
+                _say({"started": _start_copy(json.loads(line))})
+
+
+def _reap() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        _say({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _say(message: dict[str, Any]) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def _start_copy(order: dict[str, Any]) -> int:
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        leash.fasten(parent_pid)
+        log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        sys.argv = [order["module"], *order["arguments"]]
+        main = importlib.import_module(f"{order['module']}.__main__").main
+        status = main()
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve()
