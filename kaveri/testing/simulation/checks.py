@@ -5,6 +5,7 @@ from collections.abc import Callable
 from kaveri.cluster.view import Role
 from kaveri.errors import DeadlineExceeded, NoCapacity, RequestAlreadyExists, RequestCancelled, Unavailable
 from kaveri.testing.simulation.answer_checks import check_answers, check_attempts, check_kv, check_stale_draws
+from kaveri.testing.simulation.network import KEEPALIVE_S
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
 from kaveri.testing.simulation.world import World
@@ -13,6 +14,17 @@ Check = Callable[[World], list[str]]
 """Returns what is wrong, as sentences."""
 
 _AT_ONE_INSTANCE = (FaultKind.KILL, FaultKind.RESTART, FaultKind.FREEZE, FaultKind.DRAIN, FaultKind.ENGINE)
+_AT_THE_STORE = (
+    FaultKind.STORE_AWAY,
+    FaultKind.STORE_LOST,
+    FaultKind.STORE_EMPTIED,
+    FaultKind.STORE_REFUSES,
+)
+_WAITED_FOR_S = 5.0
+"""An instance that is back so soon is waited for, also where it is the only one of its role."""
+_CLAIM_MARGIN_S = 1.5
+_CUT_OFF_S = KEEPALIVE_S + 2.0
+"""So long a router may not know that a client is gone."""
 _CLOCK_ERROR_S = 0.05
 
 
@@ -39,25 +51,44 @@ def _unexplained(world: World, outcome: RequestOutcome) -> str | None:
         case RequestCancelled():
             return None if outcome.cancelled_s is not None else "although its client did not cancel it"
         case RequestAlreadyExists():
-            return None if outcome.send_number > 1 else "although it was sent for the first time"
+            return None if _may_be_in_flight(world, outcome) else "although no living router has it"
         case Unavailable() | NoCapacity():
             return None if not is_survivable(world.plan) else "although others could serve it"
         case _:
             return "is no error that a client should see"
 
 
+def _may_be_in_flight(world: World, outcome: RequestOutcome) -> bool:
+    """Whether a router that lives, or died too recently for others to know, was sent the same id."""
+    now_s = outcome.ended_s
+    assert now_s is not None
+    known_s = world.plan.lease_ttl_s + _CLAIM_MARGIN_S
+    for other in world.outcomes:
+        if other is outcome or other.request_id != outcome.request_id or other.started_s > now_s:
+            continue
+        if isinstance(other.error, RequestAlreadyExists):
+            continue
+        died_s, ended_s = other.process.died_s, other.ended_s
+        if now_s - died_s < known_s if died_s is not None else ended_s is None or now_s - ended_s < _CUT_OFF_S:
+            return True
+    return False
+
+
 def is_survivable(plan: Plan) -> bool:
-    """Whether no request may fail: nothing happens, or one fault at one of several instances that take no clients."""
-    if not plan.faults:
+    """Whether no request may fail: nothing happens, or only to the store, or one fault at one of several instances."""
+    if all(fault.kind in _AT_THE_STORE for fault in plan.faults):
         return True
-    return len(plan.faults) == 1 and _is_spare(plan, plan.faults[0]) and plan.max_queue >= len(plan.requests)
+    return len(plan.faults) == 1 and _is_spare(plan, plan.faults[0])
 
 
 def _is_spare(plan: Plan, fault: Fault) -> bool:
     if fault.kind not in _AT_ONE_INSTANCE:
         return False
-    role = next(instance.role for instance in plan.instances if instance.name == fault.target)
-    return role in (Role.PREFILL, Role.DECODE) and len(plan.of_role(role)) > 1
+    role = next((instance.role for instance in plan.instances if instance.name == fault.target), None)
+    if role not in (Role.PREFILL, Role.DECODE):
+        return False
+    soon_back = fault.kind is FaultKind.RESTART and fault.lasts_s <= _WAITED_FOR_S
+    return soon_back or len(plan.of_role(role)) > 1
 
 
 CHECKS: tuple[Check, ...] = (errors_are_explained, check_answers, check_attempts, check_kv, check_stale_draws)

@@ -13,6 +13,7 @@ from kaveri.testing.simulation.plan import PlannedRequest
 from kaveri.testing.simulation.world import World
 
 _SEND_AGAIN_AFTER_S = 0.1
+_SLOWER_EACH_TIME = 5.0
 _TAKEN = (Unavailable, RequestCancelled, RequestAlreadyExists)
 """Errors after which a request is sent again, if the plan says so."""
 
@@ -30,7 +31,7 @@ class Clients:
         first_s = world.now()
         for number, router in enumerate((planned.router, *planned.sends_again), 1):
             if number > 1:
-                await asyncio.sleep(_SEND_AGAIN_AFTER_S)
+                await asyncio.sleep(_SEND_AGAIN_AFTER_S * _SLOWER_EACH_TIME ** (number - 2))
             outcome = RequestOutcome(
                 request_id=planned.request_id,
                 router=router,
@@ -39,6 +40,7 @@ class Clients:
                 params=planned.params,
                 started_s=world.now(),
                 timeout_s=planned.timeout_s,
+                process=world.process_of(router),
                 send_number=number,
                 probe=probe,
             )

@@ -1,6 +1,7 @@
 """Makes the faults of a plan happen, and ends them."""
 
 import asyncio
+import itertools
 from collections.abc import Coroutine
 from typing import Any
 
@@ -9,26 +10,49 @@ from kaveri.testing.simulation.plan import Fault, FaultKind
 from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.world import Life, World
 
+_LOAD_TAIL_S = 0.5
+"""The last request is under way for so long before the faults end."""
+
 
 class Faults:
     """The faults of one schedule. Runs in the simulation's own process, which no fault touches."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._ending = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._seen: dict[Fault, asyncio.Future[float | None]] = {}
+        # When what faults wait for has happened; None: it will not.
 
     async def run(self) -> None:
-        """Begins every fault at its time; returns when the last one has begun and those with an end have ended."""
-        for fault in self._world.plan.faults:
+        """Begins every fault at its time; returns when the load is over and all faults that have begun have ended."""
+        world = self._world
+        for fault in world.plan.faults:
+            if fault.after:
+                self._watch(fault)
             self._tasks.append(asyncio.create_task(self._happen(fault)))
+        last_s = world.ready_s + max((request.at_s for request in world.plan.requests), default=0.0)
+        await asyncio.sleep(max(0.0, last_s + _LOAD_TAIL_S - world.now()))
+        for seen in self._seen.values():
+            if not seen.done():
+                seen.set_result(None)
         for task in self._tasks:
             await task
 
+    def _watch(self, fault: Fault) -> None:
+        world, count = self._world, itertools.count(1)
+        seen = self._seen[fault] = world.loop.create_future()
+
+        def happened() -> None:
+            if next(count) == fault.after_count and not seen.done():
+                # Of the simulation's own process, whoever's event it was.
+                world.loop.schedule(world.loop.world, 0.0, _set, seen, world.now())
+
+        world.trace.watch(fault.after, happened)
+
     async def end(self) -> None:
         """Nothing is wrong with the world any more: links, store and clients' routers work, every instance lives."""
-        self._ending = True
         world = self._world
+        world.supervised = True
         world.network.heal_all()
         for process in (*world.clients.values(), world.store.process):
             world.loop.thaw(process)
@@ -40,12 +64,17 @@ class Faults:
             world.loop.thaw(life.process)
             if life.stopping.is_set() and not life.ended:
                 await self._wait_for_end(life)
-            if life.ended:
-                world.start(name)
+            world.start_again(name)
 
     async def _happen(self, fault: Fault) -> None:
         world = self._world
-        await asyncio.sleep(max(0.0, world.ready_s + fault.at_s - world.now()))
+        if fault.after:
+            since_s = await self._seen[fault]
+            if since_s is None:
+                return
+        else:
+            since_s = world.ready_s
+        await asyncio.sleep(max(0.0, since_s + fault.at_s - world.now()))
         world.trace.note(f"fault:{fault.kind}", str(fault))
         await self._act(fault)
         if fault.lasts_s:
@@ -83,11 +112,7 @@ class Faults:
         world.kill(fault.target)
         if fault.kind is FaultKind.RESTART:
             await asyncio.sleep(fault.lasts_s)
-            self._restart(fault.target)
-
-    def _restart(self, name: str) -> None:
-        if self._world.lives[name].ended:
-            self._world.start(name)
+            world.start_again(fault.target)
 
     async def _freeze(self, fault: Fault) -> None:
         process = self._world.process_of(fault.target)
@@ -148,11 +173,12 @@ class Faults:
         self._world.store.refuses_writes = False
 
     async def _drain(self, fault: Fault) -> None:
-        life = self._world.lives[fault.target]
+        world = self._world
+        life = world.lives[fault.target]
         life.stopping.set()
         await self._wait_for_end(life)
         await asyncio.sleep(fault.lasts_s)
-        self._restart(fault.target)
+        world.start_again(fault.target)
 
     async def _wait_for_end(self, life: Life) -> None:
         """SIGTERM, then SIGKILL when the drain takes too long, as a process manager does."""
@@ -176,7 +202,7 @@ class Faults:
         world.loop.schedule(life.process, 0.0, life.engine.fail, "an injected fault")
         await self._wait_for_end(life)
         await asyncio.sleep(fault.lasts_s)
-        self._restart(fault.target)
+        world.start_again(fault.target)
 
     async def _client(self, fault: Fault) -> None:
         world = self._world
@@ -185,3 +211,8 @@ class Faults:
             if outcome.ended_s is None and world.client_of[outcome.request_id] == fault.target:
                 outcome.gone = True
         world.network.end_process(process)
+
+
+def _set(seen: "asyncio.Future[float | None]", at_s: float) -> None:
+    if not seen.done():
+        seen.set_result(at_s)

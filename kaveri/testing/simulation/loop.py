@@ -33,6 +33,8 @@ class SimulatedProcess:
         self.ready: deque[asyncio.Handle] = deque()
         self.frozen = False
         self.dead = False
+        self.died_s: float | None = None
+        """The simulation's time of its death."""
         self.clock_offset_s = 0.0
         """What its clock shows beyond the simulation's time."""
         self.context = contextvars.copy_context()
@@ -139,6 +141,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def kill(self, process: SimulatedProcess) -> None:
         """Nothing of the process ever runs again, not even the clean-up of its coroutines."""
         process.dead = True
+        process.died_s = self._now
         # Kept until the loop is closed: a coroutine that nothing refers to would run its `finally`.
         self._graves.append(tuple(process.ready))
         self._graves.append(self.tasks_of(process))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from kaveri.client.answer import Chunk
 from kaveri.errors import KaveriError
 from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.testing.simulation.loop import SimulatedProcess
 
 
 @dataclass(slots=True)
@@ -21,6 +22,8 @@ class RequestOutcome:
     """As sent: without a seed the router draws one."""
     started_s: float
     timeout_s: float
+    process: SimulatedProcess
+    """The router's life that it was sent to."""
     send_number: int = 1
     """The same request id is sent again, where the plan says so."""
     probe: bool = False

@@ -51,10 +51,14 @@ class FaultKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault. at_s counts from when the cluster is ready."""
+    """One fault. at_s counts from when the cluster is ready, or from when what `after` names has happened."""
 
     kind: FaultKind
     at_s: float
+    after: str = ""
+    """Part of a line of the trace, "kind what": see trace.py. Faults whose line never comes do not happen."""
+    after_count: int = 1
+    """How often the line must have come."""
     target: str = ""
     other: str = ""
     lasts_s: float = 0.0
@@ -65,7 +69,8 @@ class Fault:
         parts += [f"and {self.other}"] if self.other else []
         parts += [f"by {self.amount:.3f}"] if self.amount else []
         parts += [f"for {self.lasts_s:.3f} s"] if self.lasts_s else []
-        return f"at {self.at_s:.3f} s: {' '.join(parts)}"
+        behind = f" after {self.after!r} ({self.after_count})" if self.after else ""
+        return f"at {self.at_s:.3f} s{behind}: {' '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

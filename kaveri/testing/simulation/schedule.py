@@ -129,7 +129,7 @@ def _drop(logger: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn
 
 
 async def _run(world: World) -> None:
-    plan, loop = world.plan, world.loop
+    plan = world.plan
     for name in plan.names:
         world.start(name)
     if not await _until(world, lambda: _all_known(world), READY_WITHIN_S):
@@ -141,8 +141,6 @@ async def _run(world: World) -> None:
     sending = [_at(world, request, clients) for request in plan.requests]
     faults = Faults(world)
     await faults.run()
-    last_s = max((request.at_s for request in plan.requests), default=0.0)
-    await _sleep_until(loop, world.ready_s + last_s)
     world.trace.note("phase:recovery", "")
     await faults.end()
     world.healed_s = world.now()
@@ -220,10 +218,6 @@ async def _until(world: World, condition: Callable[[], bool], within_s: float) -
             return False
         await asyncio.sleep(_LOOK_EVERY_S)
     return True
-
-
-async def _sleep_until(loop: SimulatedLoop, at_s: float) -> None:
-    await asyncio.sleep(max(0.0, at_s - loop.now))
 
 
 class _LogTap:

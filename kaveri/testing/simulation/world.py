@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from kaveri.cluster.store import Follow
 from kaveri.cluster.view import Role
 from kaveri.engine.fake import FakeModel
+from kaveri.errors import ConfigError
 from kaveri.instance.hosting import InstanceHost
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.engine import SimulatedEngine
@@ -35,6 +36,7 @@ from services.router.tokenizer import ModelTokenizer
 MODEL_NAME = "simulated"
 PROBER = "prober"
 """The client that asks once the faults have ended. No fault touches it."""
+_START_AGAIN_S = 0.2
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -96,6 +98,8 @@ class World:
         """When the load began."""
         self.healed_s = 0.0
         """When the faults ended."""
+        self.supervised = False
+        """Whether instances that end are started again."""
         self.expected_errors = False
         """Whether a fault makes services log errors."""
 
@@ -147,6 +151,9 @@ class World:
     async def _main(self, life: Life, main: Coroutine[Any, Any, None]) -> None:
         try:
             await main
+        except ConfigError as error:
+            # It began while the store was out of reach: its supervisor starts it again.
+            self.trace.note("life", f"failed {life.process} {error!r}")
         except Exception as error:
             self.trace.note("life", f"failed {life.process} {error!r}")
             if not self.expected_errors:
@@ -154,7 +161,17 @@ class World:
         self.trace.note("life", f"ended {life.process}")
         life.ended = True
         # Not from within: the process is marked dead, and this is its own task.
-        self.loop.schedule(self.loop.world, 0.0, self.network.end_process, life.process)
+        self.loop.schedule(self.loop.world, 0.0, self._ended, life)
+
+    def _ended(self, life: Life) -> None:
+        self.network.end_process(life.process)
+        if self.supervised:
+            self.loop.schedule(self.loop.world, _START_AGAIN_S, self.start_again, life.name)
+
+    def start_again(self, name: str) -> None:
+        """Begins a new life unless there is one."""
+        if self.lives[name].ended:
+            self.start(name)
 
     async def _router(self, life: Life) -> None:
         plan = self.plan

@@ -1,0 +1,62 @@
+"""Plans written by hand: one cluster, one story. Each shows a bug that once was, or one kind of fault."""
+
+from collections.abc import Sequence
+
+from kaveri.cluster.view import Role
+from kaveri.sampling import SamplingParams
+from kaveri.testing.simulation.plan import Fault, Plan, PlannedInstance, PlannedRequest
+
+CLIENT = "client-0"
+
+
+def cluster(
+    *, routers: int = 1, prefills: int = 1, decodes: int = 1, colocated: int = 0, **same: float
+) -> tuple[PlannedInstance, ...]:
+    """Instances named "role-number". same: fields that all engines share, as of PlannedInstance."""
+    counts = {Role.ROUTER: routers, Role.PREFILL: prefills, Role.DECODE: decodes, Role.COLOCATED: colocated}
+    return tuple(
+        PlannedInstance(name=f"{role}-{number}", role=role, **same)  # type: ignore[arg-type]
+        for role, count in counts.items()
+        for number in range(count)
+    )
+
+
+def request(
+    request_id: str,
+    at_s: float = 0.0,
+    *,
+    prompt_tokens: int = 20,
+    max_tokens: int = 10,
+    router: str = "router-0",
+    sends_again: Sequence[str] = (),
+    timeout_s: float = 120.0,
+) -> PlannedRequest:
+    """A greedy request of exactly `max_tokens` tokens."""
+    return PlannedRequest(
+        request_id=request_id,
+        client=CLIENT,
+        router=router,
+        at_s=at_s,
+        prompt=tuple(1 + (7 * number + len(request_id)) % 40 for number in range(prompt_tokens)),
+        params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        timeout_s=timeout_s,
+        sends_again=tuple(sends_again),
+    )
+
+
+def story(
+    instances: tuple[PlannedInstance, ...],
+    requests: Sequence[PlannedRequest],
+    faults: Sequence[Fault],
+    seed: int = 0,
+    **settings: object,
+) -> Plan:
+    """A plan of one client. settings: other fields of Plan."""
+    return Plan(
+        seed=seed,
+        instances=instances,
+        clients=(CLIENT,),
+        requests=tuple(requests),
+        faults=tuple(faults),
+        **settings,  # type: ignore[arg-type]
+    )
