@@ -251,7 +251,9 @@ class SimulatedChannel:
         self._connecting = True
         self._attempt += 1
         loop, number = self.network.loop, self._attempt
-        loop.call_later(_CONNECT_TIMEOUT_S, self._failed, number, "connection timed out")
+        loop.call_later(
+            _CONNECT_TIMEOUT_S, self._failed, number, "connection attempt timed out before receiving SETTINGS frame"
+        )
         host = self.address.partition(":")[0]
         link = self.network.link(self.process.name, host)
         if link.cut_since_s is not None:
@@ -262,7 +264,12 @@ class SimulatedChannel:
         """At the server's machine."""
         server: SimulatedServer | None = self.network.listeners.get(self.address)
         if server is None:
-            self._answer(self.address.partition(":")[0], self._failed, number, "connection refused")
+            self._answer(
+                self.address.partition(":")[0],
+                self._failed,
+                number,
+                "Failed to connect to remote host: connect: Connection refused (111)",
+            )
         else:
             # The process itself has to answer: not while it is frozen.
             self.network.loop.schedule(server.process, 0.0, self._accepted, number, server)
@@ -296,7 +303,8 @@ class SimulatedChannel:
         if number != self._attempt or not self._connecting or self._closed:
             return
         self._connecting = False
-        self._failure = f"failed to connect to {self.address}: {reason}"
+        # gRPC's own words.
+        self._failure = f"failed to connect to all addresses; last error: UNKNOWN: ipv4:{self.address}: {reason}"
         waiting, self._waiting = self._waiting, {}
         for call in waiting:
             call.fail(_UNAVAILABLE, self._failure)
