@@ -1,0 +1,38 @@
+"""The same seed gives the same trace: in one process, in another, and with another order of hashes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kaveri.testing.simulation.draw import draw_plan
+from kaveri.testing.simulation.schedule import run_schedule
+from services.router.tokenizer import ModelTokenizer
+
+SEEDS = range(500, 512)
+
+
+def _hashes_elsewhere(hash_seed: str) -> dict[int, str]:
+    command = [sys.executable, "-m", "kaveri.testing.simulation", "--hashes"]
+    command += ["--seed", str(SEEDS.start), "--count", str(len(SEEDS)), "--stop-after", str(len(SEEDS))]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False).stdout
+    lines = (line.split() for line in printed.splitlines())
+    return {int(words[0]): words[1] for words in lines if len(words) == 2 and words[0].isdigit()}
+
+
+def test_the_same_seed_gives_the_same_trace_under_every_order_of_hashes(tokenizer: ModelTokenizer) -> None:
+    here = {seed: run_schedule(draw_plan(seed), tokenizer).hash for seed in SEEDS}
+    assert _hashes_elsewhere("1") == here
+    assert _hashes_elsewhere("2") == here
+
+
+@pytest.mark.parametrize("seed", [501, 505])
+def test_a_kept_trace_does_not_change_what_happens(tokenizer: ModelTokenizer, seed: int) -> None:
+    plan = draw_plan(seed)
+    assert run_schedule(plan, tokenizer, lines=True).hash == run_schedule(plan, tokenizer).hash
+
+
+def test_other_seeds_give_other_traces(tokenizer: ModelTokenizer) -> None:
+    assert len({run_schedule(draw_plan(seed), tokenizer).hash for seed in range(4)}) == 4

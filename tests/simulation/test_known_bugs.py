@@ -1,0 +1,105 @@
+"""Bugs that the simulated cluster shows, each as one story. All of them failed on 8b9dbe2, before their fixes."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kaveri.testing.simulation.directed import cluster, request, story
+from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
+from kaveri.testing.simulation.schedule import ScheduleResult
+
+Run = Callable[[Plan], ScheduleResult]
+
+RESERVED = "start /kaveri.v1.DecodeService/Reserve"
+
+
+def test_a_request_goes_on_when_its_prefill_stream_breaks_before_prefill_hears_that_decode_accepted(run: Run) -> None:
+    """Prefill's Abort then ended the running request, decode told nobody, and the answer stopped until its deadline."""
+    all_blocks_written = "kv FinishPush"
+    late_answers = [
+        Fault(
+            kind=FaultKind.SLOW,
+            after=all_blocks_written,
+            at_s=0,
+            target=decode,
+            other="prefill-0",
+            amount=4.0,
+            lasts_s=4.0,
+        )
+        for decode in ("decode-0", "decode-1")
+    ]
+    broken = Fault(kind=FaultKind.RESET, after=all_blocks_written, at_s=0.3, target="router-0", other="prefill-0")
+    long = request("long", max_tokens=200)
+    result = run(story(cluster(decodes=2), [long], [*late_answers, broken], max_model_len=320))
+    assert result.counts["fault:reset"] == 1
+    assert result.counts["outcome:length"] == 1 + 2  # and the probes
+
+
+def test_a_late_placement_that_names_a_dead_decode_instance_does_not_tie_the_request_to_its_next_life(run: Run) -> None:
+    """The request hung until its deadline: the new life knew nothing of it."""
+    late = Fault(
+        kind=FaultKind.SLOW,
+        after=RESERVED,
+        after_count=2,
+        at_s=0,
+        target="prefill-0",
+        other="router-0",
+        amount=2.0,
+        lasts_s=0.3,
+    )
+    dies = Fault(kind=FaultKind.RESTART, after=RESERVED, after_count=2, at_s=0.3, target="decode-0", lasts_s=0.05)
+    first = request("first", max_tokens=2)
+    result = run(story(cluster(), [first, request("late", 0.6, max_tokens=100)], [late, dies]))
+    assert result.counts["fault:restart"] == 1
+    assert result.counts["outcome:length"] == 2 + 2
+
+
+def test_the_ids_of_a_dead_routers_requests_can_be_used_at_another_router(run: Run) -> None:
+    """They were refused until the deadline of the request that had died."""
+    sent = request("same", max_tokens=100, sends_again=("router-1",) * 3)
+    result = run(story(cluster(routers=2), [sent], [Fault(kind=FaultKind.KILL, at_s=0.3, target="router-0")]))
+    assert result.counts["outcome:Unavailable"] == 1
+    assert result.counts["outcome:length"] == 1 + 4
+
+
+@pytest.mark.parametrize("kind", [FaultKind.STORE_REFUSES, FaultKind.STORE_AWAY, FaultKind.STORE_LOST])
+def test_no_request_fails_while_the_store_cannot_be_used(run: Run, kind: FaultKind) -> None:
+    """A store that answered but refused writes ended every lease within a second."""
+    requests = [request(f"r{number}", 0.1 * number, max_tokens=80) for number in range(20)]
+    result = run(story(cluster(decodes=2), requests, [Fault(kind=kind, at_s=0.4, lasts_s=3.0)]))
+    assert result.counts["outcome:length"] == 20 + 2
+
+
+def test_the_same_id_at_two_routers_leaves_neither_request_waiting(run: Run) -> None:
+    """After the store had lost its state the first request's answer stopped until its deadline."""
+    first = request("same", max_tokens=150)
+    second = request("same", 0.5, max_tokens=150, router="router-1")
+    result = run(story(cluster(routers=2), [first, second], [Fault(kind=FaultKind.STORE_EMPTIED, at_s=0.3)]))
+    assert result.counts["fault:store_emptied"] == 1
+    assert result.counts["outcome:length"] >= 1 + 4
+
+
+def test_requests_wait_for_the_only_prefill_instance_to_come_back(run: Run) -> None:
+    """Attempts ran out long before the dead instance's lease ended."""
+    requests = [request(f"r{number}", 0.1 * number, max_tokens=40) for number in range(16)]
+    restart = Fault(kind=FaultKind.RESTART, at_s=0.5, target="prefill-0", lasts_s=5.0)
+    result = run(story(cluster(decodes=2), requests, [restart], lease_ttl_s=3.0))
+    assert result.counts["outcome:length"] == 16 + 2
+
+
+def test_a_full_queue_loses_no_attempt(run: Run) -> None:
+    """500 requests at once logged 1,601 lost attempts."""
+    requests = [request(f"r{number}", 0.001 * number, max_tokens=2) for number in range(200)]
+    result = run(story(cluster(), requests, [], max_queue=16))
+    assert result.counts["outcome:length"] == 200 + 2
+    assert not [line for line in result.lines if "attempt_lost" in line]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_clients_of_a_router_that_ends_hear_that_it_is_unavailable(run: Run, seed: int) -> None:
+    """They were told that somebody had cancelled their requests."""
+    requests = [request(f"r{number}", 0.1 * number, max_tokens=200) for number in range(10)]
+    drain = Fault(kind=FaultKind.DRAIN, at_s=0.5, target="router-0", lasts_s=0.5)
+    result = run(story(cluster(), requests, [drain], seed, drain_timeout_s=0.5, max_model_len=320))
+    assert result.counts["outcome:Unavailable"] >= 5
+    assert not result.counts["outcome:RequestCancelled"]

@@ -1,0 +1,66 @@
+"""Whole schedules: without faults, with every kind of fault, and the seeds that once failed."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kaveri.cluster.view import Role
+from kaveri.testing.simulation.directed import cluster, request, story
+from kaveri.testing.simulation.draw import draw_plan
+from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
+from kaveri.testing.simulation.schedule import ScheduleResult
+
+Run = Callable[[Plan], ScheduleResult]
+
+LOAD = [request(f"r{number}", 0.05 * number, max_tokens=30) for number in range(20)]
+FAULTS = {
+    FaultKind.KILL: Fault(kind=FaultKind.KILL, at_s=0.3, target="decode-0"),
+    FaultKind.RESTART: Fault(kind=FaultKind.RESTART, at_s=0.3, target="prefill-0", lasts_s=0.2),
+    FaultKind.FREEZE: Fault(kind=FaultKind.FREEZE, at_s=0.3, target="decode-1", lasts_s=1.5),
+    FaultKind.CUT: Fault(kind=FaultKind.CUT, at_s=0.3, target="router-0", other="decode-0", lasts_s=17.0),
+    FaultKind.CUT_ONE_WAY: Fault(
+        kind=FaultKind.CUT_ONE_WAY, at_s=0.3, target="decode-0", other="prefill-1", lasts_s=1.0
+    ),
+    FaultKind.ISOLATE: Fault(kind=FaultKind.ISOLATE, at_s=0.3, target="prefill-1", lasts_s=2.0),
+    FaultKind.SLOW: Fault(kind=FaultKind.SLOW, at_s=0.3, target="prefill-0", other="router-0", amount=0.3, lasts_s=1.0),
+    FaultKind.RESET: Fault(kind=FaultKind.RESET, at_s=0.3, target="router-0", other="decode-0"),
+    FaultKind.CLOCK: Fault(kind=FaultKind.CLOCK, at_s=0.3, target="router-0", amount=20.0),
+    FaultKind.STORE_AWAY: Fault(kind=FaultKind.STORE_AWAY, at_s=0.3, lasts_s=2.0),
+    FaultKind.STORE_LOST: Fault(kind=FaultKind.STORE_LOST, at_s=0.3, lasts_s=2.0),
+    FaultKind.STORE_EMPTIED: Fault(kind=FaultKind.STORE_EMPTIED, at_s=0.3),
+    FaultKind.STORE_REFUSES: Fault(kind=FaultKind.STORE_REFUSES, at_s=0.3, lasts_s=2.0),
+    FaultKind.DRAIN: Fault(kind=FaultKind.DRAIN, at_s=0.3, target="decode-0", lasts_s=0.5),
+    FaultKind.ENGINE: Fault(kind=FaultKind.ENGINE, at_s=0.3, target="decode-0", lasts_s=0.5),
+    FaultKind.CLIENT: Fault(kind=FaultKind.CLIENT, at_s=0.3, target="client-0"),
+}
+
+
+@pytest.mark.parametrize("kind", FaultKind)
+def test_every_kind_of_fault_happens_and_is_survived(run: Run, kind: FaultKind) -> None:
+    result = run(story(cluster(prefills=2, decodes=2), LOAD, [FAULTS[kind]]))
+    assert result.counts[f"fault:{kind}"] == 1
+    assert result.counts["phase:rest"] == 1
+
+
+def test_a_colocated_cluster_serves_through_the_death_of_an_instance(run: Run) -> None:
+    kill = Fault(kind=FaultKind.KILL, at_s=0.3, target="colocated-0")
+    result = run(story(cluster(prefills=0, decodes=0, colocated=2), LOAD, [kill]))
+    assert result.counts["outcome:length"] == len(LOAD) + 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_without_faults_nobody_sees_an_error(run: Run, seed: int) -> None:
+    """Deadlines and cancellations of the clients' own aside."""
+    result = run(draw_plan(seed, faults=False))
+    assert not result.counts["outcome:Unavailable"] + result.counts["outcome:NoCapacity"]
+
+
+def test_a_drawn_plan_prints_everything_that_it_holds() -> None:
+    plan = next(plan for seed in range(100) if (plan := draw_plan(seed)).faults)
+    shown = str(plan)
+    for instance in plan.instances:
+        assert instance.name in shown
+    for each in (*plan.requests, *plan.of_role(Role.ROUTER)):
+        assert getattr(each, "request_id", None) or each.name in shown  # type: ignore[union-attr]
+    for fault in plan.faults:
+        assert str(fault) in shown
