@@ -1,7 +1,9 @@
 """Turns a frozen dataclass into command-line flags and KAVERI_* variables, parsed loudly.
 
 A service declares its settings once, as dataclass fields made by `setting`. Each field `chunk_tokens` becomes the flag
-`--chunk-tokens` and the variable `KAVERI_CHUNK_TOKENS`; the flag wins. Environment and flags are read nowhere else.
+`--chunk-tokens` and the variable `KAVERI_CHUNK_TOKENS`; the flag wins. A secret one may be in a file that the variable
+`KAVERI_<FIELD>_FILE` names, since every user of a machine sees command lines. Environment and flags are read nowhere
+else.
 """
 
 import argparse
@@ -13,12 +15,14 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kaveri.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 
+MAX_NAME_LENGTH = 128
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -31,14 +35,44 @@ def setting(
     above: float | None = None,
     most: float | None = None,
     choices: Sequence[str] = (),
+    secret: bool = False,
 ) -> Any:
     """A dataclass field with one line of help: unit, why this default, what None or 0 means.
 
     parse: text to value where the type alone does not say how; raises ValueError. No default: the setting is required.
     least, above, most: what a number must reach, exceed, and not exceed. choices: the only texts taken; none: any.
+    secret: it may hold a password, and be given in a file.
     """
     limits = {"least": least, "above": above, "most": most, "choices": tuple(choices)}
-    return field(default=default, metadata={"help": help, "parse": parse, **limits})
+    return field(default=default, metadata={"help": help, "parse": parse, "secret": secret, **limits})
+
+
+def present(text: str) -> str:
+    """For `setting`: a text that must not be empty. Raises ValueError."""
+    if not text.strip():
+        raise ValueError("is empty")
+    return text
+
+
+def name_text(text: str) -> str:
+    """For `setting`: a name, of up to MAX_NAME_LENGTH letters, digits and `. _ -`, or none. Raises ValueError."""
+    if not re.fullmatch(rf"[A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH}}}", text):
+        raise ValueError(f"is {text!r:.140}; write up to {MAX_NAME_LENGTH} letters, digits, '.', '_' and '-'")
+    return text
+
+
+def read_secret(variable: str, environment: Mapping[str, str]) -> str | None:
+    """A secret from the variable, or from the file that <variable>_FILE names, without the line's end. None: neither is
+    set. Raises ConfigError when both are, or the file cannot be read."""
+    text, path = environment.get(variable), environment.get(f"{variable}_FILE")
+    if not path:
+        return text
+    if text is not None:
+        raise ConfigError(f"{variable}_FILE", f"is set, and {variable} too; set one of them")
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{variable}_FILE", f"cannot read {path}: {error}") from error
 
 
 def size_bytes(text: str) -> int:
@@ -65,7 +99,8 @@ def parse_config(
     for entry in declared:
         flag, variable = _flag(entry.name), _variable(entry.name)
         shown = "required" if entry.default is MISSING else f"default: {entry.default}"
-        help_text = f"{entry.metadata['help']} [{variable}; {shown}]".replace("%", "%%")
+        variables = f"{variable} or {variable}_FILE" if entry.metadata["secret"] else variable
+        help_text = f"{entry.metadata['help']} [{variables}; {shown}]".replace("%", "%%")
         parser.add_argument(
             flag, dest=entry.name, default=None, help=help_text, metavar=entry.name.split("_")[-1].upper()
         )
@@ -75,7 +110,8 @@ def parse_config(
         source = _flag(entry.name)
         text: str | None = given[entry.name]
         if text is None:
-            source, text = _variable(entry.name), environment.get(_variable(entry.name))
+            source = _variable(entry.name)
+            text = read_secret(source, environment) if entry.metadata["secret"] else environment.get(source)
         if text is not None:
             values[entry.name] = _parse_value(source, text, entry.metadata, hints[entry.name])
         elif entry.default is MISSING:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import enum
+import os
 import secrets
 import signal
 import sys
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kaveri.cluster.store import DEFAULT_CLUSTER
+from kaveri.config import read_secret
 from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY, bundled_predictor
 from kaveri.policy.admission import AdmissionPolicy
@@ -91,8 +94,15 @@ def up(
         typer.Option(help="When a request joins the running batch.", rich_help_panel=_POLICIES),
     ] = None,
     redis_url: Annotated[
-        str, typer.Option(help="Redis to use. Unset: a private one that is started and stopped too.")
+        str,
+        typer.Option(
+            help="Redis to use, better by KAVERI_REDIS_URL or KAVERI_REDIS_URL_FILE where it has a password. Unset: a "
+            "private one that is started and stopped too."
+        ),
     ] = "",
+    cluster_name: Annotated[
+        str, typer.Option(help="Clusters of other names can share one Redis.", envvar="KAVERI_CLUSTER_NAME")
+    ] = DEFAULT_CLUSTER,
     log_dir: Annotated[
         Path | None, typer.Option(help="Folder for one log per process. Unset: a temporary one.")
     ] = None,
@@ -108,9 +118,18 @@ def up(
     in flight finish and leaves no process behind. A second Ctrl-C ends everything at once.
     """
     from kaveri.local.config import StackConfig
+    from kaveri.rpc.process import cluster_name_text
 
     if colocated and (prefill is not None or decode is not None):
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
+    redis_url = redis_url or read_secret("KAVERI_REDIS_URL", os.environ) or ""
+    for flag, value in (("--dtype", dtype), ("--device", device), ("--engine", engine), ("--predictor", predictor)):
+        if not value.strip():
+            raise ConfigError(flag, "is empty")
+    try:
+        cluster_name_text(cluster_name)
+    except ValueError as error:
+        raise ConfigError("--cluster-name", str(error)) from error
     profiled = _given("--profile", profile or None)
     ordering = (
         *_given("--prefill-policy", prefill_policy),
@@ -139,7 +158,8 @@ def up(
         engine_args=engine_args,
         latency_model=latency_model,
         redis_url=redis_url,
-        # Others may have stacks on the same Redis.
+        cluster_name=cluster_name,
+        # Others may have stacks in the same cluster.
         name=f"local-{secrets.token_hex(2)}" if redis_url else "",
         log_dir=log_dir,
         log_level=log_level,

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.cluster.view import InstanceLoad, InstanceRecord
+from kaveri.errors import ConfigError
+from kaveri.telemetry.logs import get_logger
 
 _MIN_PAUSE_S = 0.01
 """Between two heartbeats, however often beat_now() is called: at most a hundred a second."""
@@ -29,7 +31,8 @@ class Heartbeat:
     async def run(self) -> None:
         """Registers the instance and keeps it registered until stop(); then deregisters it and returns.
 
-        Cancelled, it leaves the lease to run out.
+        Cancelled, it leaves the lease to run out. Raises ConfigError when another process has registered under the same
+        instance id: of two lives the older one ends, also when it only was frozen for a while.
         """
         while not self._stopping:
             self._due.clear()
@@ -53,4 +56,17 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         self._sequence_number += 1
-        await self._store.heartbeat(self._record, replace(self._load(), sequence_number=self._sequence_number))
+        load = replace(self._load(), sequence_number=self._sequence_number)
+        answer = await self._store.heartbeat(self._record, load)
+        if answer.holds and answer.other is None:
+            return
+        address = answer.other.address if answer.other is not None else "an unknown address"
+        if answer.holds:
+            get_logger().warning(
+                "instance_id_taken_over", former_address=address, effect="if the former process still runs, it ends now"
+            )
+            return
+        get_logger().error("instance_id_lost", new_address=address)
+        instance_id = self._record.instance_id
+        reason = f"another process has registered as {instance_id!r}, at {address}; this one ends. Ids must be unique"
+        raise ConfigError("--instance-id", reason)

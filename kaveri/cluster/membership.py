@@ -45,7 +45,7 @@ class Membership:
 
     @property
     def connected(self) -> bool:
-        """Whether the store can be reached, as far as known."""
+        """Whether the store can be reached and takes heartbeats, as far as known."""
         return self._connected
 
     def record_of(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
@@ -86,12 +86,14 @@ class Membership:
             self._changed.set()
 
     def tick(self) -> None:
-        """Takes in that the store was just heard: time passes, and leases end."""
+        """Takes in that the store was just heard: time passes, and leases end, unless the store is lost."""
+        if not self._connected:
+            return
         self._pass_time()
         self._end_leases()
 
     def store_lost(self) -> None:
-        """The store is away: time stands still."""
+        """The store is away, or refuses heartbeats: time stands still."""
         if self._connected:
             self._connected = False
             self._changed.set()

@@ -9,7 +9,7 @@ from typing import Self
 
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.cluster.store import Follow, RequestRecord
+from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestRecord
 from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
 _TICK_S = 0.02
@@ -43,6 +43,11 @@ class MemoryCluster:
         self._fencing_tokens = itertools.count(1)
         self._leader: _Leader | None = None
         self._away = False
+        self._refuses_heartbeats = False
+
+    def refuse_heartbeats(self, refuses: bool) -> None:
+        """Lets heartbeats be refused, and nothing else be entered, as by a Redis without memory; False ends it."""
+        self._refuses_heartbeats = refuses
 
     def take_away(self) -> None:
         """Lets every store find the state unreachable, as when Redis dies."""
@@ -94,7 +99,17 @@ class MemoryCluster:
         """Whether the state cannot be reached."""
         return self._away
 
-    def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> None:
+    @property
+    def lost(self) -> bool:
+        """Whether the state cannot be reached, or takes nothing in."""
+        return self._away or self._refuses_heartbeats
+
+    @property
+    def refuses_heartbeats(self) -> bool:
+        """See refuse_heartbeats()."""
+        return self._refuses_heartbeats
+
+    def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
         """See ClusterStore.heartbeat."""
         life = (record.instance_id, record.incarnation)
         if life not in self._registrations:
@@ -102,11 +117,15 @@ class MemoryCluster:
         registration = self._registrations[life]
         now_s = time.monotonic()
         held = self._held.get(record.instance_id)
-        if held is not None and held.expires_at_s > now_s and held.registration > registration:
-            return
+        other = None
+        if held is not None and held.expires_at_s > now_s and held.registration != registration:
+            other = held.record
+            if held.registration > registration:
+                return HeartbeatAnswer(holds=False, other=other)
         self._held[record.instance_id] = _Held(record, load, registration, now_s + record.lease_ttl_s)
         for membership in self._hears_heartbeats:
             membership.learn(record, load)
+        return HeartbeatAnswer(other=other)
 
     def deregister(self, record: InstanceRecord) -> None:
         """See ClusterStore.deregister."""
@@ -191,12 +210,17 @@ class MemoryStore:
         self._ticking.cancel()
         await asyncio.wait([self._ticking])
 
-    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> None:
-        if not self._cluster.away:
-            self._cluster.heartbeat(record, load)
+    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
+        if self._cluster.away:
+            return HeartbeatAnswer()
+        if self._cluster.refuses_heartbeats:
+            self._membership.store_lost()
+            return HeartbeatAnswer()
+        self._membership.store_returned()
+        return self._cluster.heartbeat(record, load)
 
     async def deregister(self, record: InstanceRecord) -> None:
-        if not self._cluster.away:
+        if not self._cluster.lost:
             self._cluster.deregister(record)
 
     def view(self) -> ClusterView:
@@ -206,17 +230,17 @@ class MemoryStore:
         return await self._membership.wait_for_change(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
-        return None if self._cluster.away else self._cluster.campaign(candidate_id, ttl_s)
+        return None if self._cluster.lost else self._cluster.campaign(candidate_id, ttl_s)
 
     async def resign(self, candidate_id: str) -> None:
-        if not self._cluster.away:
+        if not self._cluster.lost:
             self._cluster.resign(candidate_id)
 
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
-        return not self._cluster.away and self._cluster.broadcast(broadcast)
+        return not self._cluster.lost and self._cluster.broadcast(broadcast)
 
     async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
-        if self._cluster.away:
+        if self._cluster.lost:
             return None
         holder = self._cluster.request(record.request_id)
         if holder is not None and self._cluster.is_registered(holder.router_id, holder.router_incarnation):
@@ -225,20 +249,20 @@ class MemoryStore:
         return None
 
     async def update_request(self, record: RequestRecord) -> None:
-        if not self._cluster.away and self._is_claimed_by(
+        if not self._cluster.lost and self._is_claimed_by(
             record.request_id, record.router_id, record.router_incarnation
         ):
             self._cluster.put_request(record)
 
     async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
-        if self._cluster.away:
+        if self._cluster.lost:
             return False
         if self._is_claimed_by(request_id, router_id, router_incarnation):
             self._cluster.remove_request(request_id)
         return True
 
     async def requests(self) -> tuple[RequestRecord, ...]:
-        if self._cluster.away:
+        if self._cluster.lost:
             return ()
         found = (self._cluster.request(request_id) for request_id in self._cluster.request_ids())
         return tuple(record for record in found if record is not None)

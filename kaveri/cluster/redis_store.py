@@ -1,20 +1,29 @@
 """The cluster's state in Redis (6.2 or newer).
 
-    {prefix}:instance:<id>   "<registration>:<incarnation>:<InstanceStatus>", expires with the lease
-    {prefix}:request:<id>    the RequestRecord as JSON, expires with the request
-    {prefix}:leader          "<fencing token>:<candidate>" of the cluster monitor, expires with the leader's lease
-    {prefix}:fencing         the last fencing token
-    {prefix}:events          channel: "+<InstanceStatus>" per heartbeat, "-<InstanceStatus>" per deregistration
-    {prefix}:loads           channel: "=<LoadBroadcast>" of the leader, "-<InstanceStatus>" per deregistration
+Names begin with `kaveri:<cluster name>:<database>`, the database too because Redis's channels know none:
 
-One heartbeat is one script: it renews the lease and publishes, so that watchers learn loads by push. The registration
-is Redis's own time at which that life registered: it orders the lives of one instance id, also over Redis's restarts.
-A fencing token is Redis's time at the change of leader, for the same reason.
+    ...:instance:<id>   "<registration>:<incarnation>:<InstanceStatus>", expires with the lease
+    ...:instances       set of instance ids; those whose lease has ended are taken out by the next process that loads it
+    ...:request:<id>    the RequestRecord as JSON, expires with the request
+    ...:leader          "<fencing token>:<lease in ms>:<candidate>" of the cluster monitor, expires with that lease
+    ...:counters        hash: what registrations and fencing tokens are drawn from
+    ...:events          channel: "+<InstanceStatus>" per heartbeat, "-<InstanceStatus>" per deregistration
+    ...:loads           channel: "=<LoadBroadcast>" of the leader, "-<InstanceStatus>" per deregistration
+
+One heartbeat is one script: it renews the lease and publishes, so that watchers learn loads by push. A registration,
+"<state>.<number>", orders the lives of one instance id. Nothing is decided by Redis's clock, which may go back: numbers
+are counted. After Redis has lost its state the processes bring the greatest fencing token that they know, and
+registrations of another state are recognized by its name.
+
+Redis can be lost in two ways, which are noticed apart: nothing is heard (the watch), or it refuses heartbeats, as a
+replica or one without memory does. Either way the last view stays, until neither holds.
 """
 
 import asyncio
+import contextlib
 import json
 import re
+import secrets
 import time
 from collections.abc import Awaitable
 from dataclasses import asdict
@@ -26,11 +35,14 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
+from kaveri.cluster import redis_scripts as scripts
 from kaveri.cluster.membership import Membership
+from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.cluster.store import Follow, RequestRecord
+from kaveri.cluster.redis_url import database_of, shown
+from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestRecord
 from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.rpc.messages import broadcast_to_proto, load_from_proto, record_from_proto, status_to_proto
@@ -39,139 +51,58 @@ from kaveri.v1 import cluster_pb2
 
 ResultT = TypeVar("ResultT")
 
-_CONNECT_TIMEOUT_S = 0.5
-_COMMAND_TIMEOUT_S = 0.9
-_START_TIMEOUT_S = 3.0
+_CONNECT_TIMEOUT_S = 0.7
+_ANSWER_TIMEOUT_S = 0.9
+"""Of each answer: what takes several may take longer, so that a distant Redis is slow and not lost."""
+_FIRST_ANSWER_TIMEOUT_S = 3.0
+_START_TIMEOUT_S = 15.0
 _RECONNECT_MIN_S = 0.02
 # With the connect timeout this stays under the default lease, so that everybody is back within one lease of Redis.
 _RECONNECT_MAX_S = 0.25
 _PING_AFTER_S = 0.1
 _LOST_AFTER_S = 1.0
 _MAX_CONNECTIONS = 16
-_SCAN_COUNT = 500
+_BATCH_COUNT = 500
+_SCAN_TIMEOUT_S = 1.0
 
-# KEYS: the instance. ARGV: registration or "", incarnation, status, lease in ms, channel.
-# Returns the registration, or nothing when a newer life holds the lease.
-_HEARTBEAT = """
-local registration = ARGV[1]
-local held = redis.call('GET', KEYS[1])
-local newest, holder
-if held then newest, holder = string.match(held, '^(%d+):(%d+):') end
-if registration == '' then
-  if holder == ARGV[2] then
-    registration = newest
-  else
-    local now = redis.call('TIME')
-    local now_us = tonumber(now[1]) * 1000000 + tonumber(now[2])
-    if newest then now_us = math.max(now_us, tonumber(newest) + 1) end
-    registration = string.format('%.0f', now_us)
-  end
-elseif newest and holder ~= ARGV[2] and tonumber(newest) > tonumber(registration) then
-  return false
-end
-redis.call('SET', KEYS[1], registration .. ':' .. ARGV[2] .. ':' .. ARGV[3], 'PX', ARGV[4])
-redis.call('PUBLISH', ARGV[5], '+' .. ARGV[3])
-return registration
-"""
 
-# KEYS: the instance. ARGV: incarnation, status, channels.
-_DEREGISTER = """
-local held = redis.call('GET', KEYS[1])
-if held and string.match(held, '^%d+:(%d+):') == ARGV[1] then
-  redis.call('DEL', KEYS[1])
-  redis.call('PUBLISH', ARGV[3], '-' .. ARGV[2])
-  redis.call('PUBLISH', ARGV[4], '-' .. ARGV[2])
-end
-"""
-
-# KEYS: the leader, the last token. ARGV: candidate, lease in ms. Returns the token, or nothing when another leads.
-_CAMPAIGN = """
-local held = redis.call('GET', KEYS[1])
-if held then
-  local token, holder = string.match(held, '^(%d+):(.*)$')
-  if holder ~= ARGV[1] then return false end
-  redis.call('PEXPIRE', KEYS[1], ARGV[2])
-  return token
-end
-local now = redis.call('TIME')
-local last = tonumber(redis.call('GET', KEYS[2]) or 0)
-local token = string.format('%.0f', math.max(tonumber(now[1]) * 1000000 + tonumber(now[2]), last + 1))
-redis.call('SET', KEYS[1], token .. ':' .. ARGV[1], 'PX', ARGV[2])
-redis.call('SET', KEYS[2], token)
-return token
-"""
-
-# KEYS: the leader. ARGV: candidate.
-_RESIGN = """
-local held = redis.call('GET', KEYS[1])
-if held and string.match(held, '^%d+:(.*)$') == ARGV[1] then redis.call('DEL', KEYS[1]) end
-"""
-
-# KEYS: the leader. ARGV: token, broadcast, channel. Returns whether the token leads.
-_BROADCAST = """
-local held = redis.call('GET', KEYS[1])
-if not held or string.match(held, '^%d+') ~= ARGV[1] then return 0 end
-redis.call('PUBLISH', ARGV[3], '=' .. ARGV[2])
-return 1
-"""
-
-# KEYS: the request, the instance of the router that holds it. ARGV: the value held, that router's incarnation, the new
-# record, its time to live in ms. Returns whether the claim was taken over: not while that life's lease holds.
-_TAKE_OVER_REQUEST = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local lease = redis.call('GET', KEYS[2])
-if lease and string.match(lease, '^%d+:(%d+):') == ARGV[2] then return 0 end
-redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
-return 1
-"""
-
-# In these two the incarnation is a string also in JSON: Lua's numbers have 53 bits.
-# KEYS: the request. ARGV: router id, incarnation, the new record.
-_UPDATE_REQUEST = """
-local held = redis.call('GET', KEYS[1])
-if not held then return end
-local record = cjson.decode(held)
-if record.router_id == ARGV[1] and record.router_incarnation == ARGV[2] then
-  redis.call('SET', KEYS[1], ARGV[3], 'KEEPTTL')
-end
-"""
-
-# KEYS: the request. ARGV: router id, incarnation.
-_CLOSE_REQUEST = """
-local held = redis.call('GET', KEYS[1])
-if not held then return 1 end
-local record = cjson.decode(held)
-if record.router_id == ARGV[1] and record.router_incarnation == ARGV[2] then redis.call('DEL', KEYS[1]) end
-return 1
-"""
+_REFUSALS = (ResponseError, AuthenticationError)
+"""What Redis answers when it does not do what it is asked: OOM, READONLY, MISCONF, NOAUTH and the like."""
 
 
 class RedisStore:
     """A ClusterStore on Redis."""
 
-    def __init__(self, url: str, prefix: str = "kaveri", follow: Follow = Follow.HEARTBEATS) -> None:
-        """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path. prefix: of all its keys."""
+    def __init__(self, url: str, cluster_name: str = DEFAULT_CLUSTER, follow: Follow = Follow.HEARTBEATS) -> None:
+        """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=...
+
+        Clusters of other names, or in other databases, do not meet.
+        """
         self._url = url
-        self._prefix = prefix
-        self._events_channel = f"{prefix}:events"
-        self._loads_channel = f"{prefix}:loads"
+        self._cluster_name = cluster_name
+        self._prefix = ""
         self._monitored = MonitoredMembership() if follow is Follow.BROADCASTS else None
         self._membership = self._monitored or Membership()
         self._hears_heartbeats = True
+        self._is_heard = True
+        self._refusal = ""
+        """Why the last heartbeat was refused; empty: it was not."""
         self._registrations: dict[tuple[str, int], bytes] = {}
+        self._campaigns_token = 0
         self._client: Redis | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._client = await self._connect()
-        self._heartbeat_script = self._client.register_script(_HEARTBEAT)
-        self._deregister_script = self._client.register_script(_DEREGISTER)
-        self._take_over_script = self._client.register_script(_TAKE_OVER_REQUEST)
-        self._update_script = self._client.register_script(_UPDATE_REQUEST)
-        self._close_script = self._client.register_script(_CLOSE_REQUEST)
-        self._campaign_script = self._client.register_script(_CAMPAIGN)
-        self._resign_script = self._client.register_script(_RESIGN)
-        self._broadcast_script = self._client.register_script(_BROADCAST)
+        self._heartbeat_script = self._client.register_script(scripts.HEARTBEAT)
+        self._deregister_script = self._client.register_script(scripts.DEREGISTER)
+        self._forget_script = self._client.register_script(scripts.FORGET_ENDED)
+        self._take_over_script = self._client.register_script(scripts.TAKE_OVER_REQUEST)
+        self._update_script = self._client.register_script(scripts.UPDATE_REQUEST)
+        self._close_script = self._client.register_script(scripts.CLOSE_REQUEST)
+        self._campaign_script = self._client.register_script(scripts.CAMPAIGN)
+        self._resign_script = self._client.register_script(scripts.RESIGN)
+        self._broadcast_script = self._client.register_script(scripts.BROADCAST)
         loaded = asyncio.Event()
         self._watching = asyncio.create_task(self._watch(loaded), name="redis store: watch")
         try:
@@ -180,7 +111,7 @@ class RedisStore:
         except BaseException as error:
             await self.__aexit__(None, None, None)
             if isinstance(error, TimeoutError):
-                raise ConfigError("--redis-url", f"Redis at {_shown(self._url)} went away at the start") from error
+                raise ConfigError("--redis-url", f"Redis at {shown(self._url)} went away at the start") from error
             raise
         return self
 
@@ -193,34 +124,44 @@ class RedisStore:
         await asyncio.gather(self._watching, return_exceptions=True)
         await self._client.aclose(close_connection_pool=True)
 
-    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> None:
+    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
         life = (record.instance_id, record.incarnation)
+        keys = [self._instance_key(record.instance_id), self._key("instances"), self._key("counters")]
         arguments: list[bytes | str | int] = [
             self._registrations.get(life, b""),
             str(record.incarnation),
+            record.instance_id,
             status_to_proto(InstanceStatus(record, load)).SerializeToString(),
             _milliseconds(record.lease_ttl_s),
-            self._events_channel,
+            self._key("events"),
+            secrets.token_hex(8),
+            self._greatest_token,
         ]
-        answer = await self._unless_away(
-            self._heartbeat_script(keys=[self._instance_key(record.instance_id)], args=arguments), b""
-        )
+        try:
+            # Also while they are refused: that is how their end is noticed.
+            answer = await self._unless_away(self._heartbeat_script(keys=keys, args=arguments), None)
+        except _REFUSALS as error:
+            self._take_in_refusal(_why(error))
+            return HeartbeatAnswer()
         if answer is None:
-            get_logger().warning("a newer life of this instance holds its lease", id=record.instance_id)
-        elif answer:
-            self._registrations[life] = cast(bytes, answer)
+            return HeartbeatAnswer()
+        self._take_in_refusal("")
+        registration, other = cast(list[bytes], answer)
+        if registration:
+            self._registrations[life] = registration
+        return HeartbeatAnswer(holds=bool(registration), other=_record_in(other))
 
     async def deregister(self, record: InstanceRecord) -> None:
         self._registrations.pop((record.instance_id, record.incarnation), None)
+        keys = [self._instance_key(record.instance_id), self._key("instances")]
         arguments: list[bytes | str | int] = [
             str(record.incarnation),
+            record.instance_id,
             status_to_proto(InstanceStatus(record, InstanceLoad())).SerializeToString(),
-            self._events_channel,
-            self._loads_channel,
+            self._key("events"),
+            self._key("loads"),
         ]
-        await self._unless_away(
-            self._deregister_script(keys=[self._instance_key(record.instance_id)], args=arguments), None
-        )
+        await self._unless_lost(self._deregister_script(keys=keys, args=arguments), None)
 
     def view(self) -> ClusterView:
         return self._membership.view()
@@ -229,37 +170,39 @@ class RedisStore:
         return await self._membership.wait_for_change(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
-        arguments: list[bytes | str | int] = [candidate_id, _milliseconds(ttl_s)]
-        token = await self._unless_away(
-            self._campaign_script(keys=[self._leader_key, f"{self._prefix}:fencing"], args=arguments), None
-        )
-        return int(cast(bytes, token)) if token else None
+        arguments: list[bytes | str | int] = [candidate_id, _milliseconds(ttl_s), self._greatest_token]
+        campaigning = self._campaign_script(keys=[self._key("leader"), self._key("counters")], args=arguments)
+        answer = await self._unless_lost(campaigning, None)
+        if answer is None:
+            return None
+        token, self._campaigns_token = map(int, cast(list[bytes], answer))
+        return token or None
 
     async def resign(self, candidate_id: str) -> None:
-        await self._unless_away(self._resign_script(keys=[self._leader_key], args=[candidate_id]), None)
+        await self._unless_lost(self._resign_script(keys=[self._key("leader")], args=[candidate_id]), None)
 
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
         arguments: list[bytes | str | int] = [
             str(broadcast.fencing_token),
             broadcast_to_proto(broadcast).SerializeToString(),
-            self._loads_channel,
+            self._key("loads"),
         ]
-        return bool(await self._unless_away(self._broadcast_script(keys=[self._leader_key], args=arguments), 0))
+        return bool(await self._unless_lost(self._broadcast_script(keys=[self._key("leader")], args=arguments), 0))
 
     async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
-        return await self._unless_away(self._claim(record, _milliseconds(ttl_s)), None)
+        return await self._unless_lost(self._claim(record, _milliseconds(ttl_s)), None)
 
     async def update_request(self, record: RequestRecord) -> None:
         arguments: list[bytes | str | int] = [record.router_id, str(record.router_incarnation), _encode_request(record)]
-        await self._unless_away(self._update_script(keys=[self._request_key(record.request_id)], args=arguments), None)
+        await self._unless_lost(self._update_script(keys=[self._request_key(record.request_id)], args=arguments), None)
 
     async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
         arguments: list[bytes | str | int] = [router_id, str(router_incarnation)]
         closing = self._close_script(keys=[self._request_key(request_id)], args=arguments)
-        return bool(await self._unless_away(closing, 0))
+        return bool(await self._unless_lost(closing, 0))
 
     async def requests(self) -> tuple[RequestRecord, ...]:
-        return await self._unless_away(self._load_requests(), ())
+        return await self._unless_lost(self._load_requests(), ())
 
     @property
     def _redis(self) -> Redis:
@@ -267,57 +210,100 @@ class RedisStore:
         return self._client
 
     @property
-    def _leader_key(self) -> str:
-        return f"{self._prefix}:leader"
+    def _greatest_token(self) -> int:
+        """The greatest fencing token known here."""
+        return max(self._campaigns_token, self._monitored.fencing_token if self._monitored is not None else 0)
+
+    def _key(self, name: str) -> str:
+        """The name of a key or channel of this cluster."""
+        return f"{self._prefix}:{name}"
 
     def _instance_key(self, instance_id: str) -> str:
-        return f"{self._prefix}:instance:{instance_id}"
+        return self._key(f"instance:{instance_id}")
 
     def _request_key(self, request_id: str) -> str:
-        return f"{self._prefix}:request:{request_id}"
+        return self._key(f"request:{request_id}")
+
+    async def _unless_lost(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
+        """The answer to a command; `otherwise` when Redis is lost. While it is nobody waits for it."""
+        if self._refusal:
+            _drop(command)
+            return otherwise
+        try:
+            return await self._unless_away(command, otherwise)
+        except _REFUSALS as error:
+            get_logger().warning("redis command failed", error=_why(error))
+            return otherwise
 
     async def _unless_away(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
-        # While Redis is away nobody waits for it: only the watcher tries to reach it again.
-        if not self._membership.connected:
-            if asyncio.iscoroutine(command):
-                command.close()
+        """The answer to a command; `otherwise` when Redis cannot be reached. Raises _REFUSALS."""
+        if not self._is_heard:
+            _drop(command)
             return otherwise
         cancellations = _cancellations()
         try:
-            async with asyncio.timeout(_COMMAND_TIMEOUT_S):
-                answer = await command
+            return await command
+        except _REFUSALS:
+            raise
         except (RedisError, OSError) as error:
             get_logger().warning("redis command failed", error=_why(error))
-            answer = otherwise
-        if _cancellations() > cancellations:
-            raise asyncio.CancelledError
-        return answer
+            return otherwise
+        finally:
+            if _cancellations() > cancellations:
+                raise asyncio.CancelledError
+
+    def _take_in_refusal(self, reason: str) -> None:
+        """Takes in what became of a heartbeat; reason: why it was refused, empty: it was not."""
+        if reason:
+            REFUSED_HEARTBEATS.inc()
+        if reason and not self._refusal:
+            get_logger().error(
+                "redis_refuses_heartbeats",
+                error=reason,
+                url=shown(self._url),
+                effect="the last view stays in use, and nothing is entered into Redis",
+            )
+        if self._refusal and not reason:
+            get_logger().info("redis_takes_heartbeats", url=shown(self._url))
+        self._refusal = reason
+        self._tell_membership()
+
+    def _tell_membership(self) -> None:
+        if self._is_heard and not self._refusal:
+            self._membership.store_returned()
+        else:
+            self._membership.store_lost()
 
     async def _connect(self) -> Redis:
         try:
+            self._prefix = f"kaveri:{self._cluster_name}:{database_of(self._url)}"
             pool = BlockingConnectionPool.from_url(
                 self._url,
                 max_connections=_MAX_CONNECTIONS,
-                timeout=_COMMAND_TIMEOUT_S,
+                timeout=_ANSWER_TIMEOUT_S,
                 socket_connect_timeout=_CONNECT_TIMEOUT_S,
-                socket_timeout=_COMMAND_TIMEOUT_S,
+                socket_timeout=_ANSWER_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
                 protocol=2,
             )
         except ValueError as error:
-            raise ConfigError("--redis-url", f"{_shown(self._url)!r} is no Redis URL: {error}") from error
+            # The error may quote a part of a password that is not percent-encoded.
+            why = "special characters of a password must be percent-encoded" if "@" in self._url else str(error)
+            raise ConfigError("--redis-url", f"{shown(self._url)!r} is no Redis URL: {why}") from None
         client = Redis(connection_pool=pool)
-        give_up_at_s = time.monotonic() + _START_TIMEOUT_S
+        give_up_at_s = time.monotonic() + _FIRST_ANSWER_TIMEOUT_S
         while True:
             try:
-                await cast(Awaitable[Any], client.ping())
+                # A write: who cannot make any is not to start.
+                await cast(Awaitable[Any], client.set(self._key("probe"), "", px=1000))
                 return client
             except (RedisError, OSError) as error:
-                refused = isinstance(error, AuthenticationError | ResponseError)
-                if refused or time.monotonic() > give_up_at_s:
+                hopeless = isinstance(error, AuthenticationError | NoPermissionError)
+                if hopeless or time.monotonic() > give_up_at_s:
                     await client.aclose(close_connection_pool=True)
-                    reason = f"no Redis answers at {_shown(self._url)}: {_why(error)}"
-                    raise ConfigError("--redis-url", reason) from error
+                    refuses = hopeless or isinstance(error, ResponseError)
+                    what = "Redis refuses to serve at" if refuses else "no Redis answers at"
+                    raise ConfigError("--redis-url", f"{what} {shown(self._url)}: {_why(error)}") from error
             except BaseException:
                 await client.aclose(close_connection_pool=True)
                 raise
@@ -330,18 +316,20 @@ class RedisStore:
             try:
                 async with self._redis.pubsub() as channel:
                     if self._monitored is not None:
-                        await channel.subscribe(self._loads_channel)
+                        await channel.subscribe(self._key("loads"))
                     await self._hear_heartbeats(channel)
-                    if not self._membership.connected:
-                        get_logger().info("redis is back", url=_shown(self._url))
-                    self._membership.store_returned()
+                    if not self._is_heard:
+                        get_logger().info("redis is back", url=shown(self._url))
+                    self._is_heard = True
+                    self._tell_membership()
                     loaded.set()
                     delay_s = _RECONNECT_MIN_S
                     await self._follow(channel)
             except (RedisError, OSError) as error:
-                if self._membership.connected:
+                if self._is_heard:
                     get_logger().warning("redis is away; the last view stays in use", error=_why(error))
-                self._membership.store_lost()
+                self._is_heard = False
+                self._tell_membership()
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _RECONNECT_MAX_S)
 
@@ -358,7 +346,7 @@ class RedisStore:
                 if message["type"] == "message":
                     self._take_in(message["data"])
                 if self._hears_heartbeats and self._monitored is not None and not self._monitored.is_silent():
-                    await channel.unsubscribe(self._events_channel)
+                    await channel.unsubscribe(self._key("events"))
                     self._hears_heartbeats = False
                 # One task in many: a full socket must not keep the others from running.
                 await asyncio.sleep(0)
@@ -377,10 +365,9 @@ class RedisStore:
 
     async def _hear_heartbeats(self, channel: PubSub) -> None:
         # Subscribe before loading: a change in between is seen twice rather than never.
-        await channel.subscribe(self._events_channel)
+        await channel.subscribe(self._key("events"))
         self._hears_heartbeats = True
-        async with asyncio.timeout(_LOST_AFTER_S):
-            await self._load_instances()
+        await self._load_instances()
 
     def _take_in(self, event: bytes) -> None:
         """Garbage is ignored: it must not end the watch."""
@@ -431,20 +418,35 @@ class RedisStore:
             return None
 
     async def _load_instances(self) -> None:
-        keys = await self._scan(self._instance_key("*"))
+        instance_ids = [name.decode(errors="replace") for name in await self._members()]
+        for start in range(0, len(instance_ids), _BATCH_COUNT):
+            await self._load_batch(instance_ids[start : start + _BATCH_COUNT])
+
+    async def _members(self) -> set[bytes]:
+        return await cast(Awaitable[set[bytes]], self._redis.smembers(self._key("instances")))
+
+    async def _load_batch(self, instance_ids: list[str]) -> None:
         pipeline = self._redis.pipeline(transaction=False)
-        for key in keys:
-            pipeline.get(key)
-            pipeline.pttl(key)
+        for instance_id in instance_ids:
+            pipeline.get(self._instance_key(instance_id))
+            pipeline.pttl(self._instance_key(instance_id))
         answers = await pipeline.execute()
-        for value, remaining_ms in zip(answers[::2], answers[1::2], strict=True):
+        ended = []
+        for instance_id, value, remaining_ms in zip(instance_ids, answers[::2], answers[1::2], strict=True):
+            if value is None:
+                ended.append(instance_id)
             # Without its registration it is a stranger's; without a time to live it has just ended, or is one too.
-            held = re.fullmatch(rb"\d+:\d+:(.*)", value or b"", re.DOTALL)
+            held = re.fullmatch(rb"[0-9a-f]+\.\d+:\d+:(.*)", value or b"", re.DOTALL)
             if held and remaining_ms > 0:
                 try:
                     self._learn(cluster_pb2.InstanceStatus.FromString(held[1]), remaining_ms / 1000)
                 except DecodeError as error:
                     get_logger().warning("unreadable instance ignored", error=_why(error))
+        if ended:
+            keys = [self._key("instances"), *map(self._instance_key, ended)]
+            # One that refuses writes keeps them until the next process loads them.
+            with contextlib.suppress(ResponseError):
+                await self._forget_script(keys=keys, args=ended)
 
     async def _claim(self, record: RequestRecord, ttl_ms: int) -> RequestRecord | None:
         key, encoded = self._request_key(record.request_id), _encode_request(record)
@@ -459,13 +461,12 @@ class RedisStore:
         return None
 
     async def _load_requests(self) -> tuple[RequestRecord, ...]:
-        keys = await self._scan(self._request_key("*"))
-        values = await cast(Awaitable[list[bytes | None]], self._redis.mget(keys)) if keys else []
+        async with asyncio.timeout(_SCAN_TIMEOUT_S):
+            # SCAN may name a key twice.
+            found = self._redis.scan_iter(match=self._request_key("*"), count=_BATCH_COUNT)
+            keys = list({key async for key in found})
+            values = await cast(Awaitable[list[bytes | None]], self._redis.mget(keys)) if keys else []
         return tuple(_decode_request(value) for value in values if value is not None)
-
-    async def _scan(self, pattern: str) -> list[bytes]:
-        # SCAN may name a key twice.
-        return list({key async for key in self._redis.scan_iter(match=pattern, count=_SCAN_COUNT)})
 
 
 def _cancellations() -> int:
@@ -493,9 +494,17 @@ def _milliseconds(duration_s: float) -> int:
     return max(1, round(duration_s * 1000))
 
 
-def _shown(url: str) -> str:
-    """The URL without its password."""
-    return re.sub(r"//.*@", "//", url).partition("?")[0]
+def _record_in(status: bytes) -> InstanceRecord | None:
+    """The record of an encoded InstanceStatus; None for an empty or unreadable one."""
+    try:
+        return record_from_proto(cluster_pb2.InstanceStatus.FromString(status).record) if status else None
+    except (DecodeError, KeyError):
+        return None
+
+
+def _drop(command: Awaitable[object]) -> None:
+    if asyncio.iscoroutine(command):
+        command.close()
 
 
 def _why(error: BaseException) -> str:

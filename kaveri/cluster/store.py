@@ -25,6 +25,20 @@ class Follow(enum.Enum):
     """
 
 
+DEFAULT_CLUSTER = "default"
+"""Name of the cluster where none was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAnswer:
+    """Whose the instance id is after a heartbeat."""
+
+    holds: bool = True
+    """False: a newer life has it. True also while the store is lost."""
+    other: InstanceRecord | None = None
+    """The newer life; where `holds`, the one that held the lease until now. None: there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """A request in flight, as its router reports it."""
@@ -49,8 +63,10 @@ class RequestRecord:
 class ClusterStore(Protocol):
     """One process's access to the cluster's state. Used as an async context manager; not shared between event loops.
 
-    No call raises because the store is away: registration and heartbeats are retried by the next heartbeat, the view
-    says `store_connected=False`, claims are granted, and nobody leads. Calls that wait do so for at most a second.
+    A store is lost while it cannot be reached, and while it refuses heartbeats (a Redis that became a replica, or has
+    no memory left). No call raises because of that: registration and heartbeats are retried by the next heartbeat, the
+    view says `store_connected=False`, claims are granted, and nobody leads. A call waits at most a second for each
+    answer of the store. A process that makes no heartbeats does not notice that they are refused.
     """
 
     async def __aenter__(self) -> Self:
@@ -61,10 +77,11 @@ class ClusterStore(Protocol):
     ) -> None:
         """Ends what runs in the background. Leases are left to expire unless deregistered."""
 
-    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> None:
+    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
         """Registers the instance or renews its lease for `record.lease_ttl_s`, and publishes its load.
 
-        The newest incarnation wins an instance id: of two lives, the one that registered last is in the view.
+        The newest life wins an instance id: of two, the one that registered last is in the view, at once. The answer
+        names the other life, once to the newer one and each time to the older one, which should end.
         """
 
     async def deregister(self, record: InstanceRecord) -> None:
@@ -73,7 +90,7 @@ class ClusterStore(Protocol):
     def view(self) -> ClusterView:
         """The view now, without I/O. Leases that have run out are not in it.
 
-        While the store is away nothing new expires; after its return every instance has one lease time to show up.
+        While the store is lost nothing new expires; after its return every instance has one lease time to show up.
         """
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:

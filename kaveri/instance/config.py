@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kaveri.config import setting, size_bytes
+from kaveri.config import present, setting, size_bytes
 from kaveri.engine.factory import (
     DEFAULT_BLOCK_TOKENS,
     DEFAULT_CHUNK_TOKENS,
@@ -26,7 +26,20 @@ from kaveri.rpc.process import ServiceConfig
 
 _FLAG_OF_SETTING = {"kv_cache_memory_bytes": "kv_cache_memory", "kv_advertise_host": "advertise_host"}
 
+LEAST_MODEL_LEN = 2
+"""One token of a prompt and one of its answer: a lower limit refuses every request."""
 _PATH_STARTS = ("/", "./", "../", "~")
+
+
+def model_len(text: str) -> int:
+    """For `setting`: 0, or a length that a request can have. Raises ValueError."""
+    try:
+        length = int(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no whole number") from error
+    if length != 0 and length < LEAST_MODEL_LEN:
+        raise ValueError(f"is {length}; it must be 0 or at least {LEAST_MODEL_LEN}: one token of prompt, one of answer")
+    return length
 
 
 def _profile_at(path: str) -> Profile | None:
@@ -41,7 +54,7 @@ def _profile_at(path: str) -> Profile | None:
 class EngineConfig:
     """Settings of an engine, whoever runs it."""
 
-    model: str = setting("model to serve: a path, a hub id or a bundled name", KAVERI_TINY)
+    model: str = setting("model to serve: a path, a hub id or a bundled name", KAVERI_TINY, present)
     engine: str = setting("transformers, vllm, fake (made-up tokens) or timed (--latency-model)", "transformers")
     engine_args: Mapping[str, Any] | None = setting(
         "vllm engine: its own options, a JSON object or a YAML or JSON file; None: vLLM's defaults",
@@ -55,7 +68,9 @@ class EngineConfig:
     )
     device: str = setting("auto, cpu, cuda or cuda:N", "auto")
     max_model_len: int = setting(
-        "most tokens of prompt and answer together; 0: what model and KV pool allow", 0, least=0
+        f"most tokens of prompt and answer together, at least {LEAST_MODEL_LEN}; 0: what model and KV pool allow",
+        0,
+        model_len,
     )
     kv_cache_memory: int = setting(
         "size of the KV pool, all of it resident from the start: 512MiB, 2GB or a number of bytes",
@@ -115,6 +130,7 @@ class InstanceConfig(EngineConfig, ServiceConfig):
     heavy_prompt_tokens: int = setting("with nothing predicted, one with a longer prompt is heavy", 512, least=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.chunk_tokens == 0:
             profiled = self.profile.chunk_tokens if self.profile is not None else DEFAULT_CHUNK_TOKENS
             object.__setattr__(self, "chunk_tokens", profiled)

@@ -1,17 +1,22 @@
-"""What a local stack consists of, and the command line of each of its services."""
+"""What a local stack consists of, and the command line and environment of each of its services."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.cluster.view import Role
+from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY
-from kaveri.rpc.process import ALL_ADDRESSES
+from kaveri.rpc.process import ALL_ADDRESSES, MAX_PORT
 
 LOOPBACK = "127.0.0.1"
 ROLES = (Role.ROUTER, Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.PREDICTOR)
 """In the order in which a stack stops: whoever sends work before whoever takes it."""
 _MODULES = {role: f"services.{role}" for role in ROLES} | {Role.COLOCATED: "services.instance"}
+
+_FLAGS_OF_SECRETS = {"KAVERI_REDIS_URL": "--redis-url", "KAVERI_ENGINE_ARGS": "--engine-args"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +43,10 @@ class StackConfig:
     colocated instances, predictors, each in the order of their ids. 0: no metrics."""
     redis_url: str = ""
     """Empty: a private Redis."""
+    cluster_name: str = DEFAULT_CLUSTER
+    """Clusters of other names can share one Redis."""
     name: str = ""
-    """Stands before the instance ids, so that stacks can share one Redis: "blue-decode-0"."""
+    """Stands before the instance ids, so that stacks can be one cluster: "blue-decode-0"."""
     engine: str = ""
     engine_args: str = ""
     """Of the vllm engine: its own options, a JSON object or a file."""
@@ -66,6 +73,20 @@ class StackConfig:
     restart: bool = True
     """Whether a child that dies is started again. Fault tests decide themselves."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a setting that would quietly become a default."""
+        for name in ("model", "host", "log_level"):
+            if not getattr(self, name).strip():
+                raise ConfigError("--" + name.replace("_", "-"), "is empty")
+        if self.metrics_port and self.metrics_port + len(self.all_instance_ids) - 1 > MAX_PORT:
+            reason = f"is {self.metrics_port}; {len(self.all_instance_ids)} ports follow one another, up to {MAX_PORT}"
+            raise ConfigError("--metrics-port", reason)
+
+    @property
+    def all_instance_ids(self) -> tuple[str, ...]:
+        """The ids of all instances, in the order of ROLES."""
+        return tuple(name for role in ROLES for name in self.instance_ids(role))
+
     def instance_ids(self, role: Role) -> tuple[str, ...]:
         """The ids of all instances of a role."""
         counts = {
@@ -90,8 +111,7 @@ class StackConfig:
 
     def metrics_port_of(self, instance_id: str) -> int:
         """Where an instance serves its metrics; 0: nowhere."""
-        everybody = [name for role in ROLES for name in self.instance_ids(role)]
-        return self.metrics_port and self.metrics_port + everybody.index(instance_id)
+        return self.metrics_port and self.metrics_port + self.all_instance_ids.index(instance_id)
 
     @property
     def router_advertise_host(self) -> str:
@@ -99,8 +119,9 @@ class StackConfig:
         return LOOPBACK if self.host in ALL_ADDRESSES else self.host
 
 
-def service_command(config: StackConfig, role: Role, instance_id: str, redis_url: str, port: int) -> list[str]:
-    """The command line that runs one service of the stack. port 0: a free one."""
+def service_command(config: StackConfig, role: Role, instance_id: str, port: int) -> list[str]:
+    """The command line that runs one service of the stack. port 0: a free one. It holds no secret: every user of the
+    machine can read it; see service_environment()."""
     is_router = role is Role.ROUTER
     settings = {
         "--instance-id": instance_id,
@@ -108,7 +129,7 @@ def service_command(config: StackConfig, role: Role, instance_id: str, redis_url
         "--advertise-host": config.router_advertise_host if is_router else LOOPBACK,
         "--port": str(port),
         "--metrics-port": str(config.metrics_port_of(instance_id)),
-        "--redis-url": redis_url,
+        "--cluster-name": config.cluster_name,
         "--model": config.model,
         "--log-level": config.log_level,
         "--drain-timeout-s": str(config.drain_timeout_s),
@@ -117,7 +138,6 @@ def service_command(config: StackConfig, role: Role, instance_id: str, redis_url
         settings["--predictor"] = config.predictor
     elif not is_router:
         settings["--engine"] = config.engine
-        settings["--engine-args"] = config.engine_args
         settings["--latency-model"] = config.latency_model
         settings["--dtype"] = config.dtype
         settings["--device"] = config.device
@@ -126,3 +146,17 @@ def service_command(config: StackConfig, role: Role, instance_id: str, redis_url
     flags = [text for flag, value in settings.items() if value for text in (flag, value)]
     # -P: a folder named "services" in the working directory is none of ours.
     return [sys.executable, "-P", "-m", _MODULES[role], *flags, *config.flags(role)]
+
+
+def service_environment(config: StackConfig, redis_url: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of every service of the stack: what it inherits, and the settings that can hold a password or a
+    token."""
+    redis_variable, engine_variable = _FLAGS_OF_SECRETS
+    secrets = {redis_variable: redis_url, engine_variable: config.engine_args}
+    kept = {name: value for name, value in inherited.items() if name != "KAVERI_REDIS_URL_FILE"}
+    return kept | {name: value for name, value in secrets.items() if value}
+
+
+def flag_of(field: str) -> str:
+    """The stack's flag for what one of its services says is wrong with a setting."""
+    return _FLAGS_OF_SECRETS.get(field, field)

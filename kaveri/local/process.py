@@ -87,6 +87,16 @@ class ChildProcess:
             text = log.read().decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-count:]
 
+    def log_problem(self) -> str:
+        """Why nothing can be written to its log any more, as on a full disk; empty when it can, as far as an empty line
+        shows."""
+        try:
+            with self.log_path.open("ab", buffering=0) as log:
+                log.write(b"\n")
+        except OSError as error:
+            return f"its log {self.log_path} cannot be written: {error.strerror}"
+        return ""
+
     def _reap(self) -> None:
         if self._process.poll() is None:
             return

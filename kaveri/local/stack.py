@@ -6,6 +6,7 @@ It starts and stops processes and reads the cluster's view. What the processes d
 import asyncio
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ from grpc import aio
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.view import ClusterView, InstanceState, Role
 from kaveri.errors import ConfigError, Unavailable
-from kaveri.local.config import ROLES, StackConfig, service_command
+from kaveri.local.config import ROLES, StackConfig, flag_of, service_command, service_environment
 from kaveri.local.folder import stack_folder
 from kaveri.local.process import ChildProcess
 from kaveri.local.redis_server import RedisServer
@@ -167,8 +168,11 @@ class LocalStack:
         self.log_dir = self.config.log_dir or directory
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
+            # Children whose logs cannot be written could not say why they end.
+            with tempfile.TemporaryFile(dir=self.log_dir) as trial:
+                trial.write(b"kaveri" * 1024)
         except OSError as error:
-            raise ConfigError("--log-dir", f"cannot make {self.log_dir}: {error.strerror}") from error
+            raise ConfigError("--log-dir", f"cannot write in {self.log_dir}: {error.strerror}") from error
         if not self.redis_url:
             self._redis = RedisServer(directory)
             self.redis_url = self._redis.url
@@ -177,7 +181,7 @@ class LocalStack:
             self._supervisors[REDIS] = Supervisor(
                 REDIS, self._redis.launch, process, self._report_restart, restart=self.config.restart
             )
-        self._store = await self._store_access.enter_async_context(RedisStore(self.redis_url))
+        self._store = await self._store_access.enter_async_context(RedisStore(self.redis_url, self.config.cluster_name))
         self._report(f"starting {', '.join(self.instance_ids)} on {self.config.model}; logs are in {self.log_dir}")
         for name, role in self._roles.items():
             self._supervise(name, role, directory)
@@ -200,15 +204,20 @@ class LocalStack:
     def _supervise(self, name: str, role: Role, directory: Path) -> None:
         def launch() -> ChildProcess:
             port = self._ports.get(name) or (self.config.port if name == self.instance_ids[0] else 0)
-            command = service_command(self.config, role, name, self.redis_url, port)
+            command = service_command(self.config, role, name, port)
+            environment = service_environment(self.config, self.redis_url, os.environ)
             # What a killed child leaves in its temporary folder, sockets above all, goes with the stack's.
-            environment = os.environ | {"TMPDIR": str(directory)}
+            environment["TMPDIR"] = str(directory)
             if role is not Role.ROUTER:
                 # Several engines share this machine's cores; threads of each for every core slow all of them down.
                 environment.setdefault("OMP_NUM_THREADS", "1")
             return ChildProcess.start(name, command, self.log_dir / f"{name}.log", environment)
 
-        self._supervisors[name] = Supervisor(name, launch, launch(), self._report_restart, restart=self.config.restart)
+        try:
+            first = launch()
+        except OSError as error:
+            raise ConfigError(name, f"cannot be started: {error}") from error
+        self._supervisors[name] = Supervisor(name, launch, first, self._report_restart, restart=self.config.restart)
 
     async def _wait_for_first_readiness(self) -> None:
         """Fails as soon as any child ends."""
@@ -235,11 +244,11 @@ class LocalStack:
         if status == CONFIG_ERROR_STATUS and lines and lines[-1].startswith(prefix):
             # The service said in one line what is wrong with which of its settings.
             field, _, reason = lines[-1].removeprefix(prefix).partition(": ")
-            return ConfigError(field, reason)
+            return ConfigError(flag_of(field), reason)
         for line in lines:
             self._report(f"{supervisor.name}: {line}")
-        said = f": {lines[-1]}" if lines else ""
-        return ConfigError(supervisor.name, f"{describe_exit(status)} while starting{said}")
+        reasons = [*lines[-1:], *filter(None, [supervisor.process.log_problem()])]
+        return ConfigError(supervisor.name, ": ".join([f"{describe_exit(status)} while starting", *reasons]))
 
     def _report_restart(self, line: str) -> None:
         # A child that cannot even start ends the whole stack, which says why.

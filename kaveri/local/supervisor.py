@@ -73,7 +73,9 @@ class Supervisor:
                 return
             if time.monotonic() - started_at_s > _STEADY_AFTER_S:
                 delay_s = _BACKOFF_MIN_S
-            self._report(f"{self.name} {describe_exit(status)}; starting it again in {delay_s:g} s")
+            problem = self.process.log_problem()
+            why = f" ({problem})" if problem else ""
+            self._report(f"{self.name} {describe_exit(status)}{why}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _BACKOFF_MAX_S)
             try:

@@ -13,23 +13,38 @@ from typing import TypeVar
 
 import uvloop
 
-from kaveri.config import parse_config, setting
+from kaveri.cluster.store import DEFAULT_CLUSTER
+from kaveri.config import name_text, parse_config, present, setting
 from kaveri.errors import ConfigError
 from kaveri.rpc.server import check_address
 from kaveri.telemetry.logs import configure_logs, get_logger
+from kaveri.telemetry.metrics import serve_metrics
+from kaveri.telemetry.readiness import is_ready
 
 MAX_PORT = 65_535
 ALL_ADDRESSES = ("0.0.0.0", "::", "[::]")
 """Values of --host under which nobody can be reached."""
+MAX_DRAIN_S = 7 * 86_400.0
+MAX_LEASE_S = 86_400.0
 CONFIG_ERROR_STATUS = 2
 """Exit status of a process that could not start with the settings it was given."""
+
+
+def cluster_name_text(text: str) -> str:
+    """For `setting`: a name that is not empty. Raises ValueError."""
+    return name_text(present(text))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
     """Settings that all services share."""
 
-    instance_id: str = setting("name of this instance, stable over restarts; empty: the role and random digits", "")
+    instance_id: str = setting(
+        "name of this instance, stable over restarts; empty: the role and random digits", "", name_text
+    )
+    cluster_name: str = setting(
+        "name of the cluster; clusters of other names can share a Redis", DEFAULT_CLUSTER, cluster_name_text
+    )
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on; 0: a free one, found by others through Redis", 0, least=0, most=MAX_PORT)
     advertise_host: str = setting(
@@ -37,14 +52,34 @@ class ServiceConfig:
         "--host is all addresses",
         "",
     )
-    redis_url: str = setting("where the cluster's state is held", "redis://127.0.0.1:6379/0")
-    metrics_port: int = setting("port for Prometheus metrics over HTTP; 0: none", 0, least=0, most=MAX_PORT)
+    redis_url: str = setting(
+        "where the cluster's state is held; give a password by the variable or the file, not on the command line",
+        "redis://127.0.0.1:6379/0",
+        present,
+        secret=True,
+    )
+    metrics_port: int = setting("port for Prometheus metrics and health over HTTP; 0: none", 0, least=0, most=MAX_PORT)
     log_level: str = setting("debug, info, warning or error", "info", choices=("debug", "info", "warning", "error"))
-    drain_timeout_s: float = setting("seconds that requests in flight get to finish after SIGTERM", 30.0, least=0)
+    drain_timeout_s: float = setting(
+        "seconds that requests in flight get to finish after SIGTERM", 30.0, least=0, most=MAX_DRAIN_S
+    )
     heartbeat_interval_s: float = setting(
         "seconds between two heartbeats; a tenth of the lease loses no lease", 0.1, above=0
     )
-    lease_ttl_s: float = setting("seconds without a heartbeat after which this instance counts as gone", 1.0, above=0)
+    lease_ttl_s: float = setting(
+        "seconds without a heartbeat after which this instance counts as gone; more than --heartbeat-interval-s",
+        1.0,
+        above=0,
+        most=MAX_LEASE_S,
+    )
+
+    def __post_init__(self) -> None:
+        if self.lease_ttl_s <= self.heartbeat_interval_s:
+            # It would be gone between every two heartbeats, and never get a request.
+            reason = (
+                f"is {self.lease_ttl_s:g}; it must be more than --heartbeat-interval-s, {self.heartbeat_interval_s:g}"
+            )
+            raise ConfigError("--lease-ttl-s", reason)
 
     @property
     def reached_host(self) -> str:
@@ -79,15 +114,39 @@ def run_service(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve_until_stopped(config, serve))
     except ConfigError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return CONFIG_ERROR_STATUS
+        return _refuse(program, error)
+    except BaseExceptionGroup as group:
+        # Raised in a task of a group, as by a heartbeat.
+        refusal = _config_error_in(group)
+        if refusal is None:
+            raise
+        return _refuse(program, refusal)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 128 + signal.SIGTERM
+
+
+def _refuse(program: str, error: ConfigError) -> int:
+    print(f"{program}: {error}", file=sys.stderr)
+    return CONFIG_ERROR_STATUS
+
+
+def _config_error_in(group: BaseExceptionGroup[BaseException]) -> ConfigError | None:
+    """The first one in it; None when it holds anything else as well, which must not be hidden."""
+    _, rest = group.split(ConfigError)
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found if rest is None and isinstance(found, ConfigError) else None
 
 
 async def _serve_until_stopped(config: ConfigT, serve: Callable[[ConfigT, asyncio.Event], Awaitable[int]]) -> int:
     # Before anything is loaded, which takes seconds or minutes.
     check_address(config.host, config.port)
+    async with serve_metrics(config.host, config.metrics_port, is_ready):
+        return await _serve(config, serve)
+
+
+async def _serve(config: ConfigT, serve: Callable[[ConfigT, asyncio.Event], Awaitable[int]]) -> int:
     stopping = asyncio.Event()
     serving = asyncio.ensure_future(serve(config, stopping))
 

@@ -10,6 +10,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kaveri.errors import ConfigError
+from kaveri.telemetry.readiness import set_ready
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 """Largest message taken or sent: a prompt of a million token ids or four million characters."""
@@ -74,16 +75,19 @@ class RpcServer:
         await self._server.start()
 
     async def ready(self) -> None:
-        """Health says SERVING from now on."""
+        """Health says SERVING from now on, and the process is ready."""
+        set_ready(True)
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self) -> None:
-        """Health says NOT_SERVING for good; RPCs go on."""
+        """Health says NOT_SERVING for good, and the process is not ready; RPCs go on."""
+        set_ready(False)
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new RPCs, gives those in flight `grace_s` seconds, then cancels them."""
+        set_ready(False)
         await self._server.stop(grace_s)
 
 

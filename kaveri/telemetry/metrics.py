@@ -1,22 +1,160 @@
-"""Serves Prometheus metrics over HTTP. Each service declares its own in its metrics.py."""
+"""Serves metrics and health over HTTP. Each service declares its own metrics in its metrics.py.
 
-from prometheus_client import disable_created_metrics, start_http_server
+/metrics   for Prometheus
+/livez     200 as long as the event loop runs
+/readyz    200 while the process takes requests, else 503
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+
+from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
 
 from kaveri.errors import ConfigError
+from kaveri.telemetry.logs import get_logger
 
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
+MAX_CONNECTIONS = 32
+"""One more, and the oldest that has not sent its request yet is closed; where all have, the new one."""
+MAX_REQUEST_BYTES = 8192
+REQUEST_TIMEOUT_S = 5.0
+"""For a request to arrive."""
+RESPONSE_TIMEOUT_S = 10.0
+"""For a response to be taken."""
+_PLAIN_TEXT = "text/plain; charset=utf-8"
 
-def serve_metrics(host: str, port: int) -> None:
-    """Serves the process's metrics at http://host:port/metrics on a thread of its own; port 0 serves none.
+_Response = tuple[HTTPStatus, str, bytes]
+
+
+@contextlib.asynccontextmanager
+async def serve_metrics(
+    host: str, port: int, is_ready: Callable[[], bool], registry: CollectorRegistry = REGISTRY
+) -> AsyncIterator[None]:
+    """Serves http://host:port while the context lasts; port 0 serves nothing. is_ready: what /readyz says.
 
     Raises ConfigError when the address cannot be had.
     """
     if port == 0:
+        yield
         return
     # A second series per series, with the time of its birth: nobody asked for it.
     disable_created_metrics()
+    site = _Site(is_ready, registry)
     try:
-        start_http_server(port, addr=host)
+        server = await asyncio.start_server(site.connect, host.strip("[]"), port, limit=MAX_REQUEST_BYTES)
     except OSError as error:
         raise ConfigError("--metrics-port", f"cannot listen on {host}:{port}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        server.close()
+        await site.close()
+
+
+class _Site:
+    """The connections. For one event loop."""
+
+    def __init__(self, is_ready: Callable[[], bool], registry: CollectorRegistry) -> None:
+        self._is_ready = is_ready
+        self._registry = registry
+        self._connections: set[asyncio.Task[None]] = set()
+        # In the order in which they came.
+        self._silent: dict[asyncio.Task[None], None] = {}
+        self._rendering = asyncio.Lock()
+
+    def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Takes a connection, for one request."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            if not self._silent:
+                writer.transport.abort()
+                return
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            oldest.cancel()
+        task = asyncio.create_task(self._serve(reader, writer), name="metrics connection")
+        self._connections.add(task)
+        self._silent[task] = None
+        task.add_done_callback(self._forget)
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        self._silent.pop(task, None)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                head = await _read_head(reader)
+            task = asyncio.current_task()
+            assert task is not None
+            self._silent.pop(task, None)
+            async with asyncio.timeout(RESPONSE_TIMEOUT_S):
+                writer.write(await self._respond(head))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, EOFError, TimeoutError):
+            # It hung up, or is too slow.
+            pass
+        except Exception as error:
+            get_logger().exception("metrics_request_failed", error=repr(error))
+        finally:
+            writer.transport.abort()
+
+    async def _respond(self, head: bytes | None) -> bytes:
+        """The whole response. head: None: it was too long."""
+        if head is None:
+            return _encode((HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _PLAIN_TEXT, b""), with_body=True)
+        first, *lines = head.decode("latin-1").split("\r\n")
+        words = first.split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return _encode((HTTPStatus.BAD_REQUEST, _PLAIN_TEXT, b""), with_body=True)
+        method, target, _ = words
+        if method not in ("GET", "HEAD"):
+            return _encode((HTTPStatus.METHOD_NOT_ALLOWED, _PLAIN_TEXT, b""), with_body=True)
+        headers = (line.partition(":") for line in lines)
+        accepted = ",".join(value.strip() for name, _, value in headers if name.lower() == "accept")
+        return _encode(await self._page(target.partition("?")[0], accepted), with_body=method == "GET")
+
+    async def _page(self, path: str, accepted: str) -> _Response:
+        match path:
+            case "/metrics":
+                encode, content_type = choose_encoder(accepted)
+                # One at a time, and beside the loop: many scrapes at once must not hold up requests.
+                async with self._rendering:
+                    return HTTPStatus.OK, content_type, await asyncio.to_thread(encode, self._registry)
+            case "/livez":
+                return HTTPStatus.OK, _PLAIN_TEXT, b"ok\n"
+            case "/readyz":
+                if self._is_ready():
+                    return HTTPStatus.OK, _PLAIN_TEXT, b"ok\n"
+                return HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN_TEXT, b"not ready\n"
+            case _:
+                return HTTPStatus.NOT_FOUND, _PLAIN_TEXT, b"/metrics, /livez or /readyz\n"
+
+
+async def _read_head(reader: asyncio.StreamReader) -> bytes | None:
+    """The request up to its empty line; None when it is too long. Raises EOFError when it is not complete."""
+    try:
+        return (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        return None
+
+
+def _encode(response: _Response, with_body: bool) -> bytes:
+    status, content_type, body = response
+    allow = "Allow: GET, HEAD\r\n" if status is HTTPStatus.METHOD_NOT_ALLOWED else ""
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n{allow}"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (body if with_body else b"")

@@ -4,15 +4,18 @@ It does not verify throughput, nor what happens when watchers disagree about whi
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Protocol
 
+import pytest
+
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.monitored_membership import SILENT_AFTER_S
-from kaveri.cluster.store import ClusterStore, Follow, RequestRecord
+from kaveri.cluster.store import ClusterStore, Follow, HeartbeatAnswer, RequestRecord
 from kaveri.cluster.view import (
     ClusterView,
     InstanceLoad,
@@ -22,6 +25,7 @@ from kaveri.cluster.view import (
     LoadBroadcast,
     Role,
 )
+from kaveri.errors import ConfigError
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint
 
@@ -60,6 +64,12 @@ class ClusterUnderTest(Protocol):
     async def bring_back_empty(self) -> None:
         """Makes it reachable again, with nothing in it."""
 
+    async def refuse_heartbeats(self) -> None:
+        """Makes it refuse heartbeats, while all else that happens in it can still be heard."""
+
+    async def take_heartbeats(self) -> None:
+        """Ends refuse_heartbeats()."""
+
 
 async def view_that(
     store: ClusterStore, condition: Callable[[ClusterView], bool], within_s: float = _SOON_S
@@ -97,6 +107,17 @@ async def lead(store: ClusterStore, candidate_id: str, ttl_s: float = 60.0) -> i
         while (token := await store.campaign(candidate_id, ttl_s)) is None:  # noqa: ASYNC110 - nobody tells of its end
             await asyncio.sleep(0.02)
     return token
+
+
+@contextlib.asynccontextmanager
+async def beating(store: ClusterStore, record: InstanceRecord) -> AsyncIterator[None]:
+    """Keeps an instance registered while the context lasts; its lease is left to run out."""
+    running = asyncio.create_task(Heartbeat(store, record, InstanceLoad, interval_s=0.05).run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def _no_requests_in(store: ClusterStore) -> None:
@@ -181,15 +202,52 @@ class StoreConformance:
         new = replace(old, incarnation=3, address="127.0.0.1:5")
         async with AsyncExitStack() as stack:
             old_life, new_life, router = [await stack.enter_async_context(cluster.open_store()) for _ in range(3)]
-            await old_life.heartbeat(old, InstanceLoad(50))
-            await new_life.heartbeat(new, InstanceLoad(1))
+            assert await old_life.heartbeat(old, InstanceLoad(50)) == HeartbeatAnswer()
+            assert await new_life.heartbeat(new, InstanceLoad(1)) == HeartbeatAnswer(other=old)
             await view_that(router, lambda view: has("decode-0")(view) and view.instances["decode-0"].record == new)
             # The old life, frozen for a while, comes back: neither its heartbeat nor its end may be seen.
-            await old_life.heartbeat(old, InstanceLoad(51))
+            assert await old_life.heartbeat(old, InstanceLoad(51)) == HeartbeatAnswer(holds=False, other=new)
             await old_life.deregister(old)
-            await new_life.heartbeat(new, InstanceLoad(2))
+            assert await new_life.heartbeat(new, InstanceLoad(2)) == HeartbeatAnswer()
             view = await view_that(router, lambda view: view.instances["decode-0"].load.sequence_number == 2)
             assert view.instances["decode-0"].record == new
+
+    @pytest.mark.parametrize("follow", Follow)
+    async def test_instance_back_at_the_same_address_within_its_lease_is_a_new_one_at_once(
+        self, cluster: ClusterUnderTest, follow: Follow
+    ) -> None:
+        old = replace(DECODE, incarnation=9, lease_ttl_s=60.0)
+        new = replace(old, incarnation=3)
+        async with cluster.open_store() as instance, cluster.open_store(follow) as other:
+            await instance.heartbeat(old, InstanceLoad(50, free_blocks=7))
+            await view_that(other, shows("decode-0", 50))
+        # It has died without a word, and its successor knows nothing of it.
+        async with cluster.open_store() as instance, cluster.open_store(follow) as other:
+            assert other.view().instances["decode-0"].record.incarnation == 9
+            await instance.heartbeat(new, InstanceLoad(1, free_blocks=8))
+            view = await view_that(other, lambda view: view.instances["decode-0"].record.incarnation == 3)
+            assert view.instances["decode-0"].load == InstanceLoad(1, free_blocks=8)
+            async with cluster.open_store(follow) as late:
+                assert late.view().instances["decode-0"].record == new
+            # What the old life says at its end comes too late to end the new one.
+            await instance.deregister(old)
+            await instance.heartbeat(new, InstanceLoad(2, free_blocks=8))
+            view = await view_that(other, shows("decode-0", 2))
+            assert view.instances["decode-0"].record == new
+
+    async def test_of_two_processes_with_one_id_the_older_ends_and_the_newer_stays(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        old, new = replace(DECODE, incarnation=9), replace(DECODE, incarnation=3, address="127.0.0.1:5")
+        async with cluster.open_store() as old_life, cluster.open_store() as new_life:
+            running = asyncio.create_task(Heartbeat(old_life, old, InstanceLoad, interval_s=0.05).run())
+            await view_that(new_life, has("decode-0"))
+            async with beating(new_life, new):
+                with pytest.raises(ConfigError, match=r"'decode-0', at 127\.0\.0\.1:5; this one ends") as caught:
+                    await asyncio.wait_for(running, _SOON_S)
+                assert caught.value.field == "--instance-id"
+                view = await view_that(new_life, shows("decode-0", 10))
+                assert view.instances["decode-0"].record == new
 
     async def test_wait_for_change_returns_at_its_timeout_when_nothing_changes(self, cluster: ClusterUnderTest) -> None:
         async with cluster.open_store() as store:
@@ -350,6 +408,67 @@ class StoreConformance:
             await new_life.heartbeat(new, InstanceLoad(11))
             view = await view_that(router, lambda view: view.instances["decode-0"].load.sequence_number == 11)
             assert view.instances["decode-0"].record.incarnation == 3
+
+    async def test_life_that_registers_after_the_store_lost_its_memory_is_newer_than_those_before(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        old = replace(DECODE, incarnation=9, lease_ttl_s=60.0)
+        new = replace(old, incarnation=3)
+        async with AsyncExitStack() as stack:
+            old_life, router = [await stack.enter_async_context(cluster.open_store()) for _ in range(2)]
+            for number in range(5):
+                await old_life.heartbeat(replace(PREFILL, instance_id=f"prefill-{number}"), InstanceLoad())
+            await old_life.heartbeat(old, InstanceLoad())
+            await cluster.take_away()
+            for store in (old_life, router):
+                await view_that(store, lambda view: not view.store_connected)
+            await cluster.bring_back_empty()
+            for store in (old_life, router):
+                await view_that(store, lambda view: view.store_connected)
+            new_life = await stack.enter_async_context(cluster.open_store())
+            await new_life.heartbeat(new, InstanceLoad(1))
+            # The old life was frozen all the time.
+            assert await old_life.heartbeat(old, InstanceLoad(9)) == HeartbeatAnswer(holds=False, other=new)
+            assert await new_life.heartbeat(new, InstanceLoad(2)) == HeartbeatAnswer()
+            view = await view_that(router, shows("decode-0", 2))
+            assert view.instances["decode-0"].record == new
+
+    async def test_refused_heartbeats_end_no_lease(self, cluster: ClusterUnderTest) -> None:
+        async with cluster.open_store() as instance, cluster.open_store() as router, beating(router, ROUTER):
+            seen = []
+            async with beating(instance, DECODE):
+                await view_that(router, has("decode-0", "router-0"))
+                await cluster.refuse_heartbeats()
+                seen.append(await view_that(router, lambda view: not view.store_connected))
+                refused_at_s = time.monotonic()
+                while time.monotonic() - refused_at_s < 3 * _LEASE_TTL_S:
+                    seen.append(await router.wait_for_change(0.05))
+                assert not any(view.store_connected for view in seen)
+                assert await router.claim_request(REQUEST, 60.0) is None
+                assert await router.campaign("one", 60.0) is None
+                await cluster.take_heartbeats()
+                seen.append(await view_that(router, lambda view: view.store_connected))
+                back_at_s = time.monotonic()
+                while time.monotonic() - back_at_s < 2 * _LEASE_TTL_S:
+                    seen.append(await router.wait_for_change(0.05))
+                assert all(has("decode-0", "router-0")(view) for view in seen)
+                assert await router.requests() == (), "what was granted meanwhile is entered nowhere"
+            await view_that(router, has("router-0"))
+
+    async def test_instance_that_dies_while_heartbeats_are_refused_goes_once_they_are_taken(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        async with cluster.open_store() as instance, cluster.open_store() as router, beating(router, ROUTER):
+            async with beating(instance, DECODE):
+                await view_that(router, has("decode-0", "router-0"))
+                await cluster.refuse_heartbeats()
+                await view_that(router, lambda view: not view.store_connected)
+            refused_at_s = time.monotonic()
+            while time.monotonic() - refused_at_s < 2 * _LEASE_TTL_S:
+                assert has("decode-0", "router-0")(await router.wait_for_change(0.05))
+            await cluster.take_heartbeats()
+            view = await view_that(router, has("router-0"))
+            assert view.store_connected
 
     async def test_one_candidate_leads_and_keeps_its_token_while_it_campaigns(self, cluster: ClusterUnderTest) -> None:
         async with cluster.open_store() as one, cluster.open_store() as other:
@@ -523,3 +642,27 @@ class StoreConformance:
             assert await leader.broadcast(LoadBroadcast("other", tokens[1], 1, (named(DECODE, 2),)))
             view = await view_that(prefill, shows("decode-0", 2))
             assert has("decode-0")(view)
+
+    async def test_leader_that_starts_in_an_empty_store_is_heard_by_who_knows_greater_tokens(
+        self, cluster: ClusterUnderTest
+    ) -> None:
+        async with cluster.open_store(Follow.BROADCASTS) as prefill:
+            async with cluster.open_store() as former:
+                for number in range(5):
+                    token = await lead(former, f"former-{number}")
+                    await former.resign(f"former-{number}")
+                token = await lead(former, "former")
+                assert await former.broadcast(LoadBroadcast("former", token, 1, (named(DECODE, 1),)))
+                await view_that(prefill, has("decode-0"))
+            await cluster.take_away()
+            await view_that(prefill, lambda view: not view.store_connected)
+            await cluster.bring_back_empty()
+            await view_that(prefill, lambda view: view.store_connected)
+            async with cluster.open_store() as leader, beating(prefill, PREFILL):
+                number = 0
+                async with asyncio.timeout(_SOON_S):
+                    while "predictor-0" not in prefill.view().instances:
+                        number += 1
+                        token = await lead(leader, "new")
+                        assert await leader.broadcast(LoadBroadcast("new", token, number, (named(PREDICTOR, number),)))
+                        await prefill.wait_for_change(0.05)

@@ -11,7 +11,6 @@ from kaveri.cluster.view import Role
 from kaveri.engine.contract import DecodeEngine
 from kaveri.instance.config import load_engine
 from kaveri.instance.hosting import InstanceHost, new_incarnation
-from kaveri.telemetry.metrics import serve_metrics
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from services.decode.config import DecodeConfig
 from services.decode.instance import DecodeInstance
@@ -21,8 +20,7 @@ from services.decode.server import SERVICE_NAME, DecodeServer
 
 async def serve(config: DecodeConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    serve_metrics(config.host, config.metrics_port)
-    async with RedisStore(config.redis_url) as store:
+    async with RedisStore(config.redis_url, config.cluster_name) as store:
         # The engine before the lease: nobody should be sent here while a model loads.
         engine = await load_engine(config.engine_settings(), stopping)
         if engine is None:

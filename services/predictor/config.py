@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kaveri.config import setting
+from kaveri.config import present, setting
 from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ServiceConfig
@@ -15,7 +15,9 @@ _LEAST_CALL_PROMPTS = 64
 class PredictorConfig(ServiceConfig):
     """Predicts how long the answers of one served model will be."""
 
-    model: str = setting("model whose answers are predicted; the predictor must have been made for it", KAVERI_TINY)
+    model: str = setting(
+        "model whose answers are predicted; the predictor must have been made for it", KAVERI_TINY, present
+    )
     served_model_name: str = setting("name under which that model is asked for; empty: the value of --model", "")
     predictor: str = setting("the predictor: a folder or a bundled name; empty: the one bundled for --model", "")
     device: str = setting("where the predictor computes: cpu, cuda or cuda:N", "cpu")
@@ -37,6 +39,7 @@ class PredictorConfig(ServiceConfig):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_call_prompts > self.max_queue:
             reason = f"is {self.max_call_prompts}; it must be at most --max-queue, {self.max_queue}"
             raise ConfigError("--max-call-prompts", reason)

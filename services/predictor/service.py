@@ -15,7 +15,6 @@ from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Rol
 from kaveri.errors import ConfigError
 from kaveri.rpc.server import RpcServer
 from kaveri.telemetry.logs import get_logger
-from kaveri.telemetry.metrics import serve_metrics
 from kaveri.v1.predictor_pb2_grpc import add_LengthPredictorServiceServicer_to_server
 from services.predictor.batcher import LengthModel, PredictionBatcher, check_rows
 from services.predictor.config import PredictorConfig
@@ -29,10 +28,9 @@ _STOP_GRACE_S = 1.0
 
 async def serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    serve_metrics(config.host, config.metrics_port)
     worker = WorkerThread("predictor")
     try:
-        async with RedisStore(config.redis_url) as store:
+        async with RedisStore(config.redis_url, config.cluster_name) as store:
             # The model before the lease: nobody should be sent here while it loads.
             model = await _load_unless_stopped(config, worker, stopping)
             if model is not None:

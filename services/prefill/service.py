@@ -12,7 +12,6 @@ from kaveri.cluster.view import Role
 from kaveri.engine.contract import PrefillEngine
 from kaveri.instance.config import load_engine
 from kaveri.instance.hosting import InstanceHost, new_incarnation
-from kaveri.telemetry.metrics import serve_metrics
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.prefill.config import PrefillConfig
 from services.prefill.dispatcher import Dispatcher
@@ -24,8 +23,7 @@ from services.prefill.server import SERVICE_NAME, PrefillServer
 
 async def serve(config: PrefillConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    serve_metrics(config.host, config.metrics_port)
-    async with RedisStore(config.redis_url, follow=Follow.BROADCASTS) as store:
+    async with RedisStore(config.redis_url, config.cluster_name, follow=Follow.BROADCASTS) as store:
         # The engine before the lease: nobody should be sent here while a model loads.
         engine = await load_engine(config.engine_settings(receives=False), stopping)
         if engine is None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kaveri.config import setting
+from kaveri.config import present, setting
 from kaveri.models import KAVERI_TINY
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.rpc.process import ServiceConfig
@@ -13,11 +13,13 @@ class RouterConfig(ServiceConfig):
     """Takes requests from clients, places them on prefill instances, and relays the tokens of decode instances."""
 
     model: str = setting(
-        "model to serve: a path, a hub id or a bundled name; its tokenizer is loaded here", KAVERI_TINY
+        "model to serve: a path, a hub id or a bundled name; its tokenizer is loaded here", KAVERI_TINY, present
     )
     served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
     max_requests: int = setting("requests in flight at once; more are refused with RESOURCE_EXHAUSTED", 1024, least=1)
-    default_timeout_s: float = setting("seconds for requests whose caller set no deadline", 600.0, above=0)
+    default_timeout_s: float = setting(
+        "seconds for requests whose caller set no deadline", 600.0, above=0, most=7 * 86_400.0
+    )
     placement_policy: PlacementPolicy = setting(  # noqa: RUF009 - it is a field
         "how a prefill instance is chosen: power-of-two, least-loaded, round-robin or random",
         PlacementPolicy.POWER_OF_TWO,

@@ -24,7 +24,6 @@ from kaveri.rpc.server import RpcServer
 from kaveri.rpc.status import abort, status_of
 from kaveri.sampling import FinishReason, SamplingParams
 from kaveri.telemetry.logs import get_logger
-from kaveri.telemetry.metrics import serve_metrics
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router import metrics
 from services.router.channels import Channels
@@ -54,9 +53,8 @@ ServicerContext = aio.ServicerContext[Any, Any]
 
 async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
     """Runs a router until `stopping` is set and the requests in flight have ended. Raises ConfigError."""
-    serve_metrics(config.host, config.metrics_port)
     async with contextlib.AsyncExitStack() as stack:
-        store = await stack.enter_async_context(RedisStore(config.redis_url))
+        store = await stack.enter_async_context(RedisStore(config.redis_url, config.cluster_name))
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model)
         stack.callback(tokenizer.close)
         await serve_requests(config, store, tokenizer, stopping)

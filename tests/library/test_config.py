@@ -2,10 +2,11 @@
 
 import enum
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from kaveri.config import parse_config, setting, size_bytes
+from kaveri.config import MAX_NAME_LENGTH, name_text, parse_config, present, setting, size_bytes
 from kaveri.errors import ConfigError
 
 
@@ -29,6 +30,7 @@ class Settings:
     port: int = setting("port", 0, least=0, most=65535)
     interval_s: float = setting("seconds", 1.0, above=0)
     dtype: str = setting("element type", "auto", choices=("auto", "float32"))
+    token: str = setting("secret", "", secret=True)
     order: Order = setting("order", Order.FIRST)  # noqa: RUF009 - it is a field
 
 
@@ -108,6 +110,21 @@ def test_limits_themselves_are_taken() -> None:
     assert parse("--model", "m", "--dtype", "float32").dtype == "float32"
 
 
+def test_secret_comes_from_the_file_that_its_variable_names(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("hunter2\n")
+    variables = {"KAVERI_MODEL": "m", "KAVERI_TOKEN_FILE": str(path)}
+    assert parse(**variables).token == "hunter2"
+    assert parse("--token", "flag", **variables).token == "flag"
+    assert parse(KAVERI_MODEL="m", KAVERI_TOKEN="plain", KAVERI_TOKEN_FILE="").token == "plain"
+    with pytest.raises(ConfigError, match="KAVERI_TOKEN_FILE: is set, and KAVERI_TOKEN too"):
+        parse(KAVERI_TOKEN="plain", **variables)
+    with pytest.raises(ConfigError, match=r"KAVERI_TOKEN_FILE: cannot read /no/such: .*No such file"):
+        parse(KAVERI_MODEL="m", KAVERI_TOKEN_FILE="/no/such")
+    with pytest.raises(ConfigError, match="--model: is required"):
+        parse(KAVERI_MODEL_FILE=str(path))
+
+
 def test_help_lists_flag_variable_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse("--help")
@@ -115,6 +132,24 @@ def test_help_lists_flag_variable_and_default(capsys: pytest.CaptureFixture[str]
     shown = " ".join(capsys.readouterr().out.split())
     assert "--chunk-tokens TOKENS tokens per chunk; 50% of nothing [KAVERI_CHUNK_TOKENS; default: 512]" in shown
     assert "[KAVERI_MODEL; required]" in shown
+    assert "[KAVERI_TOKEN or KAVERI_TOKEN_FILE; default: ]" in shown
+
+
+@pytest.mark.parametrize("text", ["", "a", "decode-0.blue_1", "x" * MAX_NAME_LENGTH])
+def test_names_are_letters_digits_and_a_few_signs(text: str) -> None:
+    assert name_text(text) == text
+
+
+@pytest.mark.parametrize("text", ["a:b", "a b", "é", "*", "a\n", "x" * (MAX_NAME_LENGTH + 1)])
+def test_what_is_no_name_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write up to 128 letters"):
+        name_text(text)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\t"])
+def test_empty_text_is_refused_where_one_is_needed(text: str) -> None:
+    with pytest.raises(ValueError, match="is empty"):
+        present(text)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.cluster.store import HeartbeatAnswer
 from kaveri.cluster.view import InstanceLoad, InstanceRecord, Role
 
 _RECORD = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=60.0)
@@ -21,10 +22,10 @@ class _RecordingStore(MemoryStore):
         self.sent_at_s: list[float] = []
         self.loads: list[InstanceLoad] = []
 
-    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> None:
+    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
         self.sent_at_s.append(time.monotonic())
         self.loads.append(load)
-        await super().heartbeat(record, load)
+        return await super().heartbeat(record, load)
 
 
 @pytest.fixture

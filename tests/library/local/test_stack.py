@@ -2,12 +2,15 @@
 
 import os
 import signal
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 import pytest
+from redis.asyncio import Redis
 
 from kaveri import AsyncClient, SamplingParams
 from kaveri.cluster.view import InstanceState, Role
@@ -71,6 +74,58 @@ async def test_two_stacks_share_a_redis_that_they_were_given_and_leave_it_runnin
             await blue.wait_for_view(lambda view: {"blue-decode-0", "green-decode-0"} <= set(view.instances))
             assert await _answer_tokens(green.target) == 4
         assert redis.process.exit_status is None
+
+
+async def test_two_stacks_of_other_names_share_a_redis_with_the_same_instance_ids() -> None:
+    async with (
+        run_redis() as redis,
+        run_cluster(redis_url=redis.url, cluster_name="blue") as blue,
+        run_cluster(redis_url=redis.url, cluster_name="green") as green,
+    ):
+        for cluster in (blue, green):
+            assert await _answer_tokens(cluster.target) == 4
+            assert set(cluster.view().instances) == {"router-0", "prefill-0", "decode-0"}
+        lives = [{status.record.incarnation for status in one.view().instances.values()} for one in (blue, green)]
+        assert not lives[0] & lives[1]
+
+
+async def test_password_is_on_no_command_line_and_in_no_log() -> None:
+    async with run_redis() as redis, Redis.from_url(redis.url) as client:
+        await client.config_set("requirepass", "hunter2")
+        url = redis.url.replace("redis://", "redis://:hunter2@")
+        async with run_cluster(redis_url=url) as cluster:
+            assert await _answer_tokens(cluster.target) == 4
+            children = [psutil.Process(pid) for pid in cluster.pids().values()]
+            assert len(children) == 3
+            for child in children:
+                assert "hunter2" not in " ".join(child.cmdline())
+                assert child.environ()["KAVERI_REDIS_URL"] == url
+            for name in cluster.stack.instance_ids:
+                assert "hunter2" not in cluster.log_text(name)
+
+
+async def test_log_that_cannot_be_written_is_named_when_its_child_ends(tmp_path: Path) -> None:
+    (tmp_path / "decode-0.log").symlink_to("/dev/full")
+    config = StackConfig(engine="fake", decode_flags=("--chunk-tokens", "many"), log_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"decode-0.log cannot be written: No space left on device"):
+        async with LocalStack(config):
+            pass
+
+
+async def test_log_folder_that_cannot_be_written_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisk:
+        def __enter__(self) -> BinaryIO:
+            return open("/dev/full", "wb", buffering=0)
+
+        def __exit__(self, *error: object) -> None:
+            return None
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: FullDisk())
+    with pytest.raises(ConfigError, match=r"--log-dir: cannot write in .*: No space left on device"):
+        async with LocalStack(StackConfig(engine="fake", log_dir=tmp_path / "logs")):
+            pass
 
 
 async def test_bad_setting_of_a_service_is_its_own_words_and_nothing_is_left() -> None:

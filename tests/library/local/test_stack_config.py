@@ -3,11 +3,12 @@
 import pytest
 
 from kaveri.cluster.view import Role
-from kaveri.local.config import StackConfig, service_command
+from kaveri.errors import ConfigError
+from kaveri.local.config import StackConfig, service_command, service_environment
 
 
 def flags_of(config: StackConfig, role: Role, instance_id: str) -> dict[str, str]:
-    words = service_command(config, role, instance_id, "redis://127.0.0.1:1/0", 7)[4:]
+    words = service_command(config, role, instance_id, 7)[4:]
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
@@ -21,6 +22,40 @@ def test_only_the_router_leaves_loopback_and_is_advertised_where_it_listens(host
     for role in (Role.PREFILL, Role.DECODE):
         flags = flags_of(config, role, f"{role}-0")
         assert (flags["--host"], flags["--advertise-host"]) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_secrets_are_in_the_environment_and_on_no_command_line() -> None:
+    engine_args = '{"hf_token": "hunter3"}'
+    config = StackConfig(predictor="folder", engine_args=engine_args, redis_url="redis://:hunter2@127.0.0.1:1/0")
+    inherited = {"HOME": "/home/me", "KAVERI_REDIS_URL": "redis://other", "KAVERI_REDIS_URL_FILE": "/run/other"}
+    for role in Role:
+        command = " ".join(service_command(config, role, f"{role}-0", 7) if role in config_roles(config) else ())
+        assert "hunter" not in command
+    environment = service_environment(config, config.redis_url, inherited)
+    assert environment == {
+        "HOME": "/home/me",
+        "KAVERI_REDIS_URL": config.redis_url,
+        "KAVERI_ENGINE_ARGS": engine_args,
+    }
+    assert service_environment(StackConfig(), "unix:///r.sock", {}) == {"KAVERI_REDIS_URL": "unix:///r.sock"}
+
+
+def config_roles(config: StackConfig) -> set[Role]:
+    """The roles of which the stack has instances."""
+    return {role for role in Role if config.instance_ids(role)}
+
+
+@pytest.mark.parametrize("name", ["model", "host", "log_level"])
+def test_empty_setting_is_refused_and_becomes_no_default(name: str) -> None:
+    with pytest.raises(ConfigError, match="is empty") as caught:
+        StackConfig(**{name: " "})
+    assert caught.value.field == "--" + name.replace("_", "-")
+
+
+def test_metrics_ports_past_the_last_port_are_refused() -> None:
+    assert StackConfig(metrics_port=65_531).metrics_port_of("decode-1") == 65_535
+    with pytest.raises(ConfigError, match=r"--metrics-port: is 65532; 5 ports follow one another, up to 65535"):
+        StackConfig(metrics_port=65_532)
 
 
 def test_metrics_ports_follow_one_another_routers_first() -> None:

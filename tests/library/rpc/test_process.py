@@ -1,5 +1,6 @@
 """run_service as a process: settings, signals, exit status."""
 
+import http.client
 import json
 import signal
 import subprocess
@@ -8,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+
+from kaveri.testing.redis_fixture import free_port
 
 WAIT_S = 30.0
 
@@ -23,12 +26,36 @@ class Config(ServiceConfig):
     '''A service for tests.'''
     act: str = setting("what to do")
 
+async def refuse():
+    raise ConfigError("--model", "is not to be found")
+
+async def fail():
+    raise ZeroDivisionError("a defect")
+
 async def serve(config, stopping):
     print("serving", config.instance_id, flush=True)
     if config.act == "refuse":
         raise ConfigError("--model", "is not to be found")
     if config.act == "fail":
         raise ZeroDivisionError("a defect")
+    if config.act == "refuse in a task":
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:
+            inner.create_task(refuse())
+            outer.create_task(stopping.wait())
+    if config.act == "fail beside a refusal":
+        async with asyncio.TaskGroup() as group:
+            group.create_task(refuse())
+            group.create_task(fail())
+    if config.act == "be ready":
+        from kaveri.rpc.server import RpcServer
+        server = RpcServer("127.0.0.1", 0, [])
+        await server.start()
+        await server.ready()
+        print("ready", flush=True)
+        await stopping.wait()
+        await server.drain()
+        print("draining", flush=True)
+        await asyncio.Event().wait()
     if config.act == "end":
         return 5
     await stopping.wait()
@@ -85,6 +112,21 @@ def test_a_second_signal_cancels_and_still_cleans_up() -> None:
     ("flags", "line"),
     [
         (["--act", "refuse"], "kaveri test: --model: is not to be found"),
+        (["--act", "refuse in a task"], "kaveri test: --model: is not to be found"),
+        (
+            ["--act", "end", "--lease-ttl-s", "0.1"],
+            "kaveri test: --lease-ttl-s: is 0.1; it must be more than --heartbeat-interval-s, 0.1",
+        ),
+        (["--act", "end", "--cluster-name", ""], "kaveri test: --cluster-name: is empty"),
+        (
+            ["--act", "end", "--cluster-name", "a:b"],
+            "kaveri test: --cluster-name: is 'a:b'; write up to 128 letters, digits, '.', '_' and '-'",
+        ),
+        (
+            ["--act", "end", "--instance-id", "a/b"],
+            "kaveri test: --instance-id: is 'a/b'; write up to 128 letters, digits, '.', '_' and '-'",
+        ),
+        (["--act", "end", "--redis-url", ""], "kaveri test: --redis-url: is empty"),
         (["--act", "end", "--port", "many"], "kaveri test: --port: 'many' is no whole number"),
         ([], "kaveri test: --act: is required (what to do)"),
     ],
@@ -102,8 +144,33 @@ def test_a_service_that_ends_by_itself_chooses_its_status() -> None:
     assert process.returncode == 5
 
 
-def test_a_defect_is_shown_in_full() -> None:
-    with service("--act", "fail") as process:
+def _status_of(port: int, path: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_metrics_port_says_whether_the_process_takes_requests() -> None:
+    port = free_port()
+    with service("--act", "linger", "--metrics-port", str(port)) as process:
+        assert said(process).startswith("serving")
+        assert (_status_of(port, "/livez"), _status_of(port, "/readyz")) == (200, 503)
+        assert _status_of(port, "/metrics") == 200
+    with service("--act", "be ready", "--metrics-port", str(port)) as process:
+        assert said(process).startswith("serving")
+        assert said(process) == "ready"
+        assert (_status_of(port, "/livez"), _status_of(port, "/readyz")) == (200, 200)
+        process.send_signal(signal.SIGTERM)
+        assert said(process) == "draining"
+        assert (_status_of(port, "/livez"), _status_of(port, "/readyz")) == (200, 503)
+
+
+@pytest.mark.parametrize("act", ["fail", "fail beside a refusal"])
+def test_a_defect_is_shown_in_full(act: str) -> None:
+    with service("--act", act) as process:
         _, told = process.communicate(timeout=WAIT_S)
     assert process.returncode == 1
     assert "ZeroDivisionError: a defect" in told

@@ -1,0 +1,7 @@
+"""The metrics of a process's part in the cluster, whatever its service."""
+
+from prometheus_client import Counter
+
+REFUSED_HEARTBEATS = Counter(
+    "kaveri_refused_heartbeats", "Heartbeats that the store refused to take although it could be reached."
+)

@@ -1,0 +1,30 @@
+"""What is read from a Redis URL besides what redis-py reads: its database, and how it may be shown."""
+
+import re
+from urllib.parse import parse_qs, urlsplit
+
+
+def database_of(url: str) -> int:
+    """The number of the database that a URL names; 0 when it names none. Raises ValueError when it is no number."""
+    parts = urlsplit(url)
+    named = parse_qs(parts.query).get("db", [""])[0]
+    if not named and parts.scheme in ("redis", "rediss"):
+        named = parts.path.strip("/")
+    if not re.fullmatch(r"[0-9]{0,9}", named):
+        raise ValueError("its database is no number")
+    return int(named or 0)
+
+
+def shown(url: str) -> str:
+    """The URL as logs and errors show it: without user, password and options."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "***" if "@" in url else url
+    host, slash, path = re.split(r"[?#]", rest.rpartition("@")[2])[0].partition("/")
+    authority = re.split(r"[/?#]", rest)[0]
+    if rest.count("@") == 0:
+        return f"{scheme}://{host}{slash}{path}"
+    if rest.count("@") == 1 and "@" in authority:
+        return f"{scheme}://***@{host}{slash}{path}"
+    # A character in the password that should be percent-encoded: where it ends cannot be known.
+    return f"{scheme}://***"
