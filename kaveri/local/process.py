@@ -84,7 +84,7 @@ class ChildProcess:
         """The last lines that it printed, without empty ones."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = log.read().decode(errors="replace")
+            text = log.read(_TAIL_BYTES).decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-count:]
 
     def log_problem(self) -> str:

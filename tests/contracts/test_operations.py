@@ -8,6 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 import services.router.metrics
+from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.engine.factory import EngineSettings, build_engine
 from services.decode.metrics import DecodeMetrics
 from services.predictor.metrics import PredictorMetrics
@@ -42,7 +43,10 @@ def _registered() -> dict[str, set[Facts]]:
     for collector in set(REGISTRY._collector_to_names):
         if id(collector) in routers:
             router.register(collector)
-    return {role: set(_facts(registry)) for role, registry in {**of, "router": router}.items()}
+    of["router"] = router
+    for registry in of.values():
+        registry.register(REFUSED_HEARTBEATS)
+    return {role: set(_facts(registry)) for role, registry in of.items()}
 
 
 def test_every_metric_is_documented_as_it_is() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, cast
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.cluster.store import Follow, RequestRecord
+from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestRecord
 from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.testing.simulation.loop import SimulatedProcess, current_process
@@ -159,8 +159,8 @@ class SimulatedStore:
 
     # ---- ClusterStore ----
 
-    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> None:
-        await self._command(lambda store: store.heartbeat(record, load), None)
+    async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
+        return await self._command(lambda store: store.heartbeat(record, load), HeartbeatAnswer())
 
     async def deregister(self, record: InstanceRecord) -> None:
         await self._command(lambda store: store.deregister(record), None)

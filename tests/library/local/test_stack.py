@@ -106,7 +106,8 @@ async def test_password_is_on_no_command_line_and_in_no_log() -> None:
 
 async def test_log_that_cannot_be_written_is_named_when_its_child_ends(tmp_path: Path) -> None:
     (tmp_path / "decode-0.log").symlink_to("/dev/full")
-    config = StackConfig(engine="fake", decode_flags=("--chunk-tokens", "many"), log_dir=tmp_path)
+    settings = {"prefill_count": 1, "decode_count": 1, "decode_flags": ("--chunk-tokens", "many")}
+    config = StackConfig(engine="fake", log_dir=tmp_path, **settings)
     with pytest.raises(ConfigError, match=r"decode-0.log cannot be written: No space left on device"):
         async with LocalStack(config):
             pass
