@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
 from kaveri.testing.redis_fixture import free_port
 
@@ -207,6 +208,31 @@ def test_no_redis_at_the_given_url_is_one_clear_line_within_seconds(tmp_path: Pa
     error = _fails_to_start(tmp_path, (*_SMALL, "--port", "0", "--redis-url", url), within_s=15.0)
     assert "--redis-url" in error
     assert url in error
+
+
+def test_empty_model_is_one_clear_line_and_no_default(tmp_path: Path) -> None:
+    for flag in ("--model", "--device", "--host"):
+        assert (
+            _fails_to_start(tmp_path, (*_SMALL, "--port", "0", flag, ""), within_s=15.0) == f"kaveri: {flag}: is empty"
+        )
+
+
+def test_limit_that_no_request_can_meet_is_one_clear_line(tmp_path: Path) -> None:
+    error = _fails_to_start(tmp_path, (*_SMALL, "--port", "0", "--max-model-len", "1"), within_s=_WITHIN_S)
+    assert "--max-model-len: is 1; it must be 0 or at least 2" in error
+
+
+def test_redis_url_and_cluster_name_may_come_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "redis-url"
+    secret.write_text(f"redis://:hunter2@127.0.0.1:{free_port()}/0\n")
+    monkeypatch.setenv("KAVERI_REDIS_URL_FILE", str(secret))
+    error = _fails_to_start(tmp_path, (*_SMALL, "--port", "0"), within_s=15.0)
+    assert "--redis-url: no Redis answers at redis://***@127.0.0.1" in error
+    monkeypatch.setenv("KAVERI_CLUSTER_NAME", "a:b")
+    error = _fails_to_start(tmp_path, (*_SMALL, "--port", "0"), within_s=15.0)
+    assert "--cluster-name: is 'a:b'" in error
 
 
 def test_colocated_instances_serve_without_prefill_and_decode_instances(tmp_path: Path) -> None:

@@ -37,11 +37,23 @@ class Processes:
         self.children: dict[str, ChildProcess] = {}
 
     def start(self, role: str, instance_id: str, *flags: str) -> ChildProcess:
-        command = [sys.executable, "-P", "-m", f"services.{role}", "--instance-id", instance_id, "--engine", "fake"]
-        command += ["--redis-url", self._redis_url, "--kv-cache-memory", "2MiB", "--max-model-len", "4096", *flags]
+        command = self.command(role, instance_id, *flags)
         child = ChildProcess.start(instance_id, command, self._logs / f"{instance_id}.log")
         self.children[instance_id] = child
         return child
+
+    def command(self, role: str, instance_id: str, *flags: str) -> list[str]:
+        command = [sys.executable, "-P", "-m", f"services.{role}", "--instance-id", instance_id, "--engine", "fake"]
+        return [
+            *command,
+            "--redis-url",
+            self._redis_url,
+            "--kv-cache-memory",
+            "2MiB",
+            "--max-model-len",
+            "4096",
+            *flags,
+        ]
 
     def status(self, instance_id: str) -> InstanceStatus | None:
         return self._store.view().instances.get(instance_id)
@@ -168,6 +180,29 @@ async def test_a_terminated_process_leaves_the_view_at_once_and_exits_with_0(pro
         await processes.eventually(lambda: processes.status(child.name) is None, "it has left")  # noqa: B023
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_of_two_processes_with_one_instance_id_the_older_ends_and_both_say_so(
+    processes: Processes, role: str
+) -> None:
+    older = processes.start(role, "one")
+    first = await processes.ready("one")
+    newer = ChildProcess.start("newer", processes.command(role, "one"), older.log_path.with_name("newer.log"))
+    processes.children["newer"] = newer
+    assert await asyncio.wait_for(older.wait(), DEADLINE_S) == 2
+    second = await processes.ready("one")
+    assert second.record.incarnation != first.record.incarnation
+    lost = [line for line in older.log_path.read_text().splitlines() if "instance_id_lost" in line]
+    taken = [line for line in newer.log_path.read_text().splitlines() if "instance_id_taken_over" in line]
+    assert len(lost) == len(taken) == 1
+    assert second.record.address in lost[0]
+    assert first.record.address in taken[0]
+    assert older.last_lines(1) == [
+        f"kaveri {role}: --instance-id: another process has registered as 'one', at {second.record.address}; "
+        "this one ends. Ids must be unique"
+    ]
+    assert await newer.stop(DEADLINE_S) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -179,6 +214,10 @@ async def test_a_terminated_process_leaves_the_view_at_once_and_exits_with_0(pro
         (["--host", "192.0.2.1"], "--host"),
         (["--port", "70000"], "--port"),
         (["--dtype", "float9"], "--dtype"),
+        (["--model", ""], "--model: is empty"),
+        (["--max-model-len", "1"], "--max-model-len: is 1; it must be 0 or at least 2"),
+        (["--max-model-len", "-1"], "--max-model-len: is -1; it must be 0 or at least 2"),
+        (["--lease-ttl-s", "0.05"], "--lease-ttl-s: is 0.05; it must be more than --heartbeat-interval-s, 0.1"),
     ],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -183,7 +183,7 @@ class _Listener:
             # A Redis that was just started may not answer yet.
             with contextlib.suppress(RedisConnectionError):
                 async with self.redis.pubsub() as channel:
-                    await channel.subscribe("kaveri:loads")
+                    await channel.subscribe("kaveri:default:0:loads")
                     async for message in channel.listen():
                         if message["type"] == "message" and message["data"][:1] == b"=":
                             self.take_in(cluster_pb2.LoadBroadcast.FromString(message["data"][1:]))
