@@ -63,7 +63,8 @@ _PING_AFTER_S = 0.1
 _LOST_AFTER_S = 1.0
 _MAX_CONNECTIONS = 16
 _BATCH_COUNT = 500
-_SCAN_TIMEOUT_S = 1.0
+_SCAN_TIMEOUT_S = 5.0
+"""Of requests(), which no service calls: it reads the names of all keys, those of others too."""
 
 
 _REFUSALS = (ResponseError, AuthenticationError)
