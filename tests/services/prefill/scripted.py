@@ -1,0 +1,201 @@
+"""What stands around a prefill instance, doing as a test says: an engine, a hand-over, decode instances behind gRPC."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from grpc import aio
+from prometheus_client import CollectorRegistry
+
+from kaveri.cluster.memory_store import MemoryStore
+from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.engine.contract import AttemptKey, EngineEvent, EngineInfo, EngineRequest, EngineStats
+from kaveri.errors import InvalidArgument, KaveriError, NoCapacity
+from kaveri.kv.flow import KvFlow
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.ticket import Ticket
+from kaveri.rpc.messages import ticket_to_proto
+from kaveri.rpc.status import abort
+from kaveri.sampling import SamplingParams
+from kaveri.v1 import decode_pb2, decode_pb2_grpc
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.requests import PrefillRequest
+
+LAYOUT = KvLayout("fingerprint", 2, 16, 2, 8, "float32")
+MODEL = "tiny"
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Waits until the condition holds."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "the condition did not come true in time"
+        await asyncio.sleep(0.002)
+
+
+class ScriptedEngine:
+    """A PrefillEngine that notes what it is asked. One block holds 16 tokens."""
+
+    def __init__(self, total_blocks: int = 64, max_model_len: int = 1000) -> None:
+        self.info = EngineInfo("fake", LAYOUT, total_blocks, max_model_len, 1000, frozenset(), 1, ())
+        self.free_blocks = total_blocks
+        self.asked_count = 0
+        """Calls of prefill()."""
+        self.submitted: list[AttemptKey] = []
+        self.aborted: list[AttemptKey] = []
+        self.pushes: list[tuple[AttemptKey, Ticket]] = []
+        self.refuses_push: list[KaveriError] = []
+        """Of the next push_to() calls, one each."""
+        self.most_tokens = 10_000
+        self.broken: KaveriError | None = None
+
+    def prefill(self, request: EngineRequest) -> None:
+        self.asked_count += 1
+        if self.broken is not None:
+            raise self.broken
+        if len(request.token_ids) > self.most_tokens:
+            raise InvalidArgument("token_ids", len(request.token_ids), "shorter")
+        needed = LAYOUT.block_count(len(request.token_ids))
+        if needed > self.free_blocks:
+            raise NoCapacity("kv pool", 0.1)
+        self.free_blocks -= needed
+        self.submitted.append(request.key)
+
+    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+        if self.refuses_push:
+            raise self.refuses_push.pop(0)
+        self.pushes.append((key, ticket))
+
+    def abort(self, key: AttemptKey) -> None:
+        self.aborted.append(key)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self.free_blocks, 0, 0, 0, 7)
+
+    def kv_flow(self) -> KvFlow:
+        return KvFlow()
+
+    @property
+    def submitted_ids(self) -> list[str]:
+        """Request ids, in the order of submission."""
+        return [key.request_id for key in self.submitted]
+
+    @property
+    def aborted_ids(self) -> list[str]:
+        """Request ids, in the order of their aborts."""
+        return [key.request_id for key in self.aborted]
+
+
+class ScriptedHandOver:
+    """A HandOver that notes what it is told."""
+
+    def __init__(self, at_first_token: bool = False) -> None:
+        self.at_first_token = at_first_token
+        self.begun: list[str] = []
+        self.ended: list[tuple[str, bool]] = []
+        self.failed: list[str] = []
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    def begin(self, request: PrefillRequest) -> None:
+        self.begun.append(request.request_id)
+
+    def push_failed(self, request: PrefillRequest, event: EngineEvent) -> None:
+        self.failed.append(request.request_id)
+
+    def end(self, request: PrefillRequest, handed_over: bool) -> None:
+        self.ended.append((request.request_id, handed_over))
+
+
+class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
+    """A decode instance of one cluster: grants, refuses or stays silent, and notes every call."""
+
+    def __init__(self, instance_id: str, store: MemoryStore) -> None:
+        self.instance_id = instance_id
+        self.reserved: list[decode_pb2.ReserveRequest] = []
+        self.aborted: list[tuple[str, int]] = []
+        self.calls: list[str] = []
+        """Both kinds, in their order: "reserve a", "abort a"."""
+        self.refusals: list[KaveriError] = []
+        """Of the next Reserve calls, one each."""
+        self.always: KaveriError | None = None
+        """Of every Reserve call, when no other refusal is due."""
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.incarnation = secrets.randbits(63)
+        self.layout = LAYOUT
+        self.total_blocks = 64
+        self._store = store
+        self._sequence_number = 0
+        self._server: aio.Server | None = None
+        self._address = ""
+
+    async def Reserve(self, request: Any, context: Any) -> decode_pb2.ReserveResponse:  # noqa: N802
+        self.reserved.append(request)
+        self.calls.append(f"reserve {request.request_id}")
+        await self.may_answer.wait()
+        refusal = self.refusals.pop(0) if self.refusals else self.always
+        if refusal is not None:
+            await abort(context, refusal)
+        blocks = LAYOUT.block_count(len(request.token_ids))
+        secret = secrets.token_bytes(16)
+        ticket = Ticket(
+            secrets.token_bytes(16), secret, 1, (), tuple(range(blocks)), len(request.token_ids), 9.0, LAYOUT
+        )
+        return decode_pb2.ReserveResponse(ticket=ticket_to_proto(ticket), incarnation=self.incarnation)
+
+    async def Abort(self, request: Any, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
+        for attempt in request.attempts:
+            self.aborted.append((attempt.request_id, attempt.attempt))
+            self.calls.append(f"abort {attempt.request_id}")
+        return decode_pb2.AbortResponse()
+
+    @property
+    def asked(self) -> list[str]:
+        """Request ids of the Reserve calls."""
+        return [request.request_id for request in self.reserved]
+
+    async def start(self, **load: Any) -> None:
+        """Serves, and is in the view with this load."""
+        self._server = aio.server(options=[("grpc.so_reuseport", 0)])
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
+        self._address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        await self.say(**load)
+
+    async def say(self, free_blocks: int = 64, **load: Any) -> None:
+        """A heartbeat."""
+        self._sequence_number += 1
+        record = InstanceRecord(
+            self.instance_id,
+            self.incarnation,
+            Role.DECODE,
+            self._address,
+            MODEL,
+            layout=self.layout,
+            max_model_len=1000,
+            lease_ttl_s=3600.0,
+        )
+        stated = {"state": InstanceState.READY, "total_blocks": self.total_blocks, **load}
+        await self._store.heartbeat(
+            record, InstanceLoad(sequence_number=self._sequence_number, free_blocks=free_blocks, **stated)
+        )
+
+    async def die(self) -> None:
+        """Its connections break; its lease goes on."""
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+
+def params(max_tokens: int = 50, **more: Any) -> SamplingParams:
+    """As routers send them."""
+    return SamplingParams(max_tokens=max_tokens, seed=0, **more)
+
+
+def new_metrics(engine: ScriptedEngine) -> PrefillMetrics:
+    """In a registry of their own."""
+    return PrefillMetrics(engine, CollectorRegistry())  # type: ignore[arg-type]

@@ -1,0 +1,407 @@
+"""Where computed prompts go: reservations made, refused, waited for and given back, over real gRPC."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.engine.contract import AttemptKey, EngineRequest, KvPushFailed
+from kaveri.errors import (
+    EngineError,
+    InvalidArgument,
+    KaveriError,
+    LayoutMismatch,
+    NoCapacity,
+    StaleAttempt,
+    Unavailable,
+)
+from kaveri.kv.layout import KvLayout
+from kaveri.policy.length import TokenRange
+from kaveri.policy.placement import DecodePlacementPolicy
+from services.prefill import decode_peers, dispatcher
+from services.prefill.dispatcher import Dispatcher
+from services.prefill.requests import Placed, PrefillRequest
+from tests.services.prefill.scripted import MODEL, ScriptedDecode, ScriptedEngine, eventually, new_metrics, params
+
+FULL = NoCapacity("decode", 0.1)
+
+
+class World:
+    """A dispatcher, its engine, and decode instances in one cluster. Choices fall in turn: decode-0 first."""
+
+    def __init__(self, store: MemoryStore, shared: MemoryCluster) -> None:
+        self.shared = shared
+        self.engine = ScriptedEngine()
+        self.metrics = new_metrics(self.engine)
+        self.failed: dict[str, KaveriError] = {}
+        self.decodes: list[ScriptedDecode] = []
+        self.stores: list[MemoryStore] = []
+        self.dispatcher = Dispatcher(
+            self.engine,  # type: ignore[arg-type]
+            store,
+            MODEL,
+            self.metrics,
+            random.Random(0),
+            self.fail,
+            policy=DecodePlacementPolicy.ROUND_ROBIN,
+        )
+        self.running = asyncio.create_task(self.dispatcher.run())
+        self._number = 0
+
+    def fail(self, request: PrefillRequest, error: KaveriError) -> None:
+        """As the instance does."""
+        self.failed[request.request_id] = error
+        self.dispatcher.end(request, handed_over=False)
+
+    async def decode(self, *, registered: bool = True, **load: Any) -> ScriptedDecode:
+        """One more; `load` is what it says of itself."""
+        store = MemoryStore(self.shared)
+        await store.__aenter__()
+        self.stores.append(store)
+        decode = ScriptedDecode(f"decode-{len(self.decodes)}", store)
+        self.decodes.append(decode)
+        if registered:
+            await decode.start(**load)
+        return decode
+
+    def begin(self, request_id: str, token_count: int = 20, timeout_s: float = 60.0, **fields: Any) -> PrefillRequest:
+        """A computed prompt looks for its place."""
+        self._number += 1
+        key = AttemptKey(request_id, self._number)
+        now_s = time.monotonic()
+        engine_request = EngineRequest(key, (1,) * token_count, 0, params())
+        request = PrefillRequest(key, 3, "router", engine_request, now_s, now_s + timeout_s, **fields)
+        self.dispatcher.begin(request)
+        return request
+
+    def pushed(self) -> list[str]:
+        """Ids of the requests that the engine pushes, in the order in which it was told."""
+        return [key.request_id for key, _ in self.engine.pushes]
+
+    def outcome(self, name: str) -> float:
+        return self.metrics.placements.labels(name)._value.get()  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        for decode in self.decodes:
+            decode.may_answer.set()
+            await decode.die()
+        for store in self.stores:
+            await store.__aexit__(None, None, None)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    shared = MemoryCluster()
+    async with MemoryStore(shared) as store:
+        world = World(store, shared)
+        yield world
+        await world.close()
+
+
+async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_router_hears_where(world: World) -> None:
+    decode = await world.decode()
+    request = world.begin("a", 20, predicted_length=TokenRange(7, 9))
+    assert await asyncio.wait_for(request.outbox.take(), 10) == [Placed("decode-0", decode.incarnation)]
+    ((key, ticket),) = world.engine.pushes
+    assert key == request.key
+    assert ticket.token_count == 20
+    (asked,) = decode.reserved
+    assert (asked.request_id, asked.attempt, asked.router_id) == ("a", 3, "router")
+    assert (len(asked.token_ids), asked.generated_count) == (20, 0)
+    assert (asked.predicted_length.low, asked.predicted_length.high) == (7, 9)
+    assert 0 < asked.timeout_s <= 60
+    assert request.pushing_since_s is not None
+    assert world.outcome("reserved") == 1
+    # Once is enough.
+    world.dispatcher.begin(request)
+    world.dispatcher.end(request, handed_over=True)
+    later = world.begin("later")
+    await eventually(lambda: "later" in world.pushed())
+    world.dispatcher.end(later, handed_over=False)
+    await eventually(lambda: bool(decode.aborted))
+    assert decode.calls == ["reserve a", "reserve later", "abort later"], "what decode has taken over is not aborted"
+
+
+async def test_a_request_that_ends_while_it_is_pushed_gives_its_room_back(world: World) -> None:
+    decode = await world.decode()
+    request = world.begin("a")
+    await eventually(lambda: world.pushed() == ["a"])
+    world.dispatcher.end(request, handed_over=False)
+    await eventually(lambda: decode.aborted == [("a", 3)])
+
+
+async def test_a_request_that_ends_while_it_asks_gives_back_what_it_may_have_got(world: World) -> None:
+    decode = await world.decode()
+    decode.may_answer.clear()
+    request = world.begin("a")
+    await eventually(lambda: decode.asked == ["a"])
+    world.dispatcher.end(request, handed_over=False)
+    await eventually(lambda: decode.aborted == [("a", 3)])
+    assert world.pushed() == []
+
+
+async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: World) -> None:
+    first, second = await world.decode(), await world.decode()
+    request = world.begin("a")
+    await eventually(lambda: len(world.pushed()) == 1)
+    (here, elsewhere) = (first, second) if first.asked else (second, first)
+    for _ in range(2):
+        # The second time the request has a new ticket already.
+        world.dispatcher.push_failed(request, KvPushFailed(request.key, "broken"))
+    await eventually(lambda: len(world.pushed()) == 2)
+    assert elsewhere.asked == ["a"]
+    await eventually(lambda: here.aborted == [("a", 3)])
+    assert world.outcome("push_failed") == 1
+    assert request.outbox._unread[Placed] == Placed(elsewhere.instance_id, elsewhere.incarnation)
+    world.dispatcher.end(request, handed_over=True)
+
+
+async def test_an_instance_that_does_not_answer_is_left_for_another_and_told_to_forget(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_peers, "_RESERVE_TIMEOUT_S", 0.2)
+    first, second = await world.decode(), await world.decode()
+    # Both are silent until it is known who was asked first.
+    for decode in (first, second):
+        decode.may_answer.clear()
+    request = world.begin("a")
+    await eventually(lambda: bool(first.asked or second.asked))
+    (silent, other) = (first, second) if first.asked else (second, first)
+    other.may_answer.set()
+    await eventually(lambda: world.pushed() == ["a"])
+    assert other.asked == ["a"]
+    await eventually(lambda: silent.aborted == [("a", 3)])
+    assert world.outcome("unavailable") == 1
+    world.dispatcher.end(request, handed_over=True)
+
+
+async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_REST_WHEN_FAILED_S", 1000.0)
+    first, second = await world.decode(), await world.decode()
+    await first.die()
+    for number in range(6):
+        world.begin(f"r{number}")
+    await eventually(lambda: len(world.pushed()) == 6)
+    assert len(second.asked) == 6
+    failed = world.outcome("unavailable")
+    assert failed >= 1
+    for number in range(6, 12):
+        world.begin(f"r{number}")
+    await eventually(lambda: len(world.pushed()) == 12)
+    assert world.outcome("unavailable") == failed, "it was not asked again"
+
+
+async def test_an_instance_that_failed_is_asked_again_after_its_rest(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_REST_WHEN_FAILED_S", 0.05)
+    decode = await world.decode()
+    decode.refusals = [Unavailable("not now"), Unavailable("not now")]
+    request = world.begin("a")
+    await eventually(lambda: world.pushed() == ["a"])
+    assert decode.asked == ["a"] * 3
+    world.dispatcher.end(request, handed_over=True)
+
+
+async def test_the_first_in_line_asks_again_and_again_and_the_others_give_their_places_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
+    decode = await world.decode()
+    decode.always = FULL
+    first = world.begin("first")
+    await eventually(lambda: decode.asked.count("first") >= 3)
+    assert decode.aborted == [], "it has a place in line there"
+    second = world.begin("second")
+    await eventually(lambda: ("second", 3) in decode.aborted)
+    await eventually(lambda: decode.asked.count("first") >= 10)
+    assert decode.calls.count("reserve second") == decode.calls.count("abort second"), "nothing is kept for it"
+    decode.always = None
+    await eventually(lambda: world.pushed() == ["first", "second"])
+    world.dispatcher.end(first, handed_over=True)
+    world.dispatcher.end(second, handed_over=True)
+    assert world.outcome("no_room") == 1 + decode.calls.count("abort second")
+
+
+async def test_the_first_in_line_that_ends_gives_its_place_up_and_the_next_takes_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
+    decode = await world.decode(free_blocks=0)
+    decode.always = FULL
+    first = world.begin("first")
+    await eventually(lambda: decode.asked.count("first") >= 2)
+    world.begin("second")
+    world.begin("third")
+    world.dispatcher.end(first, handed_over=False)
+    await eventually(lambda: decode.aborted == [("first", 3)])
+    await eventually(lambda: decode.asked.count("second") >= 3)
+    assert "third" not in decode.asked, "the second is first now, and the third is not"
+    decode.always = None
+    await eventually(lambda: "second" in world.pushed())
+
+
+async def test_without_room_in_the_view_only_the_first_in_line_asks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
+    decode = await world.decode(free_blocks=1)
+    decode.always = FULL
+    world.begin("first")
+    world.begin("second")
+    await eventually(lambda: decode.asked.count("first") >= 5)
+    assert "second" not in decode.asked
+    # 20 tokens and the next one take two blocks.
+    decode.always = None
+    await decode.say(free_blocks=4)
+    await eventually(lambda: world.pushed() == ["first", "second"])
+
+
+async def test_a_request_that_waits_at_one_instance_takes_room_at_another_and_leaves_the_line(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
+    first = await world.decode(free_blocks=1)
+    first.always = FULL
+    world.begin("a")
+    await eventually(lambda: first.asked.count("a") >= 2)
+    second = await world.decode()
+    await eventually(lambda: world.pushed() == ["a"])
+    assert second.asked == ["a"]
+    await eventually(lambda: first.aborted == [("a", 3)])
+
+
+async def test_a_request_whose_waiting_place_drains_waits_elsewhere(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
+    first = await world.decode(free_blocks=1)
+    first.always = FULL
+    world.begin("a")
+    await eventually(lambda: first.asked.count("a") >= 2)
+    second = await world.decode(free_blocks=0)
+    second.always = FULL
+    await first.say(free_blocks=1, state="draining")
+    await eventually(lambda: first.aborted == [("a", 3)])
+    await eventually(lambda: second.asked.count("a") >= 2)
+
+
+async def test_no_two_requests_count_on_the_same_blocks_before_a_heartbeat_shows_them(world: World) -> None:
+    # Three requests of two blocks each.
+    first, second = await world.decode(free_blocks=2), await world.decode(free_blocks=4)
+    for number in range(3):
+        world.begin(f"r{number}")
+    await eventually(lambda: len(world.pushed()) == 3)
+    assert (len(first.asked), len(second.asked)) == (1, 2)
+    assert world.outcome("no_room") == 0
+
+
+async def test_room_that_was_given_back_counts_as_room_again(world: World) -> None:
+    decode = await world.decode(free_blocks=2)
+    for number in range(4):
+        request = world.begin(f"r{number}")
+        await eventually(lambda number=number: len(world.pushed()) == number + 1)  # type: ignore[misc]
+        world.dispatcher.end(request, handed_over=False)
+        await eventually(lambda number=number: len(decode.aborted) == number + 1)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("error", [StaleAttempt("a", 3, 4), EngineError("broken")], ids=["stale", "engine"])
+async def test_what_no_other_instance_could_mend_fails_the_request(world: World, error: KaveriError) -> None:
+    await world.decode()
+    if isinstance(error, StaleAttempt):
+        world.decodes[0].refusals = [error]
+    else:
+        world.engine.refuses_push = [error]
+    world.begin("a")
+    await eventually(lambda: "a" in world.failed)
+    expected = StaleAttempt if isinstance(error, StaleAttempt) else Unavailable
+    assert isinstance(world.failed["a"], expected)
+    assert world.pushed() == []
+    if isinstance(error, EngineError):
+        await eventually(lambda: world.decodes[0].aborted == [("a", 3)])
+
+
+@pytest.mark.parametrize("refuses", ["decode", "engine"])
+async def test_an_instance_that_the_request_does_not_fit_is_not_asked_again_and_the_last_one_says_why(
+    world: World, refuses: str
+) -> None:
+    first, second = await world.decode(), await world.decode()
+    unfit = [InvalidArgument("token_ids", 20, "shorter"), LayoutMismatch("dtype", "float32", "float16")]
+    if refuses == "decode":
+        first.always, second.always = unfit
+    else:
+        world.engine.refuses_push = list(unfit)
+    world.begin("a")
+    await eventually(lambda: "a" in world.failed)
+    assert isinstance(world.failed["a"], InvalidArgument | LayoutMismatch)
+    assert first.asked == second.asked == ["a"]
+    if refuses == "engine":
+        # Both had granted room.
+        await eventually(lambda: first.aborted == second.aborted == [("a", 3)])
+
+
+async def test_a_bug_in_one_placement_fails_that_request_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.decode()
+    world.engine.refuses_push = [ZeroDivisionError("a bug")]  # type: ignore[list-item]
+    world.begin("unlucky")
+    await eventually(lambda: "unlucky" in world.failed)
+    assert isinstance(world.failed["unlucky"], Unavailable)
+    world.begin("other")
+    await eventually(lambda: world.pushed() == ["other"])
+
+
+async def test_without_any_decode_instance_a_request_fails_after_a_while(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_NO_INSTANCE_S", 0.3)
+    started_s = time.monotonic()
+    world.begin("a")
+    await eventually(lambda: "a" in world.failed)
+    assert time.monotonic() - started_s >= 0.3
+    assert isinstance(world.failed["a"], Unavailable)
+    assert "no decode instance" in str(world.failed["a"])
+
+
+async def test_instances_of_another_layout_do_not_count_and_the_reason_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_NO_INSTANCE_S", 0.3)
+    decode = await world.decode(registered=False)
+    decode.layout = KvLayout("another model", 2, 16, 2, 8, "float32")
+    await decode.start()
+    world.begin("a")
+    await eventually(lambda: "a" in world.failed)
+    assert "decode-0" in str(world.failed["a"])
+    assert decode.asked == []
+
+
+async def test_a_decode_instance_that_comes_is_used_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "_LONGEST_WAIT_S", 1000.0)
+    world.begin("a")
+    await world.decode()
+    await eventually(lambda: world.pushed() == ["a"], 5.0)
+
+
+async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_way(world: World) -> None:
+    first = await world.decode()
+    first.may_answer.clear()
+    request = world.begin("a")
+    await eventually(lambda: first.asked == ["a"])
+    peers = world.dispatcher._peers
+    await peers.retain(())
+    assert len(peers._peers) == 1, "a call is under way"
+    first.may_answer.set()
+    await eventually(lambda: world.pushed() == ["a"])
+    world.dispatcher.end(request, handed_over=True)
+    await peers.retain({first._address})
+    assert len(peers._peers) == 1
+    await peers.retain(())
+    assert not peers._peers

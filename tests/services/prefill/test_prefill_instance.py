@@ -1,0 +1,425 @@
+"""A prefill instance between its routers and its engine: what goes in, what each end frees, and what routers hear."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kaveri.engine.contract import (
+    FirstToken,
+    KvPushed,
+    KvPushFailed,
+    PrefillProgress,
+    PrefillStarted,
+    RequestFailed,
+)
+from kaveri.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidArgument,
+    NoCapacity,
+    RequestAlreadyExists,
+    StaleAttempt,
+    Unavailable,
+)
+from kaveri.policy.ordering import OrderingPolicy
+from kaveri.sampling import FinishReason
+from services.prefill.instance import LONGEST_REQUEST_S, PrefillInstance
+from services.prefill.requests import FirstTokenDrawn, HandedOver, Placed, PrefillRequest, ProgressOutbox, Started
+from tests.services.prefill.scripted import ScriptedEngine, ScriptedHandOver, eventually, new_metrics, params
+
+CHUNK_TOKENS = 16
+
+
+class World:
+    """One instance and what it talks to. The engine takes two chunks of work ahead: 32 tokens."""
+
+    def __init__(self, max_queue: int = 100, at_first_token: bool = False, has_room: Any = None, **engine: int) -> None:
+        self.engine = ScriptedEngine(**engine)
+        self.hand_over = ScriptedHandOver(at_first_token)
+        self.metrics = new_metrics(self.engine)
+        self.instance = PrefillInstance(
+            self.engine,  # type: ignore[arg-type]
+            OrderingPolicy.FCFS,
+            CHUNK_TOKENS,
+            max_queue,
+            self.metrics,
+            lambda _: self.hand_over,
+            has_room=has_room,
+        )
+
+    def accept(self, request_id: str, token_count: int = 20, attempt: int = 1, **fields: Any) -> PrefillRequest:
+        fields = {"router_id": "router", "generated_count": 0, "params": params(), "timeout_s": 60.0, **fields}
+        return self.instance.accept(request_id, attempt, token_ids=(1,) * token_count, **fields)
+
+    def compute(self, request: PrefillRequest, finish: FinishReason | None = None) -> None:
+        """All of the prompt, its first token drawn."""
+        self.instance.handle([PrefillStarted(request.key)])
+        self.instance.handle([FirstToken(request.key, 5, None, finish)])
+
+    def hand_over_to_decode(self, request: PrefillRequest) -> None:
+        """All of it, as far as a decode instance's acceptance."""
+        self.compute(request)
+        request.pushing_since_s = request.first_token_s
+        self.instance.handle([KvPushed(request.key, 100, "tcp")])
+
+    def count(self, outcome: str) -> float:
+        return self.metrics.requests.labels(outcome)._value.get()  # type: ignore[no-any-return]
+
+
+async def told(request: PrefillRequest) -> list[Any]:
+    """What its router hears next."""
+    return await asyncio.wait_for(request.outbox.take(), 10.0)
+
+
+ENDS: dict[str, Callable[[World, PrefillRequest], None]] = {
+    "cancelled": lambda world, request: world.instance.cancel(request),
+    "aborted by its router": lambda world, request: world.instance.abort(request.request_id, 1, "router"),
+    "failed": lambda world, request: world.instance.fail(request, Unavailable("no place")),
+    "given up by the engine": lambda world, request: world.instance.handle([RequestFailed(request.key, "broken")]),
+    "replaced by a newer attempt": lambda world, request: world.accept(request.request_id, 1, attempt=2) and None,
+    "finished with its first token": lambda world, request: world.compute(request, FinishReason.STOP),
+    "handed over": lambda world, request: world.hand_over_to_decode(request),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+async def test_however_a_prompt_ends_the_next_one_is_let_in(end: Callable[[World, PrefillRequest], None]) -> None:
+    world = World()
+    first = world.accept("first", 40)
+    world.accept("next", 40)
+    assert world.engine.submitted_ids == ["first"]
+    end(world, first)
+    await eventually(lambda: world.engine.submitted_ids[-1] == "next", 5.0)
+
+
+async def test_a_cancelled_prompt_that_waited_lets_the_one_behind_it_in() -> None:
+    world = World(total_blocks=4)
+    world.accept("first", 30)
+    second = world.accept("second", 60)
+    world.accept("third", 30)
+    assert world.engine.submitted_ids == ["first"], "there are no blocks for the second"
+    world.instance.cancel(second)
+    await eventually(lambda: world.engine.submitted_ids == ["first", "third"], 5.0)
+    assert world.engine.aborted_ids == ["second"]
+
+
+async def test_blocks_that_come_free_without_an_event_let_the_next_one_in() -> None:
+    world = World(total_blocks=4)
+    world.accept("first", 20)
+    world.accept("second", 60)
+    assert world.engine.submitted_ids == ["first"]
+    # More than one look that finds nothing.
+    await eventually(lambda: world.engine.asked_count >= 5, 5.0)
+    world.engine.free_blocks = 4
+    await eventually(lambda: world.engine.submitted_ids == ["first", "second"], 5.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome", "keeps"),
+    [
+        ("cancelled", "cancelled", False),
+        ("aborted by its router", "cancelled", False),
+        ("failed", "failed", False),
+        ("given up by the engine", "failed", False),
+        ("replaced by a newer attempt", "refused", False),
+        ("finished with its first token", "finished", True),
+        ("handed over", "handed_over", True),
+    ],
+)
+async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it(
+    how: str, outcome: str, keeps: bool
+) -> None:
+    world = World()
+    request = world.accept("a")
+    ENDS[how](world, request)
+    assert world.count(outcome) == 1
+    assert world.engine.aborted == ([] if keeps else [request.key])
+    assert ("a", outcome == "handed_over") in world.hand_over.ended
+    # Once is enough: nothing is freed or counted twice.
+    world.instance.cancel(request)
+    world.instance.fail(request, Unavailable("again"))
+    assert world.engine.aborted == ([] if keeps else [request.key])
+    assert sum(world.count(name) for name in ("cancelled", "failed", "refused", "finished", "handed_over")) == 1
+    assert world.hand_over.ended.count(("a", outcome == "handed_over")) == 1
+
+
+async def test_a_request_ends_at_its_deadline_and_its_router_hears_why() -> None:
+    world = World()
+    request = world.accept("a", timeout_s=0.05)
+    with pytest.raises(DeadlineExceeded):
+        await told(request)
+    assert world.engine.aborted == [request.key]
+    assert world.count("deadline") == 1
+
+
+async def test_a_request_without_a_deadline_gets_the_longest_one() -> None:
+    world = World()
+    now_s = time.monotonic()
+    for name, timeout_s in (("none", None), ("huge", 1e12)):
+        request = world.accept(name, timeout_s=timeout_s)
+        assert now_s + LONGEST_REQUEST_S <= request.deadline_s < now_s + LONGEST_REQUEST_S + 60
+
+
+async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alone() -> None:
+    world = World()
+    older = world.accept("a", attempt=2)
+    newer = world.accept("a", attempt=3)
+    with pytest.raises(StaleAttempt) as replaced:
+        await told(older)
+    assert (replaced.value.attempt, replaced.value.newest_attempt) == (2, 3)
+    for attempt in (1, 2, 3):
+        with pytest.raises(StaleAttempt) as refused:
+            world.accept("a", attempt=attempt)
+        assert refused.value.newest_attempt == 3
+    # What is still heard of the older one changes nothing.
+    world.instance.handle([PrefillStarted(older.key), FirstToken(older.key, 5, None, None)])
+    world.instance.cancel(older)
+    assert world.instance.load().waiting_requests == 1
+    world.instance.abort("a", 2, "router")
+    assert world.instance.load().waiting_requests == 1, "an older attempt is meant"
+    world.instance.abort("a", 3, "stranger")
+    assert world.instance.load().waiting_requests == 1, "another router's is meant"
+    world.instance.abort("unknown", 9, "router")
+    world.instance.abort("a", 4, "router")
+    assert world.engine.aborted == [older.key, newer.key]
+    assert world.instance.load().waiting_requests == 0
+
+
+async def test_another_routers_request_of_the_same_id_ends_the_former_for_good() -> None:
+    world = World()
+    former = world.accept("a", attempt=5)
+    world.accept("a", attempt=1, router_id="other")
+    with pytest.raises(RequestAlreadyExists):
+        await told(former)
+    assert world.engine.aborted == [former.key]
+
+
+async def test_a_refused_request_leaves_no_trace() -> None:
+    world = World(max_queue=1)
+    world.accept("computes", 40)
+    world.accept("waits", 40)
+    with pytest.raises(NoCapacity) as refused:
+        world.accept("refused", 40)
+    assert refused.value.role == "prefill"
+    assert refused.value.retry_after_s > 0
+    assert world.count("refused") == 1
+    assert world.instance.load().waiting_requests == 2
+    # Not known, so not stale either.
+    world.instance.abort("refused", 1, "router")
+    assert world.engine.aborted == []
+
+
+async def test_its_load_says_what_waits_what_runs_and_how_much_room_there_is() -> None:
+    world = World(max_queue=3)
+    assert world.instance.load().queue_room == 3
+    first, second = world.accept("first", 40), world.accept("second", 30)
+    load = world.instance.load()
+    assert (load.waiting_requests, load.running_requests) == (2, 0)
+    assert (load.queued_prefill_tokens, load.queue_room) == (70, 2)
+    assert (load.free_blocks, load.total_blocks, load.context_tokens) == (61, 64, 7)
+    world.instance.handle([PrefillStarted(first.key), PrefillProgress(first.key, 16)])
+    load = world.instance.load()
+    assert (load.waiting_requests, load.running_requests) == (1, 1)
+    # 24 tokens are less than two chunks, so the second is the engine's now.
+    assert (load.queued_prefill_tokens, load.queue_room) == (54, 3)
+    world.instance.cancel(first)
+    load = world.instance.load()
+    assert (load.waiting_requests, load.running_requests, load.queued_prefill_tokens) == (1, 0, 30)
+    world.compute(second)
+    assert world.instance.load().running_requests == 1, "until it is handed over"
+    world.instance.cancel(second)
+    load = world.instance.load()
+    assert (load.waiting_requests, load.running_requests, load.queued_prefill_tokens) == (0, 0, 0)
+
+
+async def test_a_router_hears_of_each_step_and_of_the_times_between_them() -> None:
+    world = World()
+    request = world.accept("a", 40)
+    request.arrived_s -= 10.0
+    world.instance.handle([PrefillStarted(request.key)])
+    (started,) = await told(request)
+    assert isinstance(started, Started)
+    assert 10.0 <= started.queue_s < 15.0
+    assert request.started_s is not None
+    request.started_s -= 20.0
+    world.instance.handle([PrefillProgress(request.key, 16), PrefillProgress(request.key, 32)])
+    world.instance.handle([FirstToken(request.key, 5, None, None)])
+    (first,) = await told(request)
+    assert isinstance(first, FirstTokenDrawn)
+    assert (first.token_id, first.finish) == (5, None)
+    assert 20.0 <= first.prefill_s < 25.0
+    assert world.metrics.tokens._value.get() == 40
+    assert request.first_token_s is not None
+    request.pushing_since_s = request.first_token_s - 30.0
+    request.first_token_s -= 3.0
+    world.instance.handle([KvPushed(request.key, 100, "tcp")])
+    (handed_over,) = await told(request)
+    assert isinstance(handed_over, HandedOver)
+    assert (handed_over.kv_bytes, handed_over.kv_transport) == (100, "tcp")
+    assert 30.0 <= handed_over.kv_transfer_s < 35.0
+    assert 3.0 <= handed_over.kv_tail_s < 8.0
+    assert await told(request) == []
+    assert world.metrics.transfer_bytes.labels("tcp")._value.get() == 100
+
+
+@pytest.mark.parametrize(
+    ("token_count", "at_first_token", "begins_with"),
+    [(16, False, "start"), (17, False, "chunk"), (16, True, "token"), (17, True, "token")],
+)
+async def test_when_a_place_is_looked_for(token_count: int, at_first_token: bool, begins_with: str) -> None:
+    world = World(at_first_token=at_first_token)
+    request = world.accept("a", token_count)
+    assert world.hand_over.begun == []
+    world.instance.handle([PrefillStarted(request.key)])
+    assert bool(world.hand_over.begun) == (begins_with == "start")
+    if token_count > CHUNK_TOKENS:
+        world.instance.handle([PrefillProgress(request.key, 16)])
+    assert bool(world.hand_over.begun) == (begins_with != "token")
+    world.instance.handle([FirstToken(request.key, 5, None, None)])
+    assert world.hand_over.begun[-1] == "a"
+
+
+@pytest.mark.parametrize(
+    ("token_count", "generated_count", "max_tokens", "goes_on"),
+    [(20, 0, 1, False), (20, 0, 2, True), (20, 4, 5, False), (20, 4, 6, True), (98, 0, 50, True), (99, 0, 50, False)],
+)
+async def test_a_place_is_looked_for_only_when_there_is_a_second_token_to_draw(
+    token_count: int, generated_count: int, max_tokens: int, goes_on: bool
+) -> None:
+    world = World(max_model_len=100)
+    request = world.accept("a", token_count, generated_count=generated_count, params=params(max_tokens))
+    world.compute(request)
+    assert bool(world.hand_over.begun) == goes_on
+
+
+async def test_a_request_that_ends_with_its_first_token_looks_for_no_place() -> None:
+    world = World(at_first_token=True)
+    request = world.accept("a")
+    world.compute(request, FinishReason.STOP)
+    assert world.hand_over.begun == []
+    assert [type(event) for event in await told(request)] == [Started, FirstTokenDrawn]
+    assert await told(request) == []
+
+
+async def test_a_failed_push_is_the_hand_overs_to_know_and_ends_nothing() -> None:
+    world = World()
+    request = world.accept("a")
+    world.compute(request)
+    world.instance.handle([KvPushFailed(request.key, "refused")])
+    assert world.hand_over.failed == ["a"]
+    assert world.engine.aborted == []
+    assert world.instance.load().running_requests == 1
+
+
+async def test_a_draining_instance_takes_nothing_and_is_idle_when_the_last_request_has_ended() -> None:
+    world = World()
+    await asyncio.wait_for(world.instance.wait_idle(), 1.0)
+    first, second = world.accept("first"), world.accept("second")
+    world.instance.drain()
+    with pytest.raises(Unavailable, match="draining") as refused:
+        world.accept("late")
+    assert refused.value.retry_after_s
+    idle = asyncio.create_task(world.instance.wait_idle())
+    world.instance.cancel(first)
+    await asyncio.sleep(0)
+    assert not idle.done()
+    world.hand_over_to_decode(second)
+    await asyncio.wait_for(idle, 1.0)
+
+
+async def test_everything_fails_together_and_says_why() -> None:
+    world = World()
+    requests = [world.accept(f"r{number}") for number in range(3)]
+    world.instance.fail_all("the engine stopped")
+    for request in requests:
+        with pytest.raises(Unavailable, match="the engine stopped"):
+            await told(request)
+    assert world.count("failed") == 3
+
+
+async def test_an_engine_that_says_a_prompt_can_never_fit_fails_that_prompt_alone() -> None:
+    world = World()
+    world.engine.most_tokens = 30
+    too_long, other = world.accept("too long", 31), world.accept("other", 30)
+    with pytest.raises(InvalidArgument, match="token_ids"):
+        await told(too_long)
+    await eventually(lambda: world.engine.submitted_ids == ["other"], 5.0)
+    assert world.instance.load().waiting_requests == 1
+    world.instance.cancel(other)
+
+
+async def test_an_engine_that_has_stopped_keeps_its_requests_until_it_says_so() -> None:
+    world = World()
+    world.engine.broken = EngineError("stopped")
+    world.accept("a")
+    assert world.instance.load().waiting_requests == 1
+    assert world.instance.load().queued_prefill_tokens == 20
+
+
+async def test_a_prompt_waits_for_room_that_answers_leave_it() -> None:
+    room = False
+    world = World(has_room=lambda request, computing: room)
+    world.accept("a")
+    assert world.engine.submitted == []
+    room = True
+    await eventually(lambda: world.engine.submitted_ids == ["a"], 5.0)
+
+
+FITS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "as long as may be": ({"token_count": 99}, None),
+    "as long as the model": ({"token_count": 100}, "fewer than 100"),
+    "empty": ({"token_count": 0}, "at least 1"),
+    "all but one generated": ({"generated_count": 19}, None),
+    "all generated": ({"generated_count": 20}, "less than"),
+    "without max_tokens": ({"params": params(None)}, "max_tokens"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("fields", "limit"), FITS.values(), ids=FITS)
+async def test_what_fits_is_taken_and_what_does_not_is_refused_with_the_limit(
+    fields: dict[str, Any], limit: str | None
+) -> None:
+    world = World(max_model_len=100)
+    if limit is None:
+        assert world.accept("a", **fields)
+        return
+    with pytest.raises(InvalidArgument, match=limit):
+        world.accept("a", **fields)
+    assert world.instance.load().waiting_requests == 0
+
+
+async def test_a_prompt_as_large_as_the_pool_fits_and_a_larger_one_does_not() -> None:
+    world = World(total_blocks=4)
+    assert world.accept("all of it", 64)
+    with pytest.raises(InvalidArgument, match="at most 64 tokens"):
+        world.accept("more", 65)
+
+
+async def test_ids_outside_the_vocabulary_are_refused() -> None:
+    world = World()
+    for largest, fits in ((999, True), (1000, False)):
+        fields: dict[str, Any] = {"generated_count": 0, "params": params(), "timeout_s": 1.0}
+        if fits:
+            assert world.instance.accept("a", 1, "router", (1, largest), **fields)
+        else:
+            with pytest.raises(InvalidArgument, match="below 1000"):
+                world.instance.accept("b", 1, "router", (1, largest), **fields)
+
+
+async def test_an_outbox_gives_the_latest_of_each_kind_in_order_then_the_error() -> None:
+    outbox = ProgressOutbox()
+    reading = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    outbox.put(Started(1.0))
+    assert await asyncio.wait_for(reading, 1.0) == [Started(1.0)]
+    outbox.put(Placed("d0", 1))
+    outbox.put(FirstTokenDrawn(5, None, None, 1.0))
+    outbox.put(Placed("d1", 2))
+    outbox.close(Unavailable("gone"))
+    assert await outbox.take() == [Placed("d1", 2), FirstTokenDrawn(5, None, None, 1.0)]
+    with pytest.raises(Unavailable, match="gone"):
+        await outbox.take()
