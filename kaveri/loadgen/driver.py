@@ -121,8 +121,9 @@ async def run_closed(
 
     async def worker(waiting: Iterator[RequestRecord]) -> None:
         for record in waiting:
-            prompt = send.prompt(record.planned)
+            # Before the prompt is made: what that takes is the client's delay.
             record.due_s = clock.now_s()
+            prompt = send.prompt(record.planned)
             await _send(client, record, prompt, send, clock)
             on_end(record)
 

@@ -1,6 +1,7 @@
 """Requests that are given up, in every phase and by everybody: within a second no block is held anywhere."""
 
 import random
+import time
 from typing import Any
 
 import grpc
@@ -109,8 +110,10 @@ async def test_a_router_whose_stream_ends_loses_its_requests_and_no_other_does(
     await by_hand.eventually(lambda: ("lost", 1) in gone.tokens, "it decodes")
     await by_hand.reserve(decode, "reserved", 40, router_id="gone")
     gone.unsubscribe(decode)
-    assert len(await staying.answer(kept, "kept")) == 100
+    assert await staying.answer(kept, "kept") == cluster.expected(prompt(8, 60), 100)
     await cluster.all_free()
+    assert not gone.finished("lost")
+    assert decode.metric("kaveri_decode_requests_total", outcome="finished") == 1
     assert decode.metric("kaveri_decode_requests_total", outcome="router_gone") == 2
 
 
@@ -121,7 +124,12 @@ async def test_a_newer_stream_of_a_router_takes_over_and_aborts_nothing(cluster:
     await call.ended()
     await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     await router.subscribe(decode)
-    assert len(await router.answer(call, "a")) == 100
+    assert await router.answer(call, "a") == cluster.expected(prompt(9, 60), 100)
+    assert router.duplicates == 0
+    await cluster.all_free()
+    assert decode.metric("kaveri_decode_requests_total", outcome="finished") == 1
+    for outcome in ("router_gone", "aborted", "failed"):
+        assert decode.metric("kaveri_decode_requests_total", outcome=outcome) == 0
 
 
 async def test_tokens_wait_for_a_stream_that_opens_late(
@@ -140,34 +148,59 @@ async def test_tokens_wait_for_a_stream_that_opens_late(
     )
     assert decode.free()
     await router.subscribe(decode)
-    assert len(await router.answer(call, "a")) == 50
+    assert await router.answer(call, "a") == cluster.expected(prompt(10, 60), 50)
+    assert router.duplicates == 0
     assert len(router.batch_sizes) == 1
 
 
 async def test_requests_of_a_router_that_never_opens_a_stream_are_dropped(cluster: Any, by_hand: Any) -> None:
     decode = await cluster.decode()
+    reserved_s = time.monotonic()
     await by_hand.reserve(decode, "a", 50, router_id="nobody")
-    assert decode.held_blocks == cluster.blocks(51)
-    await cluster.all_free(within_s=20.0)
+    await by_hand.reserve(decode, "kept", 50, router_id="router-0")
+    await cluster.router("router-0")
+    assert decode.held_blocks == 2 * cluster.blocks(51)
+    await by_hand.eventually(lambda: decode.held_blocks == cluster.blocks(51), "its blocks are free", 20.0)
+    assert time.monotonic() - reserved_s >= decode_instance.ROUTER_GRACE_S, "not before the time that it was given"
+    await by_hand.eventually(
+        lambda: decode.metric("kaveri_decode_requests_total", outcome="router_gone") == 1, "the account says why"
+    )
+    # Long before this one's reservation expires, whose router came.
+    assert decode.load().waiting_requests == 1
+    await by_hand.abort(decode, "kept")
+    await cluster.all_free()
 
 
-async def test_random_cancels_leave_nothing_behind(cluster: Any, by_hand: Any) -> None:
+async def test_random_cancels_leave_nothing_behind_and_spoil_no_other_answer(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=32, fake_step_s=0.001)
     decode = await cluster.decode(max_model_len=160, kv_cache_memory=24 * BLOCK_BYTES, fake_step_s=0.001)
     router = await cluster.router()
     seed = 11
     print(f"seed {seed}")
     rng = random.Random(seed)
-    calls = []
+    calls, lengths, victims = {}, {}, set()
     for number in range(60):
         name = f"r{number % 20}-{number}"
-        call = router.prefill(prefill, name, prompt(number, rng.randrange(1, 120)), max_tokens=rng.randrange(1, 40))
-        calls.append((name, call))
+        token_ids = prompt(number, rng.randrange(1, 120))
+        lengths[name] = token_ids, rng.randrange(1, 40)
+        calls[name] = router.prefill(prefill, name, token_ids, max_tokens=lengths[name][1])
         if rng.random() < 0.6:
-            victim, doomed = rng.choice(calls)
-            doomed.call.cancel()
+            # One end is cancelled at prefill, another one at decode.
+            victim, doomed = rng.choice(list(calls)), rng.choice(list(calls))
+            victims |= {victim, doomed}
+            calls[doomed].call.cancel()
             await by_hand.abort(decode, victim)
-    for name, call in calls:
+    spared = [name for name in calls if name not in victims]
+    assert 10 <= len(spared) <= 50, "the seed cancels some and spares some"
+    for name in spared:
+        token_ids, length = lengths[name]
+        assert await router.answer(calls[name], name) == cluster.expected(token_ids, length), name
+    assert router.duplicates == 0
+    for name, call in calls.items():
         call.call.cancel()
         await by_hand.abort(decode, name)
     await cluster.all_free()
+    assert ended(prefill, "cancelled") > 0
+    for instance in (prefill, decode):
+        load = instance.load()
+        assert (load.running_requests, load.waiting_requests, load.queued_prefill_tokens) == (0, 0, 0)

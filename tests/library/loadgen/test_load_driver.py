@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from kaveri import AsyncClient
 from kaveri.cli.main import main
 from kaveri.loadgen.driver import RequestRecord, RequestSettings, run_closed, run_open
+from kaveri.loadgen.report import Slo, jct_s, summarize, ttft_s
 from kaveri.loadgen.workload import PlannedRequest, RequestLengths, gamma_arrivals
 from tests.library.client.inference_double import InferenceDouble, serving, serving_in_a_thread
 
@@ -93,6 +96,41 @@ async def test_with_as_many_in_flight_as_allowed_the_next_is_sent_late() -> None
     assert service.most_at_once == 2
     first_end_s = min(record.last_s for record in run.records if record.last_s is not None)
     assert all(record.sent_s >= first_end_s for record in run.records[2:])
+
+
+async def test_a_request_that_is_sent_late_counts_its_times_from_when_it_was_due() -> None:
+    service = GatedService(full=2)
+    async with serving(service) as target, AsyncClient(target) as client:
+        # The first one keeps the only seat for a while, in which the second is due and not sent.
+        asyncio.get_running_loop().call_later(0.3, service.gate.set)
+        run = await run_open(client, planned(0.0, 0.0), SETTINGS, 1, nothing)
+    first, second = run.records
+    assert second.due_s == 0.0
+    assert first.last_s is not None
+    assert second.sent_s >= first.last_s > 0.2
+    for measured_s in (ttft_s(second), jct_s(second)):
+        assert measured_s is not None
+        assert measured_s >= second.sent_s, "none of the wait is left out"
+    assert summarize(run, Slo(ttft_s=0.2))["slo_attainment"] == 0.0
+    assert not summarize(run, Slo())["client"]["kept_schedule"]
+
+
+async def test_in_a_closed_loop_a_request_is_due_when_the_one_before_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = RequestSettings.prompt
+
+    def slow_prompt(settings: RequestSettings, request: PlannedRequest) -> Any:
+        time.sleep(0.1)
+        return prompt(settings, request)
+
+    monkeypatch.setattr(RequestSettings, "prompt", slow_prompt)
+    async with serving(InferenceDouble()) as target, AsyncClient(target) as client:
+        run = await run_closed(client, planned(0.0, 0.0, 0.0), SETTINGS, 1, nothing)
+    assert [record.planned.number for record in run.records] == [0, 1, 2]
+    for former, record in pairwise(run.records):
+        assert former.last_s is not None
+        assert former.last_s <= record.due_s <= record.sent_s - 0.1
 
 
 async def test_a_closed_loop_keeps_so_many_requests_on_their_way() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kaveri.loadgen.driver import LoadRun, RequestRecord
-from kaveri.loadgen.report import Slo, over_runs, spread, summarize
+from kaveri.loadgen.report import Slo, jct_s, over_runs, row, spread, summarize, tpot_s, ttft_s
 from kaveri.loadgen.workload import PlannedRequest, RequestLengths
 
 
@@ -84,3 +84,14 @@ def test_figures_of_several_runs_have_a_median_a_least_and_a_greatest_value() ->
         "ttft_s": {"p50": {"median": 2.5, "min": 1.0, "max": 4.0}},
         "tpot_s": {"p50": {"median": 0.6, "min": 0.5, "max": 0.7}},
     }
+
+
+def test_a_client_that_sends_late_hides_nothing_of_the_wait() -> None:
+    late = record(0, 1.0, 4.0, 6.0, 11, sent_late_s=2.0)
+    assert ttft_s(late) == pytest.approx(3.0)
+    assert jct_s(late) == pytest.approx(5.0)
+    assert tpot_s(late) == pytest.approx(0.2)
+    assert Slo(ttft_s=3.0).met_by(late)
+    assert not Slo(ttft_s=2.9).met_by(late)
+    assert row(late)["ttft_s"] == pytest.approx(3.0)
+    assert (row(late)["due_s"], row(late)["sent_s"]) == (1.0, 3.0)
