@@ -18,16 +18,25 @@ KaveriError
 How each travels as a gRPC status is said in one place, kaveri/rpc/status.py.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
+_SHOWN_CHARACTERS = 120
+
 
 class KaveriError(Exception):
-    """Root of all errors that Kaveri raises on purpose."""
+    """Root of all errors that Kaveri raises on purpose. Survives pickle and copy with its data."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exception would call the class with the message alone.
+        return _restored, (type(self), self.args), self.__dict__
 
 
 class InvalidArgument(KaveriError):
     """The caller's input breaks a limit."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field} is {value!r:.120}; it must be {limit}")
+        super().__init__(f"{field} is {_shown(value)}; it must be {limit}")
         self.field = field
         self.value = value
         self.limit = limit
@@ -38,7 +47,7 @@ class ModelNotFound(KaveriError):
 
     def __init__(self, model: str, served: tuple[str, ...] = ()) -> None:
         known = f"; served here: {', '.join(served)}" if served else ""
-        super().__init__(f"model {model!r:.120} is not served here{known}")
+        super().__init__(f"model {_shown(model)} is not served here{known}")
         self.model = model
         self.served = served
 
@@ -137,3 +146,14 @@ class ConfigError(KaveriError):
         super().__init__(f"{field}: {reason}")
         self.field = field
         self.reason = reason
+
+
+def _restored(kind: type[KaveriError], args: tuple[object, ...]) -> KaveriError:
+    return kind.__new__(kind, *args)
+
+
+def _shown(value: object) -> str:
+    """The beginning of repr(value). A huge text or sequence costs no more than a small one."""
+    if type(value) in (str, bytes, list, tuple):
+        value = cast(Sequence[object], value)[:_SHOWN_CHARACTERS]
+    return f"{value!r:.{_SHOWN_CHARACTERS}}"

@@ -1,7 +1,10 @@
 """How tokens are drawn and why a request ends: the domain values behind sampling.proto."""
 
 import enum
-import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kaveri.errors import InvalidArgument
@@ -10,7 +13,12 @@ MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+_UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
+_FLOAT32_MAX = 3.4028234e38
+"""The wire's numbers: a larger one would arrive as infinity."""
+_FLOAT32_MIN = 1.4012984e-45
+"""A smaller top_p would arrive as 0."""
 
 
 class FinishReason(enum.StrEnum):
@@ -49,30 +57,82 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # One plain string is the commonest slip, and a tuple of its letters the worst reading of it.
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidArgument("params.max_tokens", self.max_tokens, "at least 1")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidArgument("params.temperature", self.temperature, "a finite number of at least 0")
-        if not 0 < self.top_p <= 1:
-            raise InvalidArgument("params.top_p", self.top_p, "in (0, 1]")
-        if self.top_k < 0:
-            raise InvalidArgument("params.top_k", self.top_k, "at least 0")
-        if self.seed is not None and not 0 <= self.seed <= _UINT64_MAX:
-            raise InvalidArgument("params.seed", self.seed, "in [0, 2**64)")
-        if len(self.stop) > MAX_STOP_TEXTS:
-            raise InvalidArgument("params.stop", f"{len(self.stop)} texts", f"at most {MAX_STOP_TEXTS} texts")
-        for text in self.stop:
-            if not 0 < len(text.encode()) <= MAX_STOP_TEXT_BYTES:
-                raise InvalidArgument("params.stop", text, f"texts of 1 to {MAX_STOP_TEXT_BYTES} bytes")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            count = f"{len(self.stop_token_ids)} ids"
-            raise InvalidArgument("params.stop_token_ids", count, f"at most {MAX_STOP_TOKEN_IDS} ids")
-        if any(token_id < 0 for token_id in self.stop_token_ids):
-            raise InvalidArgument("params.stop_token_ids", self.stop_token_ids, "ids of at least 0")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidArgument("params.logprobs", self.logprobs, f"in [0, {MAX_LOGPROBS}]")
+        stop = (
+            (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "a text or a sequence of texts")
+        )
+        stop_token_ids = _items("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
+        check_stop_counts(len(stop), len(stop_token_ids))
+        for text in stop:
+            _check_stop_text(text)
+        self._set("stop", stop)
+        ids = tuple(_whole("stop_token_ids", token_id, 0, _UINT32_MAX) for token_id in stop_token_ids)
+        self._set("stop_token_ids", ids)
+        if self.max_tokens is not None:
+            self._set("max_tokens", _whole("max_tokens", self.max_tokens, 1, _UINT32_MAX))
+        self._set("temperature", _number("temperature", self.temperature, 0.0, _FLOAT32_MAX))
+        self._set("top_p", _number("top_p", self.top_p, _FLOAT32_MIN, 1.0))
+        self._set("top_k", _whole("top_k", self.top_k, 0, _UINT32_MAX))
+        if self.seed is not None:
+            self._set("seed", _whole("seed", self.seed, 0, _UINT64_MAX))
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidArgument("params.ignore_eos", self.ignore_eos, "True or False")
+        if self.logprobs is not None:
+            self._set("logprobs", _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def check_stop_counts(text_count: int, token_id_count: int) -> None:
+    """Raises InvalidArgument when there are more stop texts or stop token ids than a request may have."""
+    if text_count > MAX_STOP_TEXTS:
+        raise InvalidArgument("params.stop", f"{text_count} texts", f"at most {MAX_STOP_TEXTS} texts")
+    if token_id_count > MAX_STOP_TOKEN_IDS:
+        count = f"{token_id_count} ids"
+        raise InvalidArgument("params.stop_token_ids", count, f"at most {MAX_STOP_TOKEN_IDS} ids")
+
+
+def whole_number(value: object) -> int | None:
+    """`value` as an int when it is a whole number of any type, numpy's for example; None when not, and for bools."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    number = whole_number(value)
+    if number is None or not least <= number <= most:
+        raise InvalidArgument(f"params.{name}", value, f"a whole number in [{least}, {most}]")
+    return number
+
+
+def _number(name: str, value: object, least: float, most: float) -> float:
+    # NaN is not in any range.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= float(value) <= most:
+        raise InvalidArgument(f"params.{name}", value, f"a number in [{least:g}, {most:g}]")
+    return float(value)
+
+
+def _items(name: str, value: object, limit: str) -> tuple[object, ...]:
+    unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
+    if unordered or not isinstance(value, Iterable):
+        raise InvalidArgument(f"params.{name}", value, limit)
+    return tuple(value)
+
+
+def _check_stop_text(text: object) -> None:
+    limit = f"texts of 1 to {MAX_STOP_TEXT_BYTES} bytes"
+    if not isinstance(text, str):
+        raise InvalidArgument("params.stop", text, limit)
+    try:
+        size_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("params.stop", text, f"Unicode text: {error.reason}") from error
+    if not 0 < size_bytes <= MAX_STOP_TEXT_BYTES:
+        raise InvalidArgument("params.stop", text, limit)
 
 
 @dataclass(frozen=True, slots=True)

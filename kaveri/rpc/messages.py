@@ -5,7 +5,7 @@ from kaveri.errors import InvalidArgument
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.policy.length import TokenRange
-from kaveri.sampling import FinishReason, Logprobs, SamplingParams
+from kaveri.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
 from kaveri.v1 import cluster_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
 _FINISH_TO_PROTO = {
@@ -57,6 +57,8 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
 
 def params_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
     """Fills in the defaults. Raises InvalidArgument."""
+    # Before they are copied: a message has room for millions of them.
+    check_stop_counts(len(message.stop), len(message.stop_token_ids))
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         temperature=message.temperature if message.HasField("temperature") else 1.0,

@@ -1,7 +1,9 @@
 """Checks a request's input against every limit and tokenizes it, before anything is spent on it."""
 
+import asyncio
 import dataclasses
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kaveri.cluster.view import ClusterView, Role
@@ -10,8 +12,10 @@ from kaveri.policy.placement import largest_prompt, missing_roles
 from kaveri.sampling import SamplingParams
 from services.router.dispatcher import Dispatcher
 from services.router.requests import AcceptedRequest
-from services.router.tokenizer import ChatMessage, ModelTokenizer
+from services.router.tokenizer import ModelTokenizer, Turn
 
+_SLICE_TOKENS = 65_536
+"""Token ids are copied and checked in slices, about a millisecond of the event loop each."""
 _SERVING_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
@@ -19,11 +23,12 @@ _SERVING_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 class Conversation:
     """A prompt to be rendered with the chat template."""
 
-    messages: tuple[ChatMessage, ...]
+    messages: Sequence[Turn]
 
 
-Prompt = str | tuple[int, ...] | Conversation | None
-"""Text, token ids, a conversation, or nothing at all."""
+Prompt = str | Sequence[int] | Conversation | None
+"""Text, token ids, a conversation, or nothing at all. Sequences may be those of the wire: they are of any length, and
+nothing is copied before their length is checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,11 @@ class Intake:
         params = offered.params
         for token_id in params.stop_token_ids:
             self._check_token_id("params.stop_token_ids", token_id)
-        token_ids = await self._tokenize(offered.prompt)
+        _check_given(offered.prompt)
         deadline_s = offered.arrived_s + offered.timeout_s
         view = await self._dispatcher.wait_for_instances(deadline_s)
         limit = max_model_len(view, self._model)
-        if len(token_ids) >= limit:
-            raise InvalidArgument("prompt", f"{len(token_ids)} tokens", f"at most {limit - 1} tokens for {self._model}")
+        token_ids = await self._tokenize(offered.prompt, limit - 1, deadline_s)
         largest = largest_prompt(view, self._model, (Role.DECODE, Role.COLOCATED))
         if largest is not None and len(token_ids) > largest:
             raise InvalidArgument(
@@ -89,30 +93,52 @@ class Intake:
             deadline_s=deadline_s,
         )
 
-    async def _tokenize(self, prompt: Prompt) -> list[int]:
+    async def _tokenize(self, prompt: Prompt, max_tokens: int, deadline_s: float) -> list[int]:
         match prompt:
-            case None:
-                raise InvalidArgument("prompt", None, "given as text, token_ids or messages")
             case str():
                 field = "prompt.text"
-                token_ids = await self._tokenizer.encode(prompt) if prompt else []
+                token_ids = await self._tokenizer.encode(prompt, max_tokens, deadline_s)
             case Conversation():
                 field = "prompt.messages"
-                if not prompt.messages:
-                    raise InvalidArgument(field, [], "at least one message")
-                token_ids = await self._tokenizer.encode_chat(prompt.messages)
-            case tuple():
-                field = "prompt.token_ids"
-                token_ids = list(prompt)
-                if token_ids:
-                    self._check_token_id(field, max(token_ids))
+                token_ids = await self._tokenizer.encode_chat(prompt.messages, max_tokens, deadline_s)
+            case _:
+                assert prompt is not None
+                return await self._checked(prompt, max_tokens)
         if not token_ids:
-            raise InvalidArgument(field, "" if isinstance(prompt, str) else [], "at least one token long")
+            raise InvalidArgument(field, "text without a token", "at least one token long")
+        return token_ids
+
+    async def _checked(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        if len(prompt) > max_tokens:
+            raise InvalidArgument("prompt", f"{len(prompt)} tokens", f"at most {max_tokens} tokens")
+        token_ids: list[int] = []
+        for start in range(0, len(prompt), _SLICE_TOKENS):
+            part = prompt[start : start + _SLICE_TOKENS]
+            self._check_token_id("prompt.token_ids", max(part))
+            token_ids += part
+            if len(token_ids) < len(prompt):
+                await asyncio.sleep(0)
         return token_ids
 
     def _check_token_id(self, field: str, token_id: int) -> None:
         if token_id >= self._tokenizer.vocab_size:
             raise InvalidArgument(field, token_id, f"below {self._tokenizer.vocab_size}, the size of the vocabulary")
+
+
+def _check_given(prompt: Prompt) -> None:
+    """Raises InvalidArgument when there is no prompt, or an empty one."""
+    match prompt:
+        case None:
+            raise InvalidArgument("prompt", None, "given as text, token_ids or messages")
+        case Conversation():
+            if not prompt.messages:
+                raise InvalidArgument("prompt.messages", [], "at least one message")
+        case str():
+            if not prompt:
+                raise InvalidArgument("prompt.text", "", "at least one token long")
+        case _:
+            if not prompt:
+                raise InvalidArgument("prompt.token_ids", [], "at least one token long")
 
 
 def max_model_len(view: ClusterView, model: str) -> int:

@@ -28,7 +28,6 @@ from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb
 from services.router import metrics
 from services.router.channels import Channels
 from services.router.config import RouterConfig
-from services.router.detokenizer import Detokenizer
 from services.router.dispatcher import Dispatcher
 from services.router.intake import (
     Conversation,
@@ -41,7 +40,7 @@ from services.router.intake import (
 from services.router.monitor import Monitor
 from services.router.requests import RequestEntry, RequestTable
 from services.router.token_streams import TokenStreams
-from services.router.tokenizer import ChatMessage, ModelTokenizer
+from services.router.tokenizer import ModelTokenizer
 
 _WATCH_TIMEOUT_S = 0.5
 """Longest time until a lease that ran out is acted upon, when nothing else changes."""
@@ -295,7 +294,8 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
             accepted = await router.intake.accept(offered)
             claiming = True
             await router.dispatcher.claim_request(request_id, offered.timeout_s)
-            entry = RequestEntry(accepted, Detokenizer(router.tokenizer.backend, accepted.params.stop))
+            detokenizer = router.tokenizer.detokenizer(accepted.prompt_token_ids, accepted.params.stop)
+            entry = RequestEntry(accepted, detokenizer)
             progress.entry = entry
             router.table.enter(place, entry)
             await self._dispatch(entry, context)
@@ -405,9 +405,8 @@ def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
         case "text":
             return request.text
         case "token_ids":
-            return tuple(request.token_ids.ids)
+            return request.token_ids.ids
         case "messages":
-            turns = (ChatMessage(entry.role, entry.content) for entry in request.messages.messages)
-            return Conversation(tuple(turns))
+            return Conversation(request.messages.messages)
         case _:
             return None
