@@ -42,7 +42,9 @@ def by_transformers(plain: PreTrainedTokenizerFast, turns: list[tuple[str, str]]
 def special_ids(plain: PreTrainedTokenizerFast) -> set[int]:
     """All ids that mark turns, or are special."""
     added = plain.backend_tokenizer.get_added_tokens_decoder()
-    return {number for number, token in added.items() if token.special or "User" in token.content}
+    return {
+        number for number, token in added.items() if token.special or token.content in ("<|User|>", "<|Assistant|>")
+    }
 
 
 PIECES = [

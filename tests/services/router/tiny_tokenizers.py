@@ -36,9 +36,9 @@ _GEMMA = (
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 _DEEPSEEK = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
-    "{% else %}{{ '<｜Assistant｜>' + m['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + m['content'] }}"
+    "{% else %}{{ '<|Assistant|>' + m['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"
 )
 
 
@@ -111,10 +111,10 @@ def llama3() -> PreTrainedTokenizerFast:
 
 def deepseek() -> PreTrainedTokenizerFast:
     """Its turns are marked by tokens that are not special."""
-    added = _special("<｜begin｜>", "<｜end｜>")
-    names = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")
+    added = _special("<|begin|>", "<|end|>")
+    names = ("<|User|>", "<|Assistant|>", "<think>", "</think>")
     added += [AddedToken(text, special=False, normalized=True) for text in names]
-    return _byte_level(added, _DEEPSEEK, "<｜begin｜>", "<｜end｜>")
+    return _byte_level(added, _DEEPSEEK, "<|begin|>", "<|end|>")
 
 
 def llama2() -> PreTrainedTokenizerFast:

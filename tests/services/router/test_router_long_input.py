@@ -1,0 +1,194 @@
+"""Input of any size that gRPC lets in is refused at once, or tokenized beside the tokens of other requests."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+
+from kaveri.errors import DeadlineExceeded, InvalidArgument
+from kaveri.rpc.server import MAX_MESSAGE_BYTES
+from kaveri.rpc.status import error_of
+from kaveri.v1 import inference_pb2, sampling_pb2
+from services.router.tokenizer import ChatMessage, ModelTokenizer
+from tests.services.router.cluster_script import ScriptedCluster, answer, ask, collect, tokens_of
+
+FULL = MAX_MESSAGE_BYTES - 1_000
+"""Bytes of input that fit into one message beside its own framing."""
+
+
+def text(content: str) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(text=content)
+
+
+def conversation(count: int, role: str = "", content: str = "") -> inference_pb2.GenerateRequest:
+    turns = [inference_pb2.Message(role=role, content=content)] * count
+    return inference_pb2.GenerateRequest(messages=inference_pb2.Messages(messages=turns))
+
+
+def params(**fields: object) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(text="hello", params=sampling_pb2.SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+HUGE: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], str]] = {
+    "one text": (lambda: text("count the words " * (FULL // 16)), "prompt.text"),
+    "one text without a space": (lambda: text("<" * FULL), "prompt.text"),
+    "empty messages": (lambda: conversation(700_000), "prompt.messages"),
+    "messages of one letter": (lambda: conversation(300_000, "user", "a"), "prompt.messages"),
+    "one message": (lambda: conversation(1, "user", "a " * (FULL // 2)), "prompt.messages"),
+    "one role": (lambda: conversation(1, "a" * FULL), "prompt.messages[0].role"),
+    "a thousand roles": (lambda: conversation(1_000, "a" * (FULL // 1_010)), "prompt.messages[0].role"),
+    "token ids": (
+        lambda: inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[7] * FULL)),
+        "prompt",
+    ),
+    "stop token ids": (lambda: params(stop_token_ids=[7] * FULL), "params.stop_token_ids"),
+    "stop texts": (lambda: params(stop=[""] * (FULL // 2)), "params.stop"),
+    "request id": (lambda: inference_pb2.GenerateRequest(text="hello", request_id="a" * FULL), "request_id"),
+}
+
+
+@contextlib.asynccontextmanager
+async def flood(address: str, message: bytes, threads: int = 2) -> "AsyncIterator[queue.Queue[grpc.RpcError]]":
+    """Sends `message` without pause until the context ends; gives the errors that come back.
+
+    From threads, and serialized once, so that it takes little of the interpreter that the router runs on.
+    """
+    stop = threading.Event()
+    errors: queue.Queue[grpc.RpcError] = queue.Queue()
+
+    def send() -> None:
+        with grpc.insecure_channel(address, (("grpc.max_send_message_length", -1),)) as channel:
+            generate = channel.unary_stream(
+                "/kaveri.v1.InferenceService/Generate",
+                request_serializer=bytes,
+                response_deserializer=inference_pb2.GenerateResponse.FromString,
+            )
+            while not stop.is_set():
+                try:
+                    for _ in generate(message, timeout=60):
+                        pass
+                except grpc.RpcError as error:
+                    errors.put(error)
+
+    workers = [threading.Thread(target=send) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield errors
+    finally:
+        stop.set()
+        for worker in workers:
+            await asyncio.to_thread(worker.join, 60)
+
+
+async def refusals(errors: "queue.Queue[grpc.RpcError]", count: int) -> list[grpc.RpcError]:
+    async with asyncio.timeout(60):
+        while errors.qsize() < count:  # noqa: ASYNC110 - filled by threads
+            await asyncio.sleep(0.001)
+    return [errors.get() for _ in range(count)]
+
+
+class Ticks:
+    """The event loop's longest stretch between two of its turns: on the clock, and in its own CPU time."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self.longest_cpu_s = 0.0
+
+    async def count(self) -> None:
+        before_s, before_cpu_s = time.monotonic(), time.thread_time()
+        while True:
+            await asyncio.sleep(0.001)
+            now_s, now_cpu_s = time.monotonic(), time.thread_time()
+            self.longest_s = max(self.longest_s, now_s - before_s)
+            self.longest_cpu_s = max(self.longest_cpu_s, now_cpu_s - before_cpu_s)
+            before_s, before_cpu_s = now_s, now_cpu_s
+
+
+@pytest.mark.parametrize("case", HUGE)
+async def test_huge_input_without_pause_is_refused_and_stops_no_other_stream(
+    cluster: ScriptedCluster, case: str
+) -> None:
+    make, field = HUGE[case]
+    ticks = Ticks()
+    async with cluster.router() as router:
+        counting = asyncio.create_task(ticks.count())
+        async with flood(router.router.address, make().SerializeToString()) as errors:
+            beside = collect(router.stub.Generate(ask(max_tokens=200), timeout=60))
+            responses, refused = await asyncio.gather(beside, refusals(errors, 4))
+        counting.cancel()
+    assert tokens_of(responses) == answer((300, 301, 302), 200)
+    for error in refused:
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
+        caught = error_of(error)
+        assert isinstance(caught, InvalidArgument)
+        assert caught.field == field
+        assert caught.limit
+        assert len(str(error.details())) < 1_000
+    assert len(cluster.taken()) == 1, "none of them was placed"
+    # The loop's own work does not grow with a machine's load, its turns on the clock do: without the bounds both are
+    # seconds. What is left is the parsing of the message itself.
+    assert ticks.longest_cpu_s < 0.2, ticks.longest_cpu_s
+    assert ticks.longest_s < 1.0, ticks.longest_s
+
+
+async def test_a_long_text_is_tokenized_while_the_loop_turns(tokenizer: ModelTokenizer) -> None:
+    """A limit as large as this lets in what takes seconds: the loop must turn all the time."""
+    long = "<" * 1_000_000 + " count the words" * 100_000
+    ticks = Ticks()
+    counting = asyncio.create_task(ticks.count())
+    started_s = time.monotonic()
+    deadline_s = started_s + 120
+    with pytest.raises(InvalidArgument, match="tokens"):
+        await tokenizer.encode(long, 300_000, deadline_s)
+    messages = [ChatMessage("user", long[:500_000])] * 4 + [ChatMessage("user", "<|end|>" * 10_000)]
+    with pytest.raises(InvalidArgument, match="tokens"):
+        await tokenizer.encode_chat(messages, 300_000, deadline_s)
+    took_s = time.monotonic() - started_s
+    counting.cancel()
+    assert ticks.longest_cpu_s < 0.1, ticks.longest_cpu_s
+    assert ticks.longest_s < max(0.25, took_s / 6), (ticks.longest_s, took_s)
+
+
+async def test_as_much_input_as_fits_is_taken(tokenizer: ModelTokenizer) -> None:
+    deadline_s = time.monotonic() + 60
+    longest = max(tokenizer.backend.get_vocab(), key=lambda token: len(token.encode()))
+    text = tokenizer.backend.decode([tokenizer.backend.token_to_id(longest)], skip_special_tokens=False)
+    count = len(tokenizer.backend.encode(text * 50).ids)
+    assert len(await tokenizer.encode(text * 50, count, deadline_s)) == count
+    with pytest.raises(InvalidArgument) as caught:
+        await tokenizer.encode(text * 50, count - 1, deadline_s)
+    assert caught.value.field in ("prompt", "prompt.text")
+    messages = [ChatMessage("user", "a")] * 100
+    ids = await tokenizer.encode_chat(messages, 10_000, deadline_s)
+    assert await tokenizer.encode_chat(messages, len(ids), deadline_s) == ids
+    with pytest.raises(InvalidArgument) as caught:
+        await tokenizer.encode_chat(messages, len(ids) - 1, deadline_s)
+    assert caught.value.field == "prompt"
+    with pytest.raises(InvalidArgument) as caught:
+        await tokenizer.encode_chat(messages, 99, deadline_s)
+    assert (caught.value.field, caught.value.limit) == ("prompt.messages", "at most 99 messages")
+
+
+async def test_tokenizing_ends_with_the_requests_deadline(tokenizer: ModelTokenizer) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await tokenizer.encode("count the words " * 50_000, 1_000_000, time.monotonic() + 0.001)
+
+
+async def test_token_ids_in_several_slices_arrive_whole(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.intake._SLICE_TOKENS", 100)
+    prompt = tuple(300 + number % 1_000 for number in range(1_050))
+    async with cluster.router() as router:
+        responses = await collect(router.stub.Generate(ask(prompt, max_tokens=3), timeout=20))
+        assert tokens_of(responses) == answer(prompt, 3)
+        assert tuple(cluster.taken()[0].token_ids) == prompt
+        outside = ask((*prompt, 1_536), max_tokens=3)
+        with pytest.raises(grpc.aio.AioRpcError, match="1536"):
+            await collect(router.stub.Generate(outside, timeout=20))
