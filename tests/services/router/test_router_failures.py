@@ -262,7 +262,9 @@ async def test_an_attempt_number_beyond_the_limit_is_not_believed(cluster: Scrip
         assert tokens_of(await collect(router.stub.Generate(ask(), timeout=5))) == answer(PROMPT, 20)
 
 
-@pytest.mark.parametrize("broken", ["services.router.dispatcher.choose_prefill", "services.router.server.Detokenizer"])
+@pytest.mark.parametrize(
+    "broken", ["services.router.dispatcher.choose_prefill", "services.router.tokenizer.Detokenizer"]
+)
 async def test_a_bug_fails_its_request_with_one_sentence_and_a_traceback_in_the_log(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
