@@ -1,0 +1,117 @@
+"""A decode instance at its limits: seats that come free, the whole pool, blocks that are not worth waiting for."""
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.policy.room_line import MAX_OVERTAKES
+
+BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
+POOL_BLOCKS = 12
+POOL_TOKENS = POOL_BLOCKS * 16
+SMALL_POOL = {"max_model_len": POOL_TOKENS, "kv_cache_memory": POOL_BLOCKS * BLOCK_BYTES}
+SOON_S = 20.0
+
+
+def prompt(seed: int, token_count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(token_count)]
+
+
+@pytest.fixture(autouse=True)
+def fake_engines(cluster: Any) -> None:
+    cluster.needs_fake_engines("counts blocks of 16 tokens")
+
+
+async def status_of(reserving: Any) -> grpc.StatusCode:
+    """How a reservation by hand ended."""
+    try:
+        await reserving
+    except aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("how", ["aborted", "deadline", "router_gone"])
+async def test_a_seat_that_comes_free_admits_the_next_landed_request(cluster: Any, by_hand: Any, how: str) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(max_batch=1, fake_step_s=0.02)
+    former, router = await cluster.router("former"), await cluster.router()
+    seated = former.prefill(
+        prefill, "seated", prompt(1, 60), max_tokens=400, ignore_eos=True, timeout_s=2.0 if how == "deadline" else 60.0
+    )
+    await seated.ended()
+    await by_hand.eventually(lambda: decode.load().running_requests == 1, "it runs")
+    waiting = router.prefill(prefill, "waiting", prompt(2, 60), max_tokens=10)
+    await waiting.ended()
+    await by_hand.eventually(lambda: decode.load().waiting_requests == 1, "the next one has landed")
+    if how == "aborted":
+        await by_hand.abort(decode, "seated", router_id="former")
+    elif how == "router_gone":
+        former.unsubscribe(decode)
+    await by_hand.eventually(
+        lambda: decode.metric("kaveri_decode_requests_total", outcome=how) == 1, "the seat is free", SOON_S
+    )
+    async with asyncio.timeout(SOON_S):
+        assert await router.answer(waiting, "waiting") == cluster.expected(prompt(2, 60), 10)
+
+
+async def test_a_request_as_large_as_the_whole_pool_is_served(cluster: Any, by_hand: Any) -> None:
+    prefill, decode = await cluster.prefill(), await cluster.decode(**SMALL_POOL)
+    router = await cluster.router()
+    await by_hand.reserve(decode, "taken", 1)
+    token_ids = prompt(3, POOL_TOKENS - 2)
+    call = router.prefill(prefill, "whole", token_ids, max_tokens=2, ignore_eos=True)
+    await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") == 1, "it waits")
+    await by_hand.abort(decode, "taken")
+    assert await router.answer(call, "whole") == cluster.expected(token_ids, 2)
+    await cluster.all_free()
+
+
+async def test_a_request_larger_than_the_whole_pool_is_refused_at_once(cluster: Any, by_hand: Any) -> None:
+    decode = await cluster.decode(**SMALL_POOL)
+    await cluster.router()
+    assert await status_of(by_hand.reserve(decode, "whole", POOL_TOKENS - 1)) is grpc.StatusCode.OK
+    await by_hand.abort(decode, "whole")
+    assert await status_of(by_hand.reserve(decode, "larger", POOL_TOKENS)) is grpc.StatusCode.INVALID_ARGUMENT
+    assert decode.metric("kaveri_decode_line_requests") == 0
+    await cluster.all_free()
+
+
+async def test_nothing_is_kept_for_a_request_that_must_wait_for_a_frozen_sender(
+    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.instance._PLACE_KEPT_S", 1e6)
+    decode = await cluster.decode(**SMALL_POOL)
+    await cluster.router()
+    engine = decode.host._hosted._engine
+    flow = engine.kv_flow()
+    quarantined = 5
+
+    def kv_flow() -> Any:
+        return replace(flow, receiving=replace(flow.receiving, quarantined_block_count=quarantined))
+
+    monkeypatch.setattr(engine, "kv_flow", kv_flow)
+    await by_hand.reserve(decode, "taken", 79)
+    # Eight blocks of the seven that are not in quarantine.
+    assert await status_of(by_hand.reserve(decode, "large", 127)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert decode.metric("kaveri_decode_line_requests") == 0
+    quarantined = 4
+    assert await status_of(by_hand.reserve(decode, "large", 127)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert decode.metric("kaveri_decode_line_requests") == 1
+    for number in range(MAX_OVERTAKES):
+        await by_hand.reserve(decode, f"overtakes {number}", 1)
+        await by_hand.abort(decode, f"overtakes {number}")
+        await by_hand.eventually(lambda: decode.held_blocks == 5, "its block is free")
+    assert await status_of(by_hand.reserve(decode, "small", 1)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    # A sender freezes: the first in line gives its place up when it asks again, and what is free is for others.
+    quarantined = 5
+    assert await status_of(by_hand.reserve(decode, "large", 127)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await status_of(by_hand.reserve(decode, "small", 1)) is grpc.StatusCode.OK
+    for name in ("taken", "small"):
+        await by_hand.abort(decode, name)
+    await cluster.all_free()
