@@ -1,11 +1,7 @@
 """What must be gone when a cluster is at rest: requests, blocks, claims, calls."""
 
 from kaveri.cluster.view import Role
-from kaveri.testing.simulation.plan import FaultKind
-from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.world import Life, World
-
-_STORE_FAULTS = (FaultKind.STORE_AWAY, FaultKind.STORE_LOST, FaultKind.STORE_REFUSES, FaultKind.ISOLATE)
 
 
 def leftovers(world: World) -> list[str]:
@@ -29,10 +25,7 @@ def leftovers(world: World) -> list[str]:
 
 
 def _claimed(world: World) -> list[str]:
-    """Ids that a living router has in the store's table. What a dead one has left there is in nobody's way, and what a
-    router could not take out, because the store did not answer then, ends with the request's deadline."""
-    if any(fault.kind in _STORE_FAULTS or STORE_NAME in (fault.target, fault.other) for fault in world.plan.faults):
-        return []
+    """Ids that a living router has in the store's table. What a dead one has left there is taken over."""
     cluster = world.store.cluster
     routers = {life.router.router_id for life in world.lives.values() if life.router is not None}
     records = map(cluster.request, cluster.request_ids())
