@@ -155,7 +155,7 @@ class RequestEntry:
             return
         attempt.first_token_seen = True
         logprobs = (event.logprobs,) if event.HasField("logprobs") else ()
-        self._append(attempt.first_index, (event.token_id,), logprobs)
+        self._append(attempt.first_index, (event.token_id,), logprobs, event.finish_reason)
         if event.finish_reason and not self.ended:
             self._finish(finish_from_proto(event.finish_reason))
         early, self._early = self._early, []
@@ -192,7 +192,7 @@ class RequestEntry:
                 # The first token comes by another road. At most max_tokens of these can queue up.
                 self._early.append((instance_id, update))
             return
-        self._append(update.index, update.token_ids, update.logprobs)
+        self._append(update.index, update.token_ids, update.logprobs, update.finish_reason)
         if update.finish_reason and not self.ended:
             self.timing.decode_queue_s = update.timing.queue_s
             self.timing.decode_s = update.timing.decode_s
@@ -288,7 +288,13 @@ class RequestEntry:
         if piece:
             self._text.append((len(self.token_ids), piece))
 
-    def _append(self, index: int, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs]) -> None:
+    def _append(
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[sampling_pb2.Logprobs],
+        finish_reason: sampling_pb2.FinishReason,
+    ) -> None:
         seen = len(self.token_ids) - index
         if seen >= len(token_ids):
             return
@@ -299,6 +305,9 @@ class RequestEntry:
             self.token_ids.append(token_ids[position])
             if logprobs:
                 self._logprobs.append(logprobs[position])
+            if finish_reason == sampling_pb2.FINISH_REASON_STOP and position == len(token_ids) - 1:
+                # The stop token is part of the answer's tokens and logprobs, not of its text, like with vLLM.
+                continue
             self._add_text(self._detokenizer.push(token_ids[position]))
             if self._detokenizer.stopped:
                 self.finish = FinishReason.STOP

@@ -132,6 +132,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """The router ids of the streams that are open."""
         self.may_step = asyncio.Event()
         self.may_step.set()
+        self.stop_at: int | None = None
+        """Tokens behind which answers end as with a stop token."""
         self.pause_at: int | None = None
         """Stop stepping, once, when a request has so many tokens; may_step goes on."""
         self.skip_once = False
@@ -226,6 +228,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
                 update.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
                 update.timing.decode_s = 0.25
                 del self.running[running.request_id]
+            elif running.next_index == self.stop_at:
+                update.finish_reason = sampling_pb2.FINISH_REASON_STOP
+                del self.running[running.request_id]
             updates.append(update)
         self.fail_next, self.replaced_next = "", False
         return updates
@@ -257,6 +262,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Requests that a hold stops now."""
         self.remaining_s: list[float | None] = []
         """Seconds until the deadline, for every request as it came."""
+        self.stop_at: int | None = None
+        """Tokens behind which answers end as with a stop token."""
         self.placed_in_vain = ""
         """Decode instance on which every request is placed before the one that takes it."""
         self.queue_limit: int | None = None
@@ -285,6 +292,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         finish = (
             sampling_pb2.FINISH_REASON_LENGTH
             if request.generated_count + 1 >= request.params.max_tokens
+            else sampling_pb2.FINISH_REASON_STOP
+            if request.generated_count + 1 == self.stop_at
             else sampling_pb2.FINISH_REASON_UNSPECIFIED
         )
         self.open_requests += 1

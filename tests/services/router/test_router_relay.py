@@ -81,6 +81,25 @@ async def test_tokens_sent_twice_are_delivered_once(cluster: ScriptedCluster) ->
         assert tokens_of(await collect(router.stub.Generate(ask(), timeout=5))) == answer(PROMPT, 20)
 
 
+@pytest.mark.parametrize("stop_at", [1, 2, 7])
+@pytest.mark.parametrize("repeat_tokens", [False, True])
+async def test_the_token_that_ends_an_answer_is_among_its_tokens_and_not_in_its_text(
+    cluster: ScriptedCluster, tokenizer: ModelTokenizer, stop_at: int, repeat_tokens: bool
+) -> None:
+    for instance in (*cluster.prefills.values(), *cluster.decodes.values()):
+        instance.stop_at = stop_at
+    for decode in cluster.decodes.values():
+        decode.repeat_tokens = repeat_tokens
+    async with cluster.router() as router:
+        responses = await collect(router.stub.Generate(ask(logprobs=1), timeout=5))
+    tokens = answer(PROMPT, stop_at)
+    assert tokenizer.backend.decode(tokens) != tokenizer.backend.decode(tokens[:-1]), "the token has no text anyway"
+    assert tokens_of(responses) == tokens
+    assert text_of(responses) == tokenizer.backend.decode(tokens[:-1])
+    assert sum(len(response.logprobs) for response in responses) == stop_at
+    assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
+
+
 async def test_an_answer_of_one_token_needs_no_decode_instance(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
         responses = await collect(router.stub.Generate(ask(max_tokens=1), timeout=5))
