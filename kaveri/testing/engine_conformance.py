@@ -42,10 +42,13 @@ ResultT = TypeVar("ResultT")
 MAX_MODEL_LEN = 128
 CHUNK_TOKENS = 16
 _ABUNDANT_BLOCKS = 400
+_EOS_PROMPTS = 300
+"""Most prompts tried for an answer with an end-of-sequence id in it."""
 
 
 class EngineHarness(Protocol):
-    """Makes the engines under test. They must exchange KV, and one block must hold at most 32 tokens."""
+    """Makes the engines under test. They must exchange KV, and one block must hold at most 32 tokens. Their model must
+    have an end-of-sequence id, and draw it in some of its answers."""
 
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> PrefillEngine:
         """Not started."""
@@ -146,6 +149,19 @@ def make_request(
     return EngineRequest(AttemptKey(name, 1), token_ids, 0, wanted)
 
 
+def _request_that_draws(
+    harness: EngineHarness, engine: Engine, token_ids: frozenset[int]
+) -> tuple[EngineRequest, list[int], int]:
+    """A request, its answer, and where in that the first of these tokens is: neither the first nor the last."""
+    for number in range(_EOS_PROMPTS):
+        request = make_request(engine, f"eos{number}", 5, 30)
+        whole = harness.answer(request.token_ids, 30)
+        found = [index for index, token_id in enumerate(whole) if token_id in token_ids]
+        if found and 0 < found[0] < 29:
+            return request, whole, found[0]
+    raise AssertionError(f"none of {_EOS_PROMPTS} answers has an end-of-sequence id in it")
+
+
 class TwoSidedEngine(PrefillEngine, DecodeEngine, Protocol):
     """An engine that plays both sides."""
 
@@ -226,6 +242,24 @@ class EngineConformance:
             assert pair.answer(request) == whole[: whole.index(stop) + 1]
             finished = pair.prefilled.finished if whole.index(stop) == 0 else pair.decoded.finished
             assert finished[request.key] is FinishReason.STOP
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_end_of_sequence_ends_the_answer_unless_it_is_ignored(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            eos_token_ids = pair.decode.info.eos_token_ids
+            assert eos_token_ids == pair.prefill.info.eos_token_ids
+            request, whole, end = _request_that_draws(harness, pair.prefill, eos_token_ids)
+            # Prefill draws the first token, decode the others.
+            first = replace(request, token_ids=request.token_ids + tuple(whole[:end]), generated_count=end)
+            for name, placed, expected in (("later", request, whole), ("first", first, whole[end:])):
+                for ignores in (True, False):
+                    params = replace(request.params, ignore_eos=ignores)
+                    asked = replace(placed, key=AttemptKey(f"{name}-{ignores}", 1), params=params)
+                    pair.hand_over(asked)
+                    ended = expected if ignores else expected[: expected.index(whole[end]) + 1]
+                    assert pair.answer(asked) == ended
+                    recorder = pair.prefilled if len(ended) == 1 else pair.decoded
+                    assert recorder.finished[asked.key] is (FinishReason.LENGTH if ignores else FinishReason.STOP)
             wait_until_free(pair.prefill, pair.decode)
 
     def test_answer_ends_where_the_models_length_does(self, harness: EngineHarness) -> None:
@@ -484,6 +518,21 @@ class EngineConformance:
             wait_until_free(pair.prefill, pair.decode)
             pair.hand_over(small)
             assert pair.answer(small) == harness.answer(small.token_ids, 5)
+
+    def test_one_request_may_take_the_whole_pool_on_either_side(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as probe:
+            prefill_blocks = probe.prefill.info.layout.block_count(MAX_MODEL_LEN)
+            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        with running_pair(harness, prefill_blocks=prefill_blocks, decode_blocks=blocks) as pair:
+            # Its prompt takes every block; its answer takes every block, one after the other; and all of it is prompt.
+            for name, prompt_tokens in (("prompt", MAX_MODEL_LEN - 2), ("answer", 1), ("longest", MAX_MODEL_LEN - 1)):
+                request = make_request(pair.prefill, name, prompt_tokens, MAX_MODEL_LEN)
+                pair.hand_over(request)
+                assert pair.answer(request) == harness.answer(request.token_ids, MAX_MODEL_LEN - prompt_tokens)
+                finished = pair.prefilled.finished if name == "longest" else pair.decoded.finished
+                assert finished[request.key] is FinishReason.LENGTH
+                wait_until_free(pair.prefill, pair.decode)
+            assert not pair.decoded.of(Preempted), "each request was alone"
 
     def test_requests_that_can_never_fit_are_refused(self, harness: EngineHarness) -> None:
         with running_pair(harness) as pair:

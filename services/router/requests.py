@@ -293,7 +293,7 @@ class RequestEntry:
         index: int,
         token_ids: Sequence[int],
         logprobs: Sequence[sampling_pb2.Logprobs],
-        finish_reason: sampling_pb2.FinishReason,
+        finish_reason: "sampling_pb2.FinishReason.ValueType",
     ) -> None:
         seen = len(self.token_ids) - index
         if seen >= len(token_ids):

@@ -13,6 +13,9 @@ from kaveri.engine.timed import TimedRunner
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import EngineConformance
 
+_EOS = 0.02
+"""Chance of each token to be the end of its answer."""
+
 
 class _Harness:
     def __init__(self, folder: Path, block_tokens: int, prefill_block_tokens: int | None = None) -> None:
@@ -22,7 +25,7 @@ class _Harness:
         self._count = 0
 
     def _runner(self, max_model_len: int, block_tokens: int) -> ModelRunner:
-        return FakeRunner(FakeModel(max_model_len=max_model_len, block_tokens=block_tokens))
+        return FakeRunner(FakeModel(max_model_len=max_model_len, block_tokens=block_tokens, eos_probability=_EOS))
 
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> StepwiseEngine:
         runner = self._runner(max_model_len, self._prefill_block_tokens)
@@ -41,7 +44,7 @@ class _Harness:
         )
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
-        return FakeModel().answer(token_ids, 0, token_count)
+        return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
 
 
 class _TimedHarness(_Harness):
@@ -54,7 +57,7 @@ class _TimedHarness(_Harness):
             prefill=PrefillLatency(step_s=5e-4, token_s=1e-6, token_squared_s=1e-9),
             decode=(DecodeLatency(min_batch=1, step_s=5e-4, context_token_s=1e-8, request_s=1e-6),),
         )
-        model = FakeModel(max_model_len=max_model_len, block_tokens=block_tokens)
+        model = FakeModel(max_model_len=max_model_len, block_tokens=block_tokens, eos_probability=_EOS)
         return TimedRunner(FakeRunner(model), latency)
 
 

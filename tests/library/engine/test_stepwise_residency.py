@@ -18,6 +18,12 @@ from kaveri.sampling import SamplingParams
 _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 
 
+_LOADED_STEPS = 3000
+_LONGEST_STEPS = 400
+"""From admission to the last token, under load: 139 were seen. Far less than the load lasts, or starvation would end
+with it."""
+
+
 class _Pool:
     """A residency driven by hand, with an engine's way of reserving, landing and drawing."""
 
@@ -48,6 +54,19 @@ class _Pool:
         self.land(sequence)
         self.residency.admit(sequence)
         return sequence
+
+    def take_blocks_of(self, sequence: Sequence) -> None:
+        """As a preemption does."""
+        self.allocator.release(sequence)
+        sequence.block_ids, sequence.computed, sequence.phase = [], 0, Phase.WAITING
+        self.residency.running.remove(sequence)
+        self.residency.waiting.insert(0, sequence)
+
+    def leave_free(self, block_count: int) -> object:
+        """Somebody else takes all but so many blocks; release() gives them back."""
+        others = object()
+        self.allocator.allocate(others, self.allocator.free_count - block_count)
+        return others
 
     def step(self) -> list[Sequence]:
         """One engine step. Returns those that were preempted for it."""
@@ -142,6 +161,106 @@ def test_batch_takes_no_more_than_it_holds_and_fills_in_order() -> None:
     assert pool.residency.running == sequences[2:4]
 
 
+def test_the_latest_landing_gives_way_before_those_before_it() -> None:
+    pool = _Pool(total_blocks=7)
+    running = pool.admitted(7, 9)
+    pool.residency.prepare_step()
+    reserved = [pool.reserve(7, 3) for _ in range(2)]
+    # Not in the order of their reservation.
+    for sequence in reversed(reserved):
+        pool.land(sequence)
+    pool.leave_free(0)
+    running.token_ids.append(0)
+    assert pool.residency.prepare_step() == [reserved[0]]
+    assert reserved[1].block_ids
+
+
+def test_those_admitted_and_outside_the_batch_give_way_before_it_the_latest_first_and_behind_landed_ones() -> None:
+    pool = _Pool(total_blocks=8, max_batch=1)
+    running, early, late = pool.admitted(7, 20), pool.admitted(7, 3), pool.admitted(7, 3)
+    landed = pool.reserve(7, 3)
+    pool.land(landed)
+    gave_way = [sequence for _ in range(12) for sequence in pool.step()]
+    assert gave_way[:2] == [landed, late]
+    assert running.block_ids
+    assert early.block_ids
+
+
+def test_preempted_sequence_keeps_its_rank_and_comes_back_before_those_admitted_later() -> None:
+    pool = _Pool(total_blocks=9, max_batch=2)
+    first, second, third = pool.admitted(8, 20), pool.admitted(8, 20), pool.admitted(8, 3)
+    while second.block_ids:
+        pool.step()
+    assert pool.residency.waiting == [second, third]
+    assert not third.block_ids
+    while not first.done:
+        pool.step()
+    # Whatever becomes free is for the one before: it is whole again no later than the other.
+    while not second.block_ids:
+        assert not third.block_ids
+        pool.step()
+    while pool.live:
+        pool.step()
+
+
+def test_nothing_free_goes_to_a_later_sequence_while_an_earlier_one_lacks_blocks() -> None:
+    pool = _Pool(total_blocks=12)
+    first, long, short = pool.admitted(3, 30), pool.admitted(20, 5), pool.admitted(3, 5)
+    pool.residency.prepare_step()
+    pool.take_blocks_of(short)
+    pool.take_blocks_of(long)
+    # Enough for the short one, and too few for the long one.
+    others = pool.leave_free(4)
+    assert pool.residency.prepare_step() == []
+    assert pool.residency.running == [first]
+    assert pool.allocator.free_count == 4
+    pool.allocator.release(others)
+    pool.residency.prepare_step()
+    assert pool.residency.running == [first, long, short]
+
+
+def test_sequence_with_its_blocks_runs_while_an_earlier_one_waits_for_some_and_ranks_behind_it() -> None:
+    pool = _Pool(total_blocks=10)
+    first, earlier, later = pool.admitted(3, 30), pool.admitted(16, 30), pool.reserve(3, 30)
+    pool.residency.prepare_step()
+    pool.land(later)
+    pool.take_blocks_of(earlier)
+    pool.residency.admit(later)
+    # What the later one has would not be enough for the earlier one.
+    others = pool.leave_free(1)
+    assert pool.residency.prepare_step() == []
+    assert pool.residency.running == [first, later]
+    pool.allocator.release(others)
+    pool.residency.prepare_step()
+    # So the later one is the first to give way again.
+    assert pool.residency.running == [first, earlier, later]
+
+
+def test_sequence_comes_back_only_when_each_running_one_has_a_block_to_grow_into() -> None:
+    pool = _Pool(total_blocks=12)
+    running, waiting = [pool.admitted(3, 30) for _ in range(2)], pool.admitted(7, 5)
+    pool.residency.prepare_step()
+    pool.take_blocks_of(waiting)
+    # Two for itself, and one for each of those that run.
+    others = pool.leave_free(3)
+    pool.residency.prepare_step()
+    assert pool.residency.running == running
+    pool.allocator.release(others)
+    pool.leave_free(4)
+    pool.residency.prepare_step()
+    assert pool.residency.running == [*running, waiting]
+
+
+def test_what_a_transfer_wrote_into_blocks_that_were_given_up_is_forgotten() -> None:
+    pool = _Pool(total_blocks=6)
+    running, landed = pool.admitted(8, 9), pool.reserve(8, 5)
+    pool.land(landed)
+    landed.runner_unaware = True
+    while not pool.step():
+        assert not running.done
+    assert not landed.runner_unaware
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_everybody_gets_through_under_load_without_end(seed: int) -> None:
     print(f"seed {seed}")
@@ -152,10 +271,10 @@ def test_everybody_gets_through_under_load_without_end(seed: int) -> None:
     reserved: list[tuple[Sequence, int]] = []
     landed: list[tuple[Sequence, int]] = []
     waiting_since: dict[Sequence, int] = {}
-    step = 0
-    while step < 600 or pool.live:
+    finished_count = step = 0
+    while step < _LOADED_STEPS or pool.live:
         step += 1
-        if step < 600:
+        if step < _LOADED_STEPS:
             prompt_tokens = rng.randrange(1, max_model_len - 2)
             answer_tokens = rng.randrange(2, max_model_len - prompt_tokens + 1)
             try:
@@ -175,7 +294,10 @@ def test_everybody_gets_through_under_load_without_end(seed: int) -> None:
             pool.residency.admit(due[0])
             waiting_since[due[0]] = step
         pool.step()
-        for sequence, since in waiting_since.items():
-            assert sequence.done or step - since < 1000, f"step {step}: {sequence} waits since {since}"
-    assert waiting_since, "nothing was admitted"
+        for sequence, since in tuple(waiting_since.items()):
+            assert step - since < _LONGEST_STEPS, f"step {step}: {sequence} waits since {since}"
+            if sequence.done:
+                del waiting_since[sequence]
+                finished_count += 1
+    assert finished_count > 100, "the load was none"
     assert pool.allocator.free_count == total_blocks

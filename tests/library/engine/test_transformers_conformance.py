@@ -59,12 +59,12 @@ class _Harness:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", max_positions=256)
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", max_positions=256, eos_token_id=7)
 
 
 @pytest.fixture(scope="module")
 def reference(model_folder: Path) -> PlainTransformers:
-    return PlainTransformers(model_folder)
+    return PlainTransformers(model_folder, ignore_eos=True)
 
 
 class TestStepwiseOnTransformers(EngineConformance):

@@ -92,6 +92,10 @@ class _EngineOnThread:
         self._thread.call(lambda: self._engine.admit(key))
 
 
+_EOS = 0.02
+"""Chance of each token to be the end of its answer."""
+
+
 class _Harness:
     def __init__(self, thread: _LoopThread, block_tokens: int) -> None:
         self._thread = thread
@@ -100,7 +104,9 @@ class _Harness:
     def _engine(
         self, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int, receives: bool
     ) -> _EngineOnThread:
-        model = FakeModel(max_model_len=max_model_len, layer_count=1, block_tokens=self._block_tokens)
+        model = FakeModel(
+            max_model_len=max_model_len, layer_count=1, block_tokens=self._block_tokens, eos_probability=_EOS
+        )
         return _EngineOnThread(
             self._thread,
             lambda: SimulatedEngine(
@@ -124,7 +130,7 @@ class _Harness:
         return self._engine(max_model_len, total_blocks, chunk_tokens, max_batch, receives=True)
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
-        return FakeModel().answer(token_ids, 0, token_count)
+        return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
 
 
 class TestSimulatedEngine(EngineConformance):
