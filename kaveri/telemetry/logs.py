@@ -1,10 +1,15 @@
 """Structured logs: one JSON object per line on stderr, with the service and the instance on every line.
 
 Lines about a request carry request_id and attempt: `log = get_logger().bind(request_id=..., attempt=...)`.
+
+Logging never raises. A line that cannot be written (a full disk, a closed stderr) is lost, and nothing else is: threads
+log in the middle of their work, and within `except`.
 """
 
+import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -61,5 +66,23 @@ def configure_logs(service: str, instance_id: str, level: str = "info", rank: in
 
 
 def get_logger() -> FilteringBoundLogger:
-    """The process's logger."""
-    return cast(FilteringBoundLogger, structlog.get_logger())
+    """The process's logger. Its calls never raise, whether or not the process has configured its logs."""
+    return cast(FilteringBoundLogger, _SafeLogger({}))
+
+
+class _SafeLogger:
+    """The logger of structlog's configuration, made when a line is logged; what goes wrong then loses that line."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def bind(self, **values: Any) -> "_SafeLogger":
+        """A logger that puts these values on every line."""
+        return _SafeLogger({**self._values, **values})
+
+    def __getattr__(self, level: str) -> Callable[..., None]:
+        def log(event: str, **values: Any) -> None:
+            with contextlib.suppress(Exception):
+                getattr(structlog.get_logger(), level)(event, **{**self._values, **values})
+
+        return log
