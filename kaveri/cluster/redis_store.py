@@ -44,8 +44,8 @@ from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.redis_url import database_of, shown
 from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestRecord
 from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
-from kaveri.errors import ConfigError
-from kaveri.rpc.messages import broadcast_to_proto, load_from_proto, record_from_proto, status_to_proto
+from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.rpc.messages import broadcast_to_proto, status_from_proto, status_to_proto
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import cluster_pb2
 
@@ -409,12 +409,11 @@ class RedisStore:
             self._membership.learn(status.record, status.load, remaining_s)
 
     def _status(self, message: cluster_pb2.InstanceStatus) -> InstanceStatus | None:
-        """None for one of a newer version, with a role or a state unknown here: nothing that we could use."""
+        """None for one that cannot be used: of a newer version, with a role or a state unknown here, or broken."""
         known = self._membership.record_of(message.record.instance_id, message.record.incarnation)
         try:
-            record = known or record_from_proto(message.record)
-            return InstanceStatus(record, load_from_proto(message.load), message.heartbeat_age_s)
-        except KeyError as error:
+            return status_from_proto(message, known)
+        except (KeyError, InvalidArgument) as error:
             get_logger().warning("unreadable instance status ignored", error=_why(error))
             return None
 

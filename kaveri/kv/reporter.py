@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -11,6 +12,9 @@ from typing import Generic, TypeVar
 from kaveri.telemetry.logs import get_logger
 
 EventT = TypeVar("EventT")
+
+_LONGEST_WAIT_S = 3600.0
+"""Far timers are looked at again after so long: a lock cannot be waited for much longer than a century."""
 
 
 class Reporter(Generic[EventT]):
@@ -37,8 +41,14 @@ class Reporter(Generic[EventT]):
             self._changed.notify()
 
     def call_after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Runs `action` on the reporter's thread in `delay_s` seconds, unless it is closed before."""
+        """Runs `action` on the reporter's thread in `delay_s` seconds, unless it is closed before.
+
+        delay_s: any number, but no NaN, which would put the others out of order.
+        """
+        assert not math.isnan(delay_s), "a timer that is never due"
         with self._changed:
+            if self._closing:
+                return
             heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), action))
             self._changed.notify()
 
@@ -46,6 +56,8 @@ class Reporter(Generic[EventT]):
         """Delivers what was reported, drops the timers, ends the thread. Not from the listener. Idempotent."""
         with self._changed:
             self._closing = True
+            # They hold on to their owners, whose memory would wait for the garbage collector.
+            self._timers.clear()
             self._changed.notify()
         self._thread.join()
 
@@ -55,17 +67,22 @@ class Reporter(Generic[EventT]):
                 while (work := self._take()) is None:
                     if self._closing:
                         return
-                    self._changed.wait(self._timers[0][0] - time.monotonic() if self._timers else None)
+                    self._changed.wait(self._rest_s())
             try:
                 work()
             except Exception:
                 # A listener's error must not end the reports of all other transfers.
                 get_logger().exception("kv listener failed")
+            # It holds on to an event, or to a timer's owner.
+            del work
+
+    def _rest_s(self) -> float | None:
+        return min(self._timers[0][0] - time.monotonic(), _LONGEST_WAIT_S) if self._timers else None
 
     def _take(self) -> Callable[[], None] | None:
         if self._events:
             event = self._events.popleft()
             return lambda: self._listener(event)
-        if self._timers and not self._closing and self._timers[0][0] <= time.monotonic():
+        if self._timers and self._timers[0][0] <= time.monotonic():
             return heapq.heappop(self._timers)[2]
         return None

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout import KvLayout
+from kaveri.seconds import DAY_S, require_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,10 @@ class KvEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Granted once by a receiver, used once by a sender, void after `expires_in_s` unless the KV has landed."""
+    """Granted once by a receiver, used once by a sender, void after `expires_in_s` unless the KV has landed.
+
+    Raises InvalidArgument for an `expires_in_s` that is no number of seconds up to a day.
+    """
 
     transfer_id: bytes
     """16 random bytes; names the transfer over all receivers and incarnations."""
@@ -33,13 +37,16 @@ class Ticket:
     token_count: int
     """Tokens of the request; those from first_block on are pushed, and the last block may be part full."""
     expires_in_s: float
-    """Seconds from the grant."""
+    """Seconds from the grant; void from the beginning where that is not above 0."""
     layout: KvLayout
     """The receiver's layout; a sender whose own differs refuses."""
     first_block: int = 0
     """Blocks of the request that the receiver has already, in its prefix cache: they are not pushed."""
     parts: tuple[tuple[KvEndpoint, ...], ...] = ()
     """Of a receiver with several tensor-parallel ranks: where each of them takes its heads, in the order of ranks."""
+
+    def __post_init__(self) -> None:
+        require_seconds("ticket.expires_in_s", self.expires_in_s, least_s=-DAY_S)
 
     def of_ranks(self) -> "tuple[Ticket, ...]":
         """What each rank of the receiver has granted: a ticket for its heads; the transfer's name, the secret and the

@@ -6,8 +6,11 @@ from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.policy.length import TokenRange
 from kaveri.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
+from kaveri.seconds import DAY_S, require_seconds
 from kaveri.v1 import cluster_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
+_OLDEST_HEARTBEAT_S = 365 * DAY_S
+"""While the store is away nobody's lease ends, however old the last heartbeat is."""
 _FINISH_TO_PROTO = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
@@ -149,6 +152,7 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
 
 
 def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
+    """Raises InvalidArgument."""
     return Ticket(
         transfer_id=message.transfer_id,
         secret=message.secret,
@@ -180,6 +184,7 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
 
 
 def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
+    """Raises KeyError for a role of a newer contract, and InvalidArgument."""
     return InstanceRecord(
         instance_id=message.instance_id,
         incarnation=message.incarnation,
@@ -190,7 +195,7 @@ def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
         layout=layout_from_proto(message.layout) if message.HasField("layout") else None,
         kv_endpoints=tuple(endpoint_from_proto(endpoint) for endpoint in message.kv_endpoints),
         max_model_len=message.max_model_len,
-        lease_ttl_s=message.lease_ttl_s,
+        lease_ttl_s=require_seconds("record.lease_ttl_s", message.lease_ttl_s),
         version=message.version,
     )
 
@@ -233,8 +238,11 @@ def status_to_proto(status: InstanceStatus) -> cluster_pb2.InstanceStatus:
     )
 
 
-def status_from_proto(message: cluster_pb2.InstanceStatus) -> InstanceStatus:
-    return InstanceStatus(record_from_proto(message.record), load_from_proto(message.load), message.heartbeat_age_s)
+def status_from_proto(message: cluster_pb2.InstanceStatus, known: InstanceRecord | None = None) -> InstanceStatus:
+    """known: the record, where it need not be read again. Raises KeyError for a role or a state of a newer contract,
+    and InvalidArgument."""
+    age_s = require_seconds("heartbeat_age_s", message.heartbeat_age_s, least_s=-DAY_S, most_s=_OLDEST_HEARTBEAT_S)
+    return InstanceStatus(known or record_from_proto(message.record), load_from_proto(message.load), age_s)
 
 
 def broadcast_to_proto(broadcast: LoadBroadcast) -> cluster_pb2.LoadBroadcast:

@@ -5,6 +5,7 @@ RetryInfo for a delay, and an ErrorInfo of domain "kaveri" whose metadata rebuil
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from kaveri.errors import (
     TransferFailed,
     Unavailable,
 )
+from kaveri.seconds import DAY_S
 
 DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "kaveri"
@@ -155,8 +157,16 @@ def _details(error: aio.AioRpcError) -> Sequence[any_pb2.Any]:
 def _retry_after_s(details: Sequence[any_pb2.Any]) -> float | None:
     retry = error_details_pb2.RetryInfo()
     if any(detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry) for detail in details):
-        return float(retry.retry_delay.ToNanoseconds() / 1e9)
+        return float(min(max(0.0, retry.retry_delay.ToNanoseconds() / 1e9), DAY_S))
     return None
+
+
+def _seconds(fact: str) -> float:
+    """A delay that another end names, within a day. Raises ValueError for what is no number."""
+    seconds = float(fact)
+    if math.isnan(seconds):
+        raise ValueError(fact)
+    return min(max(0.0, seconds), DAY_S)
 
 
 def _error_info(details: Sequence[any_pb2.Any]) -> error_details_pb2.ErrorInfo | None:
@@ -176,10 +186,10 @@ def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
         case "RequestAlreadyExists":
             return RequestAlreadyExists(facts["request_id"])
         case "NoCapacity":
-            return NoCapacity(facts["role"], float(facts["retry_after_s"]), facts["reason"])
+            return NoCapacity(facts["role"], _seconds(facts["retry_after_s"]), facts["reason"])
         case "Unavailable":
             retry = facts.get("retry_after_s")
-            return Unavailable(facts["reason"], float(retry) if retry else None)
+            return Unavailable(facts["reason"], _seconds(retry) if retry else None)
         case "StaleAttempt":
             return StaleAttempt(facts["request_id"], int(facts["attempt"]), int(facts["newest_attempt"]))
         case "DeadlineExceeded":

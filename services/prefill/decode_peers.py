@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from grpc import StatusCode, aio
 
 from kaveri.cluster.view import InstanceStatus
-from kaveri.errors import KaveriError, Unavailable
+from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import Ticket
 from kaveri.rpc.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
@@ -81,7 +81,11 @@ class DecodePeers:
                     reason = f"the decode instance gave no answer within {_RESERVE_TIMEOUT_S} s"
                     raise Unavailable(reason) from error
                 raise error_of(error) from error
-        return Reservation(ticket_from_proto(response.ticket), response.incarnation)
+        try:
+            return Reservation(ticket_from_proto(response.ticket), response.incarnation)
+        except InvalidArgument as error:
+            # Its fault, and not the request's.
+            raise Unavailable(f"the decode instance's ticket is of no use: {error}") from error
 
     async def abort(self, target: InstanceStatus, request: PrefillRequest) -> None:
         """Ends the request at `target`. What cannot be reached is left to the reservation's expiry."""

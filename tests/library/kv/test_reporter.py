@@ -1,6 +1,7 @@
 """The thread that tells a listener what happened."""
 
 import queue
+import weakref
 
 from kaveri.kv.reporter import Reporter
 from kaveri.testing.transport_peer import WAIT_S
@@ -40,3 +41,31 @@ def test_a_listener_that_raises_does_not_silence_the_others() -> None:
         reporter.report(event)
     reporter.close()
     assert heard == [0, 2]
+
+
+def test_a_timer_in_a_thousand_years_holds_up_no_other() -> None:
+    ran: queue.Queue[str] = queue.Queue()
+    reporter = Reporter[str]("kv-test", ran.put)
+    for delay_s in (1e10, 3e10, float("inf")):
+        reporter.call_after(delay_s, lambda: ran.put("never"))
+        reporter.report("told")
+        assert ran.get(timeout=WAIT_S) == "told"
+    reporter.call_after(0.0, lambda: ran.put("due"))
+    assert ran.get(timeout=WAIT_S) == "due"
+    reporter.close()
+    assert ran.empty()
+
+
+def test_a_closed_reporter_holds_on_to_no_timer() -> None:
+    class Owner:
+        def act(self) -> None:
+            """Never."""
+
+    owner = Owner()
+    reporter = Reporter[str]("kv-test", lambda _: None)
+    reporter.call_after(60.0, owner.act)
+    reporter.close()
+    reporter.call_after(60.0, owner.act)
+    gone = weakref.ref(owner)
+    del owner
+    assert gone() is None

@@ -157,6 +157,36 @@ async def test_a_strangers_retry_delay_is_kept() -> None:
     assert arrived.retry_after_s == 0.75
 
 
+@pytest.mark.parametrize(("seconds", "taken_s"), [(10**11, 86_400.0), (-5, 0.0)])
+async def test_a_strangers_retry_delay_is_at_most_a_day(seconds: int, taken_s: float) -> None:
+    retry, packed = error_details_pb2.RetryInfo(), any_pb2.Any()
+    retry.retry_delay.FromSeconds(seconds)
+    packed.Pack(retry)
+    details = status_pb2.Status(code=14, message="away", details=[packed]).SerializeToString()
+    service = EchoService()
+    service.on_abort = lambda context: context.abort(
+        grpc.StatusCode.UNAVAILABLE, "away", trailing_metadata=((DETAILS_KEY, details),)
+    )
+    arrived = error_of(await call(service))
+    assert isinstance(arrived, Unavailable)
+    assert arrived.retry_after_s == taken_s
+
+
+@pytest.mark.parametrize(("named", "taken_s"), [("inf", 86_400.0), ("-inf", 0.0), ("1e300", 86_400.0), ("nan", 1.0)])
+async def test_a_retry_delay_of_ours_is_a_number_of_seconds_up_to_a_day(named: str, taken_s: float) -> None:
+    packed = any_pb2.Any()
+    facts = {"role": "decode", "retry_after_s": named, "reason": "full"}
+    packed.Pack(error_details_pb2.ErrorInfo(reason="NoCapacity", domain="kaveri", metadata=facts))
+    details = status_pb2.Status(details=[packed]).SerializeToString()
+    service = EchoService()
+    service.on_abort = lambda context: context.abort(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "full", trailing_metadata=((DETAILS_KEY, details),)
+    )
+    arrived = error_of(await call(service))
+    assert isinstance(arrived, NoCapacity)
+    assert arrived.retry_after_s == taken_s
+
+
 @pytest.mark.parametrize("garbage", [b"", b"\xff" * 40, b"\x08\x03"])
 async def test_garbage_details_are_ignored(garbage: bytes) -> None:
     service = EchoService()
