@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kaveri.errors import TransferFailed
 from kaveri.kv.digest import DigestFactory
 from kaveri.kv.flow import PeerFlow
 from kaveri.kv.ticket import KvEndpoint, Ticket
@@ -164,6 +165,13 @@ class Peer:
         self._closing = False
         self.thread = threading.Thread(target=self._run, name="kv-send", daemon=True)
 
+    def start(self) -> None:
+        """Under the lock, once and before anything else. Raises TransferFailed; the peer is of no use then."""
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            raise TransferFailed(f"no thread for a connection: {error}") from error
+
     def submit(self, push: Push, operation: Operation | QueuedWrite) -> None:
         """Under the lock: behind what the push has queued."""
         push.queue.append(operation)
@@ -300,7 +308,7 @@ class Peer:
             connection.link.end_layer(push.ticket, layer, push.digests[layer].intdigest())
 
     def _run(self) -> None:
-        reason = "the sender broke"
+        reason = "the sender was ended"
         try:
             while (operation := self._next_operation()) is not None:
                 try:
@@ -309,14 +317,22 @@ class Peer:
                     assert self._connection is not None
                     self.lose(self._connection, error.reason)
             reason = "the sender was closed"
+        except Exception as error:
+            # Nobody else sees it: all pushes of this receiver end with this thread.
+            reason = f"the sender broke: {error!r}"
+            get_logger().exception("kv peer broke", address=self._routes[0][1].address)
         finally:
             with self.sender.lock:
                 self.sender.forget(self)
                 for push in tuple(self.pushes):
+                    # No write is under way on this thread any more.
+                    push.reading = False
                     self.sender.stop(push, reason)
-            self._drop()
-            with self.sender.lock:
-                self.sender.ended(self)
+            try:
+                self._drop()
+            finally:
+                with self.sender.lock:
+                    self.sender.ended(self)
 
     def _next_operation(self) -> Operation | None:
         with self.sender.lock:
@@ -399,10 +415,10 @@ class Peer:
             where = {"transport": transport.label, "address": endpoint.address}
             get_logger().info("kv peer connected", **where, passed_over=problems)
             return connection
-        get_logger().warning("kv peer unreachable", reasons=problems)
         with self.sender.lock:
             for push in tuple(self.pushes):
                 self.sender.stop(push, f"cannot connect: {'; '.join(problems)}")
+        get_logger().warning("kv peer unreachable", reasons=problems)
         return None
 
     def _drop_lost(self) -> None:

@@ -150,9 +150,11 @@ class KvReceiver:
         # No link is left, so nothing here is quarantined for long.
         with self._lock:
             waiting = tuple(self._landings.values())
-        for landing in waiting:
-            landing.abort("the receiver was closed")
-        self._reporter.close()
+        try:
+            for landing in waiting:
+                landing.abort("the receiver was closed")
+        finally:
+            self._reporter.close()
 
     def flow(self) -> ReceiverFlow:
         """What is under way."""
@@ -213,8 +215,8 @@ class KvReceiver:
             reason = "the ticket is in use already"
         else:
             return landing
-        get_logger().warning("kv transfer refused", transfer_id=transfer_id.hex(), reason=reason)
         answer(transfer_id, reason)
+        get_logger().warning("kv transfer refused", transfer_id=transfer_id.hex(), reason=reason)
         raise TransferFailed(reason)
 
     def conclude(self, event: TransferLanded | TransferReleased) -> None:
@@ -394,8 +396,8 @@ class PoolLanding:
                 self._end(self._released())
         if self._credit is not None:
             self._credit.expect(-due_bytes)
-        get_logger().info("kv transfer ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
         self._tell(reason)
+        get_logger().info("kv transfer ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
 
     @property
     def _all_bytes(self) -> int:

@@ -86,7 +86,7 @@ class KvSender:
 
     def open(self, ticket: Ticket) -> None:
         """Begins a transfer; connects in the background. Raises LayoutMismatch, or TransferFailed when the two ends
-        have no transport in common or the sender is closed."""
+        have no transport in common, the sender is closed, or the process can start no thread more."""
         self.pool.layout.require_same(ticket.layout)
         routes = tuple(
             (transport, endpoint)
@@ -106,9 +106,11 @@ class KvSender:
             key = (ticket.endpoints, ticket.epoch)
             peer = self._peers.get(key)
             if peer is None:
-                peer = self._peers[key] = Peer(self, key, routes, ticket.epoch)
+                peer = Peer(self, key, routes, ticket.epoch)
+                peer.start()
+                # Its thread waits for the lock meanwhile.
+                self._peers[key] = peer
                 self._threads.add(peer.thread)
-                peer.thread.start()
             push = Push(ticket, peer, self.digest)
             self._pushes[ticket.transfer_id] = push
             peer.pushes.add(push)

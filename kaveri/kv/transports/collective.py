@@ -98,7 +98,11 @@ class CollectiveTransport(SocketTransport):
         meeting.send_bytes(pack_hello(0))
         store = _joined_store(meeting.peer_host, port)
         pair = _Pair(self.name, _SENDER, store, prefix, stream, pool.layout.block_bytes)
-        return CollectiveLink(stream, pool, listener, endpoint, pair)
+        try:
+            return CollectiveLink(stream, pool, listener, endpoint, pair)
+        except BaseException:
+            pair.close()
+            raise
 
 
 class CollectiveLink(SocketLink):
@@ -344,6 +348,9 @@ class _Pair:
             with contextlib.suppress(RuntimeError):
                 group.abort()
         self._works = [None] * _BUFFER_COUNT
+        # At once: links and their listeners hold on to one another until the garbage collector comes by.
+        self._memory = np.empty((0, 0), np.uint8)
+        self._tensors = self._moved = None
 
     def _finish(self, slot: int) -> None:
         work, self._works[slot] = self._works[slot], None

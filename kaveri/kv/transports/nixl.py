@@ -93,7 +93,11 @@ class NixlTransport(SocketTransport):
         if metadata_bytes > _OFFER_BYTES_MAX:
             raise LinkLost(f"protocol error: an offer of {metadata_bytes} bytes")
         agent = _SendingAgent(pool, address, block_count, bytes(meeting.receive_bytes(metadata_bytes)))
-        return NixlLink(stream, pool, listener, endpoint, agent)
+        try:
+            return NixlLink(stream, pool, listener, endpoint, agent)
+        except BaseException:
+            agent.close()
+            raise
 
 
 class NixlLink(OneSidedLink):

@@ -174,8 +174,14 @@ class OneSidedReceivingConnection(ReceivingConnection):
     def break_off(self) -> None:
         """See ReceivingConnection.break_off. Asks the sender to let go first; it gets a moment for that."""
         self._stream.say_no_more()
-        self._last_resort = threading.Timer(_LET_GO_WITHIN_S, self._stream.break_off)
-        self._last_resort.start()
+        last_resort = threading.Timer(_LET_GO_WITHIN_S, self._stream.break_off)
+        try:
+            last_resort.start()
+        except RuntimeError:
+            # No thread can be started: it has no moment then.
+            self._stream.break_off()
+        else:
+            self._last_resort = last_resort
 
     def close(self) -> None:
         """See ReceivingConnection.close."""
@@ -224,12 +230,14 @@ class OneSidedReceivingConnection(ReceivingConnection):
     def _failed(self, transfer_id: bytes) -> None:
         """Rejected. Its blocks stay in quarantine until the sender says FENCED, or is gone."""
 
+    def _forget_stopped(self, transfer_id: bytes) -> None:
+        """The same."""
+
     def _give_up(self) -> None:
         self._stream.say_no_more()
 
     def _end(self, reason: str) -> None:
-        for landing in self._landings.values():
-            landing.abort(reason)
+        self._abort_landings(reason)
         self._shut()
         if self._landings:
             # Nothing here can keep the sender from writing. It closes its end of the connection when it does not write

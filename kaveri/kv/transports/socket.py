@@ -6,9 +6,7 @@ thread, which reads, and answers without waiting. The frames are drawn in frames
 """
 
 import ipaddress
-import os
 import socket
-import stat
 import threading
 from collections.abc import Callable, Sequence
 
@@ -30,6 +28,8 @@ from kaveri.kv.transports.frames import (
 )
 from kaveri.kv.transports.socket_listener import ReceivingConnection, SocketListener
 from kaveri.kv.transports.stream import Stream, batches
+from kaveri.kv.transports.unix_path import UnixPath
+from kaveri.telemetry.logs import get_logger
 
 _BACKLOG = 128
 _BUFFER_BYTES = 1 << 18
@@ -99,21 +99,28 @@ class SocketTransport:
     def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
         """See Transport.listen."""
         try:
-            listening = self._listen(address)
+            listening, path = self._listen(address)
         # OverflowError: a port beyond 65535.
         except (OSError, ValueError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"kv {self.name} address", f"cannot listen on {address}: {reason}") from error
-        return SocketListener(
-            listening,
-            pool,
-            intake,
-            transport=self.name,
-            advertise_host=self.advertise_host,
-            connection_limit=self.connection_limit,
-            make_stream=lambda accepted: self._stream(accepted, self.progress_timeout_s, is_accepted=True),
-            connection_type=self.connection_type,
-        )
+        endpoint = KvEndpoint(self.name, address if path is not None else _address_of(listening, self.advertise_host))
+        try:
+            return SocketListener(
+                listening,
+                path,
+                pool,
+                intake,
+                endpoint=endpoint,
+                connection_limit=self.connection_limit,
+                make_stream=lambda accepted: self._stream(accepted, self.progress_timeout_s, is_accepted=True),
+                connection_type=self.connection_type,
+            )
+        except RuntimeError as error:
+            if path is not None:
+                path.remove()
+            listening.close()
+            raise ConfigError(f"kv {self.name} address", f"cannot listen on {address}: {error}") from error
 
     def _stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool = False) -> Stream:
         self._set_up(connected, progress_timeout_s)
@@ -160,23 +167,20 @@ class SocketTransport:
             raise
         return connection
 
-    def _listen(self, address: str) -> socket.socket:
+    def _listen(self, address: str) -> tuple[socket.socket, UnixPath | None]:
         host, port = ("", 0) if self._is_unix else _host_and_port(address)
         family = socket.AF_UNIX if self._is_unix else socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.socket(family)
         try:
-            if not self._is_unix:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listening.bind((host, port))
-            else:
-                _remove_dead_socket(address)
-                listening.bind(address)
-                os.chmod(address, 0o600)
+            if self._is_unix:
+                return listening, UnixPath(listening, address, _BACKLOG)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
             listening.listen(_BACKLOG)
         except BaseException:
             listening.close()
             raise
-        return listening
+        return listening, None
 
 
 class SocketLink:
@@ -192,7 +196,10 @@ class SocketLink:
         # Payload that the last DATA frame has announced and not brought.
         self._owed_bytes = 0
         self._thread = threading.Thread(target=self._read_answers, name=f"kv-answers-{endpoint.transport}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise LinkLost(f"no thread for the answers: {error}") from error
 
     def open(self, ticket: Ticket) -> None:
         """See Link.open."""
@@ -278,6 +285,9 @@ class SocketLink:
                 self._take_answer(header, payload)
         except LinkLost as error:
             reason = error.reason
+        except Exception as error:
+            reason = f"the sender broke: {error!r}"
+            get_logger().exception("kv answers cannot be read")
         finally:
             self.break_off()
             self._listener.lost(reason)
@@ -308,16 +318,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _remove_dead_socket(path: str) -> None:
-    """Removes the socket file of a process that is gone; leaves one that somebody listens on."""
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.settimeout(1.0)
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
+def _address_of(listening: socket.socket, advertise_host: str | None) -> str:
+    host, port = listening.getsockname()[:2]
+    host = advertise_host or host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

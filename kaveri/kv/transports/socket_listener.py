@@ -1,9 +1,9 @@
 """The receiving end of the socket transport: accepts connections and reads each into pool blocks, on its own thread."""
 
 import contextlib
-import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from kaveri.errors import TransferFailed
@@ -23,38 +23,52 @@ from kaveri.kv.transports.frames import (
     unpack_opening,
 )
 from kaveri.kv.transports.stream import Stream, batches
+from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
+
+_TICKET_WITHIN_S = 10.0
+"""How long a connection may take, from the greeting on, to open a transfer with a valid ticket. A sender connects when
+it has one."""
 
 
 class SocketListener:
-    """Accepts connections, each read by a thread of its own; see Listener."""
+    """Accepts connections, each read by a thread of its own; see Listener.
+
+    Anyone may connect who reaches the address. So a connection that has opened no transfer with a valid ticket yet is a
+    stranger's: it is dropped after _TICKET_WITHIN_S, and at once, the oldest first, when a new one needs its place.
+    """
 
     def __init__(
         self,
         listening: socket.socket,
+        path: UnixPath | None,
         pool: KvPool,
         intake: Intake,
         *,
-        transport: str,
-        advertise_host: str | None,
+        endpoint: KvEndpoint,
         connection_limit: int,
         make_stream: Callable[[socket.socket], Stream],
         connection_type: "type[ReceivingConnection]",
     ) -> None:
-        """connection_type: what serves an accepted connection."""
+        """path: where it listens, over a Unix socket. connection_type: what serves an accepted connection.
+
+        Raises RuntimeError when no thread can be started; socket and path are still the caller's then.
+        """
         self._connection_limit = connection_limit
         self._make_stream = make_stream
         self._connection_type = connection_type
         self._listening = listening
+        self._path = path
         self._pool = pool
         self._intake = intake
         self._lock = threading.Lock()
+        # In the order in which they came.
         self._connections: dict[threading.Thread, ReceivingConnection] = {}
-        # Threads that have given their connection back, and may not have ended yet.
+        # Threads whose connection has lost its place, and that may not have ended yet.
         self._leaving: set[threading.Thread] = set()
         self._closing = threading.Event()
-        self.endpoint = KvEndpoint(transport, _address_of(listening, advertise_host))
-        self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{transport}", daemon=True)
+        self.endpoint = endpoint
+        self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{endpoint.transport}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -62,10 +76,8 @@ class SocketListener:
         if self._closing.is_set():
             return
         self._closing.set()
-        if self._listening.family == socket.AF_UNIX:
-            # Before the listener ends, so that the path is never taken from a successor that has bound it already.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.endpoint.address)
+        if self._path is not None:
+            self._path.remove()
         self._listening.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listening.close()
@@ -87,20 +99,37 @@ class SocketListener:
                     log.warning("kv connection not accepted", reason=error.strerror)
                     self._closing.wait(0.2)
                 continue
-            with self._lock:
-                if len(self._connections) >= self._connection_limit:
-                    log.warning("kv connection refused", reason="too many", limit=self._connection_limit)
-                    accepted.close()
-                    continue
-                try:
-                    self._begin(accepted)
-                except (OSError, RuntimeError) as error:
-                    # No thread more for it, or it is gone already: the next one may have better luck.
-                    log.warning("kv connection not accepted", reason=str(error))
-                    accepted.close()
+            try:
+                with self._lock:
+                    has_room = self._make_room()
+                    if has_room:
+                        self._begin(accepted)
+            except Exception as error:
+                # No thread more for it, or it is gone already: the next one may have better luck.
+                accepted.close()
+                log.warning("kv connection not accepted", reason=str(error))
+                continue
+            if not has_room:
+                accepted.close()
+                log.warning("kv connection refused", reason="too many", limit=self._connection_limit)
+
+    def _make_room(self) -> bool:
+        """Under the lock: whether there is a place for a connection. Drops a stranger's for it."""
+        if len(self._connections) < self._connection_limit:
+            return True
+        # Dropped ones end soon, but not at once.
+        self._leaving = {thread for thread in self._leaving if thread.is_alive()}
+        if len(self._leaving) >= self._connection_limit:
+            return False
+        stranger = next((thread for thread, each in self._connections.items() if each.drop_stranger()), None)
+        if stranger is None:
+            return False
+        del self._connections[stranger]
+        self._leaving.add(stranger)
+        return True
 
     def _begin(self, accepted: socket.socket) -> None:
-        """Under the lock: serves a connection. Raises OSError and RuntimeError; it is the caller's then."""
+        """Under the lock: serves a connection. Raises whatever keeps it from that; it is the caller's then."""
         connection = self._connection_type(self._make_stream(accepted), self._pool, self._intake)
         name = f"kv-receive-{self.endpoint.transport}"
         thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
@@ -114,12 +143,14 @@ class SocketListener:
     def _serve(self, connection: "ReceivingConnection") -> None:
         try:
             connection.run()
+        except Exception:
+            get_logger().exception("kv connection broke")
         finally:
             # Under the lock, so that close() never breaks off a descriptor that has been given to somebody else.
             with self._lock:
                 self._leaving = {thread for thread in self._leaving if thread.is_alive()}
                 self._leaving.add(threading.current_thread())
-                del self._connections[threading.current_thread()]
+                self._connections.pop(threading.current_thread(), None)
                 connection.close()
 
 
@@ -131,17 +162,25 @@ class ReceivingConnection:
         self._pool = pool
         self._intake = intake
         self._answering = threading.Lock()
+        # Those that have not ended, as far as this side can end them. Others than the connection's own thread take some
+        # out.
         self._landings: dict[bytes, Landing] = {}
         self._credit: Credit | None = None
+        # Guards whether the sender is a stranger, or was dropped as one.
+        self._showing = threading.Lock()
+        self._has_shown_ticket = False
+        self._is_dropped = False
+        self._greeted_at_s = 0.0
 
     def run(self) -> None:
         """Reads until the connection ends, then aborts what it has not brought to an end."""
-        reason = "the receiver broke"
+        reason = "the receiver was ended"
         try:
             # A stranger that says nothing is sent away after the progress limit.
             self._stream.start()
             unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
             self._greet(pack_hello(self._intake.epoch))
+            self._greeted_at_s = time.monotonic()
             self._credit = self._intake.admit(self._give)
             while True:
                 self._take_frame()
@@ -150,10 +189,25 @@ class ReceivingConnection:
             # A sender that leaves with nothing open is no news.
             level = "warning" if self._landings or "protocol" in reason.lower() else "debug"
             getattr(get_logger(), level)("kv connection ended", reason=reason, open_transfers=len(self._landings))
+        except Exception as error:
+            reason = f"the receiver broke: {error!r}"
+            raise
         finally:
-            self._end(f"connection lost: {reason}")
-            if self._credit is not None:
-                self._credit.close()
+            try:
+                self._end(f"connection lost: {reason}")
+            finally:
+                if self._credit is not None:
+                    self._credit.close()
+
+    def drop_stranger(self) -> bool:
+        """Makes run() return soon, unless a valid ticket was shown. Whether it does. Any thread."""
+        with self._showing:
+            if self._has_shown_ticket:
+                return False
+            self._is_dropped = True
+        # The stream's own end, whatever else break_off() may be: a stranger has nothing to let go of.
+        self._stream.break_off()
+        return True
 
     def break_off(self) -> None:
         """Makes run() return soon. Any thread."""
@@ -170,11 +224,22 @@ class ReceivingConnection:
     def _end(self, reason: str) -> None:
         self._stream.break_off()
         # This thread was the only one to write into their blocks: leaving its loop is the fence.
-        for landing in self._landings.values():
-            landing.abort(reason)
+        self._abort_landings(reason)
+
+    def _abort_landings(self, reason: str) -> None:
+        for transfer_id, landing in tuple(self._landings.items()):
+            try:
+                landing.abort(reason)
+            except Exception:
+                get_logger().exception("kv transfer not aborted", transfer_id=transfer_id.hex())
 
     def _take_frame(self) -> None:
-        header = unpack_header(self._stream.receive_next(HEADER_BYTES))
+        within_s = None
+        if not self._has_shown_ticket:
+            within_s = self._greeted_at_s + _TICKET_WITHIN_S - time.monotonic()
+            if within_s <= 0:
+                raise LinkLost(f"no valid ticket within {_TICKET_WITHIN_S:g} s")
+        header = unpack_header(self._stream.receive_next(HEADER_BYTES, within_s))
         landing = self._landings.get(header.transfer_id)
         try:
             if header.kind == Kind.OPEN:
@@ -214,9 +279,18 @@ class ReceivingConnection:
         secret, epoch = unpack_opening(self._stream.receive_bytes(header.payload_bytes))
         # A second opening of the same transfer is refused like a stranger's, and leaves the first one as it is.
         assert self._credit is not None
-        with contextlib.suppress(TransferFailed):
+        try:
             landing = self._intake.open(header.transfer_id, secret, epoch, self._answer, self._credit)
-            self._opened(header.transfer_id, landing)
+        except TransferFailed:
+            return
+        with self._showing:
+            self._has_shown_ticket = not self._is_dropped
+        if self._is_dropped:
+            # Before the sender hears that it may write.
+            landing.abort("connection lost: another one took its place")
+            raise LinkLost("another connection took its place")
+        self._opened(header.transfer_id, landing)
+        self._forget_stopped(header.transfer_id)
 
     def _opened(self, transfer_id: bytes, landing: Landing) -> None:
         self._landings[transfer_id] = landing
@@ -278,7 +352,13 @@ class ReceivingConnection:
             self._answer(header.transfer_id, "no such transfer on this connection")
             return
         landing.finish(note)
-        del self._landings[header.transfer_id]
+        self._landings.pop(header.transfer_id, None)
+
+    def _forget_stopped(self, transfer_id: bytes) -> None:
+        """Any thread: a transfer that was ended here, and answered, needs no frame of its sender any more."""
+        landing = self._landings.get(transfer_id)
+        if landing is not None and landing.is_stopped():
+            self._landings.pop(transfer_id, None)
 
     def _answer(self, transfer_id: bytes, rejection: str | None) -> None:
         if rejection is None:
@@ -286,6 +366,7 @@ class ReceivingConnection:
         else:
             reason = rejection.encode()[:SMALL_PAYLOAD_BYTES]
             self._say(Header(Kind.REJECTED, transfer_id, len(reason)), reason)
+            self._forget_stopped(transfer_id)
 
     def _say(self, header: Header, payload: bytes = b"") -> None:
         self._say_now(header.pack() + payload)
@@ -303,11 +384,3 @@ class ReceivingConnection:
     def _give_up(self) -> None:
         """The sender does not read its answers: makes run() end."""
         self._stream.break_off()
-
-
-def _address_of(listening: socket.socket, advertise_host: str | None) -> str:
-    if listening.family == socket.AF_UNIX:
-        return str(listening.getsockname())
-    host, port = listening.getsockname()[:2]
-    host = advertise_host or host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -59,13 +59,13 @@ class Stream:
         other.progress_timeout_s = progress_timeout_s
         return other
 
-    def wait_readable(self) -> None:
-        """Waits for the first byte, the peer's end or break_off(); the one wait without a limit."""
-        self._readable.poll()
+    def wait_readable(self, timeout_s: float | None = None) -> bool:
+        """Waits for the first byte, the peer's end or break_off(), as a rule without a limit. Whether one is there."""
+        return bool(self._readable.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def is_readable(self) -> bool:
         """Whether wait_readable() would return at once."""
-        return bool(self._readable.poll(0))
+        return self.wait_readable(0.0)
 
     @property
     def local_host(self) -> str:
@@ -105,13 +105,14 @@ class Stream:
         self.receive([memoryview(data)])
         return data
 
-    def receive_next(self, byte_count: int) -> bytearray:
-        """Like receive_bytes(), and waits for the first byte without a limit; see wait_readable()."""
+    def receive_next(self, byte_count: int, within_s: float | None = None) -> bytearray:
+        """Like receive_bytes(), but waits for the first byte for so long; None: without a limit."""
         data = bytearray(byte_count)
         view = memoryview(data)
         # In a stream that flows it is there already, and nothing but this call is needed.
         while (received := self._receive_waiting(view)) is None:
-            self.wait_readable()
+            if not self.wait_readable(within_s):
+                raise LinkLost(f"nothing came for {within_s:g} s")
         self.receive([view[received:]])
         return data
 

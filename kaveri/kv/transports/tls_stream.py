@@ -118,7 +118,13 @@ class TlsStream(Stream):
             with self._lock:
                 while left:
                     # A record at a time. The types know of bytearrays only, and not what comes back then.
-                    left = left[cast(int, self._tls.read(len(left), cast(bytearray, left))) :]
+                    received = cast(int, self._tls.read(len(left), cast(bytearray, left)))
+                    if not received:
+                        # The peer has said that it sends nothing more. What came before is read first.
+                        if left is view:
+                            raise LinkLost("the peer closed the connection")
+                        break
+                    left = left[received:]
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:

@@ -1,0 +1,103 @@
+"""The path of a listening Unix socket: taken from nobody who listens there, and removed by its owner only."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Iterator
+
+_LOCK_WITHIN_S = 2.0
+_LOCK_POLL_S = 0.01
+_PROBE_WITHIN_S = 1.0
+_PATH_BYTES_MAX = 107
+"""sockaddr_un, without the zero at the end: nobody could connect to a longer one."""
+
+
+class UnixPath:
+    """A path at which a socket listens, from the beginning until remove().
+
+    The socket is bound under another name, and takes the path when it listens: a path whose socket refuses connections
+    is that of a process that is gone, and of no process that is just starting. Of several that start at once one gets
+    the path; each looks, and takes it, under a lock of the folder.
+    """
+
+    def __init__(self, listening: socket.socket, path: str, backlog: int) -> None:
+        """Makes `listening` listen at the path, for this user only. Raises OSError when somebody listens there, when
+        what is there is no socket, and when the folder cannot be written to or stays locked."""
+        if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+            raise OSError(errno.ENAMETOOLONG, f"longer than {_PATH_BYTES_MAX} bytes")
+        self._path = path
+        name, base = f".{secrets.token_hex(8)}", os.path.basename(path)
+        with _folder(path) as folder:
+            _lock(folder)
+            _require_free(path)
+            # Within the folder, however long its own path is.
+            listening.bind(f"/proc/self/fd/{folder}/{name}")
+            try:
+                os.chmod(name, 0o600, dir_fd=folder)
+                listening.listen(backlog)
+                self._inode = _inode(os.stat(name, dir_fd=folder))
+                os.rename(name, base, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                os.unlink(name, dir_fd=folder)
+                raise
+
+    def remove(self) -> None:
+        """Removes the path, unless it is another's by now. Before the socket is closed. Never raises; idempotent."""
+        with contextlib.suppress(OSError), _folder(self._path) as folder:
+            # Without the lock, a successor that takes the path just now would lose it. That is a rare case of two.
+            with contextlib.suppress(TimeoutError):
+                _lock(folder)
+            # The inode is not given out again as long as the socket is open.
+            if _inode(os.stat(self._path)) == self._inode:
+                os.unlink(self._path)
+
+
+@contextlib.contextmanager
+def _folder(path: str) -> Iterator[int]:
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield folder
+    finally:
+        # With it goes the lock.
+        os.close(folder)
+
+
+def _lock(folder: int) -> None:
+    """Raises TimeoutError when another process does not let go of it."""
+    give_up_at_s = time.monotonic() + _LOCK_WITHIN_S
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > give_up_at_s:
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds the folder's lock") from None
+            time.sleep(_LOCK_POLL_S)
+
+
+def _require_free(path: str) -> None:
+    """Raises OSError unless nothing is at the path but, perhaps, the socket of a process that is gone."""
+    try:
+        is_socket = stat.S_ISSOCK(os.stat(path, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return
+    if is_socket:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_PROBE_WITHIN_S)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                return
+            except OSError:
+                # Somebody is there, and slow, or another user's.
+                pass
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -1,0 +1,106 @@
+"""The other end of a receiver's socket, spoken byte by byte."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kaveri.kv.digest import xxh3
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.receiver import KvReceiver, TransferLanded
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transports.frames import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    Header,
+    Kind,
+    pack_hello,
+    pack_opening,
+    unpack_header,
+    unpack_hello,
+)
+from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors
+
+LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
+EPOCH = 2**63 + 5
+
+
+class Stranger:
+    """The other end of a receiver's socket: sends what it likes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.socket.settimeout(WAIT_S)
+
+    @staticmethod
+    def at(endpoint: KvEndpoint) -> "Stranger":
+        if endpoint.transport == "unix":
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(endpoint.address)
+        else:
+            host, port = endpoint.address.split(":")
+            connection = socket.create_connection((host, int(port)))
+        return Stranger(connection)
+
+    def greet(self) -> None:
+        self.socket.sendall(pack_hello(0))
+        assert unpack_hello(self.read(HELLO_BYTES)) == EPOCH
+
+    def send(self, header: Header, payload: bytes = b"") -> None:
+        self.socket.sendall(header.pack() + payload)
+
+    def open(self, ticket: Ticket) -> None:
+        opening = pack_opening(ticket.secret, ticket.epoch)
+        self.send(Header(Kind.OPEN, ticket.transfer_id, len(opening)), opening)
+
+    def push(self, ticket: Ticket, blocks: np.ndarray) -> None:
+        """blocks: [layer, block, bytes], one for each of the ticket's."""
+        for layer, content in enumerate(blocks):
+            digest = xxh3()
+            digest.update(content.data.cast("B"))
+            self.send(Header(Kind.DATA, ticket.transfer_id, content.nbytes, layer, 0, len(content)), content.tobytes())
+            self.send(Header(Kind.LAYER_END, ticket.transfer_id, layer=layer, layer_digest=digest.intdigest()))
+        self.send(Header(Kind.END, ticket.transfer_id))
+
+    def read(self, byte_count: int) -> bytes:
+        data = b""
+        while len(data) < byte_count:
+            part = self.socket.recv(byte_count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def answer(self) -> tuple[Kind, bytes, str]:
+        """The next one that is no credit."""
+        while True:
+            header = unpack_header(self.read(HEADER_BYTES))
+            payload = self.read(header.payload_bytes)
+            if header.kind != Kind.CREDIT:
+                return header.kind, header.transfer_id, payload.decode()
+
+    def require_closed(self) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            while data := self.socket.recv(1 << 16):
+                # It was given credit before it was found out.
+                assert unpack_header(data[:HEADER_BYTES]).kind == Kind.CREDIT
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    yield
+    assert set(threading.enumerate()) <= threads
+    assert not open_descriptors() - descriptors
+
+
+def require_lands(receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray) -> None:
+    ticket = receiver.grant([6, 2, 3], 12, 30.0)
+    stranger.open(ticket)
+    stranger.push(ticket, content)
+    assert stranger.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
+    assert isinstance(landed.wait(ticket), TransferLanded)
+    assert (receiver.pool.memory[:, [6, 2, 3]] == content).all()
