@@ -37,7 +37,7 @@ class Stranger:
 
     @staticmethod
     def at(endpoint: KvEndpoint) -> "Stranger":
-        if endpoint.transport == "unix":
+        if endpoint.address.startswith("/"):
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(endpoint.address)
         else:

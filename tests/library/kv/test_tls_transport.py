@@ -18,8 +18,8 @@ import pytest
 from kaveri.errors import ConfigError
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded
-from kaveri.kv.sender import KvSender, PushAccepted
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import LinkLost, Transport
 from kaveri.kv.transports import make_transports, tcp_transport
 from kaveri.kv.transports.frames import HELLO_BYTES, pack_hello
@@ -277,3 +277,65 @@ def test_each_bad_file_is_named(files: TlsFiles, stranger: TlsFiles, tmp_path: P
 def test_tls_without_files_says_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="tls needs kv_tls_cert"):
         make_transports(("tls",))
+
+
+# The end of a peer that keeps its connection
+
+
+@pytest.mark.parametrize("sent_first", [0, 7])
+def test_a_sender_that_says_it_sends_nothing_more_is_gone(files: TlsFiles, sent_first: int) -> None:
+    context = ssl.create_default_context(cafile=files.authority)
+    context.check_hostname = False
+    context.load_cert_chain(files.certificate, files.key)
+    with receiving(TlsTransport(files)) as (receiver, landed):
+        host, _, port = receiver.endpoints[0].address.rpartition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as plain:
+            leaving = TlsStream(plain, WAIT_S, context, is_server=False)
+            leaving.start()
+            leaving.send_bytes(pack_hello(0))
+            leaving.receive_bytes(HELLO_BYTES)
+            if sent_first:
+                leaving.send_bytes(bytes([1] * sent_first))
+            _say_no_more(leaving)
+            with pytest.raises(LinkLost):
+                while True:
+                    leaving.receive_bytes(1)
+            push(TlsTransport(files), receiver, landed)
+
+
+def test_a_receiver_that_says_it_sends_nothing_more_fails_the_push(files: TlsFiles) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.key)
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+
+        def serve() -> None:
+            plain, _ = listening.accept()
+            with plain:
+                leaving = TlsStream(plain, WAIT_S, context, is_server=True)
+                leaving.start()
+                leaving.receive_bytes(HELLO_BYTES)
+                leaving.send_bytes(pack_hello(7))
+                _say_no_more(leaving)
+                assert ended.wait(WAIT_S)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        stack.callback(thread.join, WAIT_S)
+        stack.callback(ended.set)
+        pushed = Recorder()
+        sender = stack.enter_context(
+            contextlib.closing(KvSender(KvPool(SMALL_LAYOUT, 2), pushed, transports=[TlsTransport(files)]))
+        )
+        endpoint = KvEndpoint("tls", f"127.0.0.1:{listening.getsockname()[1]}")
+        ticket = Ticket(bytes(16), bytes(16), 7, (endpoint,), (0,), 4, 60.0, SMALL_LAYOUT)
+        sender.open(ticket)
+        event = pushed.wait(ticket)
+        assert isinstance(event, PushFailed)
+        assert "the peer closed the connection" in event.reason
+
+
+def _say_no_more(stream: TlsStream) -> None:
+    with contextlib.suppress(ssl.SSLWantReadError):
+        stream._tls.unwrap()
+    stream._socket.sendall(stream._outgoing.read())

@@ -1,0 +1,319 @@
+"""Who keeps a place at a listener when there are more connections than places, and what of a transfer stays there."""
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kaveri.errors import TransferFailed
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, PoolLanding, TransferLanded, TransferReleased
+from kaveri.kv.sender import KvSender, PushAccepted
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transport import Transport
+from kaveri.kv.transports import make_transports, socket_listener
+from kaveri.kv.transports.frames import Header, Kind
+from kaveri.kv.transports.shm import ShmTransport
+from kaveri.kv.transports.socket import SocketTransport
+from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool, wait_until
+from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, nothing_left, require_lands
+
+__all__ = ["nothing_left"]
+
+LIMIT = 4
+_MAKERS: dict[str, Callable[[], Transport]] = {
+    "tcp": lambda: SocketTransport("tcp", connection_limit=LIMIT),
+    "unix": lambda: SocketTransport("unix", connection_limit=LIMIT),
+    "shm": lambda: ShmTransport(connection_limit=LIMIT),
+}
+
+
+@pytest.fixture
+def content() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, 256, (2, 3, LAYOUT.block_bytes), dtype=np.uint8)
+
+
+class Place:
+    """A receiver, and whoever connects to it."""
+
+    def __init__(self, transport: Transport, folder: Path, stack: contextlib.ExitStack) -> None:
+        address = "127.0.0.1:0" if transport.name == "tcp" else str(folder / "kv.sock")
+        self._stack = stack
+        self.landed = Recorder()
+        self.receiver = KvReceiver(
+            KvPool(LAYOUT, 8),
+            self.landed,
+            listen=[KvEndpoint(transport.name, address)],
+            epoch=EPOCH,
+            transports=[transport],
+        )
+        stack.callback(self.receiver.close)
+
+    def connect(self) -> Stranger:
+        stranger = Stranger.at(self.receiver.endpoints[0])
+        self._stack.enter_context(stranger.socket)
+        return stranger
+
+    def greet(self) -> Stranger:
+        stranger = self.connect()
+        stranger.greet()
+        if self.receiver.endpoints[0].transport == "shm":
+            stranger.read(8)  # the size of its pool
+        return stranger
+
+    def push(self) -> None:
+        """A sender's, which lands."""
+        source, pushed = KvPool(LAYOUT, 4), Recorder()
+        fill_pool(source, 1)
+        ticket = self.receiver.grant([7, 0], 8, 60.0)
+        transports = make_transports((self.receiver.endpoints[0].transport,))
+        with contextlib.closing(KvSender(source, pushed, transports=transports)) as sender:
+            sender.open(ticket)
+            for layer in range(LAYOUT.layer_count):
+                sender.write(ticket.transfer_id, layer, 0, [2, 3])
+            sender.finish(ticket.transfer_id, b"")
+            event = pushed.wait(ticket)
+            assert isinstance(event, PushAccepted), event
+        assert isinstance(self.landed.wait(ticket), TransferLanded)
+        assert (self.receiver.pool.memory[:, [7, 0]] == source.memory[:, [2, 3]]).all()
+
+
+MakePlace = Callable[[Transport], Place]
+
+
+@pytest.fixture
+def make_place(tmp_path: Path, nothing_left: None) -> Iterator[MakePlace]:
+    with contextlib.ExitStack() as stack:
+        yield lambda transport: Place(transport, tmp_path, stack)
+
+
+def test_a_flood_of_silent_connections_keeps_no_sender_out(make_place: MakePlace) -> None:
+    place = make_place(SocketTransport("tcp"))
+    for number in range(300):
+        stranger = place.connect()
+        if number % 2:
+            stranger.greet()
+    place.push()
+
+
+@pytest.mark.parametrize("kind", _MAKERS)
+def test_strangers_keep_no_sender_out_of_any_transport(make_place: MakePlace, kind: str) -> None:
+    place = make_place(_MAKERS[kind]())
+    for _ in range(3 * LIMIT):
+        place.greet()
+    place.push()
+
+
+def test_a_new_connection_takes_the_place_of_the_oldest_stranger(make_place: MakePlace, content: np.ndarray) -> None:
+    place = make_place(_MAKERS["tcp"]())
+    strangers = [place.greet() for _ in range(LIMIT)]
+    place.greet()
+    strangers[0].require_closed()
+    require_lands(place.receiver, place.landed, strangers[1], content)
+
+
+def test_senders_that_have_shown_a_ticket_keep_their_places_however_many_strangers_come(
+    make_place: MakePlace, content: np.ndarray
+) -> None:
+    place = make_place(_MAKERS["tcp"]())
+    known = [place.greet() for _ in range(LIMIT - 1)]
+    for sender in known:
+        require_lands(place.receiver, place.landed, sender, content)
+    for _ in range(3 * LIMIT):
+        place.greet()
+    for sender in known:
+        require_lands(place.receiver, place.landed, sender, content)
+
+
+def test_a_wrong_secret_is_no_ticket(make_place: MakePlace) -> None:
+    place = make_place(_MAKERS["tcp"]())
+    strangers = [place.greet() for _ in range(LIMIT)]
+    for stranger in strangers:
+        ticket = place.receiver.grant([1], 4, 60.0)
+        stranger.send(Header(Kind.OPEN, ticket.transfer_id, 24), bytes(16) + EPOCH.to_bytes(8, "little"))
+        assert stranger.answer()[::2] == (Kind.REJECTED, "wrong secret")
+    place.greet()
+    strangers[0].require_closed()
+
+
+@pytest.mark.parametrize("is_talking", [False, True])
+def test_a_stranger_is_sent_away_in_time_and_an_idle_sender_is_not(
+    make_place: MakePlace, content: np.ndarray, monkeypatch: pytest.MonkeyPatch, is_talking: bool
+) -> None:
+    place = make_place(_MAKERS["tcp"]())
+    known = place.greet()
+    require_lands(place.receiver, place.landed, known, content)
+    monkeypatch.setattr(socket_listener, "_TICKET_WITHIN_S", 0.2)
+    stranger = place.greet()
+    stranger.socket.settimeout(0.01 if is_talking else WAIT_S)
+
+    def is_sent_away() -> bool:
+        with contextlib.suppress(TimeoutError):
+            if is_talking:
+                stranger.send(Header(Kind.ABORT, bytes(16)))
+            return not stranger.socket.recv(1 << 16)
+        return False
+
+    with contextlib.suppress(ConnectionError):
+        wait_until(is_sent_away, "the stranger is sent away")
+    require_lands(place.receiver, place.landed, known, content)
+
+
+@pytest.mark.parametrize("kind", _MAKERS)
+def test_a_connection_that_loses_its_place_while_it_shows_its_ticket_writes_nothing(
+    make_place: MakePlace, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    place = make_place(_MAKERS[kind]())
+    opened = KvReceiver.open
+
+    def open_and_drop(self: KvReceiver, *arguments: object) -> PoolLanding:
+        landing = opened(self, *arguments)  # type: ignore[arg-type]
+        (listener,) = self._listeners
+        (connection,) = listener._connections.values()  # type: ignore[attr-defined]
+        assert connection.drop_stranger()
+        return landing
+
+    monkeypatch.setattr(KvReceiver, "open", open_and_drop)
+    stranger = place.greet()
+    ticket = place.receiver.grant([1], 4, 60.0)
+    stranger.open(ticket)
+    released = place.landed.wait(ticket)
+    assert isinstance(released, TransferReleased)
+    assert "another one took its place" in released.reason
+    with contextlib.suppress(ConnectionError, EOFError):
+        while True:
+            # What was granted would be written to.
+            assert stranger.answer()[0] == Kind.REJECTED
+
+
+# What of a transfer stays
+
+
+def _landings(receiver: KvReceiver) -> int:
+    """Of this receiver, in memory."""
+    gc.collect()
+    return sum(isinstance(each, PoolLanding) and each._receiver is receiver for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_transfers_of_an_idle_sender_that_were_ended_here_leave_nothing(
+    make_place: MakePlace, content: np.ndarray, kind: str, how: str
+) -> None:
+    place = make_place(_MAKERS[kind]())
+    sender = place.greet()
+    for _ in range(1000 if how == "revoked" else 20):
+        ticket = place.receiver.grant([1], 4, 60.0 if how == "revoked" else 0.01)
+        sender.open(ticket)
+        if how == "revoked":
+            # Before its opening has arrived, or after.
+            place.receiver.revoke(ticket.transfer_id)
+        kind_of_answer, transfer_id, _ = sender.answer()
+        assert (kind_of_answer, transfer_id) == (Kind.REJECTED, ticket.transfer_id)
+        assert isinstance(place.landed.wait(ticket), TransferReleased)
+    # Its thread may be at the last one still.
+    wait_until(lambda: _landings(place.receiver) == 0, "nothing is left of them")
+    require_lands(place.receiver, place.landed, sender, content)
+
+
+def test_a_transfer_that_is_revoked_while_it_is_being_opened_leaves_nothing(
+    make_place: MakePlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = make_place(_MAKERS["tcp"]())
+    opened = KvReceiver.open
+
+    def open_and_revoke(self: KvReceiver, transfer_id: bytes, *arguments: object) -> PoolLanding:
+        landing = opened(self, transfer_id, *arguments)  # type: ignore[arg-type]
+        self.revoke(transfer_id)
+        return landing
+
+    monkeypatch.setattr(KvReceiver, "open", open_and_revoke)
+    sender = place.greet()
+    ticket = place.receiver.grant([1], 4, 60.0)
+    sender.open(ticket)
+    assert sender.answer()[0] == Kind.REJECTED
+    wait_until(lambda: _landings(place.receiver) == 0, "nothing is left of it")
+
+
+def test_a_second_opening_of_a_transfer_leaves_the_first_one_as_it_is(
+    make_place: MakePlace, content: np.ndarray
+) -> None:
+    place = make_place(_MAKERS["tcp"]())
+    sender = place.greet()
+    ticket = place.receiver.grant([6, 2, 3], 12, 30.0)
+    sender.open(ticket)
+    sender.open(ticket)
+    assert sender.answer() == (Kind.REJECTED, ticket.transfer_id, "the ticket is in use already")
+    sender.push(ticket, content)
+    assert sender.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
+    assert isinstance(place.landed.wait(ticket), TransferLanded)
+
+
+# Blocks of one-sided transfers
+
+
+@pytest.mark.parametrize("last_word", ["fenced", "abort", "end", "gone"])
+@pytest.mark.parametrize("how", ["revoked", "wrong digest", "expired"])
+def test_blocks_stay_in_quarantine_until_a_one_sided_sender_has_let_go(
+    make_place: MakePlace, how: str, last_word: str
+) -> None:
+    place = make_place(_MAKERS["shm"]())
+    sender = place.greet()
+    ticket = place.receiver.grant([1, 2, 3], 12, 0.2 if how == "expired" else 60.0)
+    sender.open(ticket)
+    assert sender.answer()[0] == Kind.GRANTED
+    sender.send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 3))
+    if how == "revoked":
+        place.receiver.revoke(ticket.transfer_id)
+    elif how == "wrong digest":
+        sender.send(Header(Kind.LAYER_END, ticket.transfer_id, layer=0, layer_digest=1))
+    assert sender.answer()[0] == Kind.REJECTED
+    # What it says while it still holds them changes nothing.
+    for index in range(3):
+        sender.send(Header(Kind.DATA, ticket.transfer_id, 0, 1, index, 1))
+    sender.send(Header(Kind.LAYER_END, ticket.transfer_id, layer=1))
+    witness = place.receiver.grant([4], 4, 60.0)
+    sender.open(witness)
+    assert sender.answer() == (Kind.GRANTED, witness.transfer_id, "")
+    flow = place.receiver.flow()
+    assert (flow.leased_block_count, flow.quarantined_block_count) == (4, 3)
+    assert not place.landed.events
+    if last_word == "gone":
+        sender.socket.close()
+    else:
+        kinds = {"fenced": Kind.FENCED, "abort": Kind.ABORT, "end": Kind.END}
+        sender.send(Header(kinds[last_word], ticket.transfer_id))
+    assert isinstance(place.landed.wait(ticket), TransferReleased)
+    wait_until(lambda: place.receiver.flow().quarantined_block_count == 0, "no block is in quarantine")
+
+
+# Threads
+
+
+def test_a_transfer_that_cannot_be_aborted_keeps_no_other_of_its_connection(
+    make_place: MakePlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = make_place(_MAKERS["tcp"]())
+    sender = place.greet()
+    tickets = [place.receiver.grant([block], 4, 60.0) for block in range(3)]
+    for ticket in tickets:
+        sender.open(ticket)
+    sender.send(Header(Kind.END, bytes(16)))
+    assert sender.answer()[0] == Kind.REJECTED  # all are open
+    abort = PoolLanding.abort
+
+    def abort_all_but_the_first(self: PoolLanding, reason: str) -> None:
+        if self.ticket is tickets[0] and threading.current_thread().name.startswith("kv-receive"):
+            raise TransferFailed("cannot be aborted")
+        abort(self, reason)
+
+    monkeypatch.setattr(PoolLanding, "abort", abort_all_but_the_first)
+    sender.socket.close()
+    for ticket in tickets[1:]:
+        assert isinstance(place.landed.wait(ticket), TransferReleased)
+    place.receiver.close()
+    assert isinstance(place.landed.wait(tickets[0]), TransferReleased)
