@@ -36,7 +36,8 @@ class MappedSender:
     """KvSender's calls, for receivers of any layout onto which `pool` can be mapped. Any thread; close() not from the
     listener, which is called on several threads, once per opened transfer.
 
-    Memory beside the pool: STAGINGS_MAX * staging_bytes at the most, and nothing while all receivers are alike.
+    Memory beside the pool: STAGINGS_MAX * staging_bytes at the most (see StagedPushes for very large blocks), and
+    nothing while all receivers are alike. A shape whose staging gives way frees its memory before another takes any.
     Arguments as of KvSender.
     """
 
@@ -61,6 +62,8 @@ class MappedSender:
         # By shape, the one used last at the end.
         self._stagings: dict[KvLayout, StagedPushes] = {}
         self._given_up: list[StagedPushes] = []
+        # Staging that is in memory, that on its way out included.
+        self._room = threading.BoundedSemaphore(STAGINGS_MAX)
         self._transfers: dict[bytes, _Transfer] = {}
         self._transfer_of: dict[bytes, _Transfer] = {}
         self._closed = False
@@ -187,6 +190,8 @@ class MappedSender:
         shape = replace(layout, first_layer=0, first_kv_head=0)
         staging = self._stagings.pop(shape, None)
         if staging is None or staging.is_closed:
+            if staging is not None:
+                self._give_up(staging)
             self._make_room()
             staging = StagedPushes(
                 self.pool,
@@ -196,21 +201,29 @@ class MappedSender:
                 digest=self._digest,
                 idle_s=self._idle_s,
                 staging_bytes=self._staging_bytes,
+                room=self._room,
             )
+            try:
+                staging.start()
+            except RuntimeError as error:
+                raise TransferFailed(f"no thread for staging: {error}") from error
         self._stagings[shape] = staging
         return staging
 
     def _make_room(self) -> None:
         """Under the lock: gives up the staging that is idle for longest, where there are too many."""
-        self._given_up = [staging for staging in self._given_up if staging.is_alive]
         if len(self._stagings) < STAGINGS_MAX:
             return
         busy = {part.pusher for transfer in self._transfers.values() for part in transfer.parts}
         idle = next((shape for shape, staging in self._stagings.items() if staging not in busy), None)
         if idle is None:
             raise TransferFailed(f"KV goes to {STAGINGS_MAX} other layouts already")
-        staging = self._stagings.pop(idle)
+        self._give_up(self._stagings.pop(idle))
+
+    def _give_up(self, staging: StagedPushes) -> None:
+        """Under the lock."""
         staging.close()
+        self._given_up = [each for each in self._given_up if each.is_alive]
         self._given_up.append(staging)
 
     def _on_part(self, event: PushAccepted | PushFailed) -> None:

@@ -127,6 +127,13 @@ class Connection:
     def lost(self, reason: str) -> None:
         self._peer.lose(self, reason)
 
+    def close(self) -> None:
+        """Ends the link. Last: nobody calls it any more."""
+        link = self.link
+        # It holds on to this listener, and the two on to the sender and its pool, until the garbage collector comes by.
+        del self.link
+        link.close()
+
 
 class Peer:
     """One receiver: the queues of its pushes, and the thread that carries them out over one connection at a time.
@@ -332,6 +339,8 @@ class Peer:
                 self._drop()
             finally:
                 with self.sender.lock:
+                    # Operations hold on to this peer.
+                    self._urgent.clear()
                     self.sender.ended(self)
 
     def _next_operation(self) -> Operation | None:
@@ -430,4 +439,4 @@ class Peer:
             # Before its descriptor is given back, so that close() cannot break somebody else's off.
             connection, self._connection = self._connection, None
         if connection is not None:
-            connection.link.close()
+            connection.close()

@@ -29,6 +29,7 @@ from kaveri.kv.ticket import Ticket
 from kaveri.kv.transport import Transport
 from kaveri.telemetry.logs import get_logger
 
+_ROOM_CHECK_S = 0.1
 _BLOCKS_MIN = 4
 """Staging blocks of each layer at the least, however large they are."""
 
@@ -121,7 +122,8 @@ class StagedPushes:
     shape: a receiver's layout without its place in the model, so that all ranks of an instance share the staging.
     listener: hears of each opened push once, on a thread of this one; the source blocks are not read any more then.
     The memory is staging_bytes at the most, but four blocks of each layer at the least; it is taken and touched by the
-    thread here, so that nobody waits for that.
+    thread here, so that nobody waits for that, and is free when that thread has ended. room: is held while there is
+    memory.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class StagedPushes:
         digest: DigestFactory,
         idle_s: float,
         staging_bytes: int,
+        room: threading.BoundedSemaphore,
     ) -> None:
         self._source = source
         self._shape = shape
@@ -141,6 +144,7 @@ class StagedPushes:
         self._transports = transports
         self._digest = digest
         self._idle_s = idle_s
+        self._room_for_memory = room
         self.block_count = max(_BLOCKS_MIN, staging_bytes // (shape.layer_count * shape.block_bytes))
         self._changed = threading.Condition()
         # In the order of their turns.
@@ -149,10 +153,14 @@ class StagedPushes:
         self._free = [list(range(self.block_count - 1, -1, -1)) for _ in range(shape.layer_count)]
         # Staging blocks in use, by (receiver, layer).
         self._held: Counter[tuple[object, int]] = Counter()
-        # Made by the thread, before it takes the first push.
+        # Made by the thread, before it takes the first push, and gone with it.
+        self._memory: KvPool | None = None
         self._made: KvSender | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-stage", daemon=True)
+
+    def start(self) -> None:
+        """Once, and first. Raises RuntimeError when no thread can be started; there is nothing to close then."""
         self._thread.start()
 
     @property
@@ -200,13 +208,15 @@ class StagedPushes:
                 return
             push.aborted = True
             opened = push.opened
+            sender = self._made
         # Else the sender is told behind its open(): the receiver is to hear of it as well.
-        if opened:
-            self._sender.abort(transfer_id)
+        if opened and sender is not None:
+            sender.abort(transfer_id)
 
     def flow(self) -> SenderFlow:
-        """As KvSender.flow; empty before the staging memory is there."""
-        return self._made.flow() if self._made is not None else SenderFlow()
+        """As KvSender.flow; empty while the staging memory is not there."""
+        sender = self._made
+        return sender.flow() if sender is not None else SenderFlow()
 
     def close(self) -> None:
         """Fails what is under way, and lets staging and threads go; does not wait. Idempotent."""
@@ -237,12 +247,23 @@ class StagedPushes:
         assert self._made is not None, "no push is opened before there is a sender"
         return self._made
 
+    @property
+    def _staging(self) -> KvPool:
+        assert self._memory is not None, "nothing is staged before there is memory"
+        return self._memory
+
     # The thread.
 
     def _run(self) -> None:
         reason = "the sender was closed"
+        has_room = False
         try:
-            self._staging = KvPool(self._shape, self.block_count)
+            # One that has given way may be at its end still.
+            while not (has_room := self._room_for_memory.acquire(timeout=_ROOM_CHECK_S)) and not self._closing:
+                pass
+            if not has_room:
+                return
+            self._memory = KvPool(self._shape, self.block_count)
             self._made = KvSender(
                 self._staging,
                 self._on_event,
@@ -259,6 +280,8 @@ class StagedPushes:
             )
             while (turn := self._next_turn()) is not None:
                 turn()
+                # It holds on to the memory, through the push.
+                del turn
         # Whatever broke, nobody may be left waiting for an event.
         except Exception as error:
             get_logger().exception("staging of kv failed", error=repr(error))
@@ -267,6 +290,10 @@ class StagedPushes:
             self.close()
             if self._made is not None:
                 self._made.close()
+            # The last references to the memory: what else there is refers to itself in circles.
+            self._made = self._memory = None
+            if has_room:
+                self._room_for_memory.release()
             with self._changed:
                 for push in self._pushes.values():
                     push.reading = False

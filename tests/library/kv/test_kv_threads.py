@@ -1,0 +1,208 @@
+"""Threads of KV transfers that cannot start, or that break: what depended on them fails, and all else goes on."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import structlog
+
+from kaveri.errors import ConfigError, TransferFailed
+from kaveri.kv.mapped_sender import MappedSender
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transport import LinkListener
+from kaveri.kv.transports import make_transports
+from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
+from tests.library.kv.kv_stranger import LAYOUT, nothing_left
+from tests.library.kv.test_kv_peer import TICKET, ScriptedTransport, nothing
+
+__all__ = ["nothing_left"]
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def endpoint(kind: str, tmp_path: Path) -> KvEndpoint:
+    return KvEndpoint(kind, "127.0.0.1:0" if kind == "tcp" else str(tmp_path / "kv.sock"))
+
+
+@contextlib.contextmanager
+def no_thread_named(prefix: str) -> Iterator[None]:
+    """As where the process, or its container, has all the threads that it may have."""
+    start = threading.Thread.start
+
+    def start_others(self: threading.Thread) -> None:
+        if self.name.startswith(prefix):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_others)
+        yield
+
+
+def push(sender: KvSender | MappedSender, ticket: Ticket) -> None:
+    sender.open(ticket)
+    for layer in range(sender.pool.layout.layer_count):
+        sender.write(ticket.transfer_id, layer, 0, [0, 1])
+    sender.finish(ticket.transfer_id, b"")
+
+
+@pytest.mark.parametrize("thread", ["kv-send", "kv-answers", "kv-receive"])
+def test_a_push_that_there_is_no_thread_for_fails_and_the_next_one_lands(
+    endpoint: KvEndpoint, nothing_left: None, thread: str
+) -> None:
+    pushed, landed, source = Recorder(), Recorder(), KvPool(LAYOUT, 4)
+    fill_pool(source, 1)
+    transports = make_transports((endpoint.transport,))
+    receiver = KvReceiver(KvPool(LAYOUT, 8), landed, listen=[endpoint], epoch=1, transports=transports)
+    with contextlib.closing(receiver), contextlib.closing(KvSender(source, pushed, transports=transports)) as sender:
+        ticket, second = (receiver.grant([6, 2], 8, 60.0) for _ in range(2))
+        with no_thread_named(thread):
+            if thread == "kv-send":
+                with pytest.raises(TransferFailed, match="no thread"):
+                    sender.open(ticket)
+            else:
+                push(sender, ticket)
+                event = pushed.wait(ticket)
+                assert isinstance(event, PushFailed)
+                assert thread == "kv-receive" or "no thread" in event.reason
+        push(sender, second)
+        event = pushed.wait(second)
+        assert isinstance(event, PushAccepted), event
+        assert isinstance(landed.wait(second), TransferLanded)
+
+
+def test_a_receiver_without_a_thread_to_listen_says_so_and_leaves_nothing(
+    endpoint: KvEndpoint, nothing_left: None
+) -> None:
+    transports = make_transports((endpoint.transport,))
+    with no_thread_named("kv-accept"), pytest.raises(ConfigError, match="can't start new thread"):
+        KvReceiver(KvPool(LAYOUT, 8), Recorder(), listen=[endpoint], epoch=1, transports=transports)
+    assert endpoint.transport == "tcp" or not Path(endpoint.address).exists()
+
+
+@pytest.mark.parametrize("thread", ["kv-stage", "kv-sender", "kv-send"])
+def test_a_mapped_push_that_there_is_no_thread_for_fails_and_the_next_one_lands(
+    tmp_path: Path, nothing_left: None, thread: str
+) -> None:
+    endpoint = KvEndpoint("unix", str(tmp_path / "kv.sock"))
+    pushed, landed, source = Recorder(), Recorder(), KvPool(LAYOUT, 4)
+    transports = make_transports(("unix",))
+    other = replace(LAYOUT, block_tokens=2)
+    receiver = KvReceiver(KvPool(other, 8), landed, listen=[endpoint], epoch=1, transports=transports)
+    with (
+        contextlib.closing(receiver),
+        contextlib.closing(MappedSender(source, pushed, transports=transports)) as sender,
+    ):
+        ticket, second = (receiver.grant([6, 2, 1, 0], 8, 60.0) for _ in range(2))
+        with no_thread_named(thread):
+            if thread == "kv-stage":
+                with pytest.raises(TransferFailed, match="no thread"):
+                    sender.open(ticket)
+            else:
+                push(sender, ticket)
+                assert isinstance(pushed.wait(ticket), PushFailed)
+        push(sender, second)
+        event = pushed.wait(second)
+        assert isinstance(event, PushAccepted), event
+
+
+def test_a_transport_that_breaks_fails_its_pushes_with_a_reason_and_the_next_one_is_tried_anew() -> None:
+    is_broken = True
+
+    def on_connect(listener: LinkListener) -> None:
+        if is_broken:
+            raise ValueError("not as it should be")
+        listener.credited(1 << 20, 1 << 20)
+
+    pushed, second = Recorder(), replace(TICKET, transfer_id=bytes([2] * 16))
+    transport = ScriptedTransport(on_connect, nothing)
+    pool = KvPool(TICKET.layout, 1)
+    with contextlib.closing(KvSender(pool, pushed, transports=[transport])) as sender:
+        with structlog.testing.capture_logs() as lines:
+            sender.open(TICKET)
+            failed = pushed.wait(TICKET)
+            wait_until(lambda: any(line["event"] == "kv peer broke" for line in lines), "its end is logged")
+        assert isinstance(failed, PushFailed)
+        assert "not as it should be" in failed.reason
+        is_broken = False
+        sender.open(second)
+        sender.write(second.transfer_id, 0, 0, [0])
+        sender.finish(second.transfer_id, b"")
+        assert isinstance(pushed.wait(second), PushAccepted)
+
+
+_ON_A_FULL_DISK = """
+import os, queue, sys, tempfile
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver, TransferLanded
+from kaveri.kv.sender import KvSender, PushAccepted
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.telemetry.logs import configure_logs
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+configure_logs("decode", "decode-0", "debug")
+layout = KvLayout("m", 1, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
+landed, pushed, heard = queue.Queue(), queue.Queue(), []
+
+def hear(event):
+    landed.put(event)
+    if not heard:
+        heard.append(event)
+        raise ValueError("the listener's own trouble")
+
+with tempfile.TemporaryDirectory() as folder:
+    receiver = KvReceiver(KvPool(layout, 4), hear, listen=[KvEndpoint("unix", folder + "/kv.sock")], epoch=1)
+    sender = KvSender(KvPool(layout, 4), pushed.put)
+    expired = receiver.grant([0], 4, 0.01)
+    assert landed.get(timeout=20).reason == "the ticket expired"
+    stranger = receiver.grant([0], 4, 60.0)
+    receiver.revoke(stranger.transfer_id)
+    sender.open(stranger)
+    assert "unknown" in pushed.get(timeout=20).reason
+    assert landed.get(timeout=20).reason == "revoked"
+    for _ in range(3):
+        ticket = receiver.grant([1], 4, 60.0)
+        sender.open(ticket)
+        sender.write(ticket.transfer_id, 0, 0, [2])
+        sender.finish(ticket.transfer_id, b"")
+        assert isinstance(pushed.get(timeout=20), PushAccepted)
+        assert isinstance(landed.get(timeout=20), TransferLanded)
+    sender.close()
+    receiver.close()
+print("all landed", flush=True)
+os._exit(0)
+"""
+
+
+def test_kv_goes_on_where_no_log_line_can_be_written() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _ON_A_FULL_DISK], stdout=subprocess.PIPE, text=True, timeout=100, check=True
+    )
+    assert ran.stdout == "all landed\n"
+
+
+def test_a_listener_that_always_fails_keeps_no_block(tmp_path: Path) -> None:
+    ended: list[TransferLanded | TransferReleased] = []
+
+    def hear(event: TransferLanded | TransferReleased) -> None:
+        ended.append(event)
+        raise ValueError("the listener's own trouble")
+
+    listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))]
+    with contextlib.closing(KvReceiver(KvPool(LAYOUT, 4), hear, listen=listen, epoch=1)) as receiver:
+        for _ in range(3):
+            receiver.grant([0], 4, 0.0)
+        wait_until(lambda: len(ended) == 3, "all are told")
+        assert receiver.flow().leased_block_count == 0

@@ -1,0 +1,69 @@
+"""How much memory a mapped sender takes beside its pool, whatever the shapes that it serves, and when it is free."""
+
+import contextlib
+import gc
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kaveri.kv.layout import KvLayout
+from kaveri.kv.mapped_sender import STAGINGS_MAX, MappedSender
+from kaveri.kv.pool import KvPool
+from kaveri.kv.receiver import KvReceiver
+from kaveri.kv.sender import PushAccepted
+from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transports import make_transports
+from kaveri.testing.transport_peer import Recorder, wait_until
+
+LAYOUT = KvLayout("m", 2, block_tokens=16, kv_head_count=2, head_dim=32, dtype="float32")
+TRANSPORTS = make_transports(("unix",))
+_POOL = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*memfd:kaveri-kv", re.MULTILINE)
+
+
+def pool_bytes() -> int:
+    """Of all KV pools that this process has mapped."""
+    found = _POOL.findall(Path("/proc/self/maps").read_text())
+    return sum(int(end, 16) - int(start, 16) for start, end in found)
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """What goes, goes with its last reference."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_thirty_shapes_in_rotation_take_no_more_staging_than_four(tmp_path: Path, without_collector: None) -> None:
+    pushed, source = Recorder(), KvPool(LAYOUT, 128)
+    staging_bytes = source.memory.nbytes // 4
+    threads = threading.active_count()
+    most_bytes = 0
+    with contextlib.closing(MappedSender(source, pushed, transports=TRANSPORTS, staging_bytes=staging_bytes)) as sender:
+        for number in range(2 * 30):
+            other = replace(LAYOUT, block_tokens=17 + number % 30)
+            path = str(tmp_path / f"{number}.sock")
+            # In no memory file, so that only staging counts.
+            target = KvPool.over(other, np.zeros((2, 4, other.block_bytes), np.uint8))
+            receiver = KvReceiver(
+                target, Recorder(), listen=[KvEndpoint("unix", path)], epoch=number, transports=TRANSPORTS
+            )
+            with contextlib.closing(receiver):
+                ticket = receiver.grant([0, 1], 2 * 16, 60.0)
+                sender.open(ticket)
+                for layer in range(LAYOUT.layer_count):
+                    sender.write(ticket.transfer_id, layer, 0, [0, 1])
+                sender.finish(ticket.transfer_id, b"")
+                event = pushed.wait(ticket)
+                assert isinstance(event, PushAccepted), event
+                most_bytes = max(most_bytes, pool_bytes() - source.memory.nbytes)
+        # A page for each beginning.
+        assert 0 < most_bytes <= STAGINGS_MAX * (staging_bytes + (1 << 16))
+    assert threading.active_count() == threads
+    wait_until(lambda: pool_bytes() <= source.memory.nbytes + 4096, "all staging is free")
