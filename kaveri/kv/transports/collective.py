@@ -348,6 +348,8 @@ class _Pair:
             with contextlib.suppress(RuntimeError):
                 group.abort()
         self._works = [None] * _BUFFER_COUNT
+        # Its threads write into the buffers.
+        del group
         # At once: links and their listeners hold on to one another until the garbage collector comes by.
         self._memory = np.empty((0, 0), np.uint8)
         self._tensors = self._moved = None

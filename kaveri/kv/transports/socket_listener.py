@@ -31,6 +31,10 @@ _TICKET_WITHIN_S = 10.0
 it has one."""
 
 
+_LEAVING_WITHIN_S = 1.0
+_LEAVING_CHECK_S = 0.05
+
+
 class SocketListener:
     """Accepts connections, each read by a thread of its own; see Listener.
 
@@ -99,6 +103,7 @@ class SocketListener:
                     log.warning("kv connection not accepted", reason=error.strerror)
                     self._closing.wait(0.2)
                 continue
+            self._wait_for_leaving()
             try:
                 with self._lock:
                     has_room = self._make_room()
@@ -113,14 +118,21 @@ class SocketListener:
                 accepted.close()
                 log.warning("kv connection refused", reason="too many", limit=self._connection_limit)
 
+    def _wait_for_leaving(self) -> None:
+        """Lets a flood of strangers come no faster than their connections end: they hold threads until then."""
+        give_up_at_s = time.monotonic() + _LEAVING_WITHIN_S
+        while time.monotonic() < give_up_at_s:
+            with self._lock:
+                self._leaving = {thread for thread in self._leaving if thread.is_alive()}
+                if len(self._leaving) < self._connection_limit:
+                    return
+                last = next(iter(self._leaving))
+            last.join(_LEAVING_CHECK_S)
+
     def _make_room(self) -> bool:
         """Under the lock: whether there is a place for a connection. Drops a stranger's for it."""
         if len(self._connections) < self._connection_limit:
             return True
-        # Dropped ones end soon, but not at once.
-        self._leaving = {thread for thread in self._leaving if thread.is_alive()}
-        if len(self._leaving) >= self._connection_limit:
-            return False
         stranger = next((thread for thread, each in self._connections.items() if each.drop_stranger()), None)
         if stranger is None:
             return False

@@ -19,7 +19,7 @@ from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import LinkLost
 from kaveri.kv.transports import shm_transport, transport_names
 from kaveri.kv.transports.stream import Stream
-from kaveri.testing.transport_peer import Recorder
+from kaveri.testing.transport_peer import Recorder, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 
@@ -131,6 +131,8 @@ def test_a_sender_that_cannot_reach_the_memory_falls_back_to_the_next_transport(
             event = push(sender, receiver, pushed)
         assert isinstance(event, PushAccepted)
         assert event.transport == "tcp"
+        # Told on another thread than its acceptance.
+        wait_until(lambda: event.transfer_id in landed.events, "it has landed")
         assert isinstance(landed.events[event.transfer_id], TransferLanded)
 
 
