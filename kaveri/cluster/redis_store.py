@@ -45,7 +45,7 @@ from kaveri.cluster.redis_url import database_of, shown
 from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestRecord
 from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError, InvalidArgument
-from kaveri.rpc.messages import broadcast_to_proto, status_from_proto, status_to_proto
+from kaveri.rpc.messages import broadcast_to_proto, record_from_proto, status_from_proto, status_to_proto
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import cluster_pb2
 
@@ -498,7 +498,7 @@ def _record_in(status: bytes) -> InstanceRecord | None:
     """The record of an encoded InstanceStatus; None for an empty or unreadable one."""
     try:
         return record_from_proto(cluster_pb2.InstanceStatus.FromString(status).record) if status else None
-    except (DecodeError, KeyError):
+    except (DecodeError, KeyError, InvalidArgument):
         return None
 
 

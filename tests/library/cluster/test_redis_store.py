@@ -203,7 +203,8 @@ async def test_an_instance_whose_lease_would_never_end_is_ignored(lease_ttl_s: f
     broken = replace(DECODE, instance_id="broken", lease_ttl_s=lease_ttl_s)
     status = status_to_proto(InstanceStatus(broken, InstanceLoad())).SerializeToString()
     async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as instance:
-        await instance._redis.set(f"{_NAMES}:instance:broken", b"1:1:" + status, px=60_000)
+        await instance._redis.set(f"{_NAMES}:instance:broken", b"1.1:1:" + status, px=60_000)
+        await instance._redis.sadd(f"{_NAMES}:instances", "broken")
         await instance._redis.publish(_EVENTS, b"+" + status)
         await instance.heartbeat(DECODE, InstanceLoad(1))
         async with RedisStore(redis.url) as late:
