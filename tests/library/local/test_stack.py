@@ -1,5 +1,6 @@
 """A local stack of real services on the fake engine: it starts, survives, and leaves nothing behind."""
 
+import asyncio
 import os
 import signal
 import tempfile
@@ -17,6 +18,7 @@ from kaveri.cluster.view import InstanceState, Role
 from kaveri.errors import ConfigError, Unavailable
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
+from kaveri.rpc.process import CONFIG_ERROR_STATUS
 from kaveri.testing.local_cluster import run_cluster
 from kaveri.testing.redis_fixture import run_redis
 
@@ -87,6 +89,19 @@ async def test_two_stacks_of_other_names_share_a_redis_with_the_same_instance_id
             assert set(cluster.view().instances) == {"router-0", "prefill-0", "decode-0"}
         lives = [{status.record.incarnation for status in one.view().instances.values()} for one in (blue, green)]
         assert not lives[0] & lives[1]
+
+
+async def test_second_stack_with_the_same_names_in_one_cluster_ends_the_first_ones_processes() -> None:
+    async with (
+        run_redis() as redis,
+        run_cluster(redis_url=redis.url) as older,
+        run_cluster(redis_url=redis.url) as newer,
+    ):
+        for name in older.stack.instance_ids:
+            assert await asyncio.wait_for(older.stack.process(name).wait(), 60.0) == CONFIG_ERROR_STATUS
+            (line,) = older.stack.process(name).last_lines(1)
+            assert f"--instance-id: another process has registered as '{name}'" in line
+        assert set(newer.pids()) == set(newer.stack.instance_ids)
 
 
 async def test_password_is_on_no_command_line_and_in_no_log() -> None:
