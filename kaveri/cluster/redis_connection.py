@@ -1,0 +1,69 @@
+"""Opens the connections to Redis, with their limits."""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any, cast
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+
+from kaveri.cluster.redis_url import shown
+from kaveri.errors import ConfigError
+
+_CONNECT_TIMEOUT_S = 0.7
+_ANSWER_TIMEOUT_S = 0.9
+"""Of each answer: what takes several may take longer, so that a distant Redis is slow and not lost."""
+_FIRST_ANSWER_TIMEOUT_S = 3.0
+_MAX_CONNECTIONS = 16
+_PAUSE_S = 0.25
+
+
+async def connect(url: str, probe_key: str) -> Redis:
+    """A client that has been answered once. Raises ConfigError when that cannot be had within a few seconds.
+
+    probe_key: written to, for a moment: who cannot write is not to start.
+    """
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=_ANSWER_TIMEOUT_S,
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
+            socket_timeout=_ANSWER_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except ValueError as error:
+        raise bad_url(url, error) from None
+    client = Redis(connection_pool=pool)
+    give_up_at_s = time.monotonic() + _FIRST_ANSWER_TIMEOUT_S
+    while True:
+        try:
+            await cast(Awaitable[Any], client.set(probe_key, "", px=1000))
+            return client
+        except (RedisError, OSError) as error:
+            hopeless = isinstance(error, AuthenticationError | NoPermissionError)
+            if hopeless or time.monotonic() > give_up_at_s:
+                await client.aclose(close_connection_pool=True)
+                refuses = hopeless or isinstance(error, ResponseError)
+                what = "Redis refuses to serve at" if refuses else "no Redis answers at"
+                raise ConfigError("--redis-url", f"{what} {shown(url)}: {why(error)}") from error
+        except BaseException:
+            await client.aclose(close_connection_pool=True)
+            raise
+        await asyncio.sleep(_PAUSE_S)
+
+
+def bad_url(url: str, error: ValueError) -> ConfigError:
+    """The error for a URL that cannot be read."""
+    # The reason may quote a part of a password that is not percent-encoded.
+    hint = "its database must be a number, and special characters of its password percent-encoded"
+    return ConfigError("--redis-url", f"{shown(url)!r} is no Redis URL: {hint if '@' in url else error}")
+
+
+def why(error: BaseException) -> str:
+    """What an error says; its type when it says nothing."""
+    return str(error) or type(error).__name__
