@@ -90,12 +90,16 @@ class _KvConnection:
         self._ends: dict[SimulatedProcess, KvEnd] = {client: end}
         """Of those that have not heard that the connection is lost, and have not closed it."""
         self._answered = False
+        self._refused = False
+        """The connection broke before it had arrived."""
         self.up = Pipe(network, client, self.server)
         self.down = Pipe(network, self.server, client)
         network.connections[self] = None
 
     def accepted(self) -> None:
         """In the listener's process: the connection stands."""
+        if self._refused:
+            return
         link = _Link()
         link.bind(self, self.server)
         self._ends[self.server] = self._listener.accept(link)
@@ -149,6 +153,8 @@ class _KvConnection:
         if end is not None:
             self._forget()
             end.lost(reason)
+        elif of is self.server:
+            self._refused = True
 
     def _forget(self) -> None:
         self.network.connections.pop(self, None)
