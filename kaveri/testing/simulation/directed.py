@@ -1,9 +1,11 @@
 """Plans written by hand: one cluster, one story. Each shows a bug that once was, or one kind of fault."""
 
+import random
 from collections.abc import Sequence
 
 from kaveri.cluster.view import Role
 from kaveri.sampling import SamplingParams
+from kaveri.testing.simulation.draw import draw_prompt
 from kaveri.testing.simulation.plan import Fault, Plan, PlannedInstance, PlannedRequest
 
 CLIENT = "client-0"
@@ -37,7 +39,7 @@ def request(
         client=CLIENT,
         router=router,
         at_s=at_s,
-        prompt=tuple(1 + (7 * number + len(request_id)) % 40 for number in range(prompt_tokens)),
+        prompt=draw_prompt(random.Random(request_id), prompt_tokens),
         params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         timeout_s=timeout_s,
         sends_again=tuple(sends_again),

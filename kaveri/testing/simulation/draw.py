@@ -14,7 +14,10 @@ from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.tokenizer import STOP_TEXTS, make_tokenizer
 
 BLOCK_TOKENS = 16
-VOCAB_SIZE = len(make_tokenizer())
+_TOKENIZER = make_tokenizer()
+VOCAB_SIZE = len(_TOKENIZER)
+LAST_TOKEN_ID = int(_TOKENIZER.convert_tokens_to_ids("a"))
+"""Prompts end with a whole character, so that the text of an answer does not depend on its prompt."""
 _WORDS = ("the", "hot", "band", "steps", "on", "a", "sand", "bed", "née", "漢", "😀", "habe", "not")
 
 
@@ -55,6 +58,11 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
         decode_policy=rng.choice((AdmissionPolicy.GREEDY, *AdmissionPolicy)),
         prefill_policy=rng.choice(tuple(OrderingPolicy)),
     )
+
+
+def draw_prompt(rng: random.Random, token_count: int) -> tuple[int, ...]:
+    """Token ids of a prompt."""
+    return (*(1 + rng.randrange(VOCAB_SIZE - 1) for _ in range(token_count - 1)), LAST_TOKEN_ID)
 
 
 def _instances(rng: random.Random) -> tuple[PlannedInstance, ...]:
@@ -116,7 +124,7 @@ def _request(
         client=rng.choice(clients),
         router=rng.choice(routers),
         at_s=rng.uniform(0.0, load_s),
-        prompt=() if is_text else tuple(1 + rng.randrange(VOCAB_SIZE - 1) for _ in range(prompt_tokens)),
+        prompt=() if is_text else draw_prompt(rng, prompt_tokens),
         text=" ".join(rng.choice(_WORDS) for _ in range(rng.randint(1, 12))) if is_text else "",
         params=params,
         timeout_s=rng.uniform(0.05, 1.5) if short else 120.0,

@@ -22,6 +22,7 @@ from kaveri.testing.simulation.network import Network, Pipe
 _WINDOW_BYTES = 64 * 2**10
 """Sent and not read: HTTP/2's window for one stream."""
 _CONNECT_TIMEOUT_S = 2.0
+_SENT_AGAIN_AFTER_S = 1.0
 _BACKOFF_MIN_S = 0.05
 _BACKOFF_MAX_S = 1.0
 _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -254,18 +255,31 @@ class SimulatedChannel:
         loop.call_later(
             _CONNECT_TIMEOUT_S, self._failed, number, "connection attempt timed out before receiving SETTINGS frame"
         )
-        host = self.address.partition(":")[0]
-        link = self.network.link(self.process.name, host)
-        if link.cut_since_s is not None:
+        self._send_handshake(loop.world, self.process.name, self._host, self._knock, number)
+
+    @property
+    def _host(self) -> str:
+        return self.address.partition(":")[0]
+
+    def _send_handshake(
+        self, to: SimulatedProcess, source: str, target: str, callback: Callable[..., object], number: int, *args: Any
+    ) -> None:
+        """Over a cut link it is sent again, as TCP does, while the attempt lasts."""
+        loop, link = self.network.loop, self.network.link(source, target)
+        if number != self._attempt:
             return
-        loop.schedule(loop.world, self.network.draw_delay_s(link), self._knock, number)
+        if link.cut_since_s is None:
+            loop.schedule(to, self.network.draw_delay_s(link), callback, number, *args)
+        else:
+            again = (to, source, target, callback, number, *args)
+            loop.schedule(loop.world, _SENT_AGAIN_AFTER_S, self._send_handshake, *again)
 
     def _knock(self, number: int) -> None:
         """At the server's machine."""
         server: SimulatedServer | None = self.network.listeners.get(self.address)
         if server is None:
             self._answer(
-                self.address.partition(":")[0],
+                self._host,
                 self._failed,
                 number,
                 "Failed to connect to remote host: connect: Connection refused (111)",
@@ -279,10 +293,8 @@ class SimulatedChannel:
         if server.listening:
             self._answer(server.process.name, self._connected, number, server)
 
-    def _answer(self, host: str, callback: Callable[..., object], *args: Any) -> None:
-        link = self.network.link(host, self.process.name)
-        if link.cut_since_s is None:
-            self.network.loop.schedule(self.process, self.network.draw_delay_s(link), callback, *args)
+    def _answer(self, host: str, callback: Callable[..., object], number: int, *args: Any) -> None:
+        self._send_handshake(self.process, host, self.process.name, callback, number, *args)
 
     def _connected(self, number: int, server: SimulatedServer) -> None:
         if number != self._attempt or self._connection is not None or self._closed or not self._connecting:

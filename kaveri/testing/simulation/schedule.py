@@ -21,6 +21,7 @@ from kaveri.cluster.view import Role
 from kaveri.sampling import SamplingParams
 from kaveri.testing.simulation.checks import CHECKS, Check
 from kaveri.testing.simulation.clients import Clients
+from kaveri.testing.simulation.draw import draw_prompt
 from kaveri.testing.simulation.entropy import import_services, replaced_world
 from kaveri.testing.simulation.faults import Faults
 from kaveri.testing.simulation.loop import SimulatedLoop, Stuck
@@ -186,7 +187,7 @@ def _probes(world: World) -> list[PlannedRequest]:
             client=PROBER,
             router=router.name,
             at_s=0.0,
-            prompt=tuple(1 + rng.randrange(world.tokenizer.vocab_size - 1) for _ in range(1 + rng.randrange(60))),
+            prompt=draw_prompt(rng, 1 + rng.randrange(60)),
             params=SamplingParams(max_tokens=1 + rng.randrange(12), temperature=0.0, ignore_eos=True),
         )
         for router in world.plan.of_role(Role.ROUTER)
