@@ -232,6 +232,11 @@ def broken_transfers(cluster: LocalCluster) -> int:
     return sum(cluster.log_text(f"decode-{number}").count('"kv transfer ended"') for number in range(2))
 
 
+def failed_pushes(cluster: LocalCluster) -> int:
+    """How many pushes prefill instances have seen fail so far, and have placed elsewhere."""
+    return sum(cluster.log_text(f"prefill-{number}").count('"outcome": "push_failed"') for number in range(2))
+
+
 async def test_prefill_killed_mid_push_has_its_requests_placed_anew(
     cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
 ) -> None:
@@ -257,9 +262,13 @@ async def test_decode_killed_mid_push_has_its_requests_placed_anew(
     async with AsyncClient(cluster.target) as client:
         watched = Watched(client, prompts, ANSWER_TOKENS)
         doomed = await caught_waiting(cluster)
+        failed_before = failed_pushes(cluster)
         await cluster.kill(doomed)
         assert await watched.answers() == expected
-    assert max(await watched.attempts()) > 1, "it held no request: the test has shown nothing"
+    # Prefill still holds the KV of a broken push and places it elsewhere, in the same attempt, unless the router is
+    # quicker to see the instance go: on a busy machine it may not be for any of the requests.
+    moved = max(await watched.attempts()) > 1 or failed_pushes(cluster) > failed_before
+    assert moved, "it held no request: the test has shown nothing"
     await survivors.come_free(without=[doomed])
     await cluster.restart(doomed, within_s=START_S)
     survivors.forget(doomed)
