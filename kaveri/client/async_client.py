@@ -11,7 +11,15 @@ from grpc import aio
 
 from kaveri.client.answer import Completion, ModelInfo
 from kaveri.client.async_stream import AsyncStream
-from kaveri.client.request import MessageLike, build_request, check_timeout
+from kaveri.client.forks import check_not_forked, is_forked, note_connected
+from kaveri.client.request import (
+    MessageLike,
+    build_request,
+    check_name,
+    check_request_id,
+    check_target,
+    check_timeout,
+)
 from kaveri.rpc.server import open_channel
 from kaveri.rpc.status import error_of
 from kaveri.sampling import SamplingParams
@@ -35,10 +43,11 @@ class AsyncClient:
     def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
         """target: a router's "host:port". timeout_s: deadline of calls that name none; None: no limit.
 
-        Connects at the first call, and belongs to the event loop of that call from then on.
+        Connects at the first call, and belongs to the event loop of that call from then on. Raises InvalidArgument.
+        A process that is forked after a client has connected cannot use any client: RuntimeError says so.
         """
         check_timeout(timeout_s)
-        self.target = target
+        self.target = check_target(target)
         self._timeout_s = timeout_s
         self._channel: aio.Channel | None = None
         self._stub: inference_pb2_grpc.InferenceServiceAsyncStub | None = None
@@ -101,7 +110,7 @@ class AsyncClient:
 
         False: the router has no such request in flight.
         """
-        request = inference_pb2.CancelRequest(request_id=request_id)
+        request = inference_pb2.CancelRequest(request_id=check_request_id(request_id))
         response = await self._answer(self._connect().Cancel(request, timeout=self._checked_deadline_s(timeout_s)))
         return response.found
 
@@ -113,15 +122,15 @@ class AsyncClient:
 
     async def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
         """One model. Raises ModelNotFound."""
-        request = inference_pb2.GetModelRequest(model=name)
+        request = inference_pb2.GetModelRequest(model=check_name("name", name))
         response = await self._answer(self._connect().GetModel(request, timeout=self._checked_deadline_s(timeout_s)))
         return _model_info(response.model)
 
     async def close(self) -> None:
-        """Cancels what is in flight and disconnects. Twice is once."""
+        """Cancels what is in flight and disconnects. Idempotent. Does nothing in a forked child."""
         self._closed = True
         channel, self._channel, self._stub = self._channel, None, None
-        if channel is not None:
+        if channel is not None and not is_forked():
             await channel.close()
 
     async def __aenter__(self) -> Self:
@@ -135,11 +144,13 @@ class AsyncClient:
     def _connect(self) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
         if self._closed:
             raise RuntimeError("this AsyncClient is closed")
+        check_not_forked()
         loop = asyncio.get_running_loop()
         if self._stub is None:
             # Not in the constructor: a channel belongs to the loop that runs when it is made.
             self._loop = loop
             self._channel = open_channel(self.target)
+            note_connected()
             self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         elif self._loop is not loop:
             raise RuntimeError("an AsyncClient belongs to the event loop of its first call; make one per loop")
@@ -156,7 +167,8 @@ class AsyncClient:
         return self._deadline_s(timeout_s)
 
     def _deadline_s(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return None if limit_s is None else float(limit_s)
 
 
 def _model_info(message: inference_pb2.Model) -> ModelInfo:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from types import TracebackType
 from typing import Self
@@ -38,6 +39,7 @@ class AsyncStream:
         self._call = call
         self._target = target
         self._loop = asyncio.get_running_loop()
+        self._process_id = os.getpid()
         self._started_s = started_s
         self._first_s: float | None = None
         self._last_s = started_s
@@ -103,7 +105,7 @@ class AsyncStream:
 
     def __del__(self) -> None:
         # The garbage collector may run in any thread, gRPC's calls belong to one loop.
-        if not self._closed:
+        if not self._closed and self._process_id == os.getpid():
             with contextlib.suppress(RuntimeError):  # The loop is closed, and so are its calls.
                 self._loop.call_soon_threadsafe(self._call.cancel)
 

@@ -1,12 +1,14 @@
 """Turns a call's arguments into a GenerateRequest, refusing locally what no router could accept. Pure."""
 
-import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kaveri.errors import InvalidArgument
+from kaveri.rpc.attempts import MAX_REQUEST_ID_BYTES
 from kaveri.rpc.messages import params_to_proto
-from kaveri.sampling import SamplingParams
+from kaveri.sampling import SamplingParams, whole_number
 from kaveri.v1 import inference_pb2
 
 
@@ -23,6 +25,10 @@ class Message:
 MessageLike = Message | Mapping[str, str]
 """A Message, or a mapping with the keys role and content."""
 
+MAX_TIMEOUT_S = 365 * 86_400.0
+"""A year. gRPC takes times that it cannot hold for times that are over."""
+_MAX_TOKEN_ID = 2**32 - 1
+
 
 def build_request(
     prompt: str | None,
@@ -32,41 +38,89 @@ def build_request(
     model: str | None,
     request_id: str,
 ) -> inference_pb2.GenerateRequest:
-    """The proto message of one request. Raises InvalidArgument unless exactly one kind of prompt is given."""
+    """The proto message of one request. Raises InvalidArgument, naming the argument, when one is of a wrong type or
+    over its limit, and unless exactly one kind of prompt is given."""
     kinds = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
     given = [name for name, value in kinds.items() if value is not None]
     if len(given) != 1:
         raise InvalidArgument("prompt", " and ".join(given) or None, f"exactly one of {', '.join(kinds)}")
-    request = inference_pb2.GenerateRequest(model=model or "", request_id=request_id)
-    # protobuf refuses what its types cannot hold: negative token ids, text that is no Unicode.
-    try:
-        if prompt is not None:
-            request.text = prompt
-        elif prompt_token_ids is not None:
-            request.token_ids.SetInParent()
-            request.token_ids.ids.extend(prompt_token_ids)
-        elif messages is not None:
-            request.messages.SetInParent()
-            request.messages.messages.extend(_message_to_proto(message) for message in messages)
-    except KeyError as error:
-        raise InvalidArgument(given[0], kinds[given[0]], "messages with role and content each") from error
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(given[0], kinds[given[0]], f"representable: {error}") from error
+    request = inference_pb2.GenerateRequest(request_id=check_request_id(request_id))
+    if model is not None:
+        request.model = check_name("model", model)
+    if prompt is not None:
+        request.text = _text("prompt", prompt)
+    elif prompt_token_ids is not None:
+        request.token_ids.SetInParent()
+        items = _items("prompt_token_ids", prompt_token_ids, "a sequence of token ids")
+        request.token_ids.ids.extend(_token_id(item) for item in items)
+    elif messages is not None:
+        request.messages.SetInParent()
+        items = _items("messages", messages, "a sequence of messages")
+        request.messages.messages.extend(_message_to_proto(item) for item in items)
     if params is not None:
-        try:
-            request.params.CopyFrom(params_to_proto(params))
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument("params", params, f"representable: {error}") from error
+        if not isinstance(params, SamplingParams):
+            raise InvalidArgument("params", params, "SamplingParams, or None")
+        request.params.CopyFrom(params_to_proto(params))
     return request
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Raises InvalidArgument unless `timeout_s` is None (no limit) or a positive number of seconds."""
-    if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise InvalidArgument("timeout_s", timeout_s, "a positive number of seconds, or None")
+    """Raises InvalidArgument unless `timeout_s` is None (no limit) or a positive number of seconds, a year at most."""
+    if timeout_s is None:
+        return
+    number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidArgument("timeout_s", timeout_s, f"a number of seconds in (0, {MAX_TIMEOUT_S:.0f}], or None")
 
 
-def _message_to_proto(message: MessageLike) -> inference_pb2.Message:
-    if isinstance(message, Message):
-        return inference_pb2.Message(role=message.role, content=message.content)
-    return inference_pb2.Message(role=message["role"], content=message["content"])
+def check_target(target: str) -> str:
+    """Raises InvalidArgument unless `target` can be a router's address."""
+    return check_name("target", target)
+
+
+def check_request_id(request_id: str) -> str:
+    """Raises InvalidArgument unless `request_id` is a text of 1 to 128 bytes."""
+    size_bytes = len(check_name("request_id", request_id).encode())
+    if size_bytes > MAX_REQUEST_ID_BYTES:
+        raise InvalidArgument("request_id", request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes long, not {size_bytes}")
+    return request_id
+
+
+def check_name(field: str, value: str) -> str:
+    """Raises InvalidArgument, naming `field`, unless `value` is a text that is not blank."""
+    if not _text(field, value).strip():
+        raise InvalidArgument(field, value, "a text that is not blank")
+    return value
+
+
+def _text(field: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(field, value, "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(field, value, f"Unicode text: {error.reason}") from error
+    return value
+
+
+def _items(field: str, value: object, limit: str) -> Iterable[object]:
+    # These can be iterated over, but give letters, keys, or no order.
+    unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
+    if unordered or not isinstance(value, Iterable):
+        raise InvalidArgument(field, value, limit)
+    return value
+
+
+def _token_id(value: object) -> int:
+    token_id = whole_number(value)
+    if token_id is None or not 0 <= token_id <= _MAX_TOKEN_ID:
+        raise InvalidArgument("prompt_token_ids", value, f"whole numbers in [0, {_MAX_TOKEN_ID}]")
+    return token_id
+
+
+def _message_to_proto(message: object) -> inference_pb2.Message:
+    match message:
+        case Message(role, content) | {"role": role, "content": content}:
+            return inference_pb2.Message(role=_text("messages", role), content=_text("messages", content))
+        case _:
+            raise InvalidArgument("messages", message, "messages with role and content each")

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 from kaveri.client.answer import Chunk, Completion, ModelInfo
 from kaveri.client.async_client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, AsyncClient
 from kaveri.client.async_stream import AsyncStream
+from kaveri.client.forks import check_not_forked
 from kaveri.client.loop_thread import LoopThread
 from kaveri.client.request import MessageLike
 from kaveri.sampling import SamplingParams
@@ -19,11 +20,13 @@ ResultT = TypeVar("ResultT")
 class Client:
     """AsyncClient for code that does not use asyncio: the same methods, arguments and errors.
 
-    Safe to use from several threads. Neither its thread nor gRPC lives on in a forked child: make a new Client there.
+    Safe to use from several threads. Neither its thread nor gRPC lives on in a forked child: fork before the first
+    call, or start processes with multiprocessing's "spawn".
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
         """As AsyncClient. Starts the background thread, which ends with close()."""
+        check_not_forked()
         self._async_client = AsyncClient(target, timeout_s=timeout_s)
         self._process_id = os.getpid()
         self._loop_thread = LoopThread("kaveri-client")
@@ -109,9 +112,13 @@ class Client:
     ) -> None:
         self.close()
 
+    def _is_forked(self) -> bool:
+        return self._process_id != os.getpid()
+
     def _wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        if self._process_id != os.getpid():
+        if self._is_forked():
             work.close()
+            check_not_forked()
             raise RuntimeError("this Client was made before this process was forked; make a new one")
         return self._loop_thread.run(work)
 
@@ -148,8 +155,9 @@ class Stream:
         return self._client._wait(self._stream.collect())
 
     def close(self) -> None:
-        """Cancels the request everywhere unless it has ended. Twice is once; nothing once the Client is closed."""
-        if self._client._end.alive:
+        """Cancels the request everywhere unless it has ended. Idempotent. Does nothing once the Client is closed,
+        or in a forked child."""
+        if self._client._end.alive and not self._client._is_forked():
             self._client._wait(self._close())
 
     def __enter__(self) -> Self:

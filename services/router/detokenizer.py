@@ -15,8 +15,9 @@ class Detokenizer:
     """Text of one answer: what its tokens add to the text of the prompt.
 
     The pieces joined equal the tokenizer's decoding of prompt and answer without that of the prompt, up to a stop text.
-    One exception: bytes that are no UTF-8 can change how a tokenizer decodes the characters before them, and those may
-    have left already. Then the text goes on with the decoding of the new tokens alone.
+    Two exceptions. A character that the prompt leaves unfinished is not finished by the answer. And bytes that are no
+    UTF-8 can change how a tokenizer decodes the characters before them, which may have left already: then the text goes
+    on with the decoding of the new tokens alone.
 
     Held back until decided: an unfinished UTF-8 sequence, and a possible beginning of a stop text. The work for a token
     is bounded, whatever the tokens before it were.
@@ -65,6 +66,9 @@ class Detokenizer:
 
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
         tail = [token_id for token_id in prompt_token_ids[-4 * _UNDECIDED_TOKENS :] if self._has_text(token_id)]
+        # A character that the prompt leaves unfinished is the prompt's: the answer's bytes stand for themselves.
+        while self._decode(tail[-_CONTEXT_TOKENS:]).endswith(_REPLACEMENT):
+            tail.pop()
         for count in range(_CONTEXT_TOKENS, 2 * _CONTEXT_TOKENS):
             window = tail[-count:]
             text = self._decode(window)

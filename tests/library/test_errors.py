@@ -1,8 +1,11 @@
 """The tree drawn in kaveri/errors.py is the tree that the classes make, and each error keeps its data."""
 
+import copy
 import inspect
+import pickle
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -44,6 +47,16 @@ def _example(name: str) -> object:
     return {"retry_after_s": 0.5, "attempt": 1, "newest_attempt": 2, "served": ("a", "b")}.get(name, f"the {name}")
 
 
+@pytest.mark.parametrize("kind", list(_classes()), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_each_error_survives_pickle_and_copy_with_its_data(kind: type[KaveriError], again: Any) -> None:
+    error = kind(**{name: _example(name) for name in inspect.signature(kind).parameters})
+    error.add_note("seen")
+    other = again(error)
+    assert type(other) is kind
+    assert (str(other), other.args, vars(other)) == (str(error), error.args, vars(error))
+
+
 def test_messages_name_field_value_and_limit() -> None:
     assert str(InvalidArgument("params.top_p", 1.5, "in (0, 1]")) == "params.top_p is 1.5; it must be in (0, 1]"
     assert str(NoCapacity("decode", 0.2)) == "decode: no room; try again in 0.2 s"
@@ -51,4 +64,5 @@ def test_messages_name_field_value_and_limit() -> None:
 
 
 def test_a_huge_value_makes_no_huge_message() -> None:
-    assert len(str(InvalidArgument("prompt", "x" * 10**6, "shorter"))) < 300
+    for value in ("x" * 10**6, ["x" * 10**6], ["x"] * 10**6, list(range(10**6))):
+        assert len(str(InvalidArgument("prompt", value, "shorter"))) < 300

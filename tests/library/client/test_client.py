@@ -106,23 +106,61 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, check=False, timeout=30, capture_output=True, text=True)
 
 
-def test_a_forked_child_is_told_to_make_its_own_client(running_target: str) -> None:
-    script = (
-        "import os, sys, kaveri\n"
-        "client = kaveri.Client(sys.argv[1])\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    try:\n"
-        "        client.list_models()\n"
-        "    except RuntimeError as error:\n"
-        "        os._exit(7 if 'forked' in str(error) else 1)\n"
-        "    os._exit(1)\n"
-        "_, status = os.waitpid(child, 0)\n"
-        "client.list_models()\n"
-        "sys.exit(os.waitstatus_to_exitcode(status))\n"
-    )
-    ended = run_script(script, running_target)
-    assert ended.returncode == 7, ended.stderr
+IN_A_CHILD = """
+import asyncio, gc, os, signal, sys, kaveri
+target, use, state, count = sys.argv[1:]
+client = kaveri.Client(target)
+stream = client.stream("endless")
+next(stream)
+if state == "closed":
+    client.close()
+
+async def with_a_new_async_client():
+    async with kaveri.AsyncClient(target) as client:
+        return await client.list_models()
+
+uses = {
+    "the client": lambda: client.list_models(),
+    "the stream": lambda: next(stream),
+    "a new client": lambda: kaveri.Client(target).list_models(),
+    "a new async client": lambda: asyncio.run(with_a_new_async_client()),
+    "nothing": lambda: gc.collect(),
+    "close": lambda: (stream.close(), client.close()),
+}
+for _ in range(int(count)):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            uses[use]()
+        except RuntimeError as error:
+            print(error, flush=True)
+            os._exit(7)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(status, flush=True)
+if state == "open":
+    client.list_models()
+"""
+
+
+@pytest.mark.parametrize("state", ["open", "closed"])
+@pytest.mark.parametrize("use", ["the client", "the stream", "a new client", "a new async client"])
+def test_use_in_a_child_forked_after_a_client_connected_is_refused_with_one_sentence(
+    running_target: str, use: str, state: str
+) -> None:
+    ended = run_script(IN_A_CHILD, running_target, use, state, "1")
+    told, status = ended.stdout.splitlines()
+    assert status == "7", ended
+    assert "forked after a Kaveri client had connected" in told
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("use", ["nothing", "close"])
+def test_children_that_leave_an_open_client_alone_end_well(running_target: str, use: str) -> None:
+    ended = run_script(IN_A_CHILD, running_target, use, "open", "30")
+    assert ended.stdout.split() == ["0"] * 30, ended
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_interpreter_ends_quietly_with_a_client_open(running_target: str) -> None:

@@ -1,0 +1,25 @@
+"""Refuses to use gRPC in a process that was forked after gRPC had been in use: a call there would never end."""
+
+import os
+
+_connected_in: set[int] = set()
+"""The processes in which a client has connected: this one, and those it was forked from."""
+
+
+def note_connected() -> None:
+    """From now on gRPC is in use in this process."""
+    _connected_in.add(os.getpid())
+
+
+def is_forked() -> bool:
+    """Whether this process was forked after a client had connected."""
+    return not _connected_in <= {os.getpid()}
+
+
+def check_not_forked() -> None:
+    """Raises RuntimeError in a process that was forked after a client had connected."""
+    if is_forked():
+        raise RuntimeError(
+            "this process was forked after a Kaveri client had connected, and gRPC does not work here: fork before the "
+            "first call, or start processes with multiprocessing's 'spawn'"
+        )
