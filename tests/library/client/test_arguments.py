@@ -152,7 +152,8 @@ async def test_right_timeouts_reach_the_server(service: InferenceDouble, target:
         assert (await client.generate("prompt", params=FIVE)).text == "abcde"
     (deadline_s,) = service.deadlines_s
     assert deadline_s is not None
-    assert 0.5 * timeout_s < deadline_s <= timeout_s + 1
+    # gRPC rounds long times up to hours.
+    assert 0.5 * timeout_s < deadline_s <= 1.001 * timeout_s + 1
 
 
 @pytest.mark.parametrize(
