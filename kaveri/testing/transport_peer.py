@@ -33,6 +33,8 @@ from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
+from kaveri.kv.transports.emulated import EmulatedTransport
+from kaveri.kv.transports.socket import SocketTransport
 from kaveri.telemetry.logs import configure_logs
 
 WAIT_S = 20.0
@@ -54,6 +56,17 @@ def load_transport(factory: str) -> Transport:
     """Calls "module:callable"."""
     module, _, name = factory.partition(":")
     return cast(Transport, getattr(importlib.import_module(module), name)())
+
+
+def load_patient_transport(factory: str) -> Transport:
+    """The same, with all the time that a busy machine may take to connect: a push that fails then has another reason,
+    since processes that stand still are woken or killed."""
+    transport = load_transport(factory)
+    connecting = transport.inner if isinstance(transport, EmulatedTransport) else transport
+    # Others have the time that they have.
+    if isinstance(connecting, SocketTransport):
+        connecting.connect_timeout_s = _PATIENCE_S
+    return transport
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
@@ -104,7 +117,7 @@ class Side:
         self._begin()
         pool = KvPool(layout, block_count)
         fill_pool(pool, seed)
-        self._side = KvSender(pool, self.recorder, transports=[load_transport(self._factory)], digest=digest)
+        self._side = KvSender(pool, self.recorder, transports=[load_patient_transport(self._factory)], digest=digest)
         return pool
 
     def start_receiver(

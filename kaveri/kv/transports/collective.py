@@ -45,6 +45,7 @@ from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, u
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
 from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import Stream
+from kaveri.telemetry.logs import get_logger
 
 _MEETING = struct.Struct("<H6x16s")
 """Behind the receiver's hello: the port of the store, and the prefix of the pair's keys in it."""
@@ -75,7 +76,8 @@ class CollectiveTransport(SocketTransport):
         progress_timeout_s: float = 10.0,
         connection_limit: int = 64,
     ) -> None:
-        """progress_timeout_s: how long a message may take from its announcement on, too."""
+        """connect_timeout_s: how long the two may take to meet, too. progress_timeout_s: how long a message may take
+        from its announcement on, too."""
         _require_backend(backend)
         super().__init__(
             "tcp",
@@ -96,8 +98,10 @@ class CollectiveTransport(SocketTransport):
         port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
         # The receiver waits for nobody who goes away again.
         meeting.send_bytes(pack_hello(0))
-        store = _joined_store(meeting.peer_host, port)
-        pair = _Pair(self.name, _SENDER, store, prefix, stream, pool.layout.block_bytes)
+        host, block_bytes = meeting.peer_host, pool.layout.block_bytes
+        pair = _Meeting(
+            lambda: _Pair(self.name, _SENDER, _joined_store(host, port), prefix, stream, block_bytes)
+        ).pair_within(self.connect_timeout_s)
         try:
             return CollectiveLink(stream, pool, listener, endpoint, pair)
         except BaseException:
@@ -366,6 +370,49 @@ class _Pair:
                 raise RuntimeError(f"no message within {self._timeout_s:g} s")
             time.sleep(0)
         work.wait()
+
+
+class _Meeting:
+    """Makes a pair on a thread of its own. torch's store knows no deadline while the process at its other end stands
+    still: then the thread stays until that one goes on or is gone, and undoes what comes too late."""
+
+    def __init__(self, meet: Callable[[], _Pair]) -> None:
+        """Raises LinkLost when no thread can be started."""
+        self._meet = meet
+        self._changed = threading.Condition()
+        self._pair: _Pair | None = None
+        self._problem: str | None = None
+        self._is_given_up = False
+        try:
+            threading.Thread(target=self._run, name="kv-meet", daemon=True).start()
+        except RuntimeError as error:
+            raise LinkLost(f"no thread for meeting the other side: {error}") from error
+
+    def pair_within(self, timeout_s: float) -> _Pair:
+        """The pair. Raises LinkLost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pair is not None or self._problem is not None, timeout_s)
+            if self._pair is None:
+                self._is_given_up = True
+                raise LinkLost(self._problem or f"meeting the other side: not within {timeout_s:g} s")
+            return self._pair
+
+    def _run(self) -> None:
+        pair = problem = None
+        try:
+            pair = self._meet()
+        except LinkLost as error:
+            problem = error.reason
+        except Exception as error:
+            problem = f"meeting the other side: {error!r}"
+            get_logger().exception("kv pair not made")
+        with self._changed:
+            if not self._is_given_up:
+                self._pair, self._problem = pair, problem
+                self._changed.notify_all()
+                return
+        if pair is not None:
+            pair.close()
 
 
 def _gloo_group(distributed: Any, store: Any, rank: int, host: str) -> Any:

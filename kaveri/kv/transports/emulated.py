@@ -32,7 +32,7 @@ class EmulatedTransport:
 
     def __init__(self, inner: Transport, speed: LinkSpeed, text: str) -> None:
         """text: how the speed was written, for the label."""
-        self._inner = inner
+        self.inner = inner
         self._speed = speed
         self.name = inner.name
         self.label = f"{inner.label} at {text}"
@@ -40,15 +40,15 @@ class EmulatedTransport:
     @property
     def capabilities(self) -> Capabilities:
         """See Transport.capabilities."""
-        return self._inner.capabilities
+        return self.inner.capabilities
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "EmulatedLink":
         """See Transport.connect."""
-        return EmulatedLink(self._inner.connect(endpoint, epoch, pool, listener), self._speed, pool)
+        return EmulatedLink(self.inner.connect(endpoint, epoch, pool, listener), self._speed, pool)
 
     def listen(self, address: str, pool: KvPool, intake: Intake) -> Listener:
         """See Transport.listen."""
-        return self._inner.listen(address, pool, intake)
+        return self.inner.listen(address, pool, intake)
 
 
 class EmulatedLink:

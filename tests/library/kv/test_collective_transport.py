@@ -1,6 +1,7 @@
 """gloo and NCCL: messages that never come cost the connection and no more; memory is bounded; torch comes late."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -20,10 +21,10 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transports import make_transports, transport_names
+from kaveri.kv.transports import collective, make_transports, transport_names
 from kaveri.kv.transports.collective import _BUFFER_COUNT, _MESSAGE_BYTES, CollectiveLink, CollectiveTransport
 from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
-from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
+from kaveri.testing.transport_peer import WAIT_S, PeerNursery, Recorder, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 LARGE_LAYOUT = KvLayout("m", 2, block_tokens=64, kv_head_count=4, head_dim=128, dtype="float32")
@@ -213,6 +214,33 @@ def test_the_pair_meets_on_the_listening_host_only(receiver: KvReceiver, monkeyp
     link = CollectiveTransport("gloo").connect(receiver.endpoints[0], EPOCH, KvPool(LAYOUT, 8), listening)
     link.close()
     assert bound == [("127.0.0.1", 0)]
+
+
+@pytest.mark.parametrize("when", ["before the store is joined", "before the pair is made"])
+def test_a_receiver_that_freezes_while_the_pair_meets_holds_up_neither_the_push_nor_the_senders_end(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    factory = "kaveri.kv.transports:gloo_transport"
+    name = "_joined_store" if when == "before the store is joined" else "_gloo_group"
+    original = getattr(collective, name)
+    pushed, threads = Recorder(), set(threading.enumerate())
+    with PeerNursery(factory) as nursery, nursery.start() as peer:
+
+        def freeze(*arguments: object) -> object:
+            peer.signal(signal.SIGSTOP)
+            return original(*arguments)
+
+        peer.start_receiver(LAYOUT, 8, "127.0.0.1:0", EPOCH, 1 << 20)
+        ticket = peer.ask("grant", [1], 4, 60.0)
+        monkeypatch.setattr(collective, name, freeze)
+        transport = CollectiveTransport("gloo", connect_timeout_s=1.0)
+        with contextlib.closing(KvSender(KvPool(LAYOUT, 8), pushed, transports=[transport])) as sender:
+            sender.open(ticket)
+            event = pushed.wait(ticket)
+            assert isinstance(event, PushFailed)
+            assert "meeting the other side: not within 1 s" in event.reason
+        peer.signal(signal.SIGCONT)
+        wait_until(lambda: set(threading.enumerate()) <= threads, "no thread is left")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
