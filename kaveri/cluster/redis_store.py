@@ -293,6 +293,10 @@ class RedisStore:
                     get_logger().warning("redis is away; the last view stays in use", error=why(error))
                 self._is_heard = False
                 self._tell_membership()
+            except Exception:  # A view that no event changes any more would look like a healthy one.
+                get_logger().exception("redis watch failed; it starts again")
+                self._is_heard = False
+                self._tell_membership()
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _RECONNECT_MAX_S)
 

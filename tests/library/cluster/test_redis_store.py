@@ -201,6 +201,26 @@ async def test_garbage_among_the_broadcasts_is_ignored(garbage: bytes) -> None:
         await view_that(prefill, has("decode-0"))
 
 
+async def test_a_bug_in_the_watch_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        run_redis(unix_socket=True) as redis,
+        RedisStore(redis.url) as instance,
+        RedisStore(redis.url) as router,
+    ):
+        take_in = router._take_in
+
+        def breaks_once(event: bytes) -> None:
+            monkeypatch.setattr(router, "_take_in", take_in)
+            raise ZeroDivisionError("planted")
+
+        monkeypatch.setattr(router, "_take_in", breaks_once)
+        await instance.heartbeat(DECODE, InstanceLoad(1))
+        await view_that(router, lambda view: not view.store_connected)
+        await view_that(router, lambda view: has("decode-0")(view) and view.store_connected)
+        await instance.heartbeat(DECODE, InstanceLoad(2))
+        await view_that(router, lambda view: view.instances["decode-0"].load.sequence_number == 2)
+
+
 async def test_follower_leaves_and_joins_the_heartbeats_as_leaders_come_and_go() -> None:
     async with (
         run_redis(unix_socket=True) as redis,
