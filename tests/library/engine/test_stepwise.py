@@ -19,6 +19,7 @@ from kaveri.engine.contract import (
     KvPushed,
     KvPushFailed,
     Landed,
+    LandingFailed,
     Preempted,
     PrefillStarted,
     RequestFailed,
@@ -447,6 +448,9 @@ def test_request_without_a_first_token_fails_alone(bench: _Bench, pushed: bool) 
     prefill.push_to(other.key, decode.reserve(other, 60.0).result())
     assert prefilled.wait_for(RequestFailed, unlucky.key).reason == "not a number"
     decoded.wait_for_finish(other.key)
+    if pushed:
+        # The push is given up, and decode hears of it.
+        decoded.wait_for(LandingFailed, unlucky.key)
     decode.abort(unlucky.key)
     wait_until_free(prefill, decode)
     told = [type(event) for event in prefilled.events if getattr(event, "key", None) == unlucky.key]
