@@ -159,6 +159,8 @@ class TokenStreamer:
         self._failure: str | None = None
         self._retry_at_s = 0.0
         self._closing = False
+        # The thread has ended by an error of its own.
+        self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="kv-token-streamer", daemon=True)
         self._thread.start()
 
@@ -220,7 +222,7 @@ class TokenStreamer:
                 assert request not in self._ended, "offered before the end of its namesake"
                 self._ended[request] = next(self._end_numbers)
             self._changed.notify_all()
-            while stream.reading:
+            while stream.reading and not self._is_broken:
                 self._changed.wait()
 
     def position(self, request: str) -> StreamPosition | None:
@@ -278,6 +280,15 @@ class TokenStreamer:
             raise InvalidArgument("block_ids", tuple(block_ids), f"in [0, {count})")
 
     def _run(self) -> None:
+        try:
+            self._serve_sink()
+        except Exception as error:
+            with self._changed:
+                self._is_broken, self._failure = True, f"the streamer broke: {error!r}"
+                self._changed.notify_all()
+            get_logger().exception("kv token streamer broke")
+
+    def _serve_sink(self) -> None:
         while (work := self._take()) is not None:
             failure = None
             try:

@@ -21,6 +21,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.flow import KvFlow
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.telemetry.logs import get_logger
 
 _MEET_TIMEOUT_S = 60.0
 """For a rank to connect, once vLLM says that all are ready."""
@@ -168,6 +169,9 @@ class RemoteRank:
         except OSError:
             # Part of a message may be on its way: there is nothing to go on with.
             self._lose("takes no calls")
+        except Exception as error:
+            get_logger().exception("rank cannot be told", rank=self._rank)
+            self._lose(f"cannot be told: {error!r}")
 
     def _read(self) -> None:
         try:
@@ -191,6 +195,7 @@ class RemoteRank:
         except (EOFError, OSError):
             self._lose("has ended")
         except Exception as error:
+            get_logger().exception("rank cannot be followed", rank=self._rank)
             self._lose(f"cannot be followed: {error!r}")
         finally:
             self._end()
