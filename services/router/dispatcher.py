@@ -345,8 +345,8 @@ class Dispatcher:
             if not attempt.handed_over:
                 attempt.lose(Unavailable(f"prefill instance {attempt.prefill_instance_id} ended without hand-over"))
         except aio.AioRpcError as rpc_error:
-            # Once decode has sent a token it owns the request, and prefill's death is no loss.
-            if not attempt.decoding:
+            # Prefill's death is no loss once decode needs nothing of it: neither its token nor the name of the place.
+            if not attempt.is_decodes_alone:
                 error = error_of(rpc_error)
                 # gRPC's own words for a channel that has no connection: nothing has left this process.
                 attempt.unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
@@ -357,7 +357,7 @@ class Dispatcher:
             if task is not None and task.cancelling():
                 raise
             # Not this task but the call was cancelled: the attempt is over, or the channel was closed.
-            if not attempt.decoding:
+            if not attempt.is_decodes_alone:
                 attempt.lose(Unavailable(f"prefill instance {attempt.prefill_instance_id} has left the cluster"))
         finally:
             call.cancel()

@@ -101,6 +101,11 @@ class Attempt:
         self.decode_instance_id = decode_instance_id
         self.decode_incarnation = decode_incarnation
 
+    @property
+    def is_decodes_alone(self) -> bool:
+        """Whether decode can end it without prefill: it has sent a token, and all that only prefill says is here."""
+        return self.decoding and self.first_token_seen and bool(self.decode_instance_id)
+
     def lose(self, error: KaveriError) -> None:
         """This placement cannot go on; dispatch places the request anew. Ignored when it is over."""
         if not self.over.done():

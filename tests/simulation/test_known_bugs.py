@@ -54,6 +54,25 @@ def test_a_late_placement_that_names_a_dead_decode_instance_does_not_tie_the_req
     assert result.counts["outcome:length"] == 2 + 2
 
 
+def test_a_request_whose_first_token_is_lost_with_the_prefill_stream_is_placed_again(run: Run) -> None:
+    """Decode had sent tokens already, so the router held the loss of prefill for none: the tokens waited for ever."""
+    late = Fault(
+        kind=FaultKind.SLOW,
+        after=RESERVED,
+        after_count=2,
+        at_s=0,
+        target="prefill-0",
+        other="router-0",
+        amount=2.0,
+        lasts_s=1.0,
+    )
+    broken = Fault(kind=FaultKind.RESET, after=RESERVED, after_count=2, at_s=0.2, target="router-0", other="prefill-0")
+    first = request("first", max_tokens=2)
+    result = run(story(cluster(), [first, request("late", 0.5, max_tokens=60)], [late, broken]))
+    assert result.counts["fault:reset"] == 1
+    assert result.counts["outcome:length"] == 2 + 2
+
+
 def test_the_ids_of_a_dead_routers_requests_can_be_used_at_another_router(run: Run) -> None:
     """They were refused until the deadline of the request that had died."""
     sent = request("same", max_tokens=100, sends_again=("router-1",) * 3)
