@@ -55,6 +55,13 @@ async def test_child_ends_with_its_own_status_and_its_output_is_kept(tmp_path: P
     assert child.last_lines(2) == ["two", "three"]
 
 
+async def test_last_lines_of_a_long_log_are_the_last_ones(tmp_path: Path) -> None:
+    program = "print(*(f'line {number}' for number in range(9000)), sep='\\n')"
+    child = ChildProcess.start("child", [*_PYTHON, program], tmp_path / "child.log")
+    await asyncio.wait_for(child.wait(), 20)
+    assert child.last_lines(2) == ["line 8998", "line 8999"]
+
+
 async def test_next_life_appends_to_the_log(tmp_path: Path) -> None:
     for number in range(2):
         child = ChildProcess.start("child", ["echo", f"life {number}"], tmp_path / "child.log")

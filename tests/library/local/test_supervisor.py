@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
+from kaveri.local import supervisor as supervisor_module
 from kaveri.local.process import ChildProcess
 from kaveri.local.supervisor import Supervisor
 
@@ -42,6 +44,24 @@ async def test_child_that_keeps_dying_comes_back_with_longer_and_longer_pauses(t
     assert lives.lines[0] == "child exited with status 7; starting it again in 0.25 s"
     assert lives.lines[2] == "child exited with status 7; starting it again in 1 s"
     assert supervisor.first_exit.result() == 7
+
+
+async def test_pauses_have_a_longest_one_and_a_steady_life_makes_them_short_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_BACKOFF_MIN_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "_BACKOFF_MAX_S", 0.03)
+    lives = _Lives(["sh", "-c", "exit 7"], tmp_path / "child.log")
+    supervisor = Supervisor("child", lives.launch, lives.launch(), lives.lines.append, restart=True)
+    await lives.until(lambda: len(lives.lines) >= 5)
+    said = [line.rpartition(" in ")[2] for line in lives.lines]
+    assert said[:5] == ["0.01 s", "0.02 s", "0.03 s", "0.03 s", "0.03 s"]
+    # From now on every life counts as a steady one.
+    monkeypatch.setattr(supervisor_module, "_STEADY_AFTER_S", 0.0)
+    lives.lines.clear()
+    await lives.until(lambda: len(lives.lines) >= 3)
+    await supervisor.kill_for_good()
+    assert lives.lines[-1].endswith(" in 0.01 s")
 
 
 async def test_killed_child_is_replaced_and_the_replacement_can_be_stopped(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from kaveri.rpc.process import ServiceConfig
 from kaveri.testing.redis_fixture import free_port
 
 WAIT_S = 30.0
@@ -174,3 +176,17 @@ def test_a_defect_is_shown_in_full(act: str) -> None:
         _, told = process.communicate(timeout=WAIT_S)
     assert process.returncode == 1
     assert "ZeroDivisionError: a defect" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "host"),
+    [
+        ({"host": "192.0.2.7"}, "192.0.2.7"),
+        ({"host": "0.0.0.0"}, socket.gethostname()),
+        ({"host": "::"}, socket.gethostname()),
+        ({"host": "0.0.0.0", "advertise_host": "router"}, "router"),
+        ({"host": "192.0.2.7", "advertise_host": "router"}, "router"),
+    ],
+)
+def test_others_are_told_an_address_that_can_be_reached(settings: dict[str, str], host: str) -> None:
+    assert ServiceConfig(**settings).advertised_address(7) == f"{host}:7"

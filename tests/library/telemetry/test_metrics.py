@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from kaveri.errors import ConfigError
@@ -127,6 +128,30 @@ async def test_silent_connection_is_closed_after_a_while(port: _Port, monkeypatc
     reader, writer = await _connect(port)
     assert await _is_closed(reader)
     writer.close()
+
+
+async def test_connection_that_does_not_read_its_answer_is_closed_after_a_while(
+    port: _Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "RESPONSE_TIMEOUT_S", 0.2)
+    wide = Gauge("tests_wide", "Wide.", ["label"], registry=port.registry)
+    for number in range(40_000):
+        # More than two sockets hold.
+        wide.labels(label="x" * 200 + str(number)).set(1)
+    with socket.create_connection(("127.0.0.1", port.number)) as slow:
+        slow.setblocking(False)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(_WITHIN_S):
+            # The first byte: the answer has begun.
+            await asyncio.get_running_loop().sock_recv(slow, 1)
+            while any(task.get_name() == "metrics connection" for task in asyncio.all_tasks()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            received = 0
+            with contextlib.suppress(ConnectionError):
+                while chunk := await asyncio.get_running_loop().sock_recv(slow, 65_536):
+                    received += len(chunk)
+        assert received < 40_000 * 200
 
 
 async def test_silent_connections_neither_pile_up_nor_lock_a_scrape_out(port: _Port) -> None:
