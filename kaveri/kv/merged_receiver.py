@@ -23,6 +23,7 @@ from kaveri.kv.receiver import KvReceiver, LandingListener, TransferLanded, Tran
 from kaveri.kv.regions import copy_regions
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
+from kaveri.telemetry.logs import get_logger
 
 SHAPES_MAX = 8
 """Shapes of parts that are taken, each in a staging pool and behind a listener of its own."""
@@ -165,14 +166,17 @@ class MergedReceiver:
             if len(self._stages) == SHAPES_MAX:
                 raise InvalidArgument("parts", part, f"of at most {SHAPES_MAX} shapes over the receiver's life")
             pool = KvPool(shape, max(1, self._staging_bytes // (shape.layer_count * shape.block_bytes)))
-            receiver = KvReceiver(
-                pool,
-                self._on_part,
-                listen=self._listen(),
-                epoch=self._epoch,
-                transports=self._transports,
-                digest=self._digest,
-            )
+            try:
+                receiver = KvReceiver(
+                    pool,
+                    self._on_part,
+                    listen=self._listen(),
+                    epoch=self._epoch,
+                    transports=self._transports,
+                    digest=self._digest,
+                )
+            except RuntimeError as error:
+                raise TransferFailed(f"no thread for a receiver: {error}") from error
             stage = self._stages[shape] = _Stage(pool, receiver)
         return stage
 
@@ -181,16 +185,21 @@ class MergedReceiver:
             merge = self._merge_of[event.transfer_id]
             stage = merge.left[event.transfer_id]
             failed_before = merge.failure is not None
-        if isinstance(event, TransferLanded) and not failed_before:
-            self._copy(merge, event.transfer_id, stage)
+        problem = event.reason if isinstance(event, TransferReleased) else None
+        if problem is None and not failed_before:
+            try:
+                self._copy(merge, event.transfer_id, stage)
+            except Exception as error:
+                get_logger().exception("kv part not merged", transfer_id=merge.transfer_id.hex())
+                problem = f"a part could not be merged: {error!r}"
         with self._lock:
             del self._merge_of[event.transfer_id], merge.left[event.transfer_id]
             stage.allocator.release(event.transfer_id)
             if isinstance(event, TransferLanded):
                 merge.kv_bytes += event.kv_bytes
                 merge.notes.add(event.note)
-            elif merge.failure is None:
-                merge.failure = event.reason
+            if merge.failure is None:
+                merge.failure = problem
             ended = not merge.left
             if ended:
                 del self._merges[merge.transfer_id]

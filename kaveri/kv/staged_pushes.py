@@ -300,7 +300,14 @@ class StagedPushes:
                 left = [self._end(push, PushFailed(push.transfer_id, reason)) for push in tuple(self._pushes.values())]
             for event in left:
                 if event is not None:
-                    self._listener(event)
+                    self._tell(event)
+
+    def _tell(self, event: PushAccepted | PushFailed) -> None:
+        """On the thread here. A listener's error must not end all other pushes."""
+        try:
+            self._listener(event)
+        except Exception:
+            get_logger().exception("kv listener failed")
 
     def _next_turn(self) -> Callable[[], None] | None:
         """What to do next, for the pushes in turn; waits. None at the end."""
@@ -359,7 +366,7 @@ class StagedPushes:
             push.reading = False
             event = self._end(push, push.outcome) if push.outcome is not None else None
         if event is not None:
-            self._listener(event)
+            self._tell(event)
             return
         # Failed since: ignored there.
         self._sender.write(push.transfer_id, layer, first_index, staging_ids)

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,20 @@ def test_a_wrong_secret_is_no_ticket(make_place: MakePlace) -> None:
         assert stranger.answer()[::2] == (Kind.REJECTED, "wrong secret")
     place.greet()
     strangers[0].require_closed()
+
+
+def test_a_ticket_of_another_life_is_refused_on_the_data_plane_too(make_place: MakePlace, content: np.ndarray) -> None:
+    place = make_place(_MAKERS["tcp"]())
+    sender = place.greet()
+    ticket = place.receiver.grant([6, 2, 3], 12, 60.0)
+    sender.open(replace(ticket, epoch=EPOCH - 1))
+    kind, transfer_id, reason = sender.answer()
+    assert (kind, transfer_id) == (Kind.REJECTED, ticket.transfer_id)
+    assert reason == f"the ticket is of epoch {EPOCH - 1}, this receiver of epoch {EPOCH}"
+    # It is still good for whoever shows it as it was given.
+    sender.open(ticket)
+    sender.push(ticket, content)
+    assert sender.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
 
 
 @pytest.mark.parametrize("is_talking", [False, True])

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -16,6 +17,7 @@ from kaveri.kv.mapped_sender import MappedSender
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.staged_pushes import StagedPush
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.token_streamer import TokenStreamer
 from kaveri.kv.transport import LinkListener
@@ -234,3 +236,35 @@ def test_a_token_streamer_that_breaks_says_so_and_lets_go_of_blocks(monkeypatch:
             streamer.flush(timeout_s=0.1)
         # The copy that it had begun never ends.
         streamer.end("request")
+
+
+def test_a_listener_that_fails_ends_no_other_mapped_push(tmp_path: Path) -> None:
+    """One that is told on the thread that copies: of a push that was given up while its blocks were copied."""
+    endpoint, transports = KvEndpoint("unix", str(tmp_path / "kv.sock")), make_transports(("unix",))
+    source, told = KvPool(LAYOUT, 4), Recorder()
+
+    def hear(event: PushAccepted | PushFailed) -> None:
+        told(event)
+        raise ValueError("the listener's own trouble")
+
+    receiver = KvReceiver(
+        KvPool(replace(LAYOUT, block_tokens=2), 8), Recorder(), listen=[endpoint], epoch=1, transports=transports
+    )
+    sender = MappedSender(source, hear, transports=transports)
+    with contextlib.closing(receiver), contextlib.closing(sender):
+        first, second = (receiver.grant([6, 2, 1, 0], 8, 60.0) for _ in range(2))
+        copy = StagedPush.copy
+
+        def copy_and_give_up(self: StagedPush, *arguments: Any) -> None:
+            copy(self, *arguments)
+            if self.transfer_id == first.transfer_id:
+                receiver.revoke(first.transfer_id)
+                wait_until(lambda: self.outcome is not None, "the rejection is heard")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StagedPush, "copy", copy_and_give_up)
+            push(sender, first)
+            assert isinstance(told.wait(first), PushFailed)
+        push(sender, second)
+        event = told.wait(second)
+        assert isinstance(event, PushAccepted), event

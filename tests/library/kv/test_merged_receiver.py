@@ -227,3 +227,16 @@ def test_parts_must_be_the_whole_and_fit_into_staging() -> None:
             receiver.revoke(name)
         world.events(world.landed, granted)
         receiver.check_integrity()
+
+
+def test_a_part_that_cannot_be_merged_releases_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("not as it should be")
+
+    with World(TWO_TO_ONE, 100, "unix", 1 << 20) as world:
+        (name,), tickets = world.grant()
+        monkeypatch.setattr(MergedReceiver, "_copy", broken)
+        world.push(0, tickets[0])
+        (released,) = world.events(world.landed, [name])
+        assert isinstance(released, TransferReleased)
+        assert "not as it should be" in released.reason
