@@ -99,8 +99,9 @@ def test_a_broken_folder_is_a_config_error(folder: Path, break_it: Callable[[Pat
 
 
 def test_a_classifier_that_does_not_fit_its_manifest_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="mismatched: 3 classes for 4 buckets"):
-        LengthPredictor.load(str(save(tmp_path / "classes", MANIFEST, classes=3)))
+    for classes in (3, 5):
+        with pytest.raises(ConfigError, match=f"mismatched: {classes} classes for 4 buckets"):
+            LengthPredictor.load(str(save(tmp_path / f"{classes} classes", MANIFEST, classes=classes)))
     with pytest.raises(ConfigError, match="mismatched: it reads 40 token ids, its model has 50"):
         LengthPredictor.load(str(save(tmp_path / "vocabulary", MANIFEST, vocab_size=40)))
 
@@ -139,6 +140,21 @@ def test_a_batch_says_the_same_as_each_prompt_alone(made: Path) -> None:
         assert sum(row) == pytest.approx(1)
     assert len({round(row[0], 6) for row in together}) == len(prompts), "they could not be told apart otherwise"
     assert predictor.predict([]) == []
+
+
+def test_an_encoder_does_not_read_the_padding_of_its_batch(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=50, num_labels=4, pad_token_id=0, initializer_range=0.5, **sizes)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    write_manifest(tmp_path, MANIFEST, [tmp_path / "config.json", tmp_path / "model.safetensors"])
+    predictor = LengthPredictor.load(str(tmp_path))
+    # Between the same powers of two, so one batch.
+    prompts = [[1, 2, 3, 4, 5], [3, 1, 4, 1, 5, 9, 2, 6]]
+    for prompt, row in zip(prompts, predictor.predict(prompts), strict=True):
+        assert row == pytest.approx(predictor.predict([prompt])[0], abs=1e-5)
 
 
 def test_a_long_prompt_keeps_its_ends(made: Path) -> None:

@@ -171,3 +171,17 @@ async def test_who_waits_when_it_stops_is_told(
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
     model.free.set()
+
+
+async def test_it_is_idle_only_when_nothing_is_computed_and_nothing_waits(
+    batcher: PredictionBatcher, model: Any, wait_until: Callable[..., Any]
+) -> None:
+    await asyncio.wait_for(batcher.wait_idle(), 5)
+    first = await hold_up(batcher, model, wait_until)
+    idle = asyncio.create_task(batcher.wait_idle())
+    second = ask(batcher, [1])
+    await wait_until(lambda: batcher.waiting_count == 1, "one waits")
+    assert not idle.done()
+    model.free.set()
+    await asyncio.gather(first, second)
+    await asyncio.wait_for(idle, 5)
