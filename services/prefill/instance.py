@@ -306,8 +306,7 @@ class PrefillInstance:
             return
         if request.deadline is not None:
             request.deadline.cancel()
-        if self._by_request_id.get(request.request_id) is request:
-            del self._by_request_id[request.request_id]
+        del self._by_request_id[request.request_id]
         if request.started_s is not None:
             self._started_count -= 1
         self._queue.remove(request)

@@ -343,6 +343,7 @@ async def test_an_instance_that_the_request_does_not_fit_is_not_asked_again_and_
     await eventually(lambda: "a" in world.failed)
     assert isinstance(world.failed["a"], InvalidArgument | LayoutMismatch)
     assert first.asked == second.asked == ["a"]
+    assert not len(world.dispatcher._unconfirmed_blocks), "it counts as work nowhere"
     if refuses == "engine":
         # Both had granted room.
         await eventually(lambda: first.aborted == second.aborted == [("a", 3)])

@@ -474,8 +474,10 @@ async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_t
 
 
 async def test_a_call_ends_when_nobody_waits_for_any_of_it(
-    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Not by its own time limit.
+    monkeypatch.setattr(forecaster, "_timeout_s", 1000.0)
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
     requests = [request(number) for number in range(3)]
@@ -486,7 +488,7 @@ async def test_a_call_ends_when_nobody_waits_for_any_of_it(
     for entry in requests:
         assert not predictor.cancelled
         forecaster.forget(entry)
-    await by_hand.eventually(lambda: predictor.cancelled == 1, "the call is cancelled")
+    await by_hand.eventually(lambda: predictor.cancelled == 1, "the call is cancelled", 20.0)
     assert not settled
 
 

@@ -1,5 +1,7 @@
 """Late submission: what the engine is given, and when."""
 
+from collections.abc import Collection
+
 import pytest
 
 from kaveri.engine.contract import AttemptKey, EngineRequest
@@ -138,3 +140,42 @@ async def test_a_cancelled_prompt_leaves_its_batch_without_a_trace() -> None:
     queue.submit()
     assert engine.submitted == ["r3", "r1"]
     assert queue.queued_tokens == 40
+
+
+async def test_who_asks_for_room_sees_what_is_being_computed_and_nothing_else() -> None:
+    seen: list[list[str]] = []
+
+    def has_room(asking: PrefillRequest, computing: Collection[PrefillRequest]) -> bool:
+        seen.append([entry.request_id for entry in computing])
+        return True
+
+    engine = ScriptedEngine()
+    queue = PrefillQueue(engine, OrderingPolicy.FCFS, 100, 100, 16, has_room)  # type: ignore[arg-type]
+    requests = [request(number, 50) for number in range(1, 5)]
+    for entry in requests[:3]:
+        queue.add(entry)
+    queue.submit()
+    assert seen == [[], ["r1"], ["r1", "r2"]]
+    queue.advance(requests[0], 50)
+    queue.remove(requests[1])
+    queue.add(requests[3])
+    queue.submit()
+    assert seen[3:] == [["r3"]]
+
+
+async def test_a_prompt_that_is_cancelled_half_way_gives_back_what_it_had_left() -> None:
+    engine = ScriptedEngine()
+    queue = queue_of(engine)
+    cancelled, other, waiting = request(1, 150), request(2, 150), request(3, 10)
+    for entry in (cancelled, other, waiting):
+        queue.add(entry)
+    queue.submit()
+    assert engine.submitted == ["r1", "r2"]
+    queue.advance(cancelled, 100)
+    assert queue.queued_tokens == 50 + 150 + 10
+    queue.remove(cancelled)
+    assert queue.queued_tokens == 150 + 10
+    # Unknown ones change nothing, nor does progress of one that has gone.
+    queue.remove(cancelled)
+    queue.advance(cancelled, 150)
+    assert queue.queued_tokens == 160
