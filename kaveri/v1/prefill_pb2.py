@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/prefill.proto\x12\tkaveri.v1\x1a\x18kaveri/v1/sampling.proto\"\xa3\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\"\xde\x01\n\x0fPrefillResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.kaveri.v1.PrefillStartedH\x00\x12*\n\x06placed\x18\x02 \x01(\x0b\x32\x18.kaveri.v1.PrefillPlacedH\x00\x12\x33\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1c.kaveri.v1.PrefillFirstTokenH\x00\x12\x33\n\x0bhanded_over\x18\x04 \x01(\x0b\x32\x1c.kaveri.v1.PrefillHandedOverH\x00\x42\x07\n\x05\x65vent\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"G\n\rPrefillPlaced\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04\"\x8f\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"e\n\x11PrefillHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_transfer_s\x18\x02 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x03 \x01(\x01\x12\x14\n\x0ckv_transport\x18\x04 \x01(\t2T\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.kaveri.v1.PrefillRequest\x1a\x1a.kaveri.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/prefill.proto\x12\tkaveri.v1\x1a\x18kaveri/v1/sampling.proto\"\xa3\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\"\xde\x01\n\x0fPrefillResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.kaveri.v1.PrefillStartedH\x00\x12*\n\x06placed\x18\x02 \x01(\x0b\x32\x18.kaveri.v1.PrefillPlacedH\x00\x12\x33\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1c.kaveri.v1.PrefillFirstTokenH\x00\x12\x33\n\x0bhanded_over\x18\x04 \x01(\x0b\x32\x1c.kaveri.v1.PrefillHandedOverH\x00\x42\x07\n\x05\x65vent\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"^\n\rPrefillPlaced\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04\x12\x15\n\rstream_losses\x18\x03 \x01(\x04\"\x8f\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"e\n\x11PrefillHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_transfer_s\x18\x02 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x03 \x01(\x01\x12\x14\n\x0ckv_transport\x18\x04 \x01(\t2T\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.kaveri.v1.PrefillRequest\x1a\x1a.kaveri.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,11 +41,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSTARTED']._serialized_start=455
   _globals['_PREFILLSTARTED']._serialized_end=488
   _globals['_PREFILLPLACED']._serialized_start=490
-  _globals['_PREFILLPLACED']._serialized_end=561
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=564
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=707
-  _globals['_PREFILLHANDEDOVER']._serialized_start=709
-  _globals['_PREFILLHANDEDOVER']._serialized_end=810
-  _globals['_PREFILLSERVICE']._serialized_start=812
-  _globals['_PREFILLSERVICE']._serialized_end=896
+  _globals['_PREFILLPLACED']._serialized_end=584
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=587
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=730
+  _globals['_PREFILLHANDEDOVER']._serialized_start=732
+  _globals['_PREFILLHANDEDOVER']._serialized_end=833
+  _globals['_PREFILLSERVICE']._serialized_start=835
+  _globals['_PREFILLSERVICE']._serialized_end=919
 # @@protoc_insertion_point(module_scope)

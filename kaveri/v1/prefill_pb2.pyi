@@ -143,19 +143,23 @@ class PrefillPlaced(_message.Message):
 
     DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    STREAM_LOSSES_FIELD_NUMBER: _builtins.int
     decode_instance_id: _builtins.str
     """The decode instance."""
     decode_incarnation: _builtins.int
     """The life of it that reserved room."""
+    stream_losses: _builtins.int
+    """Its count of stream losses by then, as in ReserveResponse."""
     def __init__(
         self,
         *,
         decode_instance_id: _builtins.str = ...,
         decode_incarnation: _builtins.int = ...,
+        stream_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id", "stream_losses", b"stream_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,7 +56,11 @@ class DecodeServer(DecodeServiceServicer):
             )
         except KaveriError as error:
             await abort(context, error)
-        return decode_pb2.ReserveResponse(ticket=ticket_to_proto(ticket), incarnation=self._incarnation)
+        return decode_pb2.ReserveResponse(
+            ticket=ticket_to_proto(ticket),
+            incarnation=self._incarnation,
+            stream_losses=self._instance.streams.losses,
+        )
 
     async def Abort(  # noqa: N802
         self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
@@ -76,7 +80,7 @@ class DecodeServer(DecodeServiceServicer):
         # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
         # here would wait for the garbage collector.
         context.add_done_callback(lambda _: self._instance.streams.close(stream))  # type: ignore[arg-type]
-        yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation)
+        yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation, stream_losses=stream.losses)
         while batch := await stream.next_batch():
             for entries in messages_of(batch):
                 yield decode_pb2.StreamTokensResponse(requests=map(_to_proto, entries))

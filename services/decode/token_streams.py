@@ -41,8 +41,10 @@ class GainedTokens:
 class TokenStream:
     """One router's subscription, and what waits for it. For one reader."""
 
-    def __init__(self, router_id: str, unsent: dict[DecodeRequest, GainedTokens]) -> None:
+    def __init__(self, router_id: str, unsent: dict[DecodeRequest, GainedTokens], losses: int) -> None:
+        """losses: of TokenStreams, when it was opened."""
         self.router_id = router_id
+        self.losses = losses
         self.unsent = unsent
         self.closed = False
         self.changed = asyncio.Event()
@@ -63,6 +65,9 @@ class TokenStreams:
     def __init__(self, grace_s: float, router_gone: Callable[[str], None]) -> None:
         """grace_s: how long tokens are kept for a router that has no stream. router_gone: told when it has none any
         more, or got none in time; the tokens kept for it are gone."""
+        self.losses = 0
+        """How often tokens for a router were dropped, or may have been lost on their way. A router whose stream began
+        at a higher count than its request was reserved at cannot wait for the request's tokens."""
         self._grace_s = grace_s
         self._router_gone = router_gone
         self._streams: dict[str, TokenStream] = {}
@@ -82,7 +87,8 @@ class TokenStreams:
             # The reader of the former must find nothing: it shares no dict with the new stream.
             unsent, former.unsent = former.unsent, {}
             self._end(former)
-        stream = self._streams[router_id] = TokenStream(router_id, unsent)
+            self.losses += 1
+        stream = self._streams[router_id] = TokenStream(router_id, unsent, self.losses)
         if self._closed:
             self._end(stream)
         return stream
@@ -95,6 +101,7 @@ class TokenStreams:
         """
         if self._streams.get(stream.router_id) is stream:
             del self._streams[stream.router_id]
+            self.losses += 1
             self.expect(stream.router_id)
             self._router_gone(stream.router_id)
 
@@ -164,4 +171,5 @@ class TokenStreams:
     def _grace_over(self, router_id: str) -> None:
         del self._grace[router_id]
         del self._kept[router_id]
+        self.losses += 1
         self._router_gone(router_id)

@@ -37,7 +37,7 @@ class Adoption:
         except KaveriError as error:
             self._prefill.fail(request, error)
             return
-        request.outbox.put(Placed(self._instance_id, self._incarnation))
+        request.outbox.put(Placed(self._instance_id, self._incarnation, self._decode.streams.losses))
         self._prefill.adopted(request)
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:

@@ -30,6 +30,8 @@ class Reservation(NamedTuple):
     ticket: Ticket
     incarnation: int
     """The life that granted it: not always the one that the view named."""
+    stream_losses: int
+    """Of decode.TokenStreams, by then."""
 
 
 class _Peer:
@@ -82,10 +84,11 @@ class DecodePeers:
                     raise Unavailable(reason) from error
                 raise error_of(error) from error
         try:
-            return Reservation(ticket_from_proto(response.ticket), response.incarnation)
+            ticket = ticket_from_proto(response.ticket)
         except InvalidArgument as error:
             # Its fault, and not the request's.
             raise Unavailable(f"the decode instance's ticket is of no use: {error}") from error
+        return Reservation(ticket, response.incarnation, response.stream_losses)
 
     async def abort(self, target: InstanceStatus, request: PrefillRequest) -> None:
         """Ends the request at `target`. What cannot be reached is left to the reservation's expiry."""

@@ -184,7 +184,7 @@ class Dispatcher:
             self._line.pop(request, None)
             placement.forget_place(instance_id)
             self._stop_waiting(request, placement)
-            request.outbox.put(Placed(instance_id, reservation.incarnation))
+            request.outbox.put(Placed(instance_id, reservation.incarnation, reservation.stream_losses))
             request.pushing_since_s = time.monotonic()
             placement.push_failure = loop.create_future()
             try:

@@ -22,6 +22,8 @@ class Placed:
 
     decode_instance_id: str
     decode_incarnation: int
+    stream_losses: int = 0
+    """Of the decode instance, by then: see ReserveResponse."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,9 @@ def _to_proto(progress: Progress) -> prefill_pb2.PrefillResponse:
             return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=progress.queue_s))
         case Placed():
             placed = prefill_pb2.PrefillPlaced(
-                decode_instance_id=progress.decode_instance_id, decode_incarnation=progress.decode_incarnation
+                decode_instance_id=progress.decode_instance_id,
+                decode_incarnation=progress.decode_incarnation,
+                stream_losses=progress.stream_losses,
             )
             return prefill_pb2.PrefillResponse(placed=placed)
         case FirstTokenDrawn():

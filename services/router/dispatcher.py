@@ -376,7 +376,8 @@ class Dispatcher:
                 timing.prefill_queue_s = event.started.queue_s
             case "placed":
                 timing.decode_instance_id = event.placed.decode_instance_id
-                self._streams.place(attempt, event.placed.decode_instance_id, event.placed.decode_incarnation)
+                placed = event.placed
+                self._streams.place(attempt, placed.decode_instance_id, placed.decode_incarnation, placed.stream_losses)
                 self._start_errand(self._store.update_request(self._record(attempt, phase="decode")))
             case "first_token":
                 timing.prefill_s = event.first_token.prefill_s

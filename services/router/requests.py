@@ -52,7 +52,7 @@ class Attempt:
         "decode_done",
         "decode_incarnation",
         "decode_instance_id",
-        "decoding",
+        "drawing_instance_id",
         "first_index",
         "first_token_seen",
         "handed_over",
@@ -63,6 +63,7 @@ class Attempt:
         "prefill_instance_id",
         "prefill_open",
         "request_id",
+        "stream_losses",
         "unsent",
     )
 
@@ -77,6 +78,8 @@ class Attempt:
         self.prefill_incarnation = prefill_incarnation
         self.decode_instance_id = ""
         self.decode_incarnation = 0
+        self.stream_losses = 0
+        """Of that decode instance, when it reserved room."""
         self.decode_done = False
         """Whether decode has ended the request by itself: nothing there is to be aborted."""
         self.unsent = False
@@ -85,21 +88,28 @@ class Attempt:
         """Whether more is to come from the prefill stream."""
         self.first_token_seen = False
         self.handed_over = False
-        self.decoding = False
-        """Whether decode has sent a token: it owns the request, whatever becomes of prefill."""
+        self.drawing_instance_id = ""
+        """The decode instance that has sent tokens of this attempt. Those of another one would not follow from them."""
         self.lost: KaveriError | None = None
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the request has ended, or the attempt is lost."""
 
-    def place_on(self, decode_instance_id: str, decode_incarnation: int) -> None:
+    def place_on(self, decode_instance_id: str, decode_incarnation: int, stream_losses: int = 0) -> None:
         """That life of a decode instance has reserved room. Forgets the progress at another one."""
-        if self.decode_instance_id and (decode_instance_id, decode_incarnation) != (
-            self.decode_instance_id,
-            self.decode_incarnation,
-        ):
-            self.decoding = self.decode_done = False
+        former = (self.decode_instance_id, self.decode_incarnation)
+        moved = former not in (("", 0), (decode_instance_id, decode_incarnation))
+        if moved:
+            self.decode_done = False
+        if self.decoding and (moved or self.drawing_instance_id != decode_instance_id):
+            self.lose(Unavailable(f"it was placed on {decode_instance_id} after decode had begun elsewhere"))
         self.decode_instance_id = decode_instance_id
         self.decode_incarnation = decode_incarnation
+        self.stream_losses = stream_losses
+
+    @property
+    def decoding(self) -> bool:
+        """Whether decode has sent a token."""
+        return bool(self.drawing_instance_id)
 
     @property
     def is_decodes_alone(self) -> bool:
@@ -175,12 +185,12 @@ class RequestEntry:
         if self.ended:
             return
         gives_up = bool(update.error) or update.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
-        if attempt.decode_instance_id in ("", instance_id):
-            attempt.decode_done = bool(update.finish_reason or update.error)
-            attempt.decoding = attempt.decoding or not gives_up
-        elif gives_up:
-            # It was placed anew since: what a former instance draws is as good, what ends there is no loss.
+        if (attempt.drawing_instance_id or attempt.decode_instance_id) not in ("", instance_id):
+            # It was placed elsewhere since: two instances may draw different tokens from the same ones.
             return
+        attempt.decode_done = bool(update.finish_reason or update.error)
+        if not gives_up:
+            attempt.drawing_instance_id = instance_id
         if gives_up:
             if update.replaced:
                 attempt.lose(RequestAlreadyExists(self.request_id))

@@ -61,18 +61,21 @@ class TokenStreams:
                 subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
                 subscription.start(record, self._follow(subscription, record))
 
-    def place(self, attempt: Attempt, instance_id: str, incarnation: int) -> None:
+    def place(self, attempt: Attempt, instance_id: str, incarnation: int, stream_losses: int | None = None) -> None:
         """Ties an attempt to the life of a decode instance that reserved room: if its stream breaks, the attempt is
-        lost. So it is, at once, when the view names another life."""
+        lost. So it is, at once, when the view names another life, or the stream began after a loss of tokens.
+
+        stream_losses: the instance's count when it reserved. None: it has reserved nothing yet.
+        """
         former = self._subscriptions.get(attempt.decode_instance_id)
         if former is not None and former.instance_id != instance_id:
             # Its push there has failed: what becomes of that instance is nothing to the attempt any more.
             former.attempts.pop(attempt, None)
-        attempt.place_on(instance_id, incarnation)
         subscription = self._subscriptions.get(instance_id)
         if subscription is None:
             # Prefill saw the instance first; the view will name it here as well, or the grace ends.
             subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
+        attempt.place_on(instance_id, incarnation, subscription.losses if stream_losses is None else stream_losses)
         subscription.place(attempt)
 
     async def abort(self, attempt: Attempt) -> None:
@@ -137,7 +140,7 @@ class TokenStreams:
                     if message.incarnation != record.incarnation:
                         # Another life answers at this address; the view will bring its record.
                         return
-                    subscription.connected = True
+                    subscription.connect(message.stream_losses)
                 token_count = 0
                 for update in message.requests:
                     token_count += len(update.token_ids)
@@ -170,6 +173,8 @@ class _Subscription:
         self.instance_id = instance_id
         self.record: InstanceRecord | None = None
         self.connected = False
+        self.losses = 0
+        """The instance's count of stream losses when the last stream began."""
         # Ordered: they are lost in the order in which they were placed.
         self.attempts: dict[Attempt, None] = {}
         self._task: asyncio.Task[None] | None = None
@@ -187,6 +192,12 @@ class _Subscription:
         self.disconnect(reason)
         return self._task
 
+    def connect(self, losses: int) -> None:
+        self.connected = True
+        self.losses = losses
+        for attempt in tuple(self.attempts):
+            self._check_losses(attempt)
+
     def disconnect(self, reason: str) -> None:
         self.connected = False
         lost, self.attempts = self.attempts, {}
@@ -197,6 +208,7 @@ class _Subscription:
         self.attempts[attempt] = None
         attempt.over.add_done_callback(lambda _: self.attempts.pop(attempt, None))
         self._check_life(attempt)
+        self._check_losses(attempt)
         if not self.connected:
             asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check, attempt)
 
@@ -204,6 +216,11 @@ class _Subscription:
         if self.record is not None and attempt.decode_incarnation != self.record.incarnation:
             # The tokens would come on no stream.
             attempt.lose(Unavailable(f"decode instance {self.instance_id} has restarted since it reserved room"))
+
+    def _check_losses(self, attempt: Attempt) -> None:
+        if self.connected and attempt.stream_losses < self.losses:
+            # The instance may have ended it already, and its last tokens were dropped or lost on their way.
+            attempt.lose(Unavailable(f"tokens of decode instance {self.instance_id} were lost before the stream stood"))
 
     def _check(self, attempt: Attempt) -> None:
         if not self.connected and attempt in self.attempts:

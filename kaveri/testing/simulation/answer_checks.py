@@ -14,7 +14,7 @@ from kaveri.engine.fake import FakeModel
 from kaveri.sampling import FinishReason, SamplingParams
 from kaveri.testing.simulation.draws import DrawRecord, DrawRun, seed_salt
 from kaveri.testing.simulation.outcomes import RequestOutcome
-from kaveri.testing.simulation.tokenizer import text_of
+from kaveri.testing.simulation.tokenizer import texts_of
 from kaveri.testing.simulation.world import World
 
 STALE_DRAWS_S = 1.0
@@ -78,7 +78,7 @@ class AnswerChecker:
             *_index_violations(outcome),
             *self._draw_violations(outcome, prompt),
             *self._token_violations(outcome, prompt),
-            *self._text_violations(outcome),
+            *self._text_violations(outcome, prompt),
             *self._finish_violations(outcome, prompt),
             *self._logprob_violations(outcome),
         ]
@@ -110,15 +110,15 @@ class AnswerChecker:
             index = next(i for i, pair in enumerate(zip(token_ids, expected, strict=True)) if pair[0] != pair[1])
             yield f"token {index} is {token_ids[index]}, not {expected[index]}"
 
-    def _text_violations(self, outcome: RequestOutcome) -> Iterator[str]:
+    def _text_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
         text = "".join(chunk.text for chunk in outcome.chunks)
-        expected, stopped = text_of(self.backend, outcome.token_ids, outcome.params.stop)
+        expected = texts_of(self.backend, prompt, outcome.token_ids, outcome.params.stop)
         if outcome.finish is None:
-            if not expected.startswith(text):
-                yield f"the text so far is {text!r}, not a beginning of {expected!r}"
-        elif text != expected:
-            yield f"the text is {text!r}, not {expected!r}"
-        if outcome.finish is FinishReason.LENGTH and stopped:
+            if not any(whole.startswith(text) for whole, _ in expected):
+                yield f"the text so far is {text!r}, not a beginning of {_shown(expected)}"
+        elif text not in [whole for whole, _ in expected]:
+            yield f"the text is {text!r}, not {_shown(expected)}"
+        if outcome.finish is FinishReason.LENGTH and all(stopped for _, stopped in expected):
             yield f"the answer went on past a stop text: {text!r}"
 
     def _finish_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
@@ -133,7 +133,7 @@ class AnswerChecker:
         if outcome.finish is FinishReason.LENGTH and len(token_ids) != longest:
             yield f"ended by length after {len(token_ids)} of {longest} tokens"
         if outcome.finish is FinishReason.STOP:
-            _, stopped = text_of(self.backend, token_ids, params.stop)
+            stopped = any(stopped for _, stopped in texts_of(self.backend, prompt, token_ids, params.stop))
             if not stopped and token_ids[-1:] and token_ids[-1] not in stops:
                 yield f"ended by a stop that is not in {token_ids[-3:]}"
         # A request that was cancelled early may end before its prompt was counted.
@@ -178,6 +178,10 @@ def _index_violations(outcome: RequestOutcome) -> Iterator[str]:
             yield f"tokens from {chunk.index} on came behind {count} tokens"
             return
         count += len(chunk.token_ids)
+
+
+def _shown(expected: set[tuple[str, bool]]) -> str:
+    return " or ".join(sorted(repr(text) for text, _ in expected))
 
 
 class _Owners:

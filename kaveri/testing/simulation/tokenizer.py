@@ -34,12 +34,26 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
 
-def text_of(backend: Tokenizer, token_ids: tuple[int, ...], stop: tuple[str, ...]) -> tuple[str, bool]:
-    """The text that an answer of these tokens must have, and whether a stop text ends it.
+def texts_of(
+    backend: Tokenizer, prompt: tuple[int, ...], token_ids: tuple[int, ...], stop: tuple[str, ...]
+) -> set[tuple[str, bool]]:
+    """The texts that an answer of these tokens may have, each with whether a stop text ends it.
 
-    Decodes everything at once: says nothing of when each piece of the text is due.
+    There is more than one only where the prompt ends within a character: then the answer's text is what it adds to the
+    prompt's, or its own. Decodes everything at once: says nothing of when each piece of the text is due.
     """
-    text: str = backend.decode(list(token_ids), skip_special_tokens=True)
+    before, whole = _decode(backend, prompt), _decode(backend, prompt + token_ids)
+    texts = {_decode(backend, token_ids)}
+    if whole.startswith(before):
+        texts.add(whole[len(before) :])
+    return {_cut(text, stop) for text in texts}
+
+
+def _decode(backend: Tokenizer, token_ids: tuple[int, ...]) -> str:
+    return str(backend.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
     found = [(start + len(each), start) for each in stop if (start := text.find(each)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)
 

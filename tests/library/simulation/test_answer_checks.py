@@ -11,7 +11,7 @@ from kaveri.sampling import FinishReason, SamplingParams
 from kaveri.testing.simulation.answer_checks import AnswerChecker, expected_answer
 from kaveri.testing.simulation.draws import DrawRecord, DrawRun, life_salt
 from kaveri.testing.simulation.outcomes import RequestOutcome
-from kaveri.testing.simulation.tokenizer import EOS_TOKEN_ID, make_tokenizer, text_of
+from kaveri.testing.simulation.tokenizer import EOS_TOKEN_ID, make_tokenizer, texts_of
 
 _TOKENIZER = make_tokenizer()
 _BACKEND = _TOKENIZER.backend_tokenizer
@@ -23,9 +23,19 @@ _OLD, _NEW = DrawRun(71, AttemptKey("r", 1)), DrawRun(72, AttemptKey("r", 1))
 
 def _outcome(token_ids: tuple[int, ...], params: SamplingParams = _GREEDY) -> RequestOutcome:
     """An answer of these tokens that came in chunks of up to three."""
-    text, stopped = text_of(_BACKEND, token_ids, params.stop)
+    text, stopped = min(texts_of(_BACKEND, _PROMPT, token_ids, params.stop))
     finish = FinishReason.STOP if stopped else FinishReason.LENGTH
-    outcome = RequestOutcome("r", "router-0", _PROMPT, None, params, 0.0, 60.0, finish=finish)
+    outcome = RequestOutcome(
+        request_id="r",
+        router="router-0",
+        process="client-0#1",
+        prompt=_PROMPT,
+        text=None,
+        params=params,
+        started_s=0.0,
+        timeout_s=60.0,
+        finish=finish,
+    )
     for index in range(0, len(token_ids), 3):
         piece = token_ids[index : index + 3]
         outcome.chunks.append(_chunk(index, piece, text if index == 0 else ""))
