@@ -122,3 +122,24 @@ def test_clients_of_a_router_that_ends_hear_that_it_is_unavailable(run: Run, see
     result = run(story(cluster(), requests, [drain], seed, drain_timeout_s=0.5, max_model_len=320))
     assert result.counts["outcome:Unavailable"] >= 5
     assert not result.counts["outcome:RequestCancelled"]
+
+
+def test_a_request_whose_tokens_decode_has_dropped_is_placed_again(run: Run) -> None:
+    """Decode finished while its router had no stream, and gave the tokens up after the time of grace. Then a late
+    placement tied the request to the router's new stream, on which nothing came: it hung until its deadline."""
+    placed_late = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.25, target="prefill-0", other="router-0", lasts_s=5.0)
+    stream_late = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.3, target="decode-0", other="router-0", lasts_s=3.0)
+    broken = Fault(kind=FaultKind.RESET, at_s=0.32, target="router-0", other="decode-0")
+    requests = [request("before", max_tokens=2), request("late", 0.35, max_tokens=20)]
+    result = run(story(cluster(), requests, [placed_late, stream_late, broken]))
+    assert result.counts["fault:reset"] == 1
+    assert result.counts["outcome:length"] == 2 + 2
+
+
+def test_a_request_whose_first_token_is_lost_with_its_prefill_stream_is_placed_again(run: Run) -> None:
+    """Decode had drawn all other tokens, so the router took the end of the prefill stream for no loss, and waited."""
+    cut = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.3, target="prefill-0", other="router-0", lasts_s=17.0)
+    requests = [request("before", max_tokens=2), request("first", 0.35, max_tokens=20)]
+    result = run(story(cluster(), requests, [cut]))
+    assert result.counts["fault:cut_one_way"] == 1
+    assert result.counts["outcome:length"] == 2 + 2

@@ -179,3 +179,23 @@ def test_no_more_attempts_are_remembered_than_allowed() -> None:
     known.note("router", "0", 1, 0.0)
     with pytest.raises(StaleAttempt):
         known.note("router", "9", 1, 0.0)
+
+
+async def test_every_loss_of_tokens_is_counted_and_a_stream_knows_the_count_at_its_beginning() -> None:
+    gone = Gone()
+    streams = TokenStreams(0.01, gone)
+    first = streams.open("router")
+    assert (first.losses, streams.losses) == (0, 0)
+    # What was on its way over a stream that is replaced may be lost.
+    second = streams.open("router")
+    assert second.losses == 1
+    streams.close(first)
+    assert streams.losses == 1
+    streams.close(second)
+    assert streams.losses == 2
+    while len(gone.routers) < 2:
+        await asyncio.wait_for(gone.changed.wait(), WAIT_S)
+        gone.changed.clear()
+    # The time of grace is over.
+    assert streams.open("router").losses == 3
+    streams.close_all()
