@@ -134,12 +134,3 @@ def test_a_request_whose_tokens_decode_has_dropped_is_placed_again(run: Run) -> 
     result = run(story(cluster(), requests, [placed_late, stream_late, broken]))
     assert result.counts["fault:reset"] == 1
     assert result.counts["outcome:length"] == 2 + 2
-
-
-def test_a_request_whose_first_token_is_lost_with_its_prefill_stream_is_placed_again(run: Run) -> None:
-    """Decode had drawn all other tokens, so the router took the end of the prefill stream for no loss, and waited."""
-    cut = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.3, target="prefill-0", other="router-0", lasts_s=17.0)
-    requests = [request("before", max_tokens=2), request("first", 0.35, max_tokens=20)]
-    result = run(story(cluster(), requests, [cut]))
-    assert result.counts["fault:cut_one_way"] == 1
-    assert result.counts["outcome:length"] == 2 + 2
