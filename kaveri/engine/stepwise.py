@@ -310,8 +310,8 @@ class StepwiseEngine:
             raise EngineError("it is closed")
 
     def _on_listener_error(self, error: Exception) -> None:
-        get_logger().error("the engine stops: its listener raised", exc_info=error)
         self._break(f"the listener raised {error!r}")
+        get_logger().error("the engine stops: its listener raised", exc_info=error)
 
     def _break(self, reason: str) -> None:
         """Nothing can be trusted any more. Every request is lost, EngineStopped is the last event."""

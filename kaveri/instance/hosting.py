@@ -172,12 +172,12 @@ class InstanceHost:
             self._hosted.handle(events)
         except Exception as error:
             # Whose events were lost is unknown, and a request without them would wait for ever.
-            get_logger().exception("an engine's events were lost", error=repr(error))
             self._break(f"the instance lost its engine's events: {error!r}")
+            get_logger().exception("an engine's events were lost", error=repr(error))
         # By contract the last event that an engine ever sends.
         if events and isinstance(last := events[-1], EngineStopped):
-            get_logger().error("engine stopped", reason=last.reason)
             self._break(f"the engine stopped: {last.reason}")
+            get_logger().error("engine stopped", reason=last.reason)
 
     def _break(self, reason: str) -> None:
         self._stop_reason = self._stop_reason or reason

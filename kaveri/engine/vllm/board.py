@@ -86,5 +86,5 @@ class Board:
             future.set_exception(EngineError(reason))
 
     def _on_listener_error(self, error: Exception) -> None:
-        get_logger().error("the engine stops: its listener raised", exc_info=error)
         self.stop(f"the listener raised {error!r}")
+        get_logger().error("the engine stops: its listener raised", exc_info=error)

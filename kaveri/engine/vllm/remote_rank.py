@@ -170,8 +170,8 @@ class RemoteRank:
             # Part of a message may be on its way: there is nothing to go on with.
             self._lose("takes no calls")
         except Exception as error:
-            get_logger().exception("rank cannot be told", rank=self._rank)
             self._lose(f"cannot be told: {error!r}")
+            get_logger().exception("rank cannot be told", rank=self._rank)
 
     def _read(self) -> None:
         try:
@@ -195,8 +195,8 @@ class RemoteRank:
         except (EOFError, OSError):
             self._lose("has ended")
         except Exception as error:
-            get_logger().exception("rank cannot be followed", rank=self._rank)
             self._lose(f"cannot be followed: {error!r}")
+            get_logger().exception("rank cannot be followed", rank=self._rank)
         finally:
             self._end()
             # It may be within a send, which has ended by now or does so in time.

@@ -10,7 +10,7 @@ import pytest
 
 from kaveri.engine.latency import load_latency_model
 from kaveri.errors import ConfigError
-from kaveri.profile.file import ProfiledEngine, read_profile, write_profile
+from kaveri.profile.file import PrefillPoint, ProfiledEngine, StepTimes, read_profile, write_profile
 from tests.library.profile.profile_double import FAKE_FINGERPRINT, make_profile
 
 FAKE = make_profile().engine
@@ -135,3 +135,11 @@ def test_a_timed_engine_may_have_the_profile_whose_time_it_takes() -> None:
     profile.require_for(timed, profile.latency_model)
     with pytest.raises(ConfigError, match="engine transformers"):
         profile.require_for(timed, load_latency_model("opt-13b-a100-tp1"))
+
+
+def test_a_late_chunk_counts_for_all_that_it_attends_to() -> None:
+    times = StepTimes(median_s=1.0, min_s=1.0, max_s=1.0, repeats=1)
+    point = PrefillPoint(prompts=((0, 10), (100, 130)), times=times)
+    assert point.tokens == 40
+    # As much as the whole prompt of 130 tokens, less its first 100.
+    assert point.squared_tokens == 10**2 + 130**2 - 100**2

@@ -1,5 +1,6 @@
 """What a model does to the vLLM engine: logits that are no numbers, and factors of LongRoPE that vLLM picks."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 
 from kaveri.engine.contract import EngineEvent, FirstToken, RequestFailed
+from kaveri.errors import ConfigError
+from kaveri.instance.trial import Trial
 from kaveri.testing.engine_conformance import make_request
 from kaveri.testing.engine_process import EngineProcess
-from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
 from kaveri.testing.plain_transformers import PlainTransformers
 from kaveri.testing.tiny_models import make_tiny_model
 
@@ -121,3 +124,24 @@ def test_kv_of_longropes_two_sets_of_factors_is_never_exchanged(load: Any, tmp_p
     }
     assert fingerprints[40] == fingerprints[64] == fingerprints[None]
     assert fingerprints[100] != fingerprints[64]
+
+
+async def test_model_that_vllm_cannot_run_is_found_out_by_the_trial(load: Any, tmp_path: Path) -> None:
+    # vLLM's attention on CPUs has no kernel for heads of 24, which it notices in its first step.
+    folder = make_tiny_model(tmp_path, "qwen3", max_positions=256, hidden_size=96, head_dim=24)
+    loop = asyncio.get_running_loop()
+    engine = await asyncio.to_thread(load(folder).open, total_blocks=32, max_batch=4)
+    trial = Trial(engine, decodes=True)
+    engine.start(lambda events: loop.call_soon_threadsafe(trial.handle, events))
+    with pytest.raises(ConfigError, match="cannot run this model"):
+        await asyncio.wait_for(trial.run(), SOON_S)
+
+
+async def test_model_that_vllm_can_run_passes_the_trial_and_nothing_is_left(load: Any, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "qwen2", **_SHAPE)
+    loop = asyncio.get_running_loop()
+    engine = await asyncio.to_thread(load(folder).open, total_blocks=32, max_batch=4)
+    trial = Trial(engine, decodes=True)
+    engine.start(lambda events: loop.call_soon_threadsafe(trial.handle, events))
+    await asyncio.wait_for(trial.run(), SOON_S)
+    await asyncio.to_thread(wait_until_free, engine)
