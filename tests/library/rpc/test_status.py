@@ -196,6 +196,18 @@ async def test_garbage_details_are_ignored(garbage: bytes) -> None:
     assert isinstance(error_of(await call(service)), Unavailable)
 
 
+async def test_an_error_of_another_system_is_none_of_ours_whatever_its_name() -> None:
+    facts = {"request_id": "request-9"}
+    packed = any_pb2.Any()
+    packed.Pack(error_details_pb2.ErrorInfo(reason="RequestAlreadyExists", domain="example.com", metadata=facts))
+    details = status_pb2.Status(details=[packed]).SerializeToString()
+    service = EchoService()
+    service.on_abort = lambda context: context.abort(
+        grpc.StatusCode.UNAVAILABLE, "gone", trailing_metadata=((DETAILS_KEY, details),)
+    )
+    assert type(error_of(await call(service))) is Unavailable
+
+
 async def test_an_error_of_a_newer_version_becomes_the_nearest() -> None:
     info = error_details_pb2.ErrorInfo(reason="SomethingNew", domain="kaveri")
     packed = any_pb2.Any()
