@@ -133,7 +133,7 @@ class StoreConformance:
         self, cluster: ClusterUnderTest
     ) -> None:
         async with cluster.open_store() as instance, cluster.open_store() as router:
-            load = InstanceLoad(3, InstanceState.DRAINING, 1, 2, 300, 4, 5, 600, 7, 8)
+            load = replace(InstanceLoad(3, InstanceState.DRAINING, 1, 2, 300, 4, 5, 600, 7, 8), queue_room=0)
             await instance.heartbeat(DECODE, load)
             view = await view_that(router, has("decode-0"))
             status = view.instances["decode-0"]
@@ -231,6 +231,8 @@ class StoreConformance:
                 assert late.view().instances["decode-0"].record == new
             # What the old life says at its end comes too late to end the new one.
             await instance.deregister(old)
+            async with cluster.open_store(follow) as late:
+                assert late.view().instances["decode-0"].record == new
             await instance.heartbeat(new, InstanceLoad(2, free_blocks=8))
             view = await view_that(other, shows("decode-0", 2))
             assert view.instances["decode-0"].record == new

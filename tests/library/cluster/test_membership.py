@@ -1,5 +1,7 @@
 """Leases run on time in which the store was heard, and on no other."""
 
+import asyncio
+
 from kaveri.cluster.membership import MAX_TICK_S, Membership
 from kaveri.cluster.view import InstanceLoad, InstanceRecord, Role
 
@@ -69,6 +71,15 @@ def test_nothing_ends_while_the_store_is_away_and_everybody_has_one_lease_after_
     assert _ids(membership) == {"decode-0"}
     _tick(clock, membership, 0.2)
     assert _ids(membership) == set()
+
+
+async def test_end_of_a_lease_wakes_who_waits_for_a_change() -> None:
+    clock, membership = _membership()
+    await membership.wait_for_change(0.0)
+    waiting = asyncio.create_task(membership.wait_for_change(60.0))
+    _tick(clock, membership, 1.1)
+    view = await asyncio.wait_for(waiting, 5.0)
+    assert view.instances == {}
 
 
 def test_late_heartbeat_of_the_same_life_is_ignored() -> None:

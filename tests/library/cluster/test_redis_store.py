@@ -136,6 +136,27 @@ async def test_lease_or_age_that_is_no_time_is_ignored(seconds: float) -> None:
         assert has("decode-0")(prefill.view())
 
 
+class _SlowlyLoadingStore(RedisStore):
+    """An instance registers just when all others have been loaded."""
+
+    def __init__(self, url: str, other: RedisStore) -> None:
+        super().__init__(url)
+        self._other = other
+
+    async def _load_instances(self) -> None:
+        await super()._load_instances()
+        await self._other.heartbeat(replace(DECODE, lease_ttl_s=60.0), InstanceLoad(1))
+
+
+async def test_instance_that_registers_while_others_are_loaded_is_seen() -> None:
+    async with (
+        run_redis(unix_socket=True) as redis,
+        RedisStore(redis.url) as instance,
+        _SlowlyLoadingStore(redis.url, instance) as late,
+    ):
+        await view_that(late, has("decode-0"))
+
+
 class _CountingStore(RedisStore):
     """Counts the messages that Redis pushes to it."""
 

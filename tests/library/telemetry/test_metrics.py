@@ -187,10 +187,13 @@ async def test_early_hang_up_prints_nothing(
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
 
 
-async def test_end_of_the_context_ends_the_port_and_its_connections() -> None:
+async def test_end_of_the_context_ends_the_port_and_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 600.0)
     port = _Port()
     async with serve_metrics("127.0.0.1", port.number, lambda: True, port.registry):
         reader, writer = await _connect(port)
+        # The earlier connection is taken by then.
+        assert (await _ask(port, "/livez"))[0] == HTTPStatus.OK
     assert await _is_closed(reader)
     writer.close()
     with pytest.raises(ConnectionError):
