@@ -39,6 +39,7 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
         )
     )
     drawn = _faults(rng, instances, clients, load_s)
+    lease_ttl_s = rng.choice((0.6, 1.0, 1.0, 2.0))
     return Plan(
         seed=seed,
         instances=instances,
@@ -49,7 +50,9 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
         max_model_len=max_model_len,
         eos_probability=rng.choice((0.0, 0.0, 0.02)),
         divergent=rng.random() < 0.3,
-        lease_ttl_s=rng.choice((0.6, 1.0, 1.0, 2.0)),
+        lease_ttl_s=lease_ttl_s,
+        # The services' own default is a tenth; most of a schedule's work would be heartbeats.
+        heartbeat_interval_s=lease_ttl_s / 5,
         reservation_ttl_s=rng.choice((2.0, 5.0)),
         drain_timeout_s=rng.choice((0.5, 2.0)),
         max_queue=rng.choice((256, 256, 256, 4)),

@@ -63,10 +63,12 @@ class Pipe:
 
     def carry(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
         """send() once the link is whole."""
-        loop = self._network.loop
-        at_s = max(loop.now + self._network.draw_delay_s(self._link), self._last_at_s + _BEHIND_S)
-        self._last_at_s = at_s
-        loop.schedule(self.target, at_s - loop.now, callback, *args)
+        network = self._network
+        delay_s, now_s = network.draw_delay_s(self._link), network.loop.now
+        if now_s + delay_s <= self._last_at_s:
+            delay_s = self._last_at_s + _BEHIND_S - now_s
+        self._last_at_s = now_s + delay_s
+        network.loop.schedule(self.target, delay_s, callback, *args)
 
 
 class Breakable(Protocol):

@@ -5,7 +5,6 @@ process finds out as it would with Redis: by a broken connection, or because not
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import TracebackType
@@ -136,7 +135,7 @@ class SimulatedStore:
         self._heard_at_s = 0.0
         self._refused = False
         # Whether the store has refused a write and taken none since.
-        self._lost = asyncio.Event()
+        self._lost = False
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -204,7 +203,7 @@ class SimulatedStore:
 
     def connection_lost(self) -> None:
         """The store's machine has closed the connection."""
-        self._lost.set()
+        self._lost = True
 
     # ---- inside ----
 
@@ -212,7 +211,7 @@ class SimulatedStore:
         self, command: Callable[[MemoryStore], Coroutine[Any, Any, ResultT]], otherwise: ResultT, writes: bool = True
     ) -> ResultT:
         """Has the store run it. otherwise: the result when the store is away, or refuses."""
-        answer: asyncio.Future[tuple[ResultT, bool]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[ResultT, bool | None]] = asyncio.get_running_loop().create_future()
         server = self._server
         if server.away:
             # Refused: there is a machine, and nothing listens there.
@@ -225,16 +224,16 @@ class SimulatedStore:
             down.send(_set, answer, (otherwise if refused else _result(command(server.store)), refused))
 
         up.send(at_the_store)
+        giving_up = asyncio.get_running_loop().call_later(_COMMAND_TIMEOUT_S, _set, answer, (otherwise, None))
         try:
-            async with asyncio.timeout(_COMMAND_TIMEOUT_S):
-                result, refused = await answer
-        except TimeoutError:
-            return otherwise
+            result, refused = await answer
+        finally:
+            giving_up.cancel()
         if refused:
             # A store that takes no heartbeats is a lost one: leases would end everywhere.
             self._refused = True
             self._membership.store_lost()
-        elif writes and self._refused:
+        elif writes and self._refused and refused is not None:
             self._refused = False
             self._membership.store_returned()
         return result
@@ -266,7 +265,7 @@ class SimulatedStore:
             server.connections[self] = None
             return True
 
-        self._lost.clear()
+        self._lost = False
         if not await self._command(join, False, writes=False):
             self._unsubscribe()
             return False
@@ -298,10 +297,8 @@ class SimulatedStore:
         """Returns when the store is lost."""
         loop = asyncio.get_running_loop()
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_S):
-                    await self._lost.wait()
-            if self._lost.is_set():
+            await asyncio.sleep(_TICK_S)
+            if self._lost:
                 return
             if loop.time() - self._heard_at_s > _TICK_S:
                 # Answered within a command's time limit, or the store is lost.
