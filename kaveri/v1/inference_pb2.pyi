@@ -36,7 +36,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """The caller's own id and idempotency key, at most 128 bytes. Unset: the router makes one."""
     text: _builtins.str
-    """Text, tokenized as it is."""
+    """Text, tokenized as it is: special tokens in it are special tokens."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids of the model's vocabulary."""
@@ -126,9 +126,11 @@ class Message(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: "system", "user" or "assistant" for most chat templates."""
+    """Who speaks: "system", "user" or "assistant" for most chat templates. A word: at most 64 letters, digits, spaces,
+    '_', '-' and '.'.
+    """
     content: _builtins.str
-    """What is said."""
+    """What is said. Special tokens in it are plain text."""
     def __init__(
         self,
         *,

@@ -23,7 +23,7 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
 
     The prompt, or the last message, says what happens: "error" raises `error`, "endless" sends one token and waits,
     "silent" sends nothing and waits, "gap" skips a token, "cut" ends without a finish reason. Anything else:
-    params.max_tokens tokens.
+    params.max_tokens tokens; "held" has text behind the last one.
     """
 
     def __init__(self) -> None:
@@ -72,6 +72,7 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         cancelled = sampling_pb2.FINISH_REASON_CANCELLED
         yield pb.GenerateResponse(
             index=count,
+            text="!" if prompt == "held" else "",
             finish_reason=cancelled if cancel.is_set() else sampling_pb2.FINISH_REASON_LENGTH,
             usage=pb.Usage(prompt_tokens=len(request.text), completion_tokens=count),
             timing=pb.Timing(

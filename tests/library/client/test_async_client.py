@@ -41,12 +41,18 @@ async def test_generate_returns_the_whole_answer(target: str) -> None:
     assert completion.logprobs == ()
 
 
+async def test_text_held_back_until_the_end_is_part_of_the_answer(target: str) -> None:
+    async with AsyncClient(target) as client:
+        assert (await client.generate("held", params=FIVE)).text == "abcde!"
+
+
 async def test_timing_holds_the_callers_clock_and_the_servers_split(target: str) -> None:
     async with AsyncClient(target) as client:
         timing = (await client.generate("prompt", params=FIVE)).timing
         one_token = (await client.generate("prompt", params=SamplingParams(max_tokens=1))).timing
     assert timing.ttft_s is not None
     assert timing.tpot_s is not None
+    assert timing.tpot_s > 0
     assert 0 < timing.ttft_s <= timing.ttft_s + 4 * timing.tpot_s <= timing.e2e_s
     assert one_token.tpot_s is None
     server = timing.server
@@ -298,6 +304,29 @@ async def test_an_answer_with_a_hole_is_an_error_not_a_shorter_answer(target: st
     async with AsyncClient(target) as client:
         with pytest.raises(Unavailable):
             await client.generate(prompt)
+
+
+async def test_cancelling_a_reader_cancels_the_request_though_its_stream_is_kept(
+    service: InferenceDouble, target: str
+) -> None:
+    async with AsyncClient(target) as client:
+        stream = client.stream("silent", request_id="mid")
+        reading = asyncio.ensure_future(anext(stream))
+        await until(lambda: "mid" in service.running, "the request runs")
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await until(lambda: service.cancelled == {"mid"}, "the server sees the cancellation")
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_reading_an_answer_that_breaks_off_raises_after_its_last_chunk(target: str) -> None:
+    async with AsyncClient(target) as client:
+        stream = client.stream("cut")
+        assert (await anext(stream)).text == "a"
+        with pytest.raises(Unavailable, match="without a finish reason"):
+            await anext(stream)
 
 
 async def test_bad_arguments_are_refused_before_anything_is_sent(service: InferenceDouble, target: str) -> None:

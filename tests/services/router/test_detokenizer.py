@@ -104,6 +104,18 @@ def test_the_space_between_prompt_and_answer_is_kept(llama2: ModelTokenizer) -> 
     assert joined(llama2, prompt, answer, ("b",)) == " a"
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_an_answer_to_a_prompt_that_ends_within_a_character_is_decoded_as_it_is(
+    family: ModelTokenizer, seed: int
+) -> None:
+    rng = random.Random(seed)
+    character = family.backend.encode("a🙂", add_special_tokens=False).ids
+    tail = rng.randrange(1, 4)
+    answer = family.backend.encode("b " + rng.choice(WORDS), add_special_tokens=False).ids
+    text = joined(family, character[:-tail], character[-tail:] + answer)
+    assert text == decoded(family, character[-tail:] + answer), seed
+
+
 def test_no_text_of_the_prompt_is_in_the_answer(family: ModelTokenizer) -> None:
     byte_tokens = [family.backend.encode(letter, add_special_tokens=False).ids[-1] for letter in "\u4f60"]
     character = family.backend.encode("你", add_special_tokens=False).ids
