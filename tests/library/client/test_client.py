@@ -224,3 +224,22 @@ def test_work_submitted_while_a_loop_thread_ends_is_never_left_waiting() -> None
         for thread in threads:
             thread.join(WAIT_S)
             assert not thread.is_alive()
+
+
+def test_the_end_of_a_loop_thread_frees_whatever_waits_on_it() -> None:
+    loop_thread = LoopThread("ending")
+    started = threading.Event()
+
+    async def wait_without_end() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    async def nothing() -> None:
+        pass
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(loop_thread.run, wait_without_end())
+        assert started.wait(WAIT_S)
+        loop_thread.end(nothing())
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result(WAIT_S)
