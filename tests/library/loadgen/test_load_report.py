@@ -69,6 +69,7 @@ def test_a_client_that_sends_late_or_whose_loop_is_late_says_so() -> None:
 def test_percentiles_are_values_that_were_measured() -> None:
     values = [float(number) for number in range(1, 201)]
     assert spread(values[::-1]) == {"mean": 100.5, "p50": 100.0, "p90": 180.0, "p99": 198.0, "max": 200.0}
+    assert spread([1.0, 2.0, 3.0]) == {"mean": 2.0, "p50": 2.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
     assert spread([3.0]) == {"mean": 3.0, "p50": 3.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
     assert spread([]) is None
 

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from kaveri.errors import ConfigError
 from kaveri.loadgen.traces import read_trace
-from kaveri.loadgen.workload import RequestLengths, WorkloadClass, draw_lengths, gamma_arrivals, plan_requests
+from kaveri.loadgen.workload import (
+    RequestLengths,
+    Workload,
+    WorkloadClass,
+    draw_lengths,
+    gamma_arrivals,
+    plan_requests,
+)
+from kaveri.predictor.prompts import Prompt
 
 FOUR = [workload for workload in WorkloadClass if workload is not WorkloadClass.MIXED]
 
@@ -127,3 +135,14 @@ def test_a_malformed_trace_is_refused_with_the_line_and_the_reason(tmp_path: Pat
 def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "nothing", 1)
+
+
+def test_what_fits_counts_prompt_and_answer_and_keeps_times_and_prompts_together() -> None:
+    lengths = [RequestLengths(60, 40), RequestLengths(60, 41), RequestLengths(99, 1), RequestLengths(100, 1)]
+    prompts = [Prompt("prompt", str(number)) for number in range(4)]
+    fitting = Workload(lengths=lengths, times_s=[0.0, 1.0, 2.0, 3.0], prompts=prompts).fitting(100)
+    assert list(fitting.lengths) == [lengths[0], lengths[2]]
+    assert list(fitting.times_s) == [0.0, 2.0]
+    assert list(fitting.prompts) == [prompts[0], prompts[2]]
+    without = Workload(lengths=lengths).fitting(100)
+    assert (list(without.times_s), list(without.prompts)) == ([], [])
