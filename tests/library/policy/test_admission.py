@@ -173,3 +173,16 @@ def test_blocks_are_kept_for_what_running_requests_are_predicted_to_grow_by() ->
 @given(st.lists(st.integers(1, 40), max_size=8), st.sampled_from(AdmissionPolicy))
 def test_nothing_is_kept_for_unknown_lengths(contexts: list[int], policy: AdmissionPolicy) -> None:
     assert kept_blocks(policy, [running_request(context, None) for context in contexts], BLOCK_TOKENS) == 0
+
+
+def test_an_empty_batch_takes_the_first_although_it_is_predicted_to_outgrow_the_pool() -> None:
+    landed = [landed_request(number, 5, TokenRange(400, 401)) for number in range(3)]
+    for policy in (AdmissionPolicy.RESERVE_STATIC, AdmissionPolicy.RESERVE_DYNAMIC):
+        assert choose_admitted(policy, snapshot_of(landed, [], 0)) == tuple(landed[:1])
+
+
+def test_what_is_kept_depends_on_the_end_of_the_range_that_counts() -> None:
+    # 5 tokens in 2 blocks of 4, which become 9 tokens in 3 or 21 in 6.
+    running = [running_request(5, TokenRange(4, 17))]
+    kept = [kept_blocks(AdmissionPolicy.RESERVE_STATIC, running, BLOCK_TOKENS, end) for end in RangeEnd]
+    assert dict(zip(RangeEnd, kept, strict=True)) == {RangeEnd.LOW: 1, RangeEnd.HIGH: 4}

@@ -110,3 +110,15 @@ def test_a_prompt_that_comes_while_a_batch_is_computed_waits_for_the_next_batch(
     machine.compute()
     machine.compute()
     assert [prompt.token_count for prompt in machine.computed] == [5, 6, 1]
+
+
+def test_prompts_that_come_one_by_one_behind_a_batch_are_ordered_together() -> None:
+    machine = PromptScheduleMachine(OrderingPolicy.SJF, 4)
+    for token_count in (5, 6, 7):
+        machine.arrive(token_count)
+    for token_count in (3, 2, 1):
+        machine.compute()
+        machine.arrive(token_count)
+    while machine.waiting:
+        machine.compute()
+    assert [prompt.token_count for prompt in machine.computed] == [5, 6, 7, 1, 2, 3]

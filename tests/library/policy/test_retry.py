@@ -143,12 +143,26 @@ def test_an_odd_delay_is_taken_for_the_longest(odd_s: float) -> None:
     assert state.resting(view_of(record()), 0.0) == {"prefill-0": LONGEST_RETRY_AFTER_S}
 
 
-def test_requests_that_were_refused_together_do_not_come_back_together() -> None:
+def test_out_of_reach_ends_a_request_only_after_both_the_time_and_the_tries() -> None:
+    limits = RetryLimits(max_attempts=3, unavailable_after_s=0.0)
+    state: RetryState | None = RetryState()
+    for tries in (1, 2, 3):
+        assert state is not None
+        state = after_setback(state, limits, Setback.UNREACHED, record(), 1.0, 0.0)
+        assert (state is None) == (tries == 3), tries
+    limits = RetryLimits(max_attempts=1, unavailable_after_s=5.0)
+    state = RetryState()
+    for now_s in (0.0, 2.5, 4.999, 5.0):
+        assert state is not None
+        state = after_setback(state, limits, Setback.UNREACHED, record(), now_s, 0.0)
+        assert (state is None) == (now_s == 5.0), now_s
+
+
+@pytest.mark.parametrize("setback", Setback)
+def test_requests_that_failed_together_do_not_come_back_together(setback: Setback) -> None:
     rng = random.Random(1)
-    ends = {
-        after(RetryState(), Setback.FULL, jitter=rng.random(), retry_after_s=0.5).resting(view_of(record()), 0.0)[
-            "prefill-0"
-        ]
-        for _ in range(100)
-    }
-    assert max(ends) - min(ends) > 0.2
+    states = [after(RetryState(), setback, jitter=rng.random(), retry_after_s=0.02) for _ in range(100)]
+    ends = [state.resting(view_of(record()), 0.0)["prefill-0"] for state in states]
+    assert max(ends) - min(ends) > 0.4 * FIRST_PAUSE_S
+    if setback is Setback.LOST:
+        assert len({state.pause_until_s for state in states}) > 50
