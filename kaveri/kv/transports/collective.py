@@ -98,9 +98,15 @@ class CollectiveTransport(SocketTransport):
         port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
         # The receiver waits for nobody who goes away again.
         meeting.send_bytes(pack_hello(0))
-        host, block_bytes = meeting.peer_host, pool.layout.block_bytes
+        # Nothing of the connection, which is closed when the meeting is given up.
+        there, here, block_bytes, timeout_s = (
+            meeting.peer_host,
+            meeting.local_host,
+            pool.layout.block_bytes,
+            stream.progress_timeout_s,
+        )
         pair = _Meeting(
-            lambda: _Pair(self.name, _SENDER, _joined_store(host, port), prefix, stream, block_bytes)
+            lambda: _Pair(self.name, _SENDER, _joined_store(there, port), prefix, here, timeout_s, block_bytes)
         ).pair_within(self.connect_timeout_s)
         try:
             return CollectiveLink(stream, pool, listener, endpoint, pair)
@@ -209,7 +215,8 @@ class GlooReceivingConnection(ReceivingConnection):
         self._stream.send_bytes(hello + _MEETING.pack(port, prefix))
         unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
         block_bytes = self._pool.layout.block_bytes
-        self._pair = _Pair(self.backend, _RECEIVER, store, prefix, self._stream, block_bytes)
+        host, timeout_s = self._stream.local_host, self._stream.progress_timeout_s
+        self._pair = _Pair(self.backend, _RECEIVER, store, prefix, host, timeout_s, block_bytes)
 
     def _opened(self, transfer_id: bytes, landing: Landing) -> None:
         super()._opened(transfer_id, _OrderedLanding(landing, self))
@@ -294,10 +301,13 @@ class _Pair:
     Message n has buffer n modulo _BUFFER_COUNT. All methods but close() raise LinkLost; the pair is of no use then.
     """
 
-    def __init__(self, backend: str, rank: int, store: Any, prefix: bytes, stream: Stream, block_bytes: int) -> None:
-        """Blocks until the other rank is there. store: of torch. prefix: [16 bytes], the pair's own."""
+    def __init__(
+        self, backend: str, rank: int, store: Any, prefix: bytes, host: str, timeout_s: float, block_bytes: int
+    ) -> None:
+        """Blocks until the other rank is there. store: of torch. prefix: [16 bytes], the pair's own. host: this end's.
+        timeout_s: of one message."""
         self._other_rank = _SENDER if rank == _RECEIVER else _RECEIVER
-        self._timeout_s = stream.progress_timeout_s
+        self._timeout_s = timeout_s
         self.buffer_bytes = max(1, _MESSAGE_BYTES // block_bytes) * block_bytes
         self._memory = np.zeros((_BUFFER_COUNT, self.buffer_bytes), np.uint8)
         self._works: list[Any] = [None] * _BUFFER_COUNT
@@ -308,7 +318,7 @@ class _Pair:
             # What the group moves: the staging buffers, or their copies on the device.
             self._moved = self._tensors
             if backend == "gloo":
-                self._group = _gloo_group(distributed, prefixed, rank, stream.local_host)
+                self._group = _gloo_group(distributed, prefixed, rank, host)
             else:
                 self._group = _nccl_group(distributed, prefixed, rank)
                 self._moved = torch.zeros_like(self._tensors, device="cuda")

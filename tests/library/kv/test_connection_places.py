@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from kaveri.errors import TransferFailed
+from kaveri.kv.digest import xxh3
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, PoolLanding, TransferLanded, TransferReleased
 from kaveri.kv.sender import KvSender, PushAccepted
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import Transport
-from kaveri.kv.transports import make_transports, socket_listener
+from kaveri.kv.transports import make_transports, shm_transport, socket_listener
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
@@ -306,9 +307,57 @@ def test_blocks_stay_in_quarantine_until_a_one_sided_sender_has_let_go(
     wait_until(lambda: place.receiver.flow().quarantined_block_count == 0, "no block is in quarantine")
 
 
+def test_a_one_sided_sender_that_broke_the_rules_holds_its_blocks_until_it_is_gone(make_place: MakePlace) -> None:
+    place = make_place(_MAKERS["shm"]())
+    sender = place.greet()
+    ticket = place.receiver.grant([1, 2, 3], 12, 60.0)
+    sender.open(ticket)
+    assert sender.answer()[0] == Kind.GRANTED
+    sender.socket.sendall(bytes([255] * 64))
+    assert sender.answer()[0] == Kind.REJECTED
+    # All that the receiver says of it.
+    assert sender.socket.recv(1) == b""
+    for _ in range(20):
+        witness = place.receiver.grant([4], 4, 60.0)
+        place.receiver.revoke(witness.transfer_id)
+        place.landed.wait(witness)
+    assert ticket.transfer_id not in place.landed.events
+    assert place.receiver.flow().quarantined_block_count == 3
+    sender.socket.close()
+    assert isinstance(place.landed.wait(ticket), TransferReleased)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePlace, is_stopped: bool) -> None:
+    """Before whoever pushes has heard of it, too."""
+    place = make_place(_MAKERS["shm"]())
+    source = KvPool(LAYOUT, 4)
+    fill_pool(source, 1)
+    link = shm_transport().connect(place.receiver.endpoints[0], EPOCH, source, Deaf())
+    with contextlib.closing(link):
+        ticket = place.receiver.grant([6, 2], 8, 60.0)
+        link.open(ticket)
+        assert link.write(ticket, 0, 0, [0, 1], xxh3(), lambda: False) == 2
+        place.receiver.revoke(ticket.transfer_id)
+        # Its blocks are free: it has let go of them.
+        assert isinstance(place.landed.wait(ticket), TransferReleased)
+        place.receiver.pool.memory[:] = 0
+        assert link.write(ticket, 1, 0, [0, 1], xxh3(), lambda: is_stopped) == 0
+        assert not place.receiver.pool.memory.any()
+
+
+class Deaf:
+    """A link's listener that hears nothing."""
+
+    def answered(self, transfer_id: bytes, rejection: str | None) -> None: ...
+    def credited(self, byte_count: int, window_bytes: int) -> None: ...
+    def lost(self, reason: str) -> None: ...
+
+
 # Threads
 
 
+@pytest.mark.usefixtures("breaks_are_expected")
 def test_a_transfer_that_cannot_be_aborted_keeps_no_other_of_its_connection(
     make_place: MakePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,3 +381,31 @@ def test_a_transfer_that_cannot_be_aborted_keeps_no_other_of_its_connection(
         assert isinstance(place.landed.wait(ticket), TransferReleased)
     place.receiver.close()
     assert isinstance(place.landed.wait(tickets[0]), TransferReleased)
+
+
+# Credit
+
+
+@pytest.mark.parametrize("how", ["revoked", "given up", "landed", "gone"])
+def test_a_transfer_that_has_ended_takes_no_share_of_the_credit(
+    make_place: MakePlace, content: np.ndarray, how: str
+) -> None:
+    place = make_place(SocketTransport("tcp"))
+    alone_bytes = place.receiver.flow().window_bytes
+    senders = [place.greet() for _ in range(8)]
+    tickets = [place.receiver.grant([6, 2, 3], 12, 60.0) for _ in senders]
+    for sender, ticket in zip(senders, tickets, strict=True):
+        sender.open(ticket)
+    wait_until(lambda: place.receiver.flow().window_bytes == alone_bytes // 2, "eight share what four may have")
+    for sender, ticket in zip(senders, tickets, strict=True):
+        if how == "revoked":
+            place.receiver.revoke(ticket.transfer_id)
+        elif how == "given up":
+            sender.send(Header(Kind.ABORT, ticket.transfer_id))
+        elif how == "landed":
+            sender.push(ticket, content)
+        else:
+            sender.socket.close()
+        place.landed.wait(ticket)
+    wait_until(lambda: place.receiver.flow().window_bytes == alone_bytes, "the next one has a whole window")
+    place.receiver.check_integrity()

@@ -1,6 +1,8 @@
 """KV lines, their records and their files: against plain indexing, and cut and damaged at every place."""
 
 import dataclasses
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kaveri.errors import InvalidArgument, LayoutMismatch, NoCapacity, TransferFailed
+from kaveri.kv import line_file
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.line_file import LineDisk, LineFile, read_line_file
 from kaveri.kv.line_pool import LinePool
@@ -131,6 +134,27 @@ def test_a_file_cut_anywhere_gives_its_whole_records_and_is_gone_on_with(tmp_pat
                 read_line_file(folder / "a.kvlines")
         write_file(folder, runs[whole_runs:])
         assert (folder / "a.kvlines").read_bytes() == data
+
+
+def test_a_record_that_the_disk_took_half_of_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [run_of("a", range(token, token + 1), token) for token in range(3)]
+    disk = LineDisk(tmp_path, LAYOUT, 10**6)
+    disk.write(runs[:1], WAIT_S)
+
+    def fill_up(file: int, buffers: list[memoryview]) -> None:
+        os.write(file, b"".join(buffers)[:50])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(line_file, "write_all", fill_up)
+        with pytest.raises(TransferFailed, match="No space left"):
+            disk.write(runs[1:2], WAIT_S)
+    disk.write(runs[1:], WAIT_S)
+    disk.close()
+    found = read_line_file(tmp_path / "a.kvlines")
+    assert found.torn_bytes == 0
+    for run, expected in zip(found.runs, runs, strict=True):
+        assert_same(run, expected)
 
 
 def test_damage_before_the_end_of_a_file_is_no_tear_and_is_never_written_over(tmp_path: Path) -> None:

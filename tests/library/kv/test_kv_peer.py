@@ -2,8 +2,11 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import pytest
 
 from kaveri.kv.digest import Digest
 from kaveri.kv.layout import KvLayout
@@ -164,3 +167,96 @@ def test_a_receiver_that_is_never_reached_is_tried_no_longer_than_the_ticket_las
         # Left: the sender's reporter.
         wait_until(lambda: threading.active_count() == before + 1, "the peer's thread has ended")
     assert not transport.told
+
+
+def test_source_blocks_are_not_given_back_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, written = threading.Event(), threading.Event()
+
+    def write(self: ScriptedLink, ticket: Ticket, layer: int, first: int, blocks: Sequence[int], *_: object) -> int:
+        writing.set()
+        assert written.wait(WAIT_S)
+        return len(blocks)
+
+    monkeypatch.setattr(ScriptedLink, "write", write)
+    pushed, sentinel = Recorder(), replace(TICKET, transfer_id=bytes([2] * 16), epoch=2)
+    transport = ScriptedTransport(lambda listener: listener.credited(1 << 20, 1 << 20), nothing)
+    with contextlib.closing(KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport])) as sender:
+        push(sender, TICKET)
+        assert writing.wait(WAIT_S)
+        sender.abort(TICKET.transfer_id)
+        # One that is told of behind it, were it told of now.
+        sender.open(sentinel)
+        sender.abort(sentinel.transfer_id)
+        assert pushed.wait(sentinel) == PushFailed(sentinel.transfer_id, "aborted")
+        assert TICKET.transfer_id not in pushed.events
+        written.set()
+        assert pushed.wait(TICKET) == PushFailed(TICKET.transfer_id, "aborted")
+    assert not pushed.doubled
+
+
+def test_a_note_that_is_too_long_is_refused_and_a_shorter_one_taken() -> None:
+    pushed = Recorder()
+    transport = ScriptedTransport(lambda listener: listener.credited(1 << 20, 1 << 20), nothing)
+    with contextlib.closing(KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport])) as sender:
+        sender.open(TICKET)
+        sender.write(TICKET.transfer_id, 0, 0, [0])
+        with pytest.raises(ValueError, match="a note of 4097 bytes"):
+            sender.finish(TICKET.transfer_id, bytes(4097))
+        sender.finish(TICKET.transfer_id, bytes(4096))
+        assert isinstance(pushed.wait(TICKET), PushAccepted)
+
+
+def test_a_receiver_that_accepts_before_the_end_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: ScriptedLink, ticket: Ticket, layer: int, first: int, blocks: Sequence[int], *_: object) -> int:
+        self._listener.answered(ticket.transfer_id, None)
+        return len(blocks)
+
+    monkeypatch.setattr(ScriptedLink, "write", write)
+    pushed = Recorder()
+    transport = ScriptedTransport(lambda listener: listener.credited(1 << 20, 1 << 20), nothing)
+    with contextlib.closing(KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport])) as sender:
+        sender.open(TICKET)
+        sender.write(TICKET.transfer_id, 0, 0, [0])
+        assert pushed.wait(TICKET) == PushFailed(TICKET.transfer_id, "accepted before its end")
+
+
+def test_the_answer_of_a_former_connection_ends_no_push_of_the_next() -> None:
+    listeners = list[LinkListener]()
+
+    def on_connect(listener: LinkListener) -> None:
+        listeners.append(listener)
+        # The second one gives no credit yet.
+        if len(listeners) == 1:
+            listener.credited(1 << 20, 1 << 20)
+
+    pushed, second = Recorder(), replace(TICKET, transfer_id=bytes([2] * 16))
+    with contextlib.closing(
+        KvSender(KvPool(LAYOUT, 1), pushed, transports=[ScriptedTransport(on_connect, nothing)])
+    ) as sender:
+        push(sender, TICKET)
+        assert isinstance(pushed.wait(TICKET), PushAccepted)
+        listeners[0].lost("gone")
+        push(sender, second)
+        wait_until(lambda: sender.flow().credit_waits == 1, "it waits for credit")
+        listeners[0].answered(second.transfer_id, "an old answer")
+        listeners[1].credited(1 << 20, 1 << 20)
+        assert isinstance(pushed.wait(second), PushAccepted)
+    assert len(listeners) == 2
+
+
+def test_a_receiver_that_gives_credit_too_little_for_a_block_is_not_taken_for_gone() -> None:
+    listeners = list[LinkListener]()
+    pushed = Recorder()
+    transport = ScriptedTransport(listeners.append, nothing)
+    sender = KvSender(KvPool(LAYOUT, 1), pushed, transports=[transport], credit_timeout_s=1.0)
+    with contextlib.closing(sender):
+        push(sender, TICKET)
+        wait_until(lambda: sender.flow().credit_waits == 1, "it waits for credit")
+        began_s = time.monotonic()
+        # For longer than it would wait for none.
+        while time.monotonic() - began_s < 2.0:
+            listeners[0].credited(1, 1 << 20)
+            time.sleep(0.1)
+        assert not pushed.events
+        listeners[0].credited(1 << 20, 1 << 20)
+        assert isinstance(pushed.wait(TICKET), PushAccepted)

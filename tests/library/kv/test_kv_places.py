@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -103,6 +104,20 @@ def test_a_newer_chunk_replaces_the_one_of_its_name(both_ends: BothEnds) -> None
         # The acceptance may be here before the receiver's listener has heard of the landing.
         wait_until(lambda seed=seed: can_fetch(back, "name", 100 + seed), "the newer chunk")  # type: ignore[misc]
     assert np.array_equal(fetched(back, "name", 102), chunk_of(102, 2))
+
+
+def test_chunks_that_are_replaced_again_and_again_take_the_room_of_one(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        out, back = linked(stack, "unix", tmp_path)
+        chunk_bytes = 10 * BLOCK_BYTES
+        for seed in range(8):
+            # A quarter of the room, and the one before it is there until this one has landed.
+            chunk = chunk_of(chunk_bytes, seed)
+            out.flush("name", chunk, WAIT_S)
+            out.settle("", WAIT_S)
+            is_there = partial(lambda chunk: bool((fetched(back, "name", chunk_bytes) == chunk).all()), chunk)
+            wait_until(is_there, "it has replaced the one before")
+        back.check_integrity()
 
 
 def can_fetch(place: FetchPlace, name: str, byte_count: int) -> bool:

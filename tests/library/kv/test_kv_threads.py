@@ -40,12 +40,12 @@ def endpoint(kind: str, tmp_path: Path) -> KvEndpoint:
 
 
 @contextlib.contextmanager
-def no_thread_named(prefix: str) -> Iterator[None]:
+def no_thread_named(name: str) -> Iterator[None]:
     """As where the process, or its container, has all the threads that it may have."""
     start = threading.Thread.start
 
     def start_others(self: threading.Thread) -> None:
-        if self.name.startswith(prefix):
+        if self.name == name or self.name.startswith(f"{name}-"):
             raise RuntimeError("can't start new thread")
         start(self)
 
@@ -96,6 +96,7 @@ def test_a_receiver_without_a_thread_to_listen_says_so_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("thread", ["kv-stage", "kv-sender", "kv-send"])
+@pytest.mark.usefixtures("breaks_are_expected")
 def test_a_mapped_push_that_there_is_no_thread_for_fails_and_the_next_one_lands(
     tmp_path: Path, nothing_left: None, thread: str
 ) -> None:
@@ -196,6 +197,7 @@ def test_kv_goes_on_where_no_log_line_can_be_written() -> None:
     assert ran.stdout == "all landed\n"
 
 
+@pytest.mark.usefixtures("breaks_are_expected")
 def test_a_listener_that_always_fails_keeps_no_block(tmp_path: Path) -> None:
     ended: list[TransferLanded | TransferReleased] = []
 
@@ -238,6 +240,7 @@ def test_a_token_streamer_that_breaks_says_so_and_lets_go_of_blocks(monkeypatch:
         streamer.end("request")
 
 
+@pytest.mark.usefixtures("breaks_are_expected")
 def test_a_listener_that_fails_ends_no_other_mapped_push(tmp_path: Path) -> None:
     """One that is told on the thread that copies: of a push that was given up while its blocks were copied."""
     endpoint, transports = KvEndpoint("unix", str(tmp_path / "kv.sock")), make_transports(("unix",))

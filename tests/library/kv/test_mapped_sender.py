@@ -350,6 +350,20 @@ def test_one_part_that_fails_ends_the_others_and_the_transfer_names_it(folder: s
         pair.source.sender.check_integrity()
 
 
+def test_the_other_parts_of_a_transfer_end_with_the_one_that_fails_and_not_with_their_tickets(folder: str) -> None:
+    with Pair(folder, one_rank(16), 200, 1 << 20, "unix") as pair:
+        receiving = pair.receiving(KvPartition.even(replace(MODEL, block_tokens=32), tensor_ranks=2))
+        tickets = receiving.grant(200)
+        # Nothing of it is written, so the other part would wait.
+        pair.source.sender.open_parts(b"split", [replace(tickets[0], secret=bytes(16)), tickets[1]])
+        event = pair.source.pushed.wait(replace(tickets[0], transfer_id=b"split"))
+        assert isinstance(event, PushFailed)
+        released = receiving.landed.wait(tickets[1])
+        assert isinstance(released, TransferReleased)
+        assert "gave up" in released.reason
+        pair.source.sender.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -229,6 +229,7 @@ def test_parts_must_be_the_whole_and_fit_into_staging() -> None:
         receiver.check_integrity()
 
 
+@pytest.mark.usefixtures("breaks_are_expected")
 def test_a_part_that_cannot_be_merged_releases_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ValueError("not as it should be")

@@ -3,6 +3,8 @@
 import queue
 import weakref
 
+import pytest
+
 from kaveri.kv.reporter import Reporter
 from kaveri.testing.transport_peer import WAIT_S
 
@@ -28,6 +30,7 @@ def test_timers_run_when_due_and_not_in_the_order_of_asking() -> None:
     assert ran.empty()
 
 
+@pytest.mark.usefixtures("breaks_are_expected")
 def test_a_listener_that_raises_does_not_silence_the_others() -> None:
     heard: list[int] = []
 

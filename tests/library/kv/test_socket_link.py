@@ -127,3 +127,17 @@ def test_a_write_that_is_not_wanted_any_more_sends_nothing(pair: Pair) -> None:
     assert pair.link.write(TICKET, 1, 0, [2, 0, 3], NoDigest(), lambda: True) == 0
     pair.link.abort(TICKET)
     assert pair.frame()[0].kind == Kind.ABORT
+
+
+def test_the_frames_after_a_stopped_write_are_as_they_should_be(pair: Pair) -> None:
+    pair.stream.room_bytes = 2 * HEADER_BYTES
+    assert pair.link.write(TICKET, 1, 0, [2, 0, 3], NoDigest(), lambda: False) == 3
+    pair.link.abort(TICKET)
+    assert [pair.frame()[0].kind for _ in range(2)] == [Kind.DATA, Kind.ABORT]
+    pair.stream.room_bytes = 1 << 20
+    for _ in range(2):
+        pair.link.write(TICKET, 0, 0, [1], NoDigest(), lambda: False)
+        assert pair.frame()[1] == pair.pool.memory[0, 1].tobytes()
+    pair.link.finish(TICKET, b"note")
+    assert pair.frame() == (Header(Kind.END, TICKET.transfer_id, 4), b"note")
+    assert pair.is_silent()

@@ -252,6 +252,7 @@ def test_names_that_no_sink_could_use_are_refused(streamer: TokenStreamer, reque
         streamer.open(request_name, [1])
 
 
+@pytest.mark.usefixtures("breaks_are_expected")
 def test_an_unforeseen_error_of_a_sink_ends_no_stream(pool: KvPool, sink: MemorySink, streamer: TokenStreamer) -> None:
     def fail_once() -> bool:
         sink.fail = lambda: False
