@@ -10,9 +10,14 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+from kaveri.cluster import memory_store
+from kaveri.cluster.membership import Membership
+from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.engine import stepwise_residency
 from kaveri.engine.stepwise_account import Account
+from kaveri.policy.retry import Setback
 from kaveri.testing.simulation import kv_transfers
+from kaveri.testing.simulation.store import SimulatedStore
 from kaveri.v1 import decode_pb2
 from services.decode import instance as decode_instance
 from services.decode import requests as decode_requests
@@ -318,6 +323,121 @@ def tokens_wake_one_stream() -> Iterator[None]:
         return flush
 
     with _replaced(decode_streams.TokenStreams, "flush", make):
+        yield
+
+
+# Bugs that the simulation, or attacks, have found: each undoes its fix.
+
+
+@_planted
+def abort_of_a_running_request_unanswered() -> Iterator[None]:
+    """Decode ends a request that prefill gives up after its landing, and does not tell the router."""
+
+    def make(original: Any) -> Any:
+        def end(self: Any, request: Any, outcome: str, *args: Any, **named: Any) -> None:
+            if outcome == "aborted":
+                named["error"] = None
+            original(self, request, outcome, *args, **named)
+
+        return end
+
+    with _replaced(decode_instance.DecodeInstance, "_end", make):
+        yield
+
+
+@_planted
+def replaced_owner_not_told() -> Iterator[None]:
+    """Decode ends a request for another router's request with the same id, and does not tell the former router."""
+
+    def make(original: Any) -> Any:
+        def end(self: Any, request: Any, outcome: str, *args: Any, **named: Any) -> None:
+            if outcome == "replaced":
+                named["error"] = None
+            original(self, request, outcome, *args, **named)
+
+        return end
+
+    with _replaced(decode_instance.DecodeInstance, "_end", make):
+        yield
+
+
+@_planted
+def late_placement_without_incarnation() -> Iterator[None]:
+    """The router ties an attempt to the present life of a decode instance, although a former one has reserved room."""
+    with _replaced(router_streams._Subscription, "_check_life", lambda _: _nothing):
+        yield
+
+
+@_planted
+def lost_tokens_not_counted() -> Iterator[None]:
+    """The router waits for tokens that decode has dropped before the router's stream stood."""
+    with _replaced(router_streams._Subscription, "_check_losses", lambda _: _nothing):
+        yield
+
+
+@_planted
+def two_instances_in_one_attempt() -> Iterator[None]:
+    """The router takes the tokens of two decode instances that both have the KV of one attempt."""
+
+    def make_take(original: Any) -> Any:
+        def take_tokens(self: Any, instance_id: str, *args: Any) -> None:
+            if self.attempt is not None:
+                self.attempt.drawing_instance_id = ""
+                self.attempt.decode_instance_id = instance_id
+            original(self, instance_id, *args)
+
+        return take_tokens
+
+    def make_place(original: Any) -> Any:
+        def place_on(self: Any, *args: Any) -> None:
+            self.drawing_instance_id = ""
+            original(self, *args)
+
+        return place_on
+
+    with (
+        _replaced(router_requests.RequestEntry, "take_tokens", make_take),
+        _replaced(router_requests.Attempt, "place_on", make_place),
+    ):
+        yield
+
+
+@_planted
+def claims_of_dead_routers_kept() -> Iterator[None]:
+    """The ids of a dead router's requests stay taken until their deadline."""
+    with _replaced(memory_store.MemoryCluster, "is_registered", lambda _: lambda *_: True):
+        yield
+
+
+@_planted
+def refused_writes_end_leases() -> Iterator[None]:
+    """A store that answers, and refuses heartbeats, does not count as lost."""
+
+    def make(_: Any) -> Any:
+        def tick(self: Any) -> None:
+            self._membership.tick()
+
+        return tick
+
+    with (
+        _replaced(SimulatedStore, "_tick", make),
+        _replaced(Membership, "store_lost", lambda _: _nothing),
+        _replaced(MonitoredMembership, "store_lost", lambda _: _nothing),
+    ):
+        yield
+
+
+@_planted
+def refused_connections_cost_attempts() -> Iterator[None]:
+    """Attempts run out while the only prefill instance is away, or its queue is full."""
+    with _replaced(router_dispatcher, "_setback", lambda _: lambda _: Setback.LOST):
+        yield
+
+
+@_planted
+def loss_of_the_first_token_ignored() -> Iterator[None]:
+    """The router takes the end of a prefill stream for no loss once decode has drawn, first token or not."""
+    with _replaced(router_requests.Attempt, "is_decodes_alone", lambda _: property(lambda self: self.decoding)):
         yield
 
 
