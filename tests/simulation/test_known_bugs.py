@@ -138,7 +138,7 @@ def test_a_request_whose_tokens_decode_has_dropped_is_placed_again(run: Run) -> 
 
 @pytest.mark.parametrize("decode", ["decode-0", "decode-1"])
 def test_an_answer_is_drawn_by_one_decode_instance_at_a_time(run: Run, decode: str) -> None:
-    """Prefill did not hear that its push was accepted, and placed the attempt elsewhere as well. When the first instance
+    """Prefill did not hear that its push was accepted, and placed the attempt elsewhere too. When the first instance
     was gone, the router put the tokens of the second one behind those of the first: with rounding, a wrong answer."""
     cuts = [
         Fault(kind=FaultKind.CUT, after="kv FinishPush", at_s=0.0, target="prefill-0", other=each, lasts_s=7.5)

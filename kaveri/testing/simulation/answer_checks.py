@@ -112,7 +112,7 @@ class AnswerChecker:
 
     def _text_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
         text = "".join(chunk.text for chunk in outcome.chunks)
-        expected = texts_of(self.backend, prompt, outcome.token_ids, outcome.params.stop)
+        expected = self._texts(outcome, prompt)
         if outcome.finish is None:
             if not any(whole.startswith(text) for whole, _ in expected):
                 yield f"the text so far is {text!r}, not a beginning of {_shown(expected)}"
@@ -120,6 +120,13 @@ class AnswerChecker:
             yield f"the text is {text!r}, not {_shown(expected)}"
         if outcome.finish is FinishReason.LENGTH and all(stopped for _, stopped in expected):
             yield f"the answer went on past a stop text: {text!r}"
+
+    def _texts(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> set[tuple[str, bool]]:
+        token_ids = outcome.token_ids
+        # The token that ends an answer has no text.
+        if outcome.finish is FinishReason.STOP and token_ids and token_ids[-1] in outcome.params.stop_token_ids:
+            token_ids = token_ids[:-1]
+        return texts_of(self.backend, prompt, token_ids, outcome.params.stop)
 
     def _finish_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
         params, token_ids = outcome.params, outcome.token_ids
@@ -133,7 +140,7 @@ class AnswerChecker:
         if outcome.finish is FinishReason.LENGTH and len(token_ids) != longest:
             yield f"ended by length after {len(token_ids)} of {longest} tokens"
         if outcome.finish is FinishReason.STOP:
-            stopped = any(stopped for _, stopped in texts_of(self.backend, prompt, token_ids, params.stop))
+            stopped = any(stopped for _, stopped in self._texts(outcome, prompt))
             if not stopped and token_ids[-1:] and token_ids[-1] not in stops:
                 yield f"ended by a stop that is not in {token_ids[-3:]}"
         # A request that was cancelled early may end before its prompt was counted.
