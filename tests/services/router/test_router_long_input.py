@@ -93,6 +93,17 @@ async def refusals(errors: "queue.Queue[grpc.RpcError]", count: int) -> list[grp
     return [errors.get() for _ in range(count)]
 
 
+@pytest.fixture
+async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
+    """Instances share this process's loop with the huge messages: no lease ends while it stands still."""
+    cluster = ScriptedCluster(tokenizer, lease_ttl_s=30.0)
+    for number in range(2):
+        await cluster.add_prefill(f"prefill-{number}")
+        await cluster.add_decode(f"decode-{number}")
+    yield cluster
+    await cluster.close()
+
+
 class Ticks:
     """The event loop's longest stretch between two of its turns: on the clock, and in its own CPU time."""
 
