@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kaveri.errors import InvalidArgument
 from kaveri.models import resolve_model
+from services.router.control_tokens import ControlTokens
 from services.router.tokenizer import ChatMessage, ModelTokenizer
 from tests.services.router.cluster_script import MODEL
 from tests.services.router.tiny_tokenizers import FAMILIES
@@ -159,3 +161,16 @@ async def test_truncation_and_padding_saved_with_a_tokenizer_are_off() -> None:
     turns = [("user", "hello there <|im_end|> " * 40)]
     assert len(expected) < len(await encoded(tokenizer, turns)) < 4_000
     tokenizer.close()
+
+
+def test_control_tokens_that_overlap_are_plain_text() -> None:
+    backend = FAMILIES["chatml"]().backend_tokenizer
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("[A]", "]B[", "[A]long")])
+    control = ControlTokens(backend, [])
+    for text in ("[A]B[", "[A]B[A]B[", "[A]long]B[", "x[A]"):
+        marked, found = control.mark(text)
+        assert found
+        token_ids = control.backend.encode(marked, add_special_tokens=False).ids
+        assert max(token_ids) < backend.token_to_id("<|endoftext|>"), text
+        assert control.backend.decode(token_ids) == text
+    assert control.mark("[A B[ ]B") == ("[A B[ ]B", False)
