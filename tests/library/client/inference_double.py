@@ -30,6 +30,9 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         self.error: KaveriError = KaveriError()
         self.requests: list[pb.GenerateRequest] = []
         self.deadlines_s: list[float | None] = []
+        """Seconds that each Generate had left."""
+        self.short_deadlines_s: list[float | None] = []
+        """Seconds that each other call had left."""
         self.running: set[str] = set()
         self.cancelled: set[str] = set()
         self.finished: set[str] = set()
@@ -94,15 +97,18 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
+        self.short_deadlines_s.append(context.time_remaining())
         found = request.request_id in self.running
         if found:
             self._told_to_cancel[request.request_id].set()
         return pb.CancelResponse(found=found)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        self.short_deadlines_s.append(context.time_remaining())
         return pb.ListModelsResponse(models=[_model()])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        self.short_deadlines_s.append(context.time_remaining())
         if request.model != "alphabet":
             await abort(context, ModelNotFound(request.model, ("alphabet",)))
         return pb.GetModelResponse(model=_model())

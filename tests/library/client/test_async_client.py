@@ -248,6 +248,20 @@ async def test_the_deadline_reaches_the_server_and_raises_deadline_exceeded(
     assert 40 < given_s < 51
 
 
+async def test_every_call_has_the_clients_deadline_or_its_own(service: InferenceDouble, target: str) -> None:
+    async with AsyncClient(target, timeout_s=50) as client:
+        await client.list_models()
+        await client.get_model("alphabet")
+        await client.cancel("none")
+        await client.list_models(timeout_s=20)
+        await client.get_model("alphabet", timeout_s=20)
+        await client.cancel("none", timeout_s=20)
+    left_s = [deadline_s for deadline_s in service.short_deadlines_s if deadline_s is not None]
+    assert all(30 < deadline_s < 51 for deadline_s in left_s[:3]), left_s
+    assert all(5 < deadline_s < 21 for deadline_s in left_s[3:]), left_s
+    assert len(left_s) == 6
+
+
 async def test_no_default_timeout_means_no_deadline(service: InferenceDouble, target: str) -> None:
     async with AsyncClient(target, timeout_s=None) as client:
         await client.generate("prompt", params=FIVE)

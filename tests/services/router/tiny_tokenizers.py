@@ -106,7 +106,9 @@ def chatml() -> PreTrainedTokenizerFast:
 def llama3() -> PreTrainedTokenizerFast:
     names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     names += [f"<|reserved_special_token_{number}|>" for number in range(40)]
-    return _byte_level(_special(*names), _LLAMA3, "<|begin_of_text|>", "<|eot_id|>")
+    # White space that the template writes, too, and that stays text.
+    added = [*_special(*names), AddedToken("\n\n", special=False, normalized=False)]
+    return _byte_level(added, _LLAMA3, "<|begin_of_text|>", "<|eot_id|>")
 
 
 def deepseek() -> PreTrainedTokenizerFast:
