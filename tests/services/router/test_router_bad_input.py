@@ -7,10 +7,12 @@ import grpc
 import pytest
 from grpc import aio
 
+from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout import KvLayout
 from kaveri.rpc.status import error_of
 from kaveri.v1 import inference_pb2, sampling_pb2
+from services.router.intake import max_model_len
 from services.router.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import MAX_MODEL_LEN, ScriptedCluster, answer, ask, collect, tokens_of
 
@@ -124,3 +126,22 @@ async def test_a_prompt_that_no_decode_pool_holds_is_refused_with_the_limit(toke
             assert len(prefill.requests) == 1
     finally:
         await cluster.close()
+
+
+def test_the_limit_is_that_of_every_instance_with_an_engine() -> None:
+    def status(name: str, role: Role, limit: int, model: str = "m") -> InstanceStatus:
+        record = InstanceRecord(
+            instance_id=name, incarnation=1, role=role, address="a:1", model=model, max_model_len=limit, lease_ttl_s=1.0
+        )
+        return InstanceStatus(record, InstanceLoad(state=InstanceState.READY), 0.0)
+
+    all_of_them = [
+        status("prefill", Role.PREFILL, 100),
+        status("decode", Role.DECODE, 70),
+        status("both", Role.COLOCATED, 80),
+        status("router", Role.ROUTER, 0),
+        status("other", Role.DECODE, 10, model="other"),
+    ]
+    view = ClusterView({entry.record.instance_id: entry for entry in all_of_them}, store_connected=True)
+    assert max_model_len(view, "m") == 70
+    assert max_model_len(view, "unknown") == 0
