@@ -213,7 +213,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return future
 
     def close(self) -> None:
-        """Ends it. What killed processes left behind goes with it."""
+        """Ends it. What killed processes left behind is freed with the loop itself: see schedule.py."""
         if self.is_closed():
             return
         for task in asyncio.all_tasks(self):
@@ -221,7 +221,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         super().close()
         self._timers.clear()
         self._runnable.clear()
-        self._graves.clear()
 
     def _run_once(self) -> None:
         runnable, draw = self._runnable, self._rng.random

@@ -24,6 +24,16 @@ def leftovers(world: World) -> list[str]:
     return found
 
 
+def extra_tasks(world: World) -> list[str]:
+    """Tasks that instances have at rest, beyond those of a new instance of their role."""
+    counts = world.task_counts()
+    return [
+        f"{life.process} has {counts[life.name]} tasks, {world.usual_tasks[life.name]} when it was new"
+        for life in world.lives.values()
+        if counts[life.name] > world.usual_tasks[life.name]
+    ]
+
+
 def _claimed(world: World) -> list[str]:
     """Ids that a living router has in the store's table. What a dead one has left there is taken over."""
     cluster = world.store.cluster

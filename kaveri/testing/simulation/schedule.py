@@ -27,7 +27,7 @@ from kaveri.testing.simulation.faults import Faults
 from kaveri.testing.simulation.loop import SimulatedLoop, Stuck
 from kaveri.testing.simulation.network import Network
 from kaveri.testing.simulation.plan import Plan, PlannedRequest
-from kaveri.testing.simulation.rest import leftovers
+from kaveri.testing.simulation.rest import extra_tasks, leftovers
 from kaveri.testing.simulation.tokenizer import make_tokenizer
 from kaveri.testing.simulation.trace import Trace
 from kaveri.testing.simulation.world import PROBER, World
@@ -133,9 +133,10 @@ async def _run(world: World) -> None:
     plan = world.plan
     for name in plan.names:
         world.start(name)
-    if not await _until(world, lambda: _all_known(world), READY_WITHIN_S):
+    if not await _until(world, lambda: _all_known(world) and not leftovers(world), READY_WITHIN_S):
         world.violations.append(f"the cluster was not ready after {READY_WITHIN_S} s")
         return
+    world.usual_tasks = world.task_counts()
     world.ready_s = world.now()
     world.trace.note("phase:load", "")
     clients = Clients(world)
@@ -165,8 +166,8 @@ async def _run(world: World) -> None:
         if outcome.probe and outcome.finish is None:
             world.violations.append(f"{outcome.request_id}, sent after the faults, failed: {outcome.error!r}")
     world.trace.note("phase:rest", "")
-    await _until(world, lambda: not leftovers(world), REST_WITHIN_S)
-    world.violations += leftovers(world)
+    await _until(world, lambda: not leftovers(world) and not extra_tasks(world), REST_WITHIN_S)
+    world.violations += leftovers(world) + extra_tasks(world)
 
 
 def _at(world: World, request: PlannedRequest, clients: Clients, probe: bool = False) -> asyncio.Task[None]:

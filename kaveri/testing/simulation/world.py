@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -94,6 +95,8 @@ class World:
         self.outcomes: list[RequestOutcome] = []
         self.violations: list[str] = []
         """What was found while it ran; checks add theirs at the end."""
+        self.usual_tasks: dict[str, int] = {}
+        """Tasks of each instance before the load began."""
         self.ready_s = 0.0
         """When the load began."""
         self.healed_s = 0.0
@@ -112,6 +115,11 @@ class World:
     def now(self) -> float:
         """The simulation's time."""
         return self.loop.now
+
+    def task_counts(self) -> dict[str, int]:
+        """How many tasks each instance has."""
+        counts: Counter[SimulatedProcess] = Counter(process_of(task) for task in asyncio.all_tasks(self.loop))
+        return {name: counts[life.process] for name, life in self.lives.items()}
 
     def is_gone(self, task: asyncio.Task[None]) -> bool:
         """Whether the process that the task belongs to is dead."""
