@@ -294,7 +294,7 @@ class RedisStore:
                 self._is_heard = False
                 self._tell_membership()
             except Exception:  # A view that no event changes any more would look like a healthy one.
-                get_logger().exception("redis watch failed; it starts again")
+                get_logger().exception("redis_watch_failed")
                 self._is_heard = False
                 self._tell_membership()
             await asyncio.sleep(delay_s)
