@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 
 from grpc import aio
@@ -17,6 +18,8 @@ from services.router.requests import Attempt, RequestTable
 CONNECT_GRACE_S = 2.0
 """A request may be placed on an instance before its stream stands, for so long; then the attempt counts as lost."""
 ABORT_TIMEOUT_S = 2.0
+_ABORTED_COUNT = 4096
+"""Aborts that are remembered: more than are on their way at once."""
 _RECONNECT_MIN_S = 0.05
 _RECONNECT_MAX_S = 1.0
 
@@ -37,6 +40,9 @@ class TokenStreams:
         self._table = table
         self._relayed = relayed
         self._subscriptions: dict[str, _Subscription] = {}
+        # (instance, request, attempt) of the newest aborts, and those under way that no request waits for.
+        self._aborted: OrderedDict[tuple[str, str, int], None] = OrderedDict()
+        self._disowning: dict[asyncio.Task[None], None] = {}
 
     def update(self, view: ClusterView) -> None:
         """Subscribes to new instances; drops those that left or began a new life, losing their attempts."""
@@ -82,18 +88,30 @@ class TokenStreams:
         """Tells the decode instance of an attempt to end it, or all of them when nobody has said which it is. Best
         effort: a lost instance has ended it already."""
         named = attempt.decode_instance_id
-        name = decode_pb2.AttemptId(request_id=attempt.request_id, attempt=attempt.number, router_id=self._stream_id)
-        message = decode_pb2.AbortRequest(attempts=[name], by_router=True)
-        addresses = [
-            subscription.record.address
+        records = [
+            subscription.record
             for subscription in self._subscriptions.values()
             if subscription.record is not None and named in ("", subscription.instance_id)
         ]
-        await asyncio.gather(*(self._abort_at(address, message) for address in addresses))
+        await asyncio.gather(*(self._abort_at(record, attempt.request_id, attempt.number) for record in records))
 
-    async def _abort_at(self, address: str, message: decode_pb2.AbortRequest) -> None:
+    def _disown(self, record: InstanceRecord, update: decode_pb2.RequestTokens) -> None:
+        """Has an instance end an attempt that is of no use here any more, unless that has been asked of it."""
+        if update.finish_reason or update.error:
+            return
+        if (record.instance_id, update.request_id, update.attempt) not in self._aborted:
+            task = asyncio.create_task(self._abort_at(record, update.request_id, update.attempt))
+            self._disowning[task] = None
+            task.add_done_callback(lambda ended: self._disowning.pop(ended, None))
+
+    async def _abort_at(self, record: InstanceRecord, request_id: str, number: int) -> None:
+        self._aborted[record.instance_id, request_id, number] = None
+        if len(self._aborted) > _ABORTED_COUNT:
+            self._aborted.popitem(last=False)
+        name = decode_pb2.AttemptId(request_id=request_id, attempt=number, router_id=self._stream_id)
+        message = decode_pb2.AbortRequest(attempts=[name], by_router=True)
         with contextlib.suppress(aio.AioRpcError):
-            await self._channels.decode(address).Abort(message, timeout=ABORT_TIMEOUT_S)
+            await self._channels.decode(record.address).Abort(message, timeout=ABORT_TIMEOUT_S)
 
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that no attempt is tied to any stream."""
@@ -104,7 +122,7 @@ class TokenStreams:
         """Ends all subscriptions; their attempts are lost."""
         tasks = [subscription.stop("is not followed any more") for subscription in self._subscriptions.values()]
         self._subscriptions.clear()
-        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+        await asyncio.gather(*(task for task in tasks if task is not None), *self._disowning, return_exceptions=True)
 
     async def _follow(self, subscription: "_Subscription", record: InstanceRecord) -> None:
         backoff_s = _RECONNECT_MIN_S
@@ -144,24 +162,26 @@ class TokenStreams:
                 token_count = 0
                 for update in message.requests:
                     token_count += len(update.token_ids)
-                    self._deliver(record.instance_id, update)
+                    self._deliver(record, update)
                 if token_count:
                     self._relayed(token_count)
         finally:
             call.cancel()
 
-    def _deliver(self, instance_id: str, update: decode_pb2.RequestTokens) -> None:
+    def _deliver(self, record: InstanceRecord, update: decode_pb2.RequestTokens) -> None:
         entry = self._table.get(update.request_id)
-        if entry is None:
+        if entry is None or (entry.attempt is not None and update.attempt < entry.attempt.number):
+            # Its placement may have come after the request or the attempt had ended.
+            self._disown(record, update)
             return
         try:
-            entry.take_tokens(instance_id, update)
+            entry.take_tokens(record.instance_id, update)
         except Exception:  # One bad answer must not end the stream of all others.
             get_logger().exception(
                 "request_failed_unexpectedly",
                 request_id=update.request_id,
                 attempt=update.attempt,
-                decode_instance_id=instance_id,
+                decode_instance_id=record.instance_id,
             )
             entry.fail(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 

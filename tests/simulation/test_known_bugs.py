@@ -1,5 +1,6 @@
 """Bugs that the simulated cluster shows, each as one story. All of them failed on 8b9dbe2, before their fixes."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -71,6 +72,14 @@ def test_a_request_whose_first_token_is_lost_with_the_prefill_stream_is_placed_a
     result = run(story(cluster(), [first, request("late", 0.5, max_tokens=60)], [late, broken]))
     assert result.counts["fault:reset"] == 1
     assert result.counts["outcome:length"] == 2 + 2
+
+
+def test_a_request_that_is_cancelled_before_its_placement_is_known_does_not_run_on(run: Run) -> None:
+    """Prefill had handed it over before the cancellation came, and nobody told decode: it ran to its last token."""
+    late = Fault(kind=FaultKind.SLOW, at_s=0.3, target="router-0", other="prefill-0", amount=0.5, lasts_s=3.0)
+    given_up = dataclasses.replace(request("given-up", 0.5, max_tokens=280), cancel_after_s=0.2)
+    first = request("first", max_tokens=2)
+    run(story(cluster(step_s=0.02), [first, given_up, request("last", 3.5)], [late], max_model_len=320))
 
 
 def test_the_ids_of_a_dead_routers_requests_can_be_used_at_another_router(run: Run) -> None:
