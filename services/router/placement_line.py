@@ -32,8 +32,10 @@ class PlacementLine(Generic[RequestT]):
         self._line.setdefault(request, None)
 
     def rest(self, request: RequestT) -> None:
-        """Stands beside the line."""
-        assert request not in self._line
+        """Stands beside the line. One that was in line gives its place up: an instance that had failed it has left the
+        view meanwhile, and come back."""
+        if request in self._line:
+            self.leave(request)
         self._resting[request] = None
 
     async def wait(self, request: RequestT, timeout_s: float) -> None:
