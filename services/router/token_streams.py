@@ -54,7 +54,8 @@ class TokenStreams:
         for instance_id, subscription in tuple(self._subscriptions.items()):
             record = records.get(instance_id)
             if record is None:
-                if subscription.record is not None:
+                # Without a record prefill has named it. Its attempts are lost after the grace.
+                if subscription.record is not None or not subscription.attempts:
                     subscription.stop("has left the cluster")
                     del self._subscriptions[instance_id]
             elif subscription.record is None:

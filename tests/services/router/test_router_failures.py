@@ -344,6 +344,19 @@ async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost
         assert responses[-1].timing.attempts == 2
 
 
+async def test_an_instance_that_no_view_ever_names_is_forgotten_with_its_last_request(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_streams, "CONNECT_GRACE_S", 0.05)
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain = "decode-9"
+    cluster.place_on = "decode-1"
+    async with cluster.router() as router:
+        responses = await collect(router.stub.Generate(ask(), timeout=10))
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        await eventually(lambda: "decode-9" not in router.router.streams._subscriptions)
+
+
 async def test_a_placement_is_lost_when_the_view_then_names_another_life(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
