@@ -79,6 +79,8 @@ class _Site:
         self._connections.add(task)
         self._silent[task] = None
         task.add_done_callback(self._forget)
+        # Here and not in the task: one that is cancelled before it has begun never runs.
+        task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -107,8 +109,6 @@ class _Site:
             pass
         except Exception as error:
             get_logger().exception("metrics_request_failed", error=repr(error))
-        finally:
-            writer.transport.abort()
 
     async def _respond(self, head: bytes | None) -> bytes:
         """The whole response. head: None: it was too long."""
