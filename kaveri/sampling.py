@@ -110,8 +110,8 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 
 
 def _number(name: str, value: object, least: float, most: float) -> float:
-    # NaN is not in any range.
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= float(value) <= most:
+    # NaN is not in any range. Compared as it is: a huge whole number has no float.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= value <= most:
         raise InvalidArgument(f"params.{name}", value, f"a number in [{least:g}, {most:g}]")
     return float(value)
 
