@@ -11,6 +11,8 @@ from kaveri.kv.layout import KvLayout
 SHORTEST_MODEL_LEN = 2
 """One token of prompt and one of answer: no request is shorter."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""Of NVIDIA's driver, of AMD's, and of Windows' subsystem for Linux."""
 
 
 def require_model_len(max_model_len: int) -> None:
@@ -41,6 +43,11 @@ def require_memory(kv_cache_memory_bytes: int) -> None:
     if kv_cache_memory_bytes > available_bytes:
         reason = f"is {kv_cache_memory_bytes} bytes; this machine has {available_bytes}"
         raise ConfigError("kv_cache_memory_bytes", reason)
+
+
+def has_gpu() -> bool:
+    """Whether a driver of GPUs is there. Loads no library to find out."""
+    return any(path.exists() for path in _GPU_DEVICES)
 
 
 def require_device(device: str) -> None:

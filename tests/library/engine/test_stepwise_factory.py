@@ -1,6 +1,7 @@
 """Settings become an engine, or one clear line about the setting that cannot be."""
 
 import errno
+import importlib.util
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kaveri.engine import limits
 from kaveri.engine.factory import EngineSettings, build_engine
 from kaveri.engine.fake import FakeModel
 from kaveri.errors import ConfigError
@@ -122,6 +124,18 @@ def test_pool_that_cannot_be_allocated_is_refused_by_its_setting(monkeypatch: py
     with pytest.raises(ConfigError, match=r"1048576 bytes cannot be allocated.*Cannot allocate memory") as raised:
         build_engine(_FAKE)
     assert raised.value.field == "kv_cache_memory_bytes"
+
+
+@pytest.mark.parametrize(("engine", "device"), [("fake", "auto"), ("vllm", "cpu"), ("vllm", "auto")])
+def test_only_a_pool_that_may_lie_in_a_gpu_may_be_larger_than_the_host(
+    engine: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(limits, "_GPU_DEVICES", (tmp_path,))
+    # Past the size, vLLM is "not installed".
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as raised:
+        build_engine(replace(_FAKE, engine=engine, device=device, kv_cache_memory_bytes=999_999 * 2**30))
+    assert raised.value.field == ("engine" if device == "auto" and engine == "vllm" else "kv_cache_memory_bytes")
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm", "fake"])
