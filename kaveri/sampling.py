@@ -1,6 +1,7 @@
 """How tokens are drawn and why a request ends: the domain values behind sampling.proto."""
 
 import enum
+import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping
@@ -110,10 +111,14 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 
 
 def _number(name: str, value: object, least: float, most: float) -> float:
-    # NaN is not in any range. Compared as it is: a huge whole number has no float.
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= value <= most:
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    except OverflowError:
+        number = math.nan
+    # NaN is not in any range.
+    if not least <= number <= most:
         raise InvalidArgument(f"params.{name}", value, f"a number in [{least:g}, {most:g}]")
-    return float(value)
+    return number
 
 
 def _items(name: str, value: object, limit: str) -> tuple[object, ...]:
