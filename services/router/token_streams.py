@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 
@@ -18,6 +19,8 @@ from services.router.requests import Attempt, RequestTable
 CONNECT_GRACE_S = 2.0
 """A request may be placed on an instance before its stream stands, for so long; then the attempt counts as lost."""
 ABORT_TIMEOUT_S = 2.0
+_ABORT_AGAIN_S = ABORT_TIMEOUT_S
+"""Tokens that come so long after an Abort show that it was lost, or came before the request."""
 _ABORTED_COUNT = 4096
 """Aborts that are remembered: more than are on their way at once."""
 _RECONNECT_MIN_S = 0.05
@@ -40,8 +43,9 @@ class TokenStreams:
         self._table = table
         self._relayed = relayed
         self._subscriptions: dict[str, _Subscription] = {}
-        # (instance, request, attempt) of the newest aborts, and those under way that no request waits for.
-        self._aborted: OrderedDict[tuple[str, str, int], None] = OrderedDict()
+        # When each of the newest aborts was sent, by (instance, request, attempt), and those under way that no request
+        # waits for.
+        self._aborted: OrderedDict[tuple[str, str, int], float] = OrderedDict()
         self._disowning: dict[asyncio.Task[None], None] = {}
 
     def update(self, view: ClusterView) -> None:
@@ -97,16 +101,17 @@ class TokenStreams:
         await asyncio.gather(*(self._abort_at(record, attempt.request_id, attempt.number) for record in records))
 
     def _disown(self, record: InstanceRecord, update: decode_pb2.RequestTokens) -> None:
-        """Has an instance end an attempt that is of no use here any more, unless that has been asked of it."""
+        """Has an instance end an attempt that is of no use here any more, unless that has just been asked of it."""
         if update.finish_reason or update.error:
             return
-        if (record.instance_id, update.request_id, update.attempt) not in self._aborted:
+        sent_s = self._aborted.get((record.instance_id, update.request_id, update.attempt))
+        if sent_s is None or time.monotonic() - sent_s > _ABORT_AGAIN_S:
             task = asyncio.create_task(self._abort_at(record, update.request_id, update.attempt))
             self._disowning[task] = None
             task.add_done_callback(lambda ended: self._disowning.pop(ended, None))
 
     async def _abort_at(self, record: InstanceRecord, request_id: str, number: int) -> None:
-        self._aborted[record.instance_id, request_id, number] = None
+        self._aborted[record.instance_id, request_id, number] = time.monotonic()
         if len(self._aborted) > _ABORTED_COUNT:
             self._aborted.popitem(last=False)
         name = decode_pb2.AttemptId(request_id=request_id, attempt=number, router_id=self._stream_id)

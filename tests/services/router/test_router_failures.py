@@ -377,6 +377,21 @@ async def test_a_placement_is_lost_when_the_view_then_names_another_life(
         assert responses[-1].timing.attempts == 2
 
 
+async def test_an_attempt_that_begins_after_its_abort_is_aborted_again(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_streams, "_ABORT_AGAIN_S", 0.05)
+    async with cluster.router() as router:
+        await collect(router.stub.Generate(ask(request_id="late"), timeout=10))
+        late = cluster.taken()[0]
+        late.params.max_tokens = 10**9
+        decode = cluster.decodes["decode-0"]
+        for _ in range(2):
+            decode.start(late)
+            await eventually(lambda: not decode.running)
+        assert set(decode.aborted) == {("late", 1)}
+
+
 async def test_attempts_are_bounded_and_the_last_error_is_told(cluster: ScriptedCluster) -> None:
     for prefill in cluster.prefills.values():
         prefill.break_before = "started"
