@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from services.router.tokenizer import ModelTokenizer
 
 _PHASES = ("load", "recovery", "probes", "rest")
+_PROGRESS_EVERY = 250
+"""So often the account is written, and a line about it."""
 
 
 @dataclass(slots=True)
 class Account:
     """What many schedules came to."""
 
+    first_seed: int
     schedules: int = 0
     violations: dict[int, list[str]] = field(default_factory=dict)
     """By seed."""
@@ -38,6 +41,7 @@ class Account:
         """Small enough to be kept."""
         shown = {name.removeprefix("fault:"): n for name, n in sorted(self.counts.items()) if name.startswith("fault:")}
         return {
+            "first_seed": self.first_seed,
             "schedules": self.schedules,
             "violations": {str(seed): found for seed, found in sorted(self.violations.items())},
             "faults": shown,
@@ -71,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in")
     parser.add_argument("--no-faults", dest="faults", action="store_false", help="leave the faults of the plans out")
     parser.add_argument("--plant", help="switch a planted bug on: see docs/simulation.md")
-    parser.add_argument("--account", help="file to write the account to, as JSON")
+    parser.add_argument("--account", help="file to write the account to, as JSON, now and then and at the end")
     parser.add_argument("--stop-after", type=int, default=20, help="seeds with violations after which to stop")
     parser.add_argument("--hashes", action="store_true", help="print the hash of every trace")
     return parser
@@ -94,7 +98,7 @@ def _replay(seed: int, trace: bool, faults: bool, plant: str | None) -> int:
 
 
 def _run_many(options: argparse.Namespace) -> int:
-    account = Account()
+    account = Account(options.seed)
     started_s = time.monotonic()
     seeds = range(options.seed, options.seed + options.count)
     for seed, one in _results(seeds, options):
@@ -110,15 +114,21 @@ def _run_many(options: argparse.Namespace) -> int:
             print(f"seed {seed}: {one['violations'][0]}", flush=True)
             if len(account.violations) >= options.stop_after:
                 break
-    shown = account.to_json()
-    if options.account:
-        with open(options.account, "w", encoding="utf-8") as file:
-            json.dump(shown, file, indent=1)
-            file.write("\n")
-    print(json.dumps(shown))
+        if account.schedules % _PROGRESS_EVERY == 0:
+            print(f"{account.schedules} schedules, {len(account.violations)} with violations", file=sys.stderr)
+            _write(account, options.account)
+    _write(account, options.account)
+    print(json.dumps(account.to_json()))
     rate = account.schedules / (time.monotonic() - started_s)
     print(f"{account.schedules} schedules, {len(account.violations)} with violations, {rate:.1f} a second")
     return 1 if account.violations else 0
+
+
+def _write(account: Account, path: str | None) -> None:
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(account.to_json(), file, indent=1)
+            file.write("\n")
 
 
 def _results(seeds: Sequence[int], options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
