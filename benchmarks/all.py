@@ -24,6 +24,7 @@ BENCHMARKS = (
     "token_streaming",
     "link_bandwidth",
     "router_overhead",
+    "huge_input",
     "engine",
     "engine_vllm",
     "engine_profile",

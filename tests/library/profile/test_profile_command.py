@@ -113,7 +113,7 @@ def test_another_model_refuses_the_profile(tiny_profile: tuple[Path, Path], tmp_
         (("--out", "{folder}/p.json", "--plot", "{folder}/none/p.svg"), "--plot: there is no folder"),
         (("--out", "{folder}/p.json", "--engine", "abacus"), "--engine: is 'abacus'"),
         (("--out", "{folder}/p.json", "--engine", "fake", "--kv-cache-memory", "1k"), "--kv-cache-memory: is 1000"),
-        (("--out", "{folder}/p.json", "--engine", "fake", "--max-model-len", "1"), "--max-model-len: of 1 "),
+        (("--out", "{folder}/p.json", "--engine", "fake", "--max-model-len", "1"), "--max-model-len: is 1; "),
         (("--out", "{folder}/p.json", "--saturation-share", "1.5"), "--saturation-share: is 1.5"),
     ],
 )

@@ -105,20 +105,18 @@ async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
 
 
 class Ticks:
-    """The event loop's longest stretch between two of its turns: on the clock, and in its own CPU time."""
+    """The event loop's longest stretch between two of its turns, in its own CPU time."""
 
     def __init__(self) -> None:
-        self.longest_s = 0.0
         self.longest_cpu_s = 0.0
 
     async def count(self) -> None:
-        before_s, before_cpu_s = time.monotonic(), time.thread_time()
+        before_cpu_s = time.thread_time()
         while True:
             await asyncio.sleep(0.001)
-            now_s, now_cpu_s = time.monotonic(), time.thread_time()
-            self.longest_s = max(self.longest_s, now_s - before_s)
+            now_cpu_s = time.thread_time()
             self.longest_cpu_s = max(self.longest_cpu_s, now_cpu_s - before_cpu_s)
-            before_s, before_cpu_s = now_s, now_cpu_s
+            before_cpu_s = now_cpu_s
 
 
 @pytest.mark.parametrize("case", HUGE)
@@ -142,10 +140,9 @@ async def test_huge_input_without_pause_is_refused_and_stops_no_other_stream(
         assert caught.limit
         assert len(str(error.details())) < 1_000
     assert len(cluster.taken()) == 1, "none of them was placed"
-    # The loop's own work does not grow with a machine's load, its turns on the clock do: without the bounds both are
-    # seconds. What is left is the parsing of the message itself.
-    assert ticks.longest_cpu_s < 0.2, ticks.longest_cpu_s
-    assert ticks.longest_s < 1.0, ticks.longest_s
+    # CPU time, which a busy machine hardly stretches. Without the bounds one request takes 3 to 16 s of it. The senders
+    # share this loop; benchmarks/huge_input.py measures the gap that another client sees.
+    assert ticks.longest_cpu_s < 1.0, ticks.longest_cpu_s
 
 
 async def test_a_long_text_is_tokenized_while_the_loop_turns(tokenizer: ModelTokenizer) -> None:
@@ -153,17 +150,14 @@ async def test_a_long_text_is_tokenized_while_the_loop_turns(tokenizer: ModelTok
     long = "<" * 1_000_000 + " count the words" * 100_000
     ticks = Ticks()
     counting = asyncio.create_task(ticks.count())
-    started_s = time.monotonic()
-    deadline_s = started_s + 120
+    deadline_s = time.monotonic() + 120
     with pytest.raises(InvalidArgument, match="tokens"):
         await tokenizer.encode(long, 300_000, deadline_s)
     messages = [ChatMessage("user", long[:500_000])] * 4 + [ChatMessage("user", "<|end|>" * 10_000)]
     with pytest.raises(InvalidArgument, match="tokens"):
         await tokenizer.encode_chat(messages, 300_000, deadline_s)
-    took_s = time.monotonic() - started_s
     counting.cancel()
-    assert ticks.longest_cpu_s < 0.1, ticks.longest_cpu_s
-    assert ticks.longest_s < max(0.25, took_s / 6), (ticks.longest_s, took_s)
+    assert ticks.longest_cpu_s < 0.5, ticks.longest_cpu_s
 
 
 async def test_as_much_input_as_fits_is_taken(tokenizer: ModelTokenizer) -> None:
