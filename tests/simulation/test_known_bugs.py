@@ -149,15 +149,13 @@ def test_a_request_whose_tokens_decode_has_dropped_is_placed_again(run: Run) -> 
 def test_an_answer_is_drawn_by_one_decode_instance_at_a_time(run: Run, decode: str) -> None:
     """Prefill did not hear that its push was accepted, and placed the attempt elsewhere too. When the first instance
     was gone, the router put the tokens of the second one behind those of the first: with rounding, a wrong answer."""
-    cuts = [
-        Fault(kind=FaultKind.CUT, after="kv FinishPush", at_s=0.0, target="prefill-0", other=each, lasts_s=7.5)
-        for each in ("decode-0", "decode-1")
-    ]
+    after = "kv FinishPush"
+    cut = Fault(kind=FaultKind.CUT, after=after, at_s=0.0, target="prefill-0", other=decode, lasts_s=14.0)
     gone = Fault(kind=FaultKind.RESET, at_s=12.0, target="router-0", other=decode)
     plan = story(
         cluster(decodes=2, step_s=0.1),
         [request("long", max_tokens=200)],
-        [*cuts, gone],
+        [cut, gone],
         max_model_len=320,
         divergent=True,
     )

@@ -14,6 +14,7 @@ from kaveri.engine.fake import FakeModel
 from kaveri.sampling import FinishReason, SamplingParams
 from kaveri.testing.simulation.draws import DrawRecord, DrawRun, seed_salt
 from kaveri.testing.simulation.outcomes import RequestOutcome
+from kaveri.testing.simulation.plan import FaultKind
 from kaveri.testing.simulation.tokenizer import texts_of
 from kaveri.testing.simulation.world import World
 
@@ -28,14 +29,27 @@ def check_answers(world: World) -> list[str]:
     return [each for outcome in world.outcomes for each in checker.violations(outcome)]
 
 
+_HARMLESS = (FaultKind.STORE_AWAY, FaultKind.STORE_REFUSES)
+"""A store that cannot be used for a while ends no lease."""
+
+
 def check_attempts(world: World) -> list[str]:
-    """Where nothing fails no request is placed twice."""
-    if world.plan.faults:
+    """Where no instance fails no request is placed twice."""
+    if any(fault.kind not in _HARMLESS for fault in world.plan.faults):
         return []
     return [
         f"{outcome.request_id} at {outcome.router} took {timing.server.attempts} attempts, and nothing had failed"
         for outcome in world.outcomes
         if outcome.chunks and (timing := outcome.chunks[-1].timing) is not None and timing.server.attempts > 1
+    ]
+
+
+def check_reservations(world: World) -> list[str]:
+    """No reservation may wait for its KV longer than the configuration allows."""
+    return [
+        f"a ticket of {engine.info.epoch:x} is valid for {engine.longest_ticket_s:g} s"
+        for engine in world.engines
+        if engine.longest_ticket_s > world.plan.reservation_ttl_s
     ]
 
 

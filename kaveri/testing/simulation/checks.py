@@ -4,7 +4,13 @@ from collections.abc import Callable
 
 from kaveri.cluster.view import Role
 from kaveri.errors import DeadlineExceeded, NoCapacity, RequestAlreadyExists, RequestCancelled, Unavailable
-from kaveri.testing.simulation.answer_checks import check_answers, check_attempts, check_kv, check_stale_draws
+from kaveri.testing.simulation.answer_checks import (
+    check_answers,
+    check_attempts,
+    check_kv,
+    check_reservations,
+    check_stale_draws,
+)
 from kaveri.testing.simulation.network import KEEPALIVE_S
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
@@ -91,4 +97,11 @@ def _is_spare(plan: Plan, fault: Fault) -> bool:
     return soon_back or len(plan.of_role(role)) > 1
 
 
-CHECKS: tuple[Check, ...] = (errors_are_explained, check_answers, check_attempts, check_kv, check_stale_draws)
+CHECKS: tuple[Check, ...] = (
+    errors_are_explained,
+    check_answers,
+    check_attempts,
+    check_reservations,
+    check_kv,
+    check_stale_draws,
+)

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, help="run so many seeds, and print an account")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in")
     parser.add_argument("--no-faults", dest="faults", action="store_false", help="leave the faults of the plans out")
-    parser.add_argument("--plant", help="switch a planted bug on: see docs/simulation.md")
+    parser.add_argument("--planted", "--plant", dest="plant", help="switch a planted bug on: see docs/simulation.md")
     parser.add_argument("--account", help="file to write the account to, as JSON, now and then and at the end")
     parser.add_argument("--stop-after", type=int, default=20, help="seeds with violations after which to stop")
     parser.add_argument("--hashes", action="store_true", help="print the hash of every trace")

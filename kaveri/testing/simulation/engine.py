@@ -99,6 +99,8 @@ class SimulatedEngine:
             epoch=epoch,
             kv_endpoints=self._receiver.endpoints if self._receiver is not None else (),
         )
+        self.longest_ticket_s = 0.0
+        """Of all tickets granted."""
         self._outbox = Outbox(self._on_listener_error)
         self._lifecycle = Lifecycle(self.info, chunk_tokens, max_batch, self._outbox.put, on_work=self._wake)
         self._grants: dict[AttemptKey, _Grant] = {}
@@ -201,6 +203,7 @@ class SimulatedEngine:
         if self._receiver is None:
             raise EngineError("this engine takes no pushes")
         self._require_alive()
+        self.longest_ticket_s = max(self.longest_ticket_s, expires_in_s)
         transfer_id = self._rng.randbytes(16)
         sequence = self._lifecycle.open_landing(request, transfer_id)
         blocks = sequence.block_ids[: self.info.layout.block_count(len(request.token_ids))]

@@ -16,14 +16,10 @@ from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.engine import stepwise_residency
 from kaveri.engine.stepwise_account import Account
 from kaveri.policy.retry import Setback
-from kaveri.testing.simulation import kv_transfers
 from kaveri.testing.simulation.store import SimulatedStore
-from kaveri.v1 import decode_pb2
 from services.decode import instance as decode_instance
-from services.decode import requests as decode_requests
 from services.decode import token_streams as decode_streams
 from services.prefill import dispatcher as prefill_dispatcher
-from services.prefill import instance as prefill_instance
 from services.router import detokenizer as router_detokenizer
 from services.router import dispatcher as router_dispatcher
 from services.router import requests as router_requests
@@ -65,6 +61,16 @@ def _nothing(*_: object, **__: object) -> None:
     """Stands for a function that should have done something."""
 
 
+def _forget_owner(original: Any) -> Any:
+    """Wraps Attempt.place_on: another placement of the attempt loses nothing."""
+
+    def place_on(self: Any, *args: Any) -> None:
+        self.drawing_instance_id = ""
+        original(self, *args)
+
+    return place_on
+
+
 async def _nothing_async(*_: object, **__: object) -> None:
     """Stands for a coroutine function that should have done something."""
 
@@ -74,14 +80,46 @@ async def _nothing_async(*_: object, **__: object) -> None:
 
 @_planted
 def attempt_check_removed() -> Iterator[None]:
-    """The router takes the tokens of former attempts."""
+    """The router takes the tokens of former attempts, wherever they were placed."""
+
+    def make_deliver(original: Any) -> Any:
+        def deliver(self: Any, record: Any, update: Any) -> None:
+            entry = self._table.get(update.request_id)
+            if entry is not None and entry.attempt is not None and not update.error:
+                update.attempt = entry.attempt.number
+            original(self, record, update)
+
+        return deliver
 
     def make(original: Any) -> Any:
-        def take_tokens(self: Any, *args: Any) -> None:
-            for update in args:
-                if isinstance(update, decode_pb2.RequestTokens) and self.attempt is not None:
-                    update.attempt = self.attempt.number
-            original(self, *args)
+        def take_tokens(self: Any, instance_id: str, update: Any) -> None:
+            attempt = self.attempt
+            if attempt is None or (update.error and update.attempt != attempt.number):
+                return
+            update.attempt = attempt.number
+            placed, attempt.drawing_instance_id = attempt.decode_instance_id, ""
+            attempt.decode_instance_id = placed and instance_id
+            original(self, instance_id, update)
+            attempt.decode_instance_id = placed
+
+        return take_tokens
+
+    with (
+        _replaced(router_streams.TokenStreams, "_deliver", make_deliver),
+        _replaced(router_requests.RequestEntry, "take_tokens", make),
+        _replaced(router_requests.Attempt, "place_on", _forget_owner),
+    ):
+        yield
+
+
+@_planted
+def index_ignored() -> Iterator[None]:
+    """The router appends tokens in the order in which they come, wherever they belong."""
+
+    def make(original: Any) -> Any:
+        def take_tokens(self: Any, instance_id: str, update: Any) -> None:
+            update.index = len(self.token_ids)
+            original(self, instance_id, update)
 
         return take_tokens
 
@@ -90,23 +128,9 @@ def attempt_check_removed() -> Iterator[None]:
 
 
 @_planted
-def index_deduplication_off() -> Iterator[None]:
-    """The router appends tokens that it has already."""
-
-    def make(original: Any) -> Any:
-        def append(self: Any, index: int, *args: Any) -> None:
-            original(self, max(index, len(self.token_ids)), *args)
-
-        return append
-
-    with _replaced(router_requests.RequestEntry, "_append", make):
-        yield
-
-
-@_planted
 def aborts_never_sent() -> Iterator[None]:
     """The router does not tell decode that a request has ended."""
-    with _replaced(router_streams.TokenStreams, "abort", lambda _: _nothing_async):
+    with _replaced(router_streams.TokenStreams, "_abort_at", lambda _: _nothing_async):
         yield
 
 
@@ -210,39 +234,6 @@ def failed_push_unnoticed() -> Iterator[None]:
         yield
 
 
-@_planted
-def room_not_given_back() -> Iterator[None]:
-    """Prefill leaves the place of a failed push as it is, although the KV may have landed there."""
-
-    def make(_: Any) -> Any:
-        def give_back(self: Any, request: Any, placement: Any) -> None:
-            self._settle(request, placement.target.record.instance_id)
-            placement.target = None
-
-        return give_back
-
-    with _replaced(prefill_dispatcher.Dispatcher, "_give_back", make):
-        yield
-
-
-@_planted
-def end_lets_no_prompt_in() -> Iterator[None]:
-    """The next prompt waits although a prompt has ended and left its blocks."""
-
-    def make(original: Any) -> Any:
-        def end(self: Any, *args: Any) -> None:
-            self._submit = _nothing
-            try:
-                original(self, *args)
-            finally:
-                del self._submit
-
-        return end
-
-    with _replaced(prefill_instance.PrefillInstance, "_end", make):
-        yield
-
-
 # Decode.
 
 
@@ -283,29 +274,6 @@ def freed_seat_stays_empty() -> Iterator[None]:
         return end
 
     with _replaced(decode_instance.DecodeInstance, "_end", make):
-        yield
-
-
-@_planted
-def stragglers_accepted() -> Iterator[None]:
-    """Decode ends a request for the reservation of an attempt that is older."""
-
-    def make(_: Any) -> Any:
-        def end_former(self: Any, request_id: str, attempt: int, *_: Any) -> None:
-            former = self._requests.by_request_id(request_id)
-            if former is not None:
-                self._end(former, "replaced")
-
-        return end_former
-
-    with _replaced(decode_instance.DecodeInstance, "_end_former", make):
-        yield
-
-
-@_planted
-def late_reservations_forgotten() -> Iterator[None]:
-    """Decode does not remember the attempts that it has ended, and takes a reservation that comes behind its abort."""
-    with _replaced(decode_requests.KnownAttempts, "note", lambda _: _nothing):
         yield
 
 
@@ -381,23 +349,21 @@ def two_instances_in_one_attempt() -> Iterator[None]:
 
     def make_take(original: Any) -> Any:
         def take_tokens(self: Any, instance_id: str, *args: Any) -> None:
-            if self.attempt is not None:
-                self.attempt.drawing_instance_id = ""
-                self.attempt.decode_instance_id = instance_id
+            attempt = self.attempt
+            if attempt is None:
+                return
+            placed = attempt.decode_instance_id
+            if args[0].error and placed not in ("", instance_id):
+                return
+            attempt.drawing_instance_id, attempt.decode_instance_id = "", placed and instance_id
             original(self, instance_id, *args)
+            attempt.decode_instance_id = placed
 
         return take_tokens
 
-    def make_place(original: Any) -> Any:
-        def place_on(self: Any, *args: Any) -> None:
-            self.drawing_instance_id = ""
-            original(self, *args)
-
-        return place_on
-
     with (
         _replaced(router_requests.RequestEntry, "take_tokens", make_take),
-        _replaced(router_requests.Attempt, "place_on", make_place),
+        _replaced(router_requests.Attempt, "place_on", _forget_owner),
     ):
         yield
 
@@ -460,24 +426,6 @@ def quarantine_skipped() -> Iterator[None]:
         return settle
 
     with _replaced(Account, "settle", make):
-        yield
-
-
-@_planted
-def stale_landing_accepted() -> Iterator[None]:
-    """The receiver accepts KV of a ticket that has expired or was revoked."""
-
-    def make(original: Any) -> Any:
-        def finish(self: Any, connection: Any, message: Any) -> None:
-            landing = self._landings.get(message.transfer_id)
-            if landing is not None:
-                landing.state = kv_transfers._LandingState.OPEN
-                landing.expires_at_s = float("inf")
-            original(self, connection, message)
-
-        return finish
-
-    with _replaced(kv_transfers.SimulatedReceiver, "finish", make):
         yield
 
 

@@ -1,0 +1,125 @@
+"""Plans for planted bugs that drawn plans meet rarely: each leads straight to the decision that the bug changes."""
+
+from dataclasses import replace
+
+from kaveri.testing.simulation.directed import cluster, request, story
+from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
+
+_RESERVED = "start /kaveri.v1.DecodeService/Reserve"
+_ALL_WRITTEN = "kv FinishPush"
+
+
+def _slow(target: str, other: str, amount: float, lasts_s: float, **when: object) -> Fault:
+    fields = {"at_s": 0.0} | when
+    return Fault(kind=FaultKind.SLOW, target=target, other=other, amount=amount, lasts_s=lasts_s, **fields)  # type: ignore[arg-type]
+
+
+def _reset(target: str, other: str, **when: object) -> Fault:
+    return Fault(kind=FaultKind.RESET, target=target, other=other, **when)  # type: ignore[arg-type]
+
+
+def _cut(kind: FaultKind, target: str, other: str, at_s: float, lasts_s: float, after: str = "") -> Fault:
+    return Fault(kind=kind, target=target, other=other, at_s=at_s, lasts_s=lasts_s, after=after)
+
+
+_LONG = request("long", max_tokens=200)
+_BEFORE = request("before", max_tokens=2)
+
+PLANS: dict[str, Plan] = {
+    "vanished_routers_requests_kept": story(
+        cluster(), [_LONG], [Fault(kind=FaultKind.KILL, at_s=0.3, target="router-0")], max_model_len=320
+    ),
+    "attempt_check_removed": story(
+        cluster(prefills=2, decodes=2, step_s=0.1),
+        [request("twice", max_tokens=60)],
+        [
+            # The abort comes late, and the first instance draws on.
+            *(_slow("router-0", decode, 2.0, 4.0) for decode in ("decode-0", "decode-1")),
+            *(
+                Fault(kind=FaultKind.RESTART, after=_ALL_WRITTEN, at_s=0.0, target=prefill, lasts_s=0.05)
+                for prefill in ("prefill-0", "prefill-1")
+            ),
+        ],
+        max_model_len=320,
+        divergent=True,
+    ),
+    "two_instances_in_one_attempt": story(
+        cluster(decodes=2, step_s=0.1),
+        [_LONG],
+        [
+            _cut(FaultKind.CUT, "prefill-0", "decode-1", 0.0, 14.0, _ALL_WRITTEN),
+            _reset("router-0", "decode-1", at_s=12.0),
+        ],
+        max_model_len=320,
+        divergent=True,
+    ),
+    "quarantine_skipped": story(
+        cluster(prefills=2, block_count=20, step_s=0.05, chunk_tokens=32),
+        [
+            replace(request("first", prompt_tokens=150, max_tokens=50), cancel_after_s=0.3),
+            request("next", 0.05, prompt_tokens=170, max_tokens=50),
+        ],
+        [_slow("prefill-0", "decode-0", 0.6, 4.0, after="kv PushOpened")],
+        seed=5,
+        max_model_len=320,
+    ),
+    "freed_seat_stays_empty": story(
+        cluster(max_batch=1),
+        [replace(_LONG, cancel_after_s=0.6), request("next", 0.2, max_tokens=10)],
+        [],
+        max_model_len=320,
+    ),
+    "abort_of_a_running_request_unanswered": story(
+        cluster(decodes=2),
+        [_LONG],
+        [
+            *(_slow(decode, "prefill-0", 4.0, 4.0, after=_ALL_WRITTEN) for decode in ("decode-0", "decode-1")),
+            _reset("router-0", "prefill-0", after=_ALL_WRITTEN, at_s=0.3),
+        ],
+        max_model_len=320,
+    ),
+    "replaced_owner_not_told": story(
+        cluster(routers=2),
+        [request("same", max_tokens=150), request("same", 0.5, max_tokens=150, router="router-1")],
+        [Fault(kind=FaultKind.STORE_EMPTIED, at_s=0.3)],
+    ),
+    "late_placement_without_incarnation": story(
+        cluster(),
+        [request("first", max_tokens=2), request("late", 0.6, max_tokens=100)],
+        [
+            _slow("prefill-0", "router-0", 2.0, 0.3, after=_RESERVED, after_count=2),
+            Fault(kind=FaultKind.RESTART, after=_RESERVED, after_count=2, at_s=0.3, target="decode-0", lasts_s=0.05),
+        ],
+    ),
+    "lost_tokens_not_counted": story(
+        cluster(),
+        [_BEFORE, request("late", 0.35, max_tokens=20)],
+        [
+            _cut(FaultKind.CUT_ONE_WAY, "prefill-0", "router-0", 0.25, 5.0),
+            _cut(FaultKind.CUT_ONE_WAY, "decode-0", "router-0", 0.3, 3.0),
+            _reset("router-0", "decode-0", at_s=0.32),
+        ],
+    ),
+    "claims_of_dead_routers_kept": story(
+        cluster(routers=2),
+        [request("same", max_tokens=100, sends_again=("router-1",) * 3)],
+        [Fault(kind=FaultKind.KILL, at_s=0.3, target="router-0")],
+    ),
+    "refused_writes_end_leases": story(
+        cluster(decodes=2),
+        [request(f"r{number}", 0.1 * number, max_tokens=80) for number in range(20)],
+        [Fault(kind=FaultKind.STORE_REFUSES, at_s=0.4, lasts_s=3.0)],
+    ),
+    "refused_connections_cost_attempts": story(
+        cluster(decodes=2),
+        [request(f"r{number}", 0.1 * number, max_tokens=40) for number in range(16)],
+        [Fault(kind=FaultKind.RESTART, at_s=0.5, target="prefill-0", lasts_s=5.0)],
+        lease_ttl_s=3.0,
+    ),
+    "loss_of_the_first_token_ignored": story(
+        cluster(),
+        [_BEFORE, request("first", 0.35, max_tokens=20)],
+        [_cut(FaultKind.CUT_ONE_WAY, "prefill-0", "router-0", 0.3, 17.0)],
+    ),
+}
+"""By the name of the planted bug. None of them shows a violation without it."""
