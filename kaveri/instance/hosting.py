@@ -165,11 +165,11 @@ class InstanceHost:
         return BROKEN_STATUS if self._broken.is_set() else 0
 
     def _handle(self, events: Sequence[EngineEvent]) -> None:
-        if self._trial is not None:
-            self._trial.handle(events)
-            return
         try:
-            self._hosted.handle(events)
+            if self._trial is not None:
+                self._trial.handle(events)
+            else:
+                self._hosted.handle(events)
         except Exception as error:
             # Whose events were lost is unknown, and a request without them would wait for ever.
             self._break(f"the instance lost its engine's events: {error!r}")

@@ -37,7 +37,8 @@ def bare_vllm_answers(
     # So that vLLM is imported once for all of them.
     context.set_forkserver_preload(["vllm"])
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(asked, dict(os.environ), sending), daemon=True)
+    # Not a daemon: with tensor parallelism it has processes of its own, which end with it.
+    process = context.Process(target=_serve, args=(asked, dict(os.environ), sending))
     process.start()
     sending.close()
     try:

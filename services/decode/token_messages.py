@@ -20,6 +20,12 @@ def messages_of(batch: Sequence[GainedTokens]) -> Iterator[list[GainedTokens]]:
     message: list[GainedTokens] = []
     room = MAX_TOKENS_BYTES
     for gained in batch:
+        size = _bytes(gained)
+        if size <= room:
+            # Nearly always, and for every token: nothing is cut.
+            message.append(gained)
+            room -= size
+            continue
         for piece in _pieces(gained):
             piece_bytes = _bytes(piece)
             if piece_bytes > room and message:
@@ -51,7 +57,9 @@ def _pieces(gained: GainedTokens) -> Iterator[GainedTokens]:
 def _bytes(gained: GainedTokens) -> int:
     # A character takes up to four bytes.
     size = _ENTRY_BYTES + 4 * (len(gained.request_id) + len(gained.error)) + _TOKEN_BYTES * len(gained.token_ids)
-    return size + _LOGPROB_BYTES * sum(1 + len(logprobs.top) for logprobs in gained.logprobs)
+    if gained.logprobs:
+        size += _LOGPROB_BYTES * sum(1 + len(logprobs.top) for logprobs in gained.logprobs)
+    return size
 
 
 def _token_bytes(gained: GainedTokens, position: int) -> int:

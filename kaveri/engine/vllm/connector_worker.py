@@ -6,6 +6,7 @@ Bytes are moved by the rank's end of the data plane, which belongs to the engine
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -47,6 +48,7 @@ class WorkerSide:
         self._pool: KvPool | None = None
         self._layers: dict[str, int] = {}
         self._orders = StepOrders()
+        _permit_matrix_tiles()
 
     @property
     def layout(self) -> KvLayout:
@@ -98,3 +100,13 @@ class WorkerSide:
         """Whose blocks vLLM takes back at the end of the step, by its own ids; each once."""
         orders, self._orders = self._orders, StepOrders()
         return set(orders.released)
+
+
+def _permit_matrix_tiles() -> None:
+    """Asks the kernel for AMX tile registers where the CPU has them.
+
+    vLLM's attention in bfloat16 uses them without asking, and a process without the permission is ended by SIGILL. It
+    is the process's, and oneDNN asks for it only in some kernels.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -10,13 +10,13 @@ import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.view import InstanceLoad, Role
-from kaveri.engine.contract import EngineEvent
+from kaveri.engine.contract import EngineEvent, EngineStopped
 from kaveri.engine.fake import FakeModel, FakeRunner
 from kaveri.engine.runner import Drawn, LayerListener, NoToken, SequenceSlice
 from kaveri.engine.stepwise import StepwiseEngine
 from kaveri.errors import ConfigError
 from kaveri.instance.config import InstanceConfig
-from kaveri.instance.hosting import InstanceHost
+from kaveri.instance.hosting import BROKEN_STATUS, InstanceHost
 from kaveri.instance.trial import Trial
 from kaveri.kv.ticket import KvEndpoint
 
@@ -168,3 +168,17 @@ async def test_engine_that_computes_nothing_is_given_up() -> None:
             await Trial(engine, decodes=True).run(timeout_s=0.1)
     finally:
         engine.close()
+
+
+async def test_engine_that_stops_right_behind_its_trial_breaks_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = StepwiseEngine(_Runner(), 300)
+    run = Trial.run
+    async with MemoryStore(MemoryCluster()) as store:
+        host = _host(store, Role.PREFILL, engine, _Role())
+
+        async def run_and_stop(trial: Trial) -> None:
+            await run(trial)
+            host._handle([EngineStopped("late")])
+
+        monkeypatch.setattr(Trial, "run", run_and_stop)
+        assert await asyncio.wait_for(host.serve(asyncio.Event()), SOON_S) == BROKEN_STATUS
