@@ -64,3 +64,10 @@ def test_a_drawn_plan_prints_everything_that_it_holds() -> None:
         assert getattr(each, "request_id", None) or each.name in shown  # type: ignore[union-attr]
     for fault in plan.faults:
         assert str(fault) in shown
+
+
+def test_what_the_store_keeps_for_a_time_is_judged_by_its_own_clock(run: Run) -> None:
+    # The claim ends with its time to live, in the moment in which the client's deadline ends the request.
+    hasty = [request("r0", 0.6, max_tokens=200, timeout_s=0.08)]
+    jumped = Fault(kind=FaultKind.CLOCK, at_s=0.3, target="store", amount=20.0)
+    assert not run(story(cluster(), hasty, [jumped])).violations

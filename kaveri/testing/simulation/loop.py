@@ -6,12 +6,13 @@ next timer when no process has anything to run.
 """
 
 import asyncio
+import contextlib
 import contextvars
 import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -163,6 +164,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             for at_s, number, handle, owner in self._timers
         ]
         heapq.heapify(self._timers)
+
+    @contextlib.contextmanager
+    def as_process(self, process: SimulatedProcess) -> Iterator[None]:
+        """Code in the context reads that process's clock."""
+        former, self.current = self.current, process
+        try:
+            yield
+        finally:
+            self.current = former
 
     # ---- for asyncio ----
 

@@ -38,7 +38,9 @@ def _claimed(world: World) -> list[str]:
     """Ids that a living router has in the store's table. What a dead one has left there is taken over."""
     cluster = world.store.cluster
     routers = {life.router.router_id for life in world.lives.values() if life.router is not None}
-    records = map(cluster.request, cluster.request_ids())
+    # By the store's own clock, which may have jumped.
+    with world.loop.as_process(world.store.process):
+        records = [cluster.request(request_id) for request_id in cluster.request_ids()]
     return [
         record.request_id
         for record in records
