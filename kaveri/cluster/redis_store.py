@@ -223,7 +223,7 @@ class RedisStore:
         return self._key(f"request:{request_id}")
 
     async def _unless_lost(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
-        """The answer to a command; `otherwise` when Redis is lost. While it is nobody waits for it."""
+        """The answer to a command; `otherwise` when Redis is lost, at once."""
         if self._refusal:
             _drop(command)
             return otherwise
@@ -251,7 +251,7 @@ class RedisStore:
                 raise asyncio.CancelledError
 
     def _take_in_refusal(self, reason: str) -> None:
-        """Takes in what became of a heartbeat; reason: why it was refused, empty: it was not."""
+        """Notes whether a heartbeat was accepted. reason: why it was refused; empty: it was accepted."""
         if reason:
             REFUSED_HEARTBEATS.inc()
         if reason and not self._refusal:

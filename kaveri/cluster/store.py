@@ -65,7 +65,7 @@ class ClusterStore(Protocol):
 
     A store is lost while it cannot be reached, and while it refuses heartbeats (a Redis that became a replica, or has
     no memory left). No call raises because of that: registration and heartbeats are retried by the next heartbeat, the
-    view says `store_connected=False`, claims are granted, and nobody leads. A call waits at most a second for each
+    view says `store_connected=False`, claims are granted, and no router leads. A call waits at most a second for each
     answer of the store. A process that makes no heartbeats does not notice that they are refused.
     """
 

@@ -128,7 +128,7 @@ class Connection:
         self._peer.lose(self, reason)
 
     def close(self) -> None:
-        """Ends the link. Last: nobody calls it any more."""
+        """Ends the link. The last call."""
         link = self.link
         # It holds on to this listener, and the two on to the sender and its pool, until the garbage collector comes by.
         del self.link
@@ -325,7 +325,7 @@ class Peer:
                     self.lose(self._connection, error.reason)
             reason = "the sender was closed"
         except Exception as error:
-            # Nobody else sees it: all pushes of this receiver end with this thread.
+            # No other code sees it: all pushes of this receiver end with this thread.
             reason = f"the sender broke: {error!r}"
             get_logger().exception("kv peer broke", address=self._routes[0][1].address)
         finally:

@@ -121,9 +121,8 @@ class StagedPushes:
 
     shape: a receiver's layout without its place in the model, so that all ranks of an instance share the staging.
     listener: hears of each opened push once, on a thread of this one; the source blocks are not read any more then.
-    The memory is staging_bytes at the most, but four blocks of each layer at the least; it is taken and touched by the
-    thread here, so that nobody waits for that, and is free when that thread has ended. room: is held while there is
-    memory.
+    The memory is at most staging_bytes, and at least four blocks of each layer. The thread here takes and touches it,
+    so that no caller waits, and frees it when it ends. room: held while there is memory.
     """
 
     def __init__(

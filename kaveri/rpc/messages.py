@@ -10,7 +10,7 @@ from kaveri.seconds import DAY_S, require_seconds
 from kaveri.v1 import cluster_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
 _OLDEST_HEARTBEAT_S = 365 * DAY_S
-"""While the store is away nobody's lease ends, however old the last heartbeat is."""
+"""While the store is away no lease ends, however old the last heartbeat is."""
 _FINISH_TO_PROTO = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,

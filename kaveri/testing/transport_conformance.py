@@ -29,7 +29,7 @@ from kaveri.testing.transport_runs import RandomRun
 from kaveri.testing.transport_world import SMALL_LAYOUT, World
 
 RUN_COUNT = int(os.environ.get("KAVERI_KV_RUNS", "0"))
-"""0: as many as RUN_SECONDS allow, and no fewer than LEAST_RUNS."""
+"""0: runs for RUN_SECONDS, at least LEAST_RUNS."""
 RUN_SECONDS = 3.0
 LEAST_RUNS = 10
 FIRST_SEED = int(os.environ.get("KAVERI_KV_SEED") or random.randrange(1_000_000_000))

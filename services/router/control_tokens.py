@@ -61,7 +61,7 @@ class ControlTokens:
 
 
 def _is_written(token: str, rendered: Iterable[str]) -> bool:
-    """Whether the template writes an added token. Words and white space are text, whoever writes them."""
+    """Whether the template writes an added token. Words and white space are always text."""
     return not token.isspace() and not token.isalnum() and any(token in text for text in rendered)
 
 

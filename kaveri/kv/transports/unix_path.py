@@ -1,4 +1,4 @@
-"""The path of a listening Unix socket: taken from nobody who listens there, and removed by its owner only."""
+"""The path of a listening Unix socket: never taken from a live listener, removed by its owner only."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ _LOCK_WITHIN_S = 2.0
 _LOCK_POLL_S = 0.01
 _PROBE_WITHIN_S = 1.0
 _PATH_BYTES_MAX = 107
-"""sockaddr_un, without the zero at the end: nobody could connect to a longer one."""
+"""sockaddr_un, without the zero at the end: clients cannot connect to a longer one."""
 
 
 class UnixPath:
@@ -26,8 +26,11 @@ class UnixPath:
     """
 
     def __init__(self, listening: socket.socket, path: str, backlog: int) -> None:
-        """Makes `listening` listen at the path, for this user only. Raises OSError when somebody listens there, when
-        what is there is no socket, and when the folder cannot be written to or stays locked."""
+        """Makes `listening` listen at the path, for this user only.
+
+        Raises OSError when another process listens there, when what is there is no socket, and when the folder cannot
+        be written to or stays locked.
+        """
         if len(os.fsencode(path)) > _PATH_BYTES_MAX:
             raise OSError(errno.ENAMETOOLONG, f"longer than {_PATH_BYTES_MAX} bytes")
         self._path = path
@@ -94,7 +97,7 @@ def _require_free(path: str) -> None:
             except ConnectionRefusedError:
                 return
             except OSError:
-                # Somebody is there, and slow, or another user's.
+                # A listener is there, and slow, or it is another user's.
                 pass
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 

@@ -111,5 +111,5 @@ class Clients:
 
 
 def was_cancelled(outcome: RequestOutcome) -> bool:
-    """Whether it ended because somebody cancelled it."""
+    """Whether it was cancelled."""
     return outcome.cancelled_s is not None or outcome.finish is FinishReason.CANCELLED

@@ -44,7 +44,7 @@ class Faults:
 
         def happened() -> None:
             if next(count) == fault.after_count and not seen.done():
-                # Of the simulation's own process, whoever's event it was.
+                # Of the simulation's own process, for events of every process.
                 world.loop.schedule(world.loop.world, 0.0, _set, seen, world.now())
 
         world.trace.watch(fault.after, happened)

@@ -8,7 +8,7 @@ from kaveri.testing.simulation.kv_wire import KvBlock
 
 
 class KvMemory:
-    """`block_count` blocks. What is in them stays until it is overwritten, whoever holds the block."""
+    """`block_count` blocks. What is in them stays until it is overwritten."""
 
     def __init__(self, model: FakeModel, block_count: int) -> None:
         self._model = model

@@ -83,7 +83,7 @@ class Stuck(Exception):
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """Runs the processes. `world` is the process of whoever drives the simulation; it never dies."""
+    """Runs the processes. `world` is the process that drives the simulation; it never dies."""
 
     def __init__(self, rng: random.Random) -> None:
         """rng: picks the process that runs next."""

@@ -106,7 +106,7 @@ class Network:
         self.stand_ins: dict[str, Any] = {}
 
     def new_port(self) -> int:
-        """A port that nobody has."""
+        """A port that is not in use."""
         return next(self._ports)
 
     def link(self, source: str, target: str) -> Link:

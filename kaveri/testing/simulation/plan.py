@@ -42,7 +42,7 @@ class FaultKind(enum.StrEnum):
     STORE_REFUSES = "store_refuses"
     """The store refuses writes for `lasts_s`."""
     DRAIN = "drain"
-    """The target is told to end, and a new life of the same name begins `lasts_s` after it has."""
+    """The target gets SIGTERM, and a new life of the same name begins `lasts_s` after it has."""
     ENGINE = "engine"
     """The target's engine breaks; its process ends, and a new life begins `lasts_s` later."""
     CLIENT = "client"

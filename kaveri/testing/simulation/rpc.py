@@ -69,7 +69,7 @@ class SimulatedServer:
         self.listening = True
 
     async def ready(self) -> None:
-        """See RpcServer.ready. Nobody asks a simulated server for its health."""
+        """See RpcServer.ready. A simulated server is not asked for its health."""
 
     async def drain(self) -> None:
         """See RpcServer.drain."""

@@ -98,7 +98,7 @@ def _simulate(plan: Plan, tokenizer: ModelTokenizer, checks: Sequence[Check], li
             loop.run_until_complete(loop.create_task(_run(world)))
         except Stuck as error:
             world.violations.append(f"the simulation is stuck: {error}")
-        world.violations += [f"nobody caught: {error}" for error in loop.unhandled]
+        world.violations += [f"not caught: {error}" for error in loop.unhandled]
         for check in checks:
             world.violations += check(world)
         violations += world.violations

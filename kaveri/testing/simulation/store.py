@@ -45,7 +45,7 @@ class SimulatedStoreServer:
 
     @property
     def away(self) -> bool:
-        """Whether nobody can reach it."""
+        """Whether no process can reach it."""
         return self.process.dead
 
     def take_away(self) -> None:

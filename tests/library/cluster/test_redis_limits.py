@@ -136,7 +136,7 @@ async def test_redis_far_away_locks_nobody_out() -> None:
 
 async def test_foreign_keys_cost_nothing_at_the_start() -> None:
     async with run_redis(unix_socket=True) as redis, Redis.from_url(redis.url) as client:
-        # As many as the server's memory takes; with SCAN the store would name all of them to find its own.
+        # Enough keys to fill the server's memory; with SCAN the store would name all of them to find its own.
         script = "for n = 1, ARGV[1] do redis.call('SET', 'foreign:' .. n, '') end"
         for _ in range(4):
             await client.eval(script, 0, 100_000)

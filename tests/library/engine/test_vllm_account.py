@@ -1,4 +1,4 @@
-"""Which blocks of vLLM's are promised to whom, and who is in its running batch. None of it needs vLLM."""
+"""Which requests hold or are promised vLLM's blocks, and which are in its running batch. None of it needs vLLM."""
 
 from concurrent.futures import Future
 
