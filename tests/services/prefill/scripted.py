@@ -158,6 +158,11 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Request ids of the Reserve calls."""
         return [request.request_id for request in self.reserved]
 
+    def calls_for(self, request_id: str) -> list[str]:
+        """The kinds of the calls for one request, in their order: "reserve", "abort"."""
+        kinds_and_ids = (call.split(" ", 1) for call in self.calls)
+        return [kind for kind, of_request in kinds_and_ids if of_request == request_id]
+
     async def start(self, **load: Any) -> None:
         """Serves, and is in the view with this load."""
         self._server = aio.server(options=[("grpc.so_reuseport", 0)])
