@@ -28,12 +28,12 @@ _REFUSALS: dict[str, tuple[Act, Act, str]] = {
     "replica": (
         lambda client: client.replicaof("127.0.0.1", 1),
         lambda client: client.replicaof("NO", "ONE"),
-        "READONLY",
+        "READONLY|read only replica",
     ),
     "memory": (
         lambda client: client.config_set("maxmemory", 1),
         lambda client: client.config_set("maxmemory", 0),
-        "OOM",
+        "OOM|used memory",
     ),
     "permission": (
         lambda client: client.acl_setuser("default", commands=["-set"], enabled=True),
