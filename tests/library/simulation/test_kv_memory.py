@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kaveri.engine.contract import AttemptKey, EngineRequest, FirstToken, Landed
+from kaveri.engine.contract import AttemptKey, EngineRequest, FirstToken, Landed, PrefillProgress
 from kaveri.engine.fake import FakeModel, StaleKv
 from kaveri.engine.runner import SequenceSlice
 from kaveri.kv.ticket import Ticket
@@ -59,9 +59,10 @@ def _engine(wire: LoopWire, seed: int, receives: bool, divergent: bool = False) 
 
 
 async def _until(condition: Callable[[], object]) -> None:
+    """Looks after every turn of the loop, so that it misses no state between two steps on a slow machine either."""
     async with asyncio.timeout(10.0):
         while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(1e-4)
+            await asyncio.sleep(0)
 
 
 async def _ticket(engine: SimulatedEngine, request: EngineRequest) -> Ticket:
@@ -75,10 +76,13 @@ async def test_blocks_stay_in_quarantine_until_the_sender_has_stopped() -> None:
     prefill.start(prefilled)
     decode.start(decoded)
     request = EngineRequest(AttemptKey("r", 1), tuple(range(1, 41)), 0, _PARAMS)
+    ticket = await _ticket(decode, request)
+    # The push opens before the first of five steps ends, and the abort comes after that step.
     prefill.prefill(request)
-    prefill.push_to(request.key, await _ticket(decode, request))
-    await _until(lambda: decode.kv_flow().receiving.sender_count == 1)
-    await _until(lambda: len(prefilled.events) > 1)
+    prefill.push_to(request.key, ticket)
+    await _until(lambda: prefilled.of(PrefillProgress))
+    assert decode.kv_flow().receiving.sender_count == 1
+    assert not prefilled.of(FirstToken)
     decode.abort(request.key)
     assert decode.kv_flow().receiving.quarantined_block_count == 10
     assert decode.stats().free_blocks < 32
