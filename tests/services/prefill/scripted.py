@@ -123,6 +123,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Of the next Reserve calls, one each."""
         self.always: KaveriError | None = None
         """Of every Reserve call, when no other refusal is due."""
+        self.room_for: set[str] = set()
+        """Request ids that `always` does not refuse."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.incarnation = secrets.randbits(63)
@@ -137,7 +139,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.reserved.append(request)
         self.calls.append(f"reserve {request.request_id}")
         await self.may_answer.wait()
-        refusal = self.refusals.pop(0) if self.refusals else self.always
+        always = None if request.request_id in self.room_for else self.always
+        refusal = self.refusals.pop(0) if self.refusals else always
         if refusal is not None:
             await abort(context, refusal)
         blocks = LAYOUT.block_count(len(request.token_ids))
