@@ -74,7 +74,7 @@ async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(
     decode = await cluster.decode(**TIGHT)
     await cluster.router()
     await by_hand.reserve(decode, "taken", 79)
-    # What comes free is for one that has waited: all others are told to wait.
+    # What comes free is for one that has waited: all others must wait.
     for number in range(MAX_OVERTAKES + 1):
         with pytest.raises(aio.AioRpcError):
             await by_hand.reserve(decode, "large", 127)

@@ -15,7 +15,7 @@ RESERVED = "start /kaveri.v1.DecodeService/Reserve"
 
 
 def test_a_request_goes_on_when_its_prefill_stream_breaks_before_prefill_hears_that_decode_accepted(run: Run) -> None:
-    """Prefill's Abort then ended the running request, decode told nobody, and the answer stopped until its deadline."""
+    """Prefill's Abort ended the running request, and the router did not hear of it: the answer stopped."""
     all_blocks_written = "kv FinishPush"
     late_answers = [
         Fault(
@@ -75,7 +75,7 @@ def test_a_request_whose_first_token_is_lost_with_the_prefill_stream_is_placed_a
 
 
 def test_a_request_that_is_cancelled_before_its_placement_is_known_does_not_run_on(run: Run) -> None:
-    """Prefill had handed it over before the cancellation came, and nobody told decode: it ran to its last token."""
+    """Prefill had handed it over before the cancellation came. Decode did not hear of it and ran to the last token."""
     late = Fault(kind=FaultKind.SLOW, at_s=0.3, target="router-0", other="prefill-0", amount=0.5, lasts_s=3.0)
     given_up = dataclasses.replace(request("given-up", 0.5, max_tokens=280), cancel_after_s=0.2)
     first = request("first", max_tokens=2)
@@ -125,7 +125,7 @@ def test_a_full_queue_loses_no_attempt(run: Run) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_clients_of_a_router_that_ends_hear_that_it_is_unavailable(run: Run, seed: int) -> None:
-    """They were told that somebody had cancelled their requests."""
+    """They got an error that said their requests were cancelled."""
     requests = [request(f"r{number}", 0.1 * number, max_tokens=200) for number in range(10)]
     drain = Fault(kind=FaultKind.DRAIN, at_s=0.5, target="router-0", lasts_s=0.5)
     result = run(story(cluster(), requests, [drain], seed, drain_timeout_s=0.5, max_model_len=320))

@@ -63,7 +63,7 @@ class _Pool:
         self.residency.waiting.insert(0, sequence)
 
     def leave_free(self, block_count: int) -> object:
-        """Somebody else takes all but so many blocks; release() gives them back."""
+        """Takes all but the given number of blocks; release() gives them back."""
         others = object()
         self.allocator.allocate(others, self.allocator.free_count - block_count)
         return others

@@ -40,7 +40,7 @@ def content() -> np.ndarray:
 
 
 class Place:
-    """A receiver, and whoever connects to it."""
+    """A receiver, and the senders that connect to it."""
 
     def __init__(self, transport: Transport, folder: Path, stack: contextlib.ExitStack) -> None:
         address = "127.0.0.1:0" if transport.name == "tcp" else str(folder / "kv.sock")
@@ -150,7 +150,7 @@ def test_a_ticket_of_another_life_is_refused_on_the_data_plane_too(make_place: M
     kind, transfer_id, reason = sender.answer()
     assert (kind, transfer_id) == (Kind.REJECTED, ticket.transfer_id)
     assert reason == f"the ticket is of epoch {EPOCH - 1}, this receiver of epoch {EPOCH}"
-    # It is still good for whoever shows it as it was given.
+    # It is still good for a sender that shows it unchanged.
     sender.open(ticket)
     sender.push(ticket, content)
     assert sender.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
@@ -329,7 +329,7 @@ def test_a_one_sided_sender_that_broke_the_rules_holds_its_blocks_until_it_is_go
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePlace, is_stopped: bool) -> None:
-    """Before whoever pushes has heard of it, too."""
+    """Also before the pushing side has heard of it."""
     place = make_place(_MAKERS["shm"]())
     source = KvPool(LAYOUT, 4)
     fill_pool(source, 1)

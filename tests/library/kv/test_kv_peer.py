@@ -184,7 +184,7 @@ def test_source_blocks_are_not_given_back_while_they_are_read(monkeypatch: pytes
         push(sender, TICKET)
         assert writing.wait(WAIT_S)
         sender.abort(TICKET.transfer_id)
-        # One that is told of behind it, were it told of now.
+        # An event reported now would come behind it.
         sender.open(sentinel)
         sender.abort(sentinel.transfer_id)
         assert pushed.wait(sentinel) == PushFailed(sentinel.transfer_id, "aborted")

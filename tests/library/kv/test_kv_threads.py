@@ -209,7 +209,7 @@ def test_a_listener_that_always_fails_keeps_no_block(tmp_path: Path) -> None:
     with contextlib.closing(KvReceiver(KvPool(LAYOUT, 4), hear, listen=listen, epoch=1)) as receiver:
         for _ in range(3):
             receiver.grant([0], 4, 0.0)
-        wait_until(lambda: len(ended) == 3, "all are told")
+        wait_until(lambda: len(ended) == 3, "all have heard of their end")
         assert receiver.flow().leased_block_count == 0
 
 
@@ -242,7 +242,7 @@ def test_a_token_streamer_that_breaks_says_so_and_lets_go_of_blocks(monkeypatch:
 
 @pytest.mark.usefixtures("breaks_are_expected")
 def test_a_listener_that_fails_ends_no_other_mapped_push(tmp_path: Path) -> None:
-    """One that is told on the thread that copies: of a push that was given up while its blocks were copied."""
+    """Reported on the copying thread: the end of a push that was given up while its blocks were copied."""
     endpoint, transports = KvEndpoint("unix", str(tmp_path / "kv.sock")), make_transports(("unix",))
     source, told = KvPool(LAYOUT, 4), Recorder()
 

@@ -89,7 +89,7 @@ class ScriptedEngine:
 
 
 class ScriptedHandOver:
-    """A HandOver that notes what it is told."""
+    """A HandOver that records its calls."""
 
     def __init__(self, at_first_token: bool = False) -> None:
         self.at_first_token = at_first_token

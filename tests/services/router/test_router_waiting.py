@@ -22,7 +22,7 @@ CODES = grpc.StatusCode
 @pytest.fixture
 async def single(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """One prefill and one decode instance."""
-    # Whoever does not leave stays in the view, however busy this machine is.
+    # An instance that does not leave stays in the view, however busy this machine is.
     cluster = ScriptedCluster(tokenizer, lease_ttl_s=30.0)
     await cluster.add_prefill("prefill-0")
     await cluster.add_decode("decode-0")
