@@ -86,7 +86,8 @@ class Connection:
     def __init__(self, peer: "Peer", transport: Transport, endpoint: KvEndpoint) -> None:
         self.transport = transport
         self.endpoint = endpoint
-        self.is_lost = False
+        self.lost_reason: str | None = None
+        """Why it was lost; None while it stands."""
         self.credit_bytes = 0
         """What may be written now."""
         self._window_bytes = 0
@@ -230,9 +231,9 @@ class Peer:
     def lose(self, connection: Connection, reason: str) -> None:
         """The connection is gone, and with it what it carries. Any thread, without the lock."""
         with self.sender.lock:
-            if connection.is_lost:
+            if connection.lost_reason is not None:
                 return
-            connection.is_lost = True
+            connection.lost_reason = reason
             for push in tuple(self.pushes):
                 if push.connection is connection:
                     self.sender.stop(push, f"connection lost: {reason}")
@@ -247,9 +248,9 @@ class Peer:
             return
         with self.sender.lock:
             push.connection = connection
-            if connection.is_lost:
+            if connection.lost_reason is not None:
                 # Lost since it was made: its listener did not find this push on it.
-                self.sender.stop(push, "connection lost")
+                self.sender.stop(push, f"connection lost: {connection.lost_reason}")
                 return
         connection.link.open(push.ticket)
 
@@ -267,7 +268,7 @@ class Peer:
             self._untold.append(push)
             if time.monotonic() >= self._tell_at_s:
                 self._tell_untold()
-        elif connection is self._connection and not connection.is_lost:
+        elif connection is self._connection and connection.lost_reason is None:
             connection.link.abort(push.ticket)
 
     def _tell_untold(self) -> None:
@@ -431,7 +432,7 @@ class Peer:
         return None
 
     def _drop_lost(self) -> None:
-        if self._connection is not None and self._connection.is_lost:
+        if self._connection is not None and self._connection.lost_reason is not None:
             self._drop()
 
     def _drop(self) -> None:
