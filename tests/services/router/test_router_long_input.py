@@ -141,7 +141,7 @@ async def test_huge_input_without_pause_is_refused_and_stops_no_other_stream(
         assert len(str(error.details())) < 1_000
     assert len(cluster.taken()) == 1, "none of them was placed"
     # CPU time, which a busy machine hardly stretches. Without the bounds one request takes 3 to 16 s of it. The senders
-    # share this loop; benchmarks/huge_input.py measures the gap that another client sees.
+    # share this loop; benchmarks/serving/huge_input.py measures the gap that another client sees.
     assert ticks.longest_cpu_s < 1.0, ticks.longest_cpu_s
 
 

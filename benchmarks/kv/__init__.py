@@ -1,0 +1,1 @@
+"""How fast KV crosses between two processes."""

@@ -1,0 +1,1 @@
+"""What the services add around the engines."""

@@ -1,0 +1,1 @@
+"""What the benchmarks share: the harness, the helper processes and the load they send."""
