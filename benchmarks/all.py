@@ -16,8 +16,6 @@ BENCHMARKS = (
     "kv.transfer",
     "kv.overlap",
     "kv.mapped",
-    "kv.streaming",
-    "kv.token_streaming",
     "engine.transformers",
     "engine.vllm",
     "engine.profile",

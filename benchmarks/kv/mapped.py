@@ -28,7 +28,6 @@ from benchmarks.support.harness import Options, Report, run
 from kaveri.kv.block_map import map_blocks
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.mapped_sender import STAGING_BYTES, MappedSender
-from kaveri.kv.partition import KvPartition
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver
 from kaveri.kv.regions import copy_regions
@@ -40,13 +39,15 @@ from kaveri.telemetry.logs import configure_logs
 LAYOUT = KvLayout("benchmark", 8, block_tokens=16, kv_head_count=8, head_dim=128, dtype="float16")
 TOKENS = 2048
 KV_BYTES = TOKENS * LAYOUT.token_bytes
-PARTITIONS = {
-    "same": KvPartition.even(LAYOUT),
-    "32 tokens": KvPartition.even(replace(LAYOUT, block_tokens=32)),
-    "128 tokens": KvPartition.even(replace(LAYOUT, block_tokens=128)),
-    "heads": KvPartition.even(replace(LAYOUT, order="2HND")),
-    "two ranks": KvPartition.even(LAYOUT, tensor_ranks=2),
+HALVES = replace(LAYOUT, tensor_ranks=2)
+LAYOUTS = {
+    "same": [LAYOUT],
+    "32 tokens": [replace(LAYOUT, block_tokens=32)],
+    "128 tokens": [replace(LAYOUT, block_tokens=128)],
+    "heads": [replace(LAYOUT, order="2HND")],
+    "two ranks": [HALVES.rank(0), HALVES.rank(1)],
 }
+"""Of each kind of receiver: the layouts of its ranks' pools."""
 WAIT_S = 60.0
 
 
@@ -66,7 +67,7 @@ def measure(options: Options, report: Report) -> None:
     pool.memory[:] = np.random.default_rng(1).integers(0, 256, pool.memory.shape, dtype=np.uint8)
     source = np.random.default_rng(0).permutation(pool.block_count).tolist()
     gib = KV_BYTES / 2**30
-    gather_s = {name: _gather_s(pool, source, partition, repeats) for name, partition in PARTITIONS.items()}
+    gather_s = {name: _gather_s(pool, source, layouts, repeats) for name, layouts in LAYOUTS.items()}
     for name, values in gather_s.items():
         report.row("gather", [gib / value for value in values], "GiB/s", to=name)
     for transport in TRANSPORT_NAMES:
@@ -74,33 +75,32 @@ def measure(options: Options, report: Report) -> None:
             events: queue.Queue[PushAccepted | PushFailed] = queue.Queue()
             sender = MappedSender(pool, events.put, transports=make_transports((transport,)))
             stack.callback(sender.close)
-            elapsed_s: dict[str, list[float]] = {name: [] for name in PARTITIONS}
-            cpu_s: dict[str, list[float]] = {name: [] for name in PARTITIONS}
+            elapsed_s: dict[str, list[float]] = {name: [] for name in LAYOUTS}
+            cpu_s: dict[str, list[float]] = {name: [] for name in LAYOUTS}
             for repeat in range(-1, repeats):  # the first one warms up: connections, staging
-                for name in PARTITIONS:
+                for name in LAYOUTS:
                     tickets = _ask(control, "grant", name)
                     assert isinstance(tickets, list)
                     began_cpu_s, began_s = _cpu_s(control), time.perf_counter()
                     _push(sender, tickets, source)
-                    event = events.get(timeout=WAIT_S)
+                    ended = [events.get(timeout=WAIT_S) for _ in tickets]
                     seconds = time.perf_counter() - began_s
-                    assert isinstance(event, PushAccepted), event
+                    assert all(isinstance(event, PushAccepted) for event in ended), ended
                     if repeat >= 0:
                         elapsed_s[name].append(seconds)
                         cpu_s[name].append(_cpu_s(control) - began_cpu_s)
         for name, values in elapsed_s.items():
             report.row("push", [gib / value for value in values], "GiB/s", transport=transport, to=name)
             report.row("cpu of both", [value / gib for value in cpu_s[name]], "s/GiB", transport=transport, to=name)
-        for name in PARTITIONS:
+        for name in LAYOUTS:
             if name != "same":
                 pairs = zip(elapsed_s["same"], elapsed_s[name], strict=True)
                 report.ratio(f"{name} / same, {transport}", statistics.median(same / ours for same, ours in pairs))
     report.note(f"the two processes share {os.cpu_count()} cores with whatever else runs")
 
 
-def _gather_s(pool: KvPool, source: Sequence[int], partition: KvPartition, repeats: int) -> list[float]:
-    """Seconds in which everything is put together for this partition, layer by layer."""
-    layouts = [partition.rank_layout(rank) for rank in range(partition.rank_count)]
+def _gather_s(pool: KvPool, source: Sequence[int], layouts: Sequence[KvLayout], repeats: int) -> list[float]:
+    """Seconds in which everything is put together for these layouts, layer by layer."""
     targets = [KvPool(layout, layout.block_count(TOKENS)) for layout in layouts]
     times = []
     for _ in range(repeats):
@@ -115,14 +115,13 @@ def _gather_s(pool: KvPool, source: Sequence[int], partition: KvPartition, repea
 
 
 def _push(sender: MappedSender, tickets: list[Ticket], source: Sequence[int]) -> None:
-    name = tickets[0].transfer_id
-    if len(tickets) == 1:
-        sender.open(tickets[0])
-    else:
-        sender.open_parts(name, tickets)
+    for ticket in tickets:
+        sender.open(ticket, part=len(tickets) > 1)
     for layer in range(LAYOUT.layer_count):
-        sender.write(name, layer, 0, source)
-    sender.finish(name, b"")
+        for ticket in tickets:
+            sender.write(ticket.transfer_id, layer, 0, source)
+    for ticket in tickets:
+        sender.finish(ticket.transfer_id, b"")
 
 
 def _cpu_s(control: Connection) -> float:
@@ -152,13 +151,12 @@ def _receiving_process(transport: str) -> Iterator[Connection]:
 
 
 def _receive(control: Connection, transport: str, folder: str) -> None:
-    """The receiving process: an instance of each partition, with a receiver for each rank."""
+    """The receiving process: a receiver for each layout."""
     configure_logs("kv_mapped", "receiver", level="warning")
     receivers: dict[str, list[tuple[KvReceiver, list[int]]]] = {}
-    for name, partition in PARTITIONS.items():
+    for name, layouts in LAYOUTS.items():
         receivers[name] = []
-        for rank in range(partition.rank_count):
-            layout = partition.rank_layout(rank)
+        for rank, layout in enumerate(layouts):
             pool = KvPool(layout, layout.block_count(TOKENS))
             path = str(Path(folder) / f"{len(receivers)}-{rank}.sock")
             address = path if transport in PATH_NAMES else "127.0.0.1:0"

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from kaveri.kv.block_map import first_source_block
 from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import Ticket
+from kaveri.kv.ticket import Ticket, first_source_block
 from kaveri.v1 import kv_pb2
 
 

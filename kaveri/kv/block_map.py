@@ -6,12 +6,11 @@ from functools import lru_cache
 
 from kaveri.kv.layout import ELEMENT_BYTES, KvLayout
 from kaveri.kv.regions import RegionCopy, TokenPlaces, map_regions
-from kaveri.kv.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """From blocks of one pool to blocks of another, of all layers and heads that both hold (map_blocks, merge_blocks).
+    """From blocks of one pool to blocks of another, of all layers and heads that both hold (map_blocks).
 
     >>> whole = KvLayout("model", 4, block_tokens=32, kv_head_count=2, head_dim=8, dtype="float16")
     >>> upper = KvLayout("model", 2, 16, 1, 8, "float16", first_layer=2, first_kv_head=1)
@@ -25,11 +24,6 @@ class BlockMap:
 
     source: KvLayout
     destination: KvLayout
-
-    @property
-    def layers(self) -> range:
-        """The model's layers that both hold."""
-        return _common(self.source.layers, self.destination.layers)
 
     def source_layer(self, layer: int) -> int:
         """The source pool's layer that holds what `layer` of the destination's pool holds."""
@@ -62,18 +56,6 @@ def map_blocks(source: KvLayout, destination: KvLayout) -> BlockMap:
     (KvLayout.require_part)."""
     source.require_part(destination)
     return BlockMap(source, destination)
-
-
-@lru_cache(maxsize=256)
-def merge_blocks(source: KvLayout, destination: KvLayout) -> BlockMap:
-    """To a pool that holds more layers or heads; computed once per pair. Raises LayoutMismatch."""
-    destination.require_part(source)
-    return BlockMap(source, destination)
-
-
-def first_source_block(ticket: Ticket, layout: KvLayout) -> int:
-    """The first of a request's blocks, of `layout`, that holds a token which the ticket asks for."""
-    return ticket.first_block * ticket.layout.block_tokens // layout.block_tokens
 
 
 def _common(one: range, other: range) -> range:

@@ -75,12 +75,6 @@ class TokenPlaces:
         head_offset = first_head * head
         return cls(first_token, layout.block_tokens, tuple(block_ids), layout.block_bytes, head_offset, kv, token, head)
 
-    @classmethod
-    def of_chunk(cls, order: str, tokens: range, head_count: int, head_bytes: int) -> "TokenPlaces":
-        """In one contiguous piece of memory, [2, tokens, heads, bytes] or [2, heads, tokens, bytes]."""
-        kv, token, head = _strides(order, len(tokens), head_count, head_bytes)
-        return cls(tokens.start, max(1, len(tokens)), (0,), 2 * kv, 0, kv, token, head)
-
     def offsets(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes from the beginning of the layer to the K of each token's first head."""
         index, within = np.divmod(tokens - self.first_token, self.block_tokens)

@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from kaveri.errors import TransferFailed
-from kaveri.kv.block_map import BlockMap, first_source_block
+from kaveri.kv.block_map import BlockMap
 from kaveri.kv.digest import DigestFactory
 from kaveri.kv.flow import SenderFlow
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
 from kaveri.kv.regions import copy_regions
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed, PushListener
-from kaveri.kv.ticket import Ticket
+from kaveri.kv.ticket import Ticket, first_source_block
 from kaveri.kv.transport import Transport
 from kaveri.telemetry.logs import get_logger
 

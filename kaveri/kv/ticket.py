@@ -60,3 +60,8 @@ class Ticket:
             replace(self, endpoints=endpoints, layout=self.layout.rank(rank), parts=())
             for rank, endpoints in enumerate(self.parts)
         )
+
+
+def first_source_block(ticket: Ticket, layout: KvLayout) -> int:
+    """The first of a request's blocks, of `layout`, that holds a token which the ticket asks for."""
+    return ticket.first_block * ticket.layout.block_tokens // layout.block_tokens

@@ -1,4 +1,4 @@
-"""The plain reference of the tests of mapped layouts: one array of the whole model, no strides, no plan."""
+"""The plain reference of the tests of mapped layouts: one array of the whole model, no strides."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -8,7 +8,6 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from kaveri.kv.layout import ELEMENT_BYTES, ORDERS, KvLayout
-from kaveri.kv.partition import KvPartition
 from kaveri.kv.pool import KvPool
 
 MARK = 0xEE
@@ -16,6 +15,48 @@ MARK = 0xEE
 
 Reference = npt.NDArray[np.uint8]
 """[layer, token, K or V, head, byte of the head], uint8."""
+
+
+@dataclass(frozen=True)
+class KvPartition:
+    """Layers split over pipeline stages, KV heads over tensor-parallel ranks; ranks are numbered stage by stage.
+
+    With more tensor ranks than KV heads each head is on several ranks.
+    """
+
+    layout: KvLayout
+    """Of the whole model."""
+    stage_layers: tuple[int, ...]
+    """Layers of each pipeline stage, first stage first; together the layout's layer_count."""
+    tensor_ranks: int = 1
+    """Divides the layout's kv_head_count or is a multiple of it."""
+
+    @classmethod
+    def even(cls, layout: KvLayout, pipeline_stages: int = 1, tensor_ranks: int = 1) -> "KvPartition":
+        """Layers spread as evenly as possible."""
+        least, more = divmod(layout.layer_count, pipeline_stages)
+        return cls(layout, tuple(least + (stage < more) for stage in range(pipeline_stages)), tensor_ranks)
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks of the instance, each with a pool of its own."""
+        return len(self.stage_layers) * self.tensor_ranks
+
+    def layers(self, rank: int) -> range:
+        """The model's layers that a rank holds."""
+        stage = rank // self.tensor_ranks
+        first = sum(self.stage_layers[:stage])
+        return range(first, first + self.stage_layers[stage])
+
+    def heads(self, rank: int) -> range:
+        """The model's KV heads that a rank holds."""
+        return self.rank_layout(rank).kv_heads
+
+    def rank_layout(self, rank: int) -> KvLayout:
+        """The layout of a rank's pool."""
+        split = replace(self.layout, tensor_ranks=self.tensor_ranks).rank(rank % self.tensor_ranks)
+        layers = self.layers(rank)
+        return replace(split, layer_count=len(layers), first_layer=layers.start)
 
 
 @dataclass(frozen=True)
@@ -125,10 +166,11 @@ def partitions(draw: st.DrawFn, layout: KvLayout) -> KvPartition:
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> tuple[KvPartition, KvPartition]:
-    """Two partitions of one model."""
+def whole_and_split(draw: st.DrawFn) -> tuple[KvPartition, KvPartition]:
+    """One rank, and any partition of the same model."""
     layout = draw(layouts())
-    return draw(partitions(layout)), draw(partitions(layout))
+    source = KvPartition(draw(partitions(layout)).layout, (layout.layer_count,))
+    return source, draw(partitions(layout))
 
 
 @st.composite

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import structlog
 
-from kaveri.errors import ConfigError, DeadlineExceeded, TransferFailed
+from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.mapped_sender import MappedSender
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.staged_pushes import StagedPush
 from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.token_streamer import TokenStreamer
 from kaveri.kv.transport import LinkListener
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
@@ -211,33 +210,6 @@ def test_a_listener_that_always_fails_keeps_no_block(tmp_path: Path) -> None:
             receiver.grant([0], 4, 0.0)
         wait_until(lambda: len(ended) == 3, "all have heard of their end")
         assert receiver.flow().leased_block_count == 0
-
-
-def test_a_token_streamer_that_breaks_says_so_and_lets_go_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sink:
-        """Takes all."""
-
-        def write(self, runs: object, timeout_s: float) -> None: ...
-        def end(self, request: str) -> None: ...
-        def settle(self, timeout_s: float) -> None: ...
-        def close(self) -> None: ...
-
-    def broken(*_: object) -> None:
-        raise ValueError("not as it should be")
-
-    monkeypatch.setattr(TokenStreamer, "_conclude", broken)
-    monkeypatch.setattr(TokenStreamer, "_gather", lambda *_: [])
-    with (
-        structlog.testing.capture_logs() as lines,
-        contextlib.closing(TokenStreamer(KvPool(LAYOUT, 4), Sink(), interval_s=0.0)) as streamer,
-    ):
-        streamer.open("request", [1, 2])
-        streamer.advance({"request": 3})
-        wait_until(lambda: any(line["event"] == "kv token streamer broke" for line in lines), "its end is logged")
-        with pytest.raises(DeadlineExceeded, match=r"the streamer broke: .*not as it should be"):
-            streamer.flush(timeout_s=0.1)
-        # The copy that it had begun never ends.
-        streamer.end("request")
 
 
 @pytest.mark.usefixtures("breaks_are_expected")

@@ -19,20 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kaveri.errors import InvalidArgument, LayoutMismatch, TransferFailed
-from kaveri.kv.block_map import first_source_block
 from kaveri.kv.digest import Digest, DigestFactory, xxh3
 from kaveri.kv.layout import KvLayout
 from kaveri.kv.mapped_sender import STAGINGS_MAX, MappedSender
-from kaveri.kv.partition import KvPartition
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.sender import PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.ticket import KvEndpoint, Ticket, first_source_block
 from kaveri.kv.transport import Transport
 from kaveri.kv.transports import PATH_NAMES, make_transports
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
-from tests.library.kv.kv_reference import MARK, Instance, Reference, layouts, make_reference, partitions
+from tests.library.kv.kv_reference import MARK, Instance, KvPartition, Reference, make_reference, whole_and_split
 
 MODEL = KvLayout("model", 4, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")
 NOTE = b"hand-over"
@@ -85,14 +83,15 @@ class Source:
         self.pushed = Recorder()
         transports = make_transports((transport,)) if isinstance(transport, str) else [transport]
         self.sender = MappedSender(self.pool, self.pushed, transports=transports, staging_bytes=staging_bytes)
+        self._parts: dict[bytes, list[Ticket]] = {}
 
     def open(self, tickets: list[Ticket]) -> bytes:
-        """The whole to one, or parts to several. Returns the transfer's name."""
-        if len(tickets) == 1:
-            self.sender.open(tickets[0])
-            return tickets[0].transfer_id
-        self.sender.open_parts(b"parts", tickets)
-        return b"parts"
+        """The whole to one, or parts to several. Returns the first ticket's name, which stands for all of them."""
+        name = tickets[0].transfer_id
+        self._parts[name] = tickets
+        for ticket in tickets:
+            self.sender.open(ticket, part=len(tickets) > 1)
+        return name
 
     def steps(self, ticket: Ticket, chance: random.Random) -> Iterator[tuple[int, int, int]]:
         """(layer, first index, end) of blocks as they may become readable: chunk by chunk and layer by layer."""
@@ -106,22 +105,35 @@ class Source:
 
     def write(self, name: bytes, ticket: Ticket, layer: int, first: int, end: int) -> None:
         skipped = first_source_block(ticket, self.pool.layout)
-        self.sender.write(name, layer, first, self.block_ids[skipped + first : skipped + end])
+        for part in self._parts[name]:
+            self.sender.write(part.transfer_id, layer, first, self.block_ids[skipped + first : skipped + end])
+
+    def finish(self, name: bytes) -> None:
+        for part in self._parts[name]:
+            self.sender.finish(part.transfer_id, NOTE)
+
+    def abort(self, name: bytes) -> None:
+        for part in self._parts[name]:
+            self.sender.abort(part.transfer_id)
 
     def push(self, tickets: list[Ticket], seed: int = 0) -> bytes:
         """All of it, in an order of chance."""
         name = self.open(tickets)
         for step in self.steps(tickets[0], random.Random(seed)):
             self.write(name, tickets[0], *step)
-        self.sender.finish(name, NOTE)
+        self.finish(name)
         return name
 
     def wait(self, name: bytes) -> PushAccepted | PushFailed:
-        with self.pushed._changed:
-            assert self.pushed._changed.wait_for(lambda: name in self.pushed.events, WAIT_S), "no event"
-            event = self.pushed.events[name]
-        assert isinstance(event, PushAccepted | PushFailed)
-        return event
+        """The end of all parts: the first failure, or what they carried together."""
+        accepted = PushAccepted(name, 0, "")
+        for part in self._parts[name]:
+            event = self.pushed.wait(part)
+            if not isinstance(event, PushAccepted):
+                assert isinstance(event, PushFailed)
+                return event
+            accepted = PushAccepted(name, accepted.kv_bytes + event.kv_bytes, event.transport)
+        return accepted
 
     def close(self) -> None:
         self.sender.close()
@@ -134,14 +146,6 @@ def folder() -> Iterator[str]:
     # Paths of Unix sockets are short, those of pytest are not.
     with tempfile.TemporaryDirectory() as folder:
         yield folder
-
-
-@st.composite
-def whole_and_split(draw: st.DrawFn) -> tuple[KvPartition, KvPartition]:
-    """One rank, and any partition of the same model."""
-    layout = draw(layouts())
-    source = KvPartition(draw(partitions(layout)).layout, (layout.layer_count,))
-    return source, draw(partitions(layout))
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm", "tcp"])
@@ -314,21 +318,20 @@ def test_random_pushes_at_once_some_of_them_given_up_leave_no_staging_block_behi
             given_up = chance.random() < 0.4
             # Where no connection can be had in time, a receiver hears of the end by its ticket's expiry alone.
             tickets = receiving.grant(700, expires_in_s=WAIT_S / 2 if given_up else 60.0)
-            name = f"transfer {number}".encode()
-            source.sender.open_parts(name, tickets)
+            name = source.open(tickets)
             # How many steps are made before it is given up, None: never.
             steps = list(source.steps(tickets[0], chance))
             for step in steps[: chance.randint(0, len(steps)) if given_up else None]:
                 source.write(name, tickets[0], *step)
             if given_up:
-                source.sender.abort(name)
+                source.abort(name)
             else:
-                source.sender.finish(name, NOTE)
+                source.finish(name)
             fates[name] = receiving, tickets, given_up
         for name, (receiving, tickets, given_up) in fates.items():
             event = source.wait(name)
             if given_up:
-                assert event == PushFailed(name, event.reason)  # type: ignore[union-attr]
+                assert isinstance(event, PushFailed), event
                 for ticket in tickets:
                     assert isinstance(receiving.landed.wait(ticket), TransferReleased)
             else:
@@ -337,31 +340,6 @@ def test_random_pushes_at_once_some_of_them_given_up_leave_no_staging_block_behi
         source.sender.check_integrity()
     wait_until(lambda: open_descriptors() <= before[0], "descriptors are closed")
     assert set(threading.enumerate()) <= before[1]
-
-
-def test_one_part_that_fails_ends_the_others_and_the_transfer_names_it(folder: str) -> None:
-    with Pair(folder, one_rank(16), 200, 1 << 20, "unix") as pair:
-        receiving = pair.receiving(KvPartition.even(replace(MODEL, block_tokens=32), tensor_ranks=2))
-        tickets = receiving.grant(200)
-        tickets[1] = replace(tickets[1], secret=bytes(16))
-        event = pair.source.wait(pair.source.push(tickets))
-        assert isinstance(event, PushFailed)
-        assert event.reason.startswith("layers 0-3, KV heads 2-3: rejected: wrong secret")
-        pair.source.sender.check_integrity()
-
-
-def test_the_other_parts_of_a_transfer_end_with_the_one_that_fails_and_not_with_their_tickets(folder: str) -> None:
-    with Pair(folder, one_rank(16), 200, 1 << 20, "unix") as pair:
-        receiving = pair.receiving(KvPartition.even(replace(MODEL, block_tokens=32), tensor_ranks=2))
-        tickets = receiving.grant(200)
-        # Nothing of it is written, so the other part would wait.
-        pair.source.sender.open_parts(b"split", [replace(tickets[0], secret=bytes(16)), tickets[1]])
-        event = pair.source.pushed.wait(replace(tickets[0], transfer_id=b"split"))
-        assert isinstance(event, PushFailed)
-        released = receiving.landed.wait(tickets[1])
-        assert isinstance(released, TransferReleased)
-        assert "gave up" in released.reason
-        pair.source.sender.check_integrity()
 
 
 @pytest.mark.parametrize(
@@ -389,28 +367,13 @@ def test_what_cannot_be_mapped_is_refused_by_the_field_before_anything_is_opened
         assert caught.value.field == field
 
 
-def test_parts_must_be_of_one_instance_and_cover_the_model(folder: str) -> None:
+def test_a_part_beyond_the_pool_is_refused_by_the_field(folder: str) -> None:
     with Pair(folder, one_rank(16), 50, 1 << 20, "unix") as pair:
-        split = KvPartition.even(replace(MODEL, block_tokens=32), pipeline_stages=2, tensor_ranks=2)
-        tickets = pair.receiving(split).grant(50)
-        open_parts = pair.source.sender.open_parts
-        with pytest.raises(InvalidArgument, match="layer 2, KV head 0 is missing"):
-            open_parts(b"name", [*tickets[:2], tickets[3]])
-        with pytest.raises(InvalidArgument, match="at least one"):
-            open_parts(b"name", [])
-        with pytest.raises(InvalidArgument, match="different transfers"):
-            open_parts(b"name", [*tickets, tickets[0]])
-        with pytest.raises(InvalidArgument, match="token_count"):
-            open_parts(b"name", [*tickets[:3], replace(tickets[3], token_count=49)])
-        other = replace(tickets[3], layout=replace(tickets[3].layout, block_tokens=64))
-        with pytest.raises(LayoutMismatch, match="block_tokens"):
-            open_parts(b"name", [*tickets[:3], other])
-        beyond = replace(tickets[3], layout=replace(tickets[3].layout, first_kv_head=3))
+        ticket = pair.receiving(KvPartition.even(replace(MODEL, block_tokens=32), tensor_ranks=2)).grant(50)[1]
+        beyond = replace(ticket, layout=replace(ticket.layout, first_kv_head=3))
         with pytest.raises(LayoutMismatch, match="kv_heads"):
-            open_parts(b"name", [*tickets[:3], beyond])
-        open_parts(b"name", tickets)
-        pair.source.sender.abort(b"name")
-        assert isinstance(pair.source.wait(b"name"), PushFailed)
+            pair.source.sender.open(beyond, part=True)
+        pair.source.sender.check_integrity()
 
 
 def test_a_shape_that_is_not_in_use_gives_way_to_a_new_one(folder: str) -> None:
