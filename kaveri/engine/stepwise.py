@@ -39,6 +39,7 @@ from kaveri.kv.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, Transfe
 from kaveri.kv.sender import PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
+from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import get_logger
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -88,6 +89,7 @@ class StepwiseEngine:
         self._thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
 
         epoch = secrets.randbits(63)
+        transports = make_transports() if transports is None else transports
         self._receiver: KvReceiver | None = None
         if listen:
             self._receiver = KvReceiver(

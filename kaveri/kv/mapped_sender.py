@@ -24,7 +24,6 @@ from kaveri.kv.sender import KvSender, PushAccepted, PushFailed, PushListener
 from kaveri.kv.staged_pushes import StagedPush, StagedPushes
 from kaveri.kv.ticket import Ticket
 from kaveri.kv.transport import Transport, require_note
-from kaveri.kv.transports import make_transports
 
 STAGING_BYTES = 64 * 2**20
 """Memory for the blocks of one other shape; less where the source pool is smaller, more where four blocks need it."""
@@ -46,14 +45,14 @@ class MappedSender:
         pool: KvPool,
         listener: PushListener,
         *,
-        transports: Sequence[Transport] | None = None,
+        transports: Sequence[Transport],
         digest: DigestFactory = xxh3,
         idle_s: float = 60.0,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self.pool = pool
         self._listener = listener
-        self._transports = tuple(transports or make_transports())
+        self._transports = tuple(transports)
         self._digest = digest
         self._idle_s = idle_s
         self._staging_bytes = min(staging_bytes, pool.memory.nbytes)

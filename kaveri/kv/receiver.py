@@ -16,7 +16,6 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import NOTE_BYTES_MAX, Answer, Credit, GiveCredit, LinkLost, Listener, Transport
-from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import get_logger
 
 CREDIT_BYTES = 128 << 20
@@ -57,7 +56,6 @@ class KvReceiver:
 
     listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0").
     epoch: this incarnation, [0, 2**64); differs from that of every former receiver at the same addresses.
-    transports: None for all that there are.
     credit_bytes: what all senders together may have under way; see CreditBook. Each may have 4 MiB of it, or a quarter
     where that is less, and two blocks at the least, even when that makes more in all.
     Raises ConfigError when it cannot listen.
@@ -70,7 +68,7 @@ class KvReceiver:
         *,
         listen: Sequence[KvEndpoint],
         epoch: int,
-        transports: Sequence[Transport] | None = None,
+        transports: Sequence[Transport],
         digest: DigestFactory = xxh3,
         credit_bytes: int = CREDIT_BYTES,
     ) -> None:
@@ -87,7 +85,7 @@ class KvReceiver:
         self._closed = False
         self._listeners: list[Listener] = []
         self._reporter = Reporter[TransferLanded | TransferReleased]("kv-receiver", listener)
-        spoken = {transport.name: transport for transport in transports or make_transports()}
+        spoken = {transport.name: transport for transport in transports}
         try:
             for endpoint in listen:
                 if endpoint.transport not in spoken:

@@ -13,7 +13,6 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.reporter import Reporter
 from kaveri.kv.ticket import Ticket
 from kaveri.kv.transport import Transport, require_note
-from kaveri.kv.transports import make_transports
 
 _ANSWER_GRACE_S = 1.0
 """A landing just before the ticket's expiry is answered just after it."""
@@ -52,7 +51,7 @@ class KvSender:
     One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer. Blocks
     are written as far as the receiver has given credit; one that gives none for `credit_timeout_s` seconds, while
     something waits for it, is taken for gone.
-    transports: in the order of preference; None for all that there are. on_local_done: hears of source blocks that are
+    transports: in the order of preference. on_local_done: hears of source blocks that are
     not read any more, before their transfer ends; of those of a push that fails PushFailed alone may tell.
     """
 
@@ -61,14 +60,14 @@ class KvSender:
         pool: KvPool,
         listener: PushListener,
         *,
-        transports: Sequence[Transport] | None = None,
+        transports: Sequence[Transport],
         digest: DigestFactory = xxh3,
         idle_s: float = 60.0,
         credit_timeout_s: float = 10.0,
         on_local_done: LocalDoneListener | None = None,
     ) -> None:
         self.pool = pool
-        self.transports = tuple(transports or make_transports())
+        self.transports = tuple(transports)
         self.digest = digest
         self.idle_s = idle_s
         self.credit_timeout_s = credit_timeout_s

@@ -17,6 +17,7 @@ from kaveri.kv.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, Transfe
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import Transport
+from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import LogSettings
 
 
@@ -57,7 +58,7 @@ class RankPlane:
         # Of the step under way: with how many tokens it had before.
         self._in_step: list[tuple[Source, int]] = []
         self._block_tokens = pool.layout.block_tokens
-        transports = setup.transports() if setup.transports is not None else None
+        transports = setup.transports() if setup.transports is not None else make_transports()
         self._receiver: KvReceiver | None = None
         if setup.listen:
             self._receiver = KvReceiver(

@@ -34,6 +34,7 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver
 from kaveri.kv.sender import KvSender
 from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transports import make_transports
 from kaveri.sampling import FinishReason, SamplingParams
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
 
@@ -522,7 +523,7 @@ def test_hand_over_that_makes_no_sense_fails_the_request_aloud(bench: _Bench, no
     ticket = decode.reserve(request, 60.0).result()
     layout = decode.info.layout
     pool = KvPool(layout, len(ticket.block_ids))
-    sender = KvSender(pool, lambda event: None)
+    sender = KvSender(pool, lambda event: None, transports=make_transports())
     try:
         sender.open(ticket)
         for layer in range(layout.layer_count):

@@ -10,6 +10,7 @@ from kaveri.kv.layout import KvLayout
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.reporter import Reporter
+from kaveri.kv.transports import make_transports
 
 LAYOUT = KvLayout("model", 1, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
 SOON_S = 10.0
@@ -30,7 +31,7 @@ def receiver(events: "queue.Queue[Event]", monkeypatch: pytest.MonkeyPatch) -> I
         """In place of Reporter.call_after."""
 
     monkeypatch.setattr(Reporter, "call_after", never)
-    made = KvReceiver(KvPool(LAYOUT, 4), events.put, listen=(), epoch=1)
+    made = KvReceiver(KvPool(LAYOUT, 4), events.put, listen=(), epoch=1, transports=make_transports())
     yield made
     made.close()
 

@@ -153,6 +153,7 @@ from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver, TransferLanded
 from kaveri.kv.sender import KvSender, PushAccepted
 from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import configure_logs
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 configure_logs("decode", "decode-0", "debug")
@@ -166,8 +167,9 @@ def hear(event):
         raise ValueError("the listener's own trouble")
 
 with tempfile.TemporaryDirectory() as folder:
-    receiver = KvReceiver(KvPool(layout, 4), hear, listen=[KvEndpoint("unix", folder + "/kv.sock")], epoch=1)
-    sender = KvSender(KvPool(layout, 4), pushed.put)
+    listen, transports = [KvEndpoint("unix", folder + "/kv.sock")], make_transports(("unix",))
+    receiver = KvReceiver(KvPool(layout, 4), hear, listen=listen, epoch=1, transports=transports)
+    sender = KvSender(KvPool(layout, 4), pushed.put, transports=transports)
     expired = receiver.grant([0], 4, 0.01)
     assert landed.get(timeout=20).reason == "the ticket expired"
     stranger = receiver.grant([0], 4, 60.0)
@@ -205,7 +207,9 @@ def test_a_listener_that_always_fails_keeps_no_block(tmp_path: Path) -> None:
         raise ValueError("the listener's own trouble")
 
     listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))]
-    with contextlib.closing(KvReceiver(KvPool(LAYOUT, 4), hear, listen=listen, epoch=1)) as receiver:
+    with contextlib.closing(
+        KvReceiver(KvPool(LAYOUT, 4), hear, listen=listen, epoch=1, transports=make_transports())
+    ) as receiver:
         for _ in range(3):
             receiver.grant([0], 4, 0.0)
         wait_until(lambda: len(ended) == 3, "all have heard of their end")

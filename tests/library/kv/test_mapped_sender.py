@@ -432,7 +432,9 @@ def test_a_block_outside_the_pool_is_refused_and_disturbs_no_other_push(folder: 
 def receive_in_a_process(control: Connection, path: str, layout: KvLayout, block_count: int) -> None:
     """Grants one ticket for all blocks and takes what comes."""
     pool = KvPool(layout, block_count)
-    receiver = KvReceiver(pool, lambda _: None, listen=[KvEndpoint("unix", path)], epoch=1)
+    receiver = KvReceiver(
+        pool, lambda _: None, listen=[KvEndpoint("unix", path)], epoch=1, transports=make_transports()
+    )
     control.send(receiver.grant(range(block_count), block_count * layout.block_tokens, 60.0))
     threading.Event().wait()
 

@@ -17,7 +17,7 @@ from kaveri.kv.receiver import KvReceiver, TransferLanded
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint
 from kaveri.kv.transport import LinkLost
-from kaveri.kv.transports import shm_transport, transport_names
+from kaveri.kv.transports import make_transports, shm_transport, transport_names
 from kaveri.kv.transports.stream import Stream
 from kaveri.testing.transport_peer import Recorder, wait_until
 
@@ -47,8 +47,10 @@ def test_a_sender_that_closes_lets_go_of_the_receivers_pool(tmp_path: Path) -> N
     before = mapped_pools()
     pushed = Recorder()
     with (
-        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1)) as receiver,
-        contextlib.closing(KvSender(source, pushed)) as sender,
+        contextlib.closing(
+            KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=make_transports())
+        ) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=make_transports())) as sender,
     ):
         assert push(sender, receiver, pushed).transport == "shm"
         assert mapped_pools() == before + 1
@@ -76,8 +78,10 @@ def test_a_pool_at_the_beginning_of_a_larger_file_is_written_to(tmp_path: Path) 
     pushed = Recorder()
     listen = [KvEndpoint("shm", str(tmp_path / "kv.sock"))]
     with (
-        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1)) as receiver,
-        contextlib.closing(KvSender(source, pushed)) as sender,
+        contextlib.closing(
+            KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=make_transports())
+        ) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=make_transports())) as sender,
     ):
         assert isinstance(push(sender, receiver, pushed), PushAccepted)
     assert (target.memory[:, [0, 2]] == 7).all()
@@ -106,8 +110,10 @@ def test_a_ticket_for_blocks_beyond_the_pool_fails_and_writes_nothing(tmp_path: 
     listen = [KvEndpoint("shm", str(tmp_path / "kv.sock"))]
     pushed = Recorder()
     with (
-        contextlib.closing(KvReceiver(target, Recorder(), listen=listen, epoch=1)) as receiver,
-        contextlib.closing(KvSender(source, pushed)) as sender,
+        contextlib.closing(
+            KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=make_transports())
+        ) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=make_transports())) as sender,
     ):
         ticket = dataclasses.replace(receiver.grant([3], 4, 30.0), block_ids=(4,))
         sender.open(ticket)
@@ -124,10 +130,12 @@ def test_a_sender_that_cannot_reach_the_memory_falls_back_to_the_next_transport(
     path = tmp_path / "kv.sock"
     listen = [KvEndpoint("shm", str(path)), KvEndpoint("tcp", "127.0.0.1:0")]
     pushed, landed = Recorder(), Recorder()
-    with contextlib.closing(KvReceiver(target, landed, listen=listen, epoch=1)) as receiver:
+    with contextlib.closing(
+        KvReceiver(target, landed, listen=listen, epoch=1, transports=make_transports())
+    ) as receiver:
         # As in another container: the path is not there.
         path.rename(tmp_path / "elsewhere.sock")
-        with contextlib.closing(KvSender(source, pushed)) as sender:
+        with contextlib.closing(KvSender(source, pushed, transports=make_transports())) as sender:
             event = push(sender, receiver, pushed)
         assert isinstance(event, PushAccepted)
         assert event.transport == "tcp"

@@ -17,6 +17,7 @@ from kaveri.kv.receiver import KvReceiver, TransferReleased
 from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.ticket import KvEndpoint, Ticket
 from kaveri.kv.transport import LinkLost
+from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
@@ -257,7 +258,9 @@ def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let
 ) -> None:
     pool, listen = KvPool(LAYOUT, 8), [KvEndpoint("tcp", "127.0.0.1:0")]
     with (
-        contextlib.closing(KvReceiver(pool, landed, listen=listen, epoch=EPOCH, credit_bytes=1)) as receiver,
+        contextlib.closing(
+            KvReceiver(pool, landed, listen=listen, epoch=EPOCH, credit_bytes=1, transports=make_transports())
+        ) as receiver,
         Stranger.at(receiver.endpoints[0]).socket as connection,
     ):
         stranger = Stranger(connection)
@@ -328,7 +331,10 @@ def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still
 ) -> None:
     pushed = Recorder()
     deaf = Deaf(str(tmp_path / "deaf.sock"))
-    with deaf.listening, contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed)) as sender:
+    with (
+        deaf.listening,
+        contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=make_transports())) as sender,
+    ):
         sender.open(deaf.ticket)
         with deaf.greet() as accepted:
             sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
@@ -341,7 +347,10 @@ def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still
 def test_a_push_that_waits_for_credit_past_its_ticket_fails(tmp_path: Path, nothing_left: None) -> None:
     pushed = Recorder()
     deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=LARGE_LAYOUT.block_bytes, expires_in_s=0.2)
-    with deaf.listening, contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed)) as sender:
+    with (
+        deaf.listening,
+        contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=make_transports())) as sender,
+    ):
         sender.open(deaf.ticket)
         sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
         with deaf.greet():
@@ -352,7 +361,10 @@ def test_a_sender_writes_as_far_as_its_credit(tmp_path: Path, nothing_left: None
     pushed = Recorder()
     block_bytes = LARGE_LAYOUT.block_bytes
     deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=3 * block_bytes + 100)
-    with deaf.listening, contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed)) as sender:
+    with (
+        deaf.listening,
+        contextlib.closing(KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=make_transports())) as sender,
+    ):
         sender.open(deaf.ticket)
         sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
         with deaf.greet() as accepted:
@@ -386,7 +398,10 @@ def test_a_receiver_that_gives_no_credit_is_taken_for_gone(tmp_path: Path, nothi
     pushed = Recorder()
     deaf = Deaf(str(tmp_path / "deaf.sock"), credit_bytes=0)
     pool = KvPool(LARGE_LAYOUT, 1024)
-    with deaf.listening, contextlib.closing(KvSender(pool, pushed, credit_timeout_s=0.2)) as sender:
+    with (
+        deaf.listening,
+        contextlib.closing(KvSender(pool, pushed, credit_timeout_s=0.2, transports=make_transports())) as sender,
+    ):
         sender.open(deaf.ticket)
         with deaf.greet() as accepted:
             sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
@@ -403,8 +418,8 @@ def test_the_next_endpoint_is_tried_when_one_does_not_answer(tmp_path: Path, not
     listen = [KvEndpoint("unix", str(tmp_path / "kv.sock")), KvEndpoint("tcp", "127.0.0.1:0")]
     pool = KvPool(LAYOUT, 4)
     with (
-        contextlib.closing(KvReceiver(pool, landed, listen=listen, epoch=1)) as receiver,
-        contextlib.closing(KvSender(pool, pushed)) as sender,
+        contextlib.closing(KvReceiver(pool, landed, listen=listen, epoch=1, transports=make_transports())) as receiver,
+        contextlib.closing(KvSender(pool, pushed, transports=make_transports())) as sender,
     ):
         for expected in ("unix", "tcp"):
             ticket = receiver.grant([], 0, 30.0)
@@ -414,7 +429,7 @@ def test_the_next_endpoint_is_tried_when_one_does_not_answer(tmp_path: Path, not
             # Gone from this host's file system, as it is from every other host's.
             (tmp_path / "kv.sock").unlink(missing_ok=True)
             sender.close()
-            sender = KvSender(pool, pushed)
+            sender = KvSender(pool, pushed, transports=make_transports())
         sender.close()
 
 
@@ -423,10 +438,12 @@ def test_a_unix_listener_replaces_the_file_of_a_dead_one_and_leaves_none(tmp_pat
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     listen = [KvEndpoint("unix", str(path))]
-    with contextlib.closing(KvReceiver(KvPool(LAYOUT, 1), Recorder(), listen=listen, epoch=1)):
+    with contextlib.closing(
+        KvReceiver(KvPool(LAYOUT, 1), Recorder(), listen=listen, epoch=1, transports=make_transports())
+    ):
         assert path.stat().st_mode & 0o777 == 0o600
         with pytest.raises(ConfigError, match="in use"):
-            KvReceiver(KvPool(LAYOUT, 1), Recorder(), listen=listen, epoch=2)
+            KvReceiver(KvPool(LAYOUT, 1), Recorder(), listen=listen, epoch=2, transports=make_transports())
     assert not path.exists()
 
 
@@ -443,7 +460,7 @@ def test_an_address_that_cannot_be_had_is_named(nothing_left: None, tmp_path: Pa
             KvEndpoint("rdma", "x"),
         ):
             with pytest.raises(ConfigError):
-                KvReceiver(pool, Recorder(), listen=[endpoint], epoch=1)
+                KvReceiver(pool, Recorder(), listen=[endpoint], epoch=1, transports=make_transports())
 
 
 def test_a_wildcard_listener_says_the_advertised_host(nothing_left: None) -> None:

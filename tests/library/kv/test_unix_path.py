@@ -13,7 +13,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.pool import KvPool
 from kaveri.kv.receiver import KvReceiver
 from kaveri.kv.ticket import KvEndpoint
-from kaveri.kv.transports import unix_path
+from kaveri.kv.transports import make_transports, unix_path
 from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.testing.transport_peer import Recorder
 from tests.library.kv.kv_stranger import LAYOUT
@@ -95,7 +95,13 @@ def test_what_is_no_dead_socket_stays(tmp_path: Path, what: str) -> None:
             live.listen()
         before = place.lstat()
         with pytest.raises(ConfigError, match="Address already in use"):
-            KvReceiver(KvPool(LAYOUT, 1), Recorder(), listen=[KvEndpoint("unix", str(place))], epoch=1)
+            KvReceiver(
+                KvPool(LAYOUT, 1),
+                Recorder(),
+                listen=[KvEndpoint("unix", str(place))],
+                epoch=1,
+                transports=make_transports(),
+            )
         assert place.lstat().st_ino == before.st_ino
         assert os.listdir(tmp_path) == ["kv.sock"]
 
