@@ -5,17 +5,15 @@ import time
 from kaveri.engine.contract import KvPushFailed
 from kaveri.errors import KaveriError
 from services.decode.instance import DecodeInstance
-from services.prefill.instance import PrefillInstance
-from services.prefill.requests import Placed, PrefillRequest
+from services.prefill.requests import Adopted, Failed, Placed, PrefillRequest
 
 
 class Adoption:
     """The HandOver of a colocated instance. For one event loop."""
 
-    def __init__(self, instance_id: str, incarnation: int, prefill: PrefillInstance, decode: DecodeInstance) -> None:
+    def __init__(self, instance_id: str, incarnation: int, decode: DecodeInstance) -> None:
         self._instance_id = instance_id
         self._incarnation = incarnation
-        self._prefill = prefill
         self._decode = decode
 
     at_first_token = True
@@ -35,10 +33,10 @@ class Adoption:
                 request.predicted_length,
             )
         except KaveriError as error:
-            self._prefill.fail(request, error)
+            request.report(request, Failed(error))
             return
-        request.outbox.put(Placed(self._instance_id, self._incarnation, self._decode.streams.losses))
-        self._prefill.adopted(request)
+        placed = Placed(self._instance_id, self._incarnation, self._decode.streams.losses)
+        request.report(request, Adopted(placed))
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
         """Never called: nothing is pushed."""

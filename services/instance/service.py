@@ -64,7 +64,7 @@ def colocated_host(
         config.chunk_tokens,
         config.max_queue,
         metrics,
-        lambda prefill: Adoption(config.instance_id, incarnation, prefill, decode),
+        Adoption(config.instance_id, incarnation, decode),
         scheduling_batch=config.prefill_sched_batch,
         has_room=PromptRoom(engine, decode).has_room,
         forecaster=LengthForecaster.configured(config, store, engine, metrics, rng),

@@ -10,7 +10,7 @@ there it cannot be overtaken without a bound (kaveri.policy.room_line). The othe
 import asyncio
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -39,7 +39,7 @@ from kaveri.policy.placement import (
 from kaveri.telemetry.logs import get_logger
 from services.prefill.decode_peers import DecodePeers, Reservation
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.requests import Placed, PrefillRequest
+from services.prefill.requests import Failed, Placed, PrefillRequest
 
 _REST_WHEN_FULL_S = 0.02
 """An instance that refused for want of room is not asked again for this long, unless there is no other to ask."""
@@ -86,18 +86,15 @@ class Dispatcher:
         model: str,
         metrics: PrefillMetrics,
         rng: random.Random,
-        fail: Callable[[PrefillRequest, KaveriError], None],
         policy: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO,
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
     ) -> None:
-        """fail: ends a request that cannot be placed."""
         self._engine = engine
         self._layout = engine.info.layout
         self._store = store
         self._model = model
         self._metrics = metrics
         self._rng = rng
-        self._fail = fail
         self._policy = policy
         self._thresholds = thresholds
         self._turn = 0
@@ -148,12 +145,12 @@ class Dispatcher:
         try:
             await self._place(request)
         except EngineError as error:
-            self._fail(request, Unavailable(str(error)))
+            request.report(request, Failed(Unavailable(str(error))))
         except KaveriError as error:
-            self._fail(request, error)
+            request.report(request, Failed(error))
         except Exception as error:  # One request's bad luck must not end the others'.
             get_logger().exception("placement failed", request_id=request.request_id, attempt=request.attempt)
-            self._fail(request, Unavailable(f"placement failed: {error!r}"))
+            request.report(request, Failed(Unavailable(f"placement failed: {error!r}")))
 
     async def _place(self, request: PrefillRequest) -> NoReturn:
         """Goes on until end() cancels it: only the engine says that the KV has arrived."""
@@ -184,8 +181,6 @@ class Dispatcher:
             self._line.pop(request, None)
             placement.forget_place(instance_id)
             self._stop_waiting(request, placement)
-            request.outbox.put(Placed(instance_id, reservation.incarnation, reservation.stream_losses))
-            request.pushing_since_s = time.monotonic()
             placement.push_failure = loop.create_future()
             try:
                 self._engine.push_to(request.key, reservation.ticket)
@@ -193,6 +188,7 @@ class Dispatcher:
                 unfit[instance_id] = error
                 self._give_back(request, placement)
                 continue
+            request.report(request, Placed(instance_id, reservation.incarnation, reservation.stream_losses))
             failure = await placement.push_failure
             self._give_back(request, placement)
             self._failed_there(request, instance_id, "push_failed", failure.reason)

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kaveri.cluster.view import InstanceLoad
 from kaveri.engine.contract import (
@@ -37,7 +37,16 @@ from services.prefill.forecaster import LengthForecaster
 from services.prefill.hand_over import HandOver
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.queue import HasRoom, PrefillQueue
-from services.prefill.requests import FirstTokenDrawn, HandedOver, PrefillRequest, Started
+from services.prefill.requests import (
+    Adopted,
+    Failed,
+    FirstTokenDrawn,
+    HandedOver,
+    HandOverReport,
+    Placed,
+    PrefillRequest,
+    Started,
+)
 
 _BLOCKS_RETRY_S = 0.02
 """Blocks of an aborted request come back without an event, once no transfer can touch them: look again after this."""
@@ -57,12 +66,12 @@ class PrefillInstance:
         chunk_tokens: int,
         max_queue: int,
         metrics: PrefillMetrics,
-        hand_over: Callable[["PrefillInstance"], HandOver],
+        hand_over: HandOver,
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
         has_room: HasRoom | None = None,
         forecaster: LengthForecaster | None = None,
     ) -> None:
-        """max_queue: requests that wait for the engine. hand_over: makes what takes the requests on from here.
+        """max_queue: requests that wait for the engine. hand_over: takes the requests on from here.
 
         scheduling_batch: most prompts that the policy orders together. has_room: asked before a prompt is submitted,
         where the engine decodes as well. forecaster: says how long answers will be; None: nobody does.
@@ -72,7 +81,7 @@ class PrefillInstance:
         self._chunk_tokens = chunk_tokens
         self._metrics = metrics
         self._queue = PrefillQueue(engine, policy, chunk_tokens, max_queue, scheduling_batch, has_room)
-        self._hand_over = hand_over(self)
+        self._hand_over = hand_over
         self._forecaster = forecaster
         self._numbers = itertools.count(1)
         self._requests: dict[AttemptKey, PrefillRequest] = {}
@@ -123,6 +132,7 @@ class PrefillInstance:
             engine_request=EngineRequest(key, token_ids, generated_count, params),
             arrived_s=now_s,
             deadline_s=now_s + min(LONGEST_REQUEST_S if timeout_s is None else timeout_s, LONGEST_REQUEST_S),
+            report=self._reported,
             predicted_length=settled_length(params),
         )
         if former is not None:
@@ -154,16 +164,23 @@ class PrefillInstance:
         if request is not None and request.attempt <= attempt and request.router_id == router_id:
             self._end(request, "cancelled", None)
 
-    def adopted(self, request: PrefillRequest) -> None:
-        """The request goes on where it was computed; its KV stays where it is."""
-        assert request.first_token_s is not None
-        tail_s = time.monotonic() - request.first_token_s
-        request.outbox.put(HandedOver(0, 0.0, tail_s, NO_TRANSPORT))
-        self._end(request, "handed_over", None)
-
     def fail(self, request: PrefillRequest, error: KaveriError) -> None:
         """Ends a request that cannot be handed over."""
         self._end(request, "failed", error)
+
+    def _reported(self, request: PrefillRequest, report: HandOverReport) -> None:
+        match report:
+            case Placed():
+                request.pushing_since_s = time.monotonic()
+                request.outbox.put(report)
+            case Adopted():
+                assert request.first_token_s is not None
+                tail_s = time.monotonic() - request.first_token_s
+                request.outbox.put(report.placed)
+                request.outbox.put(HandedOver(0, 0.0, tail_s, NO_TRANSPORT))
+                self._end(request, "handed_over", None)
+            case Failed():
+                self.fail(request, report.error)
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:

@@ -1,6 +1,7 @@
 """One request on its way through a prefill instance, and what its router is told. No I/O."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kaveri.engine.contract import AttemptKey, EngineRequest
@@ -47,6 +48,24 @@ class HandedOver:
 
 
 Progress = Started | Placed | FirstTokenDrawn | HandedOver
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The engine that computed the request decodes it too; nothing is pushed."""
+
+    placed: Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request cannot be handed over."""
+
+    error: KaveriError
+
+
+HandOverReport = Placed | Adopted | Failed
+"""What a hand-over reports about a request. Placed: room is reserved and the push has begun."""
 
 
 class ProgressOutbox:
@@ -97,6 +116,8 @@ class PrefillRequest:
     engine_request: EngineRequest
     arrived_s: float
     deadline_s: float
+    report: Callable[["PrefillRequest", HandOverReport], None]
+    """How the hand-over tells the owner of the request what has happened. The owner may end the request within."""
     predicted_length: TokenRange | None = None
     """Tokens of the whole answer, earlier attempts included. None: unknown."""
     outbox: ProgressOutbox = field(default_factory=ProgressOutbox)

@@ -41,18 +41,15 @@ def prefill_host(
     """A prefill instance around `engine`, which it owns from now on. rng: for its choices of peers."""
     metrics = PrefillMetrics(engine, registry)
 
-    def dispatcher(instance: PrefillInstance) -> Dispatcher:
-        return Dispatcher(
-            engine,
-            store,
-            config.model_name,
-            metrics,
-            rng,
-            instance.fail,
-            policy=config.decode_placement,
-            thresholds=config.heavy_thresholds,
-        )
-
+    dispatcher = Dispatcher(
+        engine,
+        store,
+        config.model_name,
+        metrics,
+        rng,
+        policy=config.decode_placement,
+        thresholds=config.heavy_thresholds,
+    )
     instance = PrefillInstance(
         engine,
         config.prefill_policy,

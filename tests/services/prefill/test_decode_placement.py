@@ -24,7 +24,7 @@ from kaveri.policy.length import TokenRange
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill import decode_peers, dispatcher
 from services.prefill.dispatcher import Dispatcher
-from services.prefill.requests import Placed, PrefillRequest
+from services.prefill.requests import Failed, HandOverReport, Placed, PrefillRequest
 from tests.services.prefill.scripted import MODEL, ScriptedDecode, ScriptedEngine, eventually, new_metrics, params
 
 FULL = NoCapacity("decode", 0.1)
@@ -46,16 +46,19 @@ class World:
             MODEL,
             self.metrics,
             random.Random(0),
-            self.fail,
             policy=DecodePlacementPolicy.ROUND_ROBIN,
         )
         self.running = asyncio.create_task(self.dispatcher.run())
         self._number = 0
 
-    def fail(self, request: PrefillRequest, error: KaveriError) -> None:
+    def reported(self, request: PrefillRequest, report: HandOverReport) -> None:
         """As the instance does."""
-        self.failed[request.request_id] = error
-        self.dispatcher.end(request, handed_over=False)
+        match report:
+            case Placed():
+                request.outbox.put(report)
+            case Failed():
+                self.failed[request.request_id] = report.error
+                self.dispatcher.end(request, handed_over=False)
 
     async def decode(self, *, registered: bool = True, **load: Any) -> ScriptedDecode:
         """One more; `load` is what it says of itself."""
@@ -74,7 +77,7 @@ class World:
         key = AttemptKey(request_id, self._number)
         now_s = time.monotonic()
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
-        request = PrefillRequest(key, 3, "router", engine_request, now_s, now_s + timeout_s, **fields)
+        request = PrefillRequest(key, 3, "router", engine_request, now_s, now_s + timeout_s, self.reported, **fields)
         self.dispatcher.begin(request)
         return request
 
@@ -116,7 +119,6 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     assert (len(asked.token_ids), asked.generated_count) == (20, 0)
     assert (asked.predicted_length.low, asked.predicted_length.high) == (7, 9)
     assert 0 < asked.timeout_s <= 60
-    assert request.pushing_since_s is not None
     assert world.outcome("reserved") == 1
     # Once is enough.
     world.dispatcher.begin(request)

@@ -417,7 +417,7 @@ def request(number: int, tokens: int = 5) -> PrefillRequest:
     key = AttemptKey(f"r{number}", number)
     engine_request = EngineRequest(key, tuple(prompt(number, tokens)), 0, SamplingParams(max_tokens=400, seed=0))
     now_s = time.monotonic()
-    return PrefillRequest(key, 1, "router", engine_request, now_s, now_s + 60.0)
+    return PrefillRequest(key, 1, "router", engine_request, now_s, now_s + 60.0, lambda *_: None)
 
 
 async def test_what_is_accepted_at_the_same_moment_is_asked_in_one_call(

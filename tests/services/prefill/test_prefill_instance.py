@@ -46,7 +46,7 @@ class World:
             CHUNK_TOKENS,
             max_queue,
             self.metrics,
-            lambda _: self.hand_over,
+            self.hand_over,
             has_room=has_room,
         )
 

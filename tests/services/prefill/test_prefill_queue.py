@@ -38,7 +38,9 @@ def queue_of(
 def request(number: int, token_count: int) -> PrefillRequest:
     key = AttemptKey(f"r{number}", number)
     params = SamplingParams(max_tokens=2, seed=0)
-    return PrefillRequest(key, 1, "router", EngineRequest(key, (1,) * token_count, 0, params), 0.0, 1.0)
+    return PrefillRequest(
+        key, 1, "router", EngineRequest(key, (1,) * token_count, 0, params), 0.0, 1.0, lambda *_: None
+    )
 
 
 async def test_the_engine_gets_two_chunks_of_work_and_the_rest_waits() -> None:
