@@ -1,1 +1,1 @@
-"""The colocated service: both phases on one engine. The only one that puts two services together."""
+"""The colocated service: both phases on one engine. The only service that imports others: prefill and decode."""

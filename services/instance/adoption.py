@@ -1,4 +1,4 @@
-"""The hand-over that moves nothing: a computed prompt goes on in the running batch of the engine that computed it."""
+"""The hand-over without a transfer: decode continues on the engine that computed the prompt."""
 
 import time
 
@@ -17,13 +17,13 @@ class Adoption:
         self._decode = decode
 
     at_first_token = True
-    """There is always a place: adoption never fails for want of room. So there is nothing to look for earlier."""
+    """Adoption always has room, so no place has to be found before the first token."""
 
     async def run(self) -> None:
-        """Nothing to do beside the events."""
+        """No background work."""
 
     def begin(self, request: PrefillRequest) -> None:
-        """Hands over at once."""
+        """Hands over immediately."""
         try:
             self._decode.adopt(
                 request.engine_request,
@@ -39,7 +39,7 @@ class Adoption:
         request.report(request, Adopted(placed))
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
-        """Never called: nothing is pushed."""
+        """Never called: this hand-over pushes nothing."""
 
     def end(self, request: PrefillRequest, handed_over: bool) -> None:
-        """Nothing is kept for a request here."""
+        """Does nothing: no state is kept per request."""

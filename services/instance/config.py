@@ -1,4 +1,4 @@
-"""A colocated instance's settings: those of both phases, without those of what passes between instances."""
+"""A colocated instance's settings: those of both phases, without those of pushes."""
 
 from dataclasses import dataclass
 
@@ -8,4 +8,4 @@ from services.prefill.config import PromptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ColocatedConfig(PromptConfig, BatchConfig):
-    """Computes prompts and generates their tokens on one engine; chunks of prompts ride in the decode steps."""
+    """Computes prompts and generates their tokens on one engine; chunks of prompts are mixed into decode steps."""

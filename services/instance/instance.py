@@ -1,4 +1,4 @@
-"""One colocated instance at work: hears the engine's events for both phases and speaks with one voice of both."""
+"""One colocated instance: passes the engine's events to both phases and reports one load for both."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from services.prefill.instance import PrefillInstance
 class ColocatedInstance:
     """The HostedRole of a colocated instance. For one event loop.
 
-    A request is prefill's until its first token and decode's from then on. It is never in neither: prefill hands it
-    over within the turn in which it hears of that token.
+    Prefill owns a request until its first token, decode from then on. Prefill hands it over in the same event-loop turn
+    in which it receives that token, so exactly one phase owns it at any time.
     """
 
     def __init__(self, prefill: PrefillInstance, decode: DecodeInstance) -> None:
@@ -27,7 +27,7 @@ class ColocatedInstance:
             tasks.create_task(self._decode.run())
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        # Prefill first: what it hands over is admitted in the same turn. Each ignores the other's requests.
+        # Prefill first: requests that it hands over are admitted in the same turn. Each ignores the other's requests.
         self._prefill.handle(events)
         self._decode.handle(events)
 
@@ -46,7 +46,7 @@ class ColocatedInstance:
         self._decode.drain()
 
     async def wait_idle(self) -> None:
-        # In the order in which requests pass through; none comes in any more.
+        # In the order that requests pass through. New ones are refused by now.
         await self._prefill.wait_idle()
         await self._decode.wait_idle()
 

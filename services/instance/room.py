@@ -1,4 +1,4 @@
-"""Room for prompts in a pool that answers grow in."""
+"""Whether a prompt fits into a pool that running answers also use."""
 
 from collections.abc import Collection
 
@@ -8,7 +8,7 @@ from services.prefill.requests import PrefillRequest
 
 
 class PromptRoom:
-    """Says what a decode instance says to a reservation: whether there are blocks that are not meant for others."""
+    """Applies a decode instance's rule for reservations: enough free blocks beside those kept for other requests."""
 
     def __init__(self, engine: Engine, decode: DecodeInstance) -> None:
         self._engine = engine
@@ -16,10 +16,10 @@ class PromptRoom:
         self._decode = decode
 
     def has_room(self, request: PrefillRequest, computing: Collection[PrefillRequest]) -> bool:
-        """Whether the prompt fits beside what the admission policy keeps for answers. For PrefillQueue.
+        """Whether the prompt fits beside the blocks that the admission policy keeps for answers. For PrefillQueue.
 
-        It counts with the token that is drawn behind it: adopted without a block for that, it would be preempted at
-        once. So do those that are being computed, which hold the blocks of their prompts only.
+        Counts one token more than the prompt: without a block for its first token it would be preempted immediately
+        after adoption. The prompts being computed count the same way, since they hold blocks for their prompts only.
         """
         first = next(iter(computing), None)
         kept = self._decode.kept_blocks(

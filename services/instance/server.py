@@ -1,4 +1,4 @@
-"""DecodeService of a colocated instance: takes no pushes, and ends requests in either phase."""
+"""DecodeService of a colocated instance: refuses reservations, and aborts requests in either phase."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from services.prefill.instance import PrefillInstance
 
 
 class ColocatedDecodeServer(DecodeServer):
-    """Answers for the decode side of one engine whose prefill side is `prefill`."""
+    """The decode side of one engine whose prefill side is `prefill`."""
 
     def __init__(self, prefill: PrefillInstance, decode: DecodeInstance, incarnation: int) -> None:
         super().__init__(decode, incarnation)
@@ -27,7 +27,8 @@ class ColocatedDecodeServer(DecodeServer):
     async def Abort(  # noqa: N802
         self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.AbortResponse:
-        # A router's Abort may overtake the cancellation of its Prefill call; the request would be adopted in between.
+        # A router's Abort may arrive before the cancellation of its Prefill call; without this the request would be
+        # adopted in between.
         for attempt in request.attempts:
             self._prefill.abort(attempt.request_id, attempt.attempt, attempt.router_id)
         return await super().Abort(request, context)

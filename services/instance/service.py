@@ -1,4 +1,4 @@
-"""Puts a colocated instance together from its settings, and serves it."""
+"""Builds a colocated instance from its settings and runs it."""
 
 import asyncio
 import random
@@ -30,9 +30,9 @@ from services.prefill.metrics import PrefillMetrics
 
 async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    # Of others it only asks predictors, which the broadcasts name.
+    # It calls predictors only, and the broadcasts name these.
     async with RedisStore(config.redis_url, config.cluster_name, follow=Follow.BROADCASTS) as store:
-        # The engine before the lease: nobody should be sent here while a model loads.
+        # Load before registering: routers must not find this instance while the model loads.
         engine = await load_engine(config.engine_settings(receives=False), stopping)
         if engine is None:
             return 0
@@ -46,7 +46,7 @@ def colocated_host(
     rng: random.Random,
     registry: CollectorRegistry = REGISTRY,
 ) -> InstanceHost:
-    """A colocated instance around `engine`, which it owns from now on. rng: for its choices of predictors."""
+    """A colocated instance around `engine`, which it owns from now on. rng: chooses predictors."""
     incarnation = new_incarnation()
     decode = DecodeInstance(
         engine,

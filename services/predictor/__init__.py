@@ -1,1 +1,1 @@
-"""The predictor service: says how long answers will be, before they are generated."""
+"""The predictor service: predicts how long answers will be, before they are generated."""

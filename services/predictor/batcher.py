@@ -1,7 +1,7 @@
-"""Computes prompts that wait at the same time together: a bounded queue, batches of a fixed size, one at a time.
+"""Batches the prompts that wait: a bounded queue, a limit per batch, one batch at a time.
 
-TetriInfer (arXiv 2401.11181, section 3.3.2) pads a batch to its longest prompt, so a long prompt would make all others
-of its batch pay for its length: prompts beyond a cut-off run alone.
+A batch is padded to its longest prompt (TetriInfer, arXiv 2401.11181, section 3.3.2), so one long prompt slows down
+all others of its batch. Prompts above a limit run alone.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from services.predictor.metrics import PredictorMetrics
 from services.predictor.worker import WorkerThread
 
 _RETRY_AFTER_S = 0.1
-"""Said to callers when the queue is full: a few batches later there is room."""
+"""Retry delay for callers when the queue is full: a few batches."""
 
 
 class LengthModel(Protocol):
-    """What predicts; kaveri.predictor.bundle.LengthPredictor is the real one."""
+    """A predictor; kaveri.predictor.bundle.LengthPredictor is the real one."""
 
     model: str
-    """Name of the served model that it was made for."""
+    """Name of the served model that it was trained for."""
     granularity: int
     """Tokens per bucket."""
     bucket_count: int
@@ -33,10 +33,10 @@ class LengthModel(Protocol):
     vocab_size: int
     """Of the served model's tokenizer."""
     max_prompt_tokens: int
-    """Longer prompts are cut."""
+    """Longer prompts are truncated."""
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Token ids of the served model -> probability of each bucket. Blocks; called by one thread."""
+        """Token ids of the served model to the probability of each bucket. Blocks; called by one thread."""
 
     def range_of(self, bucket: int) -> TokenRange:
         """The answer lengths of a bucket."""
@@ -61,9 +61,9 @@ class PredictionBatcher:
         max_queue: int,
         metrics: PredictorMetrics,
     ) -> None:
-        """batch_prompts: most prompts computed together. long_prompt_tokens: longer prompts are computed alone.
+        """batch_prompts: most prompts in a batch. long_prompt_tokens: longer prompts are computed alone.
 
-        max_queue: prompts that wait; predict() refuses more.
+        max_queue: most waiting prompts; predict() refuses more.
         """
         self._model = model
         self._worker = worker
@@ -89,10 +89,10 @@ class PredictionBatcher:
         return self._computing
 
     async def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The probability of each bucket for each prompt, in their order.
+        """Returns the probability of each bucket for each prompt, in the order of `prompts`.
 
-        Raises NoCapacity when not all prompts fit the queue, Unavailable when the predictor failed. Cancelled, prompts
-        that were not begun are never computed.
+        Raises NoCapacity when not all prompts fit the queue, Unavailable when the predictor failed. On cancellation,
+        prompts that still wait are dropped.
         """
         if len(self._waiting) + len(prompts) > self._max_queue:
             self._metrics.prompts.labels("refused").inc(len(prompts))
@@ -103,7 +103,7 @@ class PredictionBatcher:
         self._arrived.set()
         self._idle.clear()
         try:
-            # Not gather(): where one fails it would leave the others' errors to nobody.
+            # Not gather(): after one failure it would leave the other errors unread.
             await asyncio.wait([entry.answer for entry in entries])
             return [entry.answer.result() for entry in entries]
         finally:
@@ -114,7 +114,7 @@ class PredictionBatcher:
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Computes batches until cancelled; then fails what is left as unavailable."""
+        """Computes batches until cancelled; then fails the remaining prompts with Unavailable."""
         batch: list[_WaitingPrompt] = []
         try:
             while True:
@@ -147,8 +147,8 @@ class PredictionBatcher:
         try:
             rows = await self._worker.call(self._model.predict, [entry.token_ids for entry in batch])
             check_rows(rows, len(batch), self._model.bucket_count)
-        except Exception as error:  # Whatever a model raises must not end the service.
-            get_logger().exception("prediction failed", prompts=len(batch), error=repr(error))
+        except Exception as error:  # No error of a model may end the service.
+            get_logger().exception("prediction_failed", prompts=len(batch), error=repr(error))
             self._metrics.prompts.labels("failed").inc(len(batch))
             _fail(batch, Unavailable(f"the predictor failed: {error!r:.200}"))
             return
@@ -157,7 +157,7 @@ class PredictionBatcher:
         ended_s = time.monotonic()
         self._metrics.batch_seconds.observe(ended_s - started_s)
         for entry, row in zip(batch, rows, strict=True):
-            # Nobody waits any more for one that was cancelled while it was computed.
+            # Done already: cancelled while it was computed.
             if not entry.answer.done():
                 entry.answer.set_result(row)
                 self._metrics.seconds.observe(ended_s - entry.arrived_s)
@@ -169,14 +169,14 @@ class PredictionBatcher:
             if entry.answer.cancel():
                 self._metrics.prompts.labels("dropped").inc()
             elif not entry.answer.cancelled():
-                entry.answer.exception()  # asyncio would complain about one that nobody looked at
+                entry.answer.exception()  # asyncio logs errors that are never read
 
 
 def choose_batch(prompt_tokens: Sequence[int], batch_prompts: int, long_prompt_tokens: int) -> list[int]:
-    """Which of the waiting prompts to compute next, as places in ascending order. Pure.
+    """The waiting prompts to compute next, as indices in ascending order. Pure.
 
-    prompt_tokens: the prompts' lengths in the order of their arrival. The first one is always taken, so nobody starves:
-    alone when it is long, else with the next short ones.
+    prompt_tokens: the prompts' lengths in order of arrival. The first one is always taken, so no prompt starves: alone
+    when it is long, else with the next short ones.
     """
     if not prompt_tokens:
         return []
@@ -192,7 +192,7 @@ def choose_batch(prompt_tokens: Sequence[int], batch_prompts: int, long_prompt_t
 
 
 def check_rows(rows: Sequence[Sequence[float]], prompt_count: int, bucket_count: int) -> None:
-    """Raises ValueError unless there is one row of `bucket_count` probabilities per prompt."""
+    """Raises ValueError unless each prompt has a row of `bucket_count` probabilities."""
     if len(rows) != prompt_count:
         raise ValueError(f"{len(rows)} predictions for {prompt_count} prompts")
     for row in rows:

@@ -8,7 +8,7 @@ from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ServiceConfig
 
 _LEAST_CALL_PROMPTS = 64
-"""Prefill instances send up to so many prompts in a call, and would be shut out by a lower limit."""
+"""Prefill instances send up to this many prompts in one call; a lower limit would refuse them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class PredictorConfig(ServiceConfig):
     """Predicts how long the answers of one served model will be."""
 
     model: str = setting(
-        "model whose answers are predicted; the predictor must have been made for it", KAVERI_TINY, present
+        "model whose answers are predicted; the predictor must be trained for it", KAVERI_TINY, present
     )
     served_model_name: str = setting("name under which that model is asked for; empty: the value of --model", "")
     predictor: str = setting("the predictor: a folder or a bundled name; empty: the one bundled for --model", "")
@@ -32,8 +32,8 @@ class PredictorConfig(ServiceConfig):
         least=_LEAST_CALL_PROMPTS,
     )
     max_call_prompts: int = setting(
-        f"prompts of one call; more are refused with INVALID_ARGUMENT. At least {_LEAST_CALL_PROMPTS}: so many a "
-        "prefill instance sends at once",
+        f"prompts of one call; more are refused with INVALID_ARGUMENT. At least {_LEAST_CALL_PROMPTS}: a prefill "
+        "instance sends that many at once",
         256,
         least=_LEAST_CALL_PROMPTS,
     )
@@ -46,10 +46,10 @@ class PredictorConfig(ServiceConfig):
 
     @property
     def model_name(self) -> str:
-        """The name under which the cluster knows the model."""
+        """The model's name in the cluster."""
         return self.served_model_name or self.model
 
     @property
     def predictor_path(self) -> str:
-        """Where the predictor is: a folder or a bundled name."""
+        """A folder or a bundled name."""
         return self.predictor or self.model

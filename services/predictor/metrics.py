@@ -8,7 +8,7 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class PredictorMetrics:
-    """One set per process; tests that host several instances give each a registry of its own."""
+    """One set per process; tests that host several instances give each its own registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.seconds = Histogram(

@@ -1,4 +1,4 @@
-"""LengthPredictorService over gRPC: messages to domain values and back, and the checks of what comes in."""
+"""LengthPredictorService over gRPC: converts messages to domain values and back, and validates requests."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from services.predictor.metrics import PredictorMetrics
 SERVICE_NAME = predictor_pb2.DESCRIPTOR.services_by_name["LengthPredictorService"].full_name
 
 _LONGEST_CALL_S = 30.0
-"""Time given to a call, whatever its deadline: a prediction that comes later is of no use to anybody."""
+"""Longest time of a call, also when its deadline is later: a later prediction is useless."""
 
 
 class PredictorServer(LengthPredictorServiceServicer):
-    """Answers from one batcher."""
+    """Validates calls and passes their prompts to one batcher."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class PredictorServer(LengthPredictorServiceServicer):
         max_call_prompts: int,
         metrics: PredictorMetrics,
     ) -> None:
-        """model_name: the name under which the model is served whose answers are predicted."""
+        """model_name: the served name of the model whose answers are predicted."""
         self._model = model
         self._model_name = model_name
         self._batcher = batcher
@@ -65,9 +65,9 @@ class PredictorServer(LengthPredictorServiceServicer):
         truncated = [len(prompt) > limit for prompt in prompts]
         self._metrics.truncated.inc(sum(truncated))
         try:
-            # gRPC cancels this coroutine too when the deadline has passed, some time after it.
+            # gRPC also cancels this coroutine after the deadline, but later.
             async with asyncio.timeout(min(_LONGEST_CALL_S if remaining_s is None else remaining_s, _LONGEST_CALL_S)):
-                # Cut before they wait: what is not read need not be kept.
+                # Truncate before queueing, so the unread tail is not kept in memory.
                 rows = await self._batcher.predict([cut_prompt(prompt, limit) for prompt in prompts])
         except TimeoutError as error:
             raise DeadlineExceeded("the prediction") from error

@@ -1,4 +1,4 @@
-"""Puts a predictor instance together from its settings, and serves it: load, register, serve, drain."""
+"""Builds a predictor instance from its settings and runs it: load, register, serve, drain."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from services.predictor.server import SERVICE_NAME, PredictorServer
 from services.predictor.worker import WorkerThread
 
 _STOP_GRACE_S = 1.0
-"""Seconds for last answers to leave once nothing is in flight."""
+"""Seconds for the last answers to be sent once nothing is in flight."""
 
 
 async def serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
@@ -31,7 +31,7 @@ async def serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
     worker = WorkerThread("predictor")
     try:
         async with RedisStore(config.redis_url, config.cluster_name) as store:
-            # The model before the lease: nobody should be sent here while it loads.
+            # Load before registering: callers must not find this instance while the model loads.
             model = await _load_unless_stopped(config, worker, stopping)
             if model is not None:
                 await PredictorHost(config, model, worker, store).serve(stopping)
@@ -41,7 +41,7 @@ async def serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
 
 
 class PredictorHost:
-    """The life of one predictor as a service: registers it, serves it, drains it."""
+    """Runs one predictor as a service: registers it, serves it, drains it."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PredictorHost:
         store: ClusterStore,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """worker: the thread on which `model` computes; stays the caller's. store: connected already."""
+        """worker: the thread on which `model` computes; the caller closes it. store: connected already."""
         metrics = PredictorMetrics(registry)
         self._config = config
         self._store = store
@@ -64,12 +64,12 @@ class PredictorHost:
         self._server.add(partial(add_LengthPredictorServiceServicer_to_server, self._servicer))
         self._state = InstanceState.READY
         self.started = asyncio.Event()
-        """Set once calls are taken."""
+        """Set once calls are accepted."""
         self.address = ""
-        """Where others reach it, known once started."""
+        """The advertised address; empty before `started`."""
 
     async def serve(self, stopping: asyncio.Event) -> None:
-        """Serves until `stopping` is set, then drains. Raises ConfigError when the address cannot be had."""
+        """Serves until `stopping` is set, then drains. Raises ConfigError when the address cannot be bound."""
         await self._server.start()
         self.address = self._config.advertised_address(self._server.port)
         heartbeat = Heartbeat(self._store, self._record(), self.load, self._config.heartbeat_interval_s)
@@ -80,7 +80,7 @@ class PredictorHost:
                 await self._server.ready()
                 self.started.set()
                 get_logger().info(
-                    "serving", address=self.address, model=self._config.model_name, predictor=self._version
+                    "service_started", address=self.address, model=self._config.model_name, predictor=self._version
                 )
                 await stopping.wait()
                 self._state = InstanceState.DRAINING
@@ -98,7 +98,7 @@ class PredictorHost:
             await self._server.stop(0)
 
     def load(self) -> InstanceLoad:
-        """What a heartbeat says now; requests are prompts."""
+        """The load that the next heartbeat reports; its requests are prompts."""
         return InstanceLoad(
             state=self._state,
             waiting_requests=self._batcher.waiting_count,
@@ -119,9 +119,9 @@ class PredictorHost:
 
 
 def check_model(model: LengthModel, config: PredictorConfig) -> None:
-    """Raises ConfigError when the predictor was made for another model than is served, or cannot predict at all.
+    """Raises ConfigError when the predictor was trained for another model, or cannot predict.
 
-    Blocks. It predicts once, so that the first caller does not pay for what torch sets up at its first use.
+    Blocks. Predicts once, so the first caller does not wait for torch's set-up.
     """
     if model.model not in (config.model, config.model_name):
         reason = f"{config.predictor_path} was made for model {model.model!r}, not for {config.model_name!r}"
@@ -149,7 +149,7 @@ async def _load_unless_stopped(
 
 
 def _load(config: PredictorConfig) -> LengthModel:
-    # Brings torch, which takes seconds: only once it is known that there is something to do.
+    # Imports torch, which takes seconds: do it only when a model is loaded.
     from transformers.utils import logging
 
     from kaveri.predictor.bundle import LengthPredictor

@@ -1,4 +1,4 @@
-"""The one thread on which a predictor is loaded and computes, so that the event loop never waits for arithmetic."""
+"""The thread that loads the predictor and computes with it, so the event loop never waits for computation."""
 
 import asyncio
 import queue
@@ -12,10 +12,10 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkerThread:
-    """Runs one call at a time, in the order of asking. Used from one event loop.
+    """Runs calls one at a time, in order. Used from one event loop.
 
-    A daemon: a call that hangs does not keep the process from ending. One thread for good and not one per call, because
-    torch gives every thread that calls it a team of threads of its own.
+    A daemon thread: a call that hangs does not stop the process from exiting. One thread for all calls, because torch
+    creates a thread pool for every thread that calls it.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,11 +25,12 @@ class WorkerThread:
     async def call(
         self, function: Callable[ParamsT, ResultT], *args: ParamsT.args, **kwargs: ParamsT.kwargs
     ) -> ResultT:
-        """What function(*args, **kwargs) returns or raises. Cancelled, a call that has begun runs on for nobody."""
+        """Returns or raises what function(*args, **kwargs) does. A call that has begun cannot be cancelled: it runs to
+        its end and its result is dropped."""
         outcome: Future[ResultT] = Future()
 
         def run() -> None:
-            # From here on it cannot be cancelled: its outcome may be set although nobody may wait for it.
+            # From here on it cannot be cancelled.
             if not outcome.set_running_or_notify_cancel():
                 return
             try:
@@ -41,7 +42,7 @@ class WorkerThread:
         return await asyncio.wrap_future(outcome)
 
     def close(self) -> None:
-        """Ends the thread after the calls that it was given. Does not wait for it."""
+        """Ends the thread after the calls queued so far. Does not wait for it."""
         self._calls.put(None)
 
     def _work(self) -> None:
