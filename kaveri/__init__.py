@@ -21,6 +21,7 @@ from kaveri.client import (
     Timing,
     Usage,
 )
+from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
 from kaveri.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -34,7 +35,6 @@ from kaveri.errors import (
     RequestCancelled,
     Unavailable,
 )
-from kaveri.sampling import FinishReason, Logprobs, SamplingParams
 
 __all__ = [
     "AsyncClient",

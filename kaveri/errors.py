@@ -15,7 +15,7 @@ KaveriError
 ├── InternalError         a bug in this process, written to its log: reason
 └── ConfigError           a process cannot start like this: field, reason
 
-How each travels as a gRPC status is said in one place, kaveri/rpc/status.py.
+How each travels as a gRPC status is said in one place, kaveri/wire/status.py.
 """
 
 from collections.abc import Sequence

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.support.harness import Options, Report, run
 from kaveri.engine.factory import DEFAULT_CHUNK_TOKENS
-from kaveri.profile.file import Profile, read_profile
-from kaveri.profile.saturation import throughput_curve
+from kaveri.latency.profile import Profile, read_profile
+from kaveri.latency.saturation import throughput_curve
 
 _TIMEOUT_S = 900.0
 
@@ -58,7 +58,17 @@ def default_rate(profile: Profile) -> float:
 
 def profile_once(path: Path, flags: list[str], quick: bool) -> Profile:
     """Raises CalledProcessError."""
-    command = [sys.executable, "-P", "-m", "kaveri.profile", *flags, "--out", str(path), "--quick", str(quick).lower()]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kaveri.profiling",
+        *flags,
+        "--out",
+        str(path),
+        "--quick",
+        str(quick).lower(),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, timeout=_TIMEOUT_S, stdout=subprocess.DEVNULL)
     return read_profile(path)

@@ -25,14 +25,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.support.harness import Options, Report, run
-from kaveri.kv.block_map import map_blocks
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.mapped_sender import STAGING_BYTES, MappedSender
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver
-from kaveri.kv.regions import copy_regions
-from kaveri.kv.sender import PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.block_map import map_blocks
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.layout.regions import copy_regions
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.mapped_sender import STAGING_BYTES, MappedSender
+from kaveri.kv.transfer.receiver import KvReceiver
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES, TRANSPORT_NAMES, make_transports
 from kaveri.telemetry.logs import configure_logs
 

@@ -40,11 +40,11 @@ from benchmarks.support.compute import Multiplier, wait_until
 from benchmarks.support.harness import Options, Report, run
 from benchmarks.support.single_requests import TimedAnswer, ask
 from kaveri import AsyncClient
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import KvReceiver
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES, make_transports
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack

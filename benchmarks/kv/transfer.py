@@ -28,8 +28,8 @@ import numpy as np
 from benchmarks.support.harness import Options, Report, run
 from benchmarks.support.local_copies import EACH, GATHER_SCATTER, MEMCPY, LocalCopies
 from benchmarks.support.receiving_process import ReceivingProcess, receiving_process
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
 from kaveri.telemetry.logs import configure_logs
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -19,16 +19,16 @@ from typing import Any
 from benchmarks.support.bursts import LATENCY_MODEL, PAPER, SHAREGPT_PROMPT_TOKENS, read_metric, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
-from kaveri.engine.fake import FakeModel
+from kaveri.domain.length import RangeEnd
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.loadgen.driver import LoadRun
 from kaveri.loadgen.report import jct_s
-from kaveri.loadgen.workload import PlannedRequest, RequestLengths
 from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.length import RangeEnd
-from kaveri.predictor.prompts import Prompt
 from kaveri.rpc.server import RpcServer
 from kaveri.v1 import predictor_pb2
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceServicer, add_LengthPredictorServiceServicer_to_server
+from kaveri.workload.prompts import Prompt
+from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 MEDIAN_ANSWER_TOKENS = 128
 """ShareGPT's in the paper (section 5.1)."""

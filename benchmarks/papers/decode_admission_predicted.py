@@ -25,9 +25,9 @@ from benchmarks.papers.decode_admission import (
 from benchmarks.support.bursts import send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
-from kaveri.loadgen.workload import PlannedRequest, RequestLengths
 from kaveri.models import KAVERI_TINY, bundled_predictor
-from kaveri.predictor.prompts import Prompt
+from kaveri.workload.prompts import Prompt
+from kaveri.workload.requests import PlannedRequest, RequestLengths
 from training.predictor.make_prompts import make_prompts
 
 MOST_ANSWER_TOKENS = 512

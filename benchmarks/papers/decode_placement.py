@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from benchmarks.support.bursts import LATENCY_MODEL, PAPER, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.loadgen.busy import busy_spans, covered_s
 from kaveri.loadgen.driver import LoadRun
-from kaveri.loadgen.workload import HEAVY_OUTPUT_TOKENS, PlannedRequest, WorkloadClass, draw_lengths
 from kaveri.policy.placement import DecodePlacementPolicy
+from kaveri.workload.requests import HEAVY_OUTPUT_TOKENS, PlannedRequest, WorkloadClass, draw_lengths
 
 POLICIES = (DecodePlacementPolicy.HEAVY_LIGHT, DecodePlacementPolicy.RANDOM, DecodePlacementPolicy.IMBALANCE)
 REQUESTS_PER_INSTANCE = 32

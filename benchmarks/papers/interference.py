@@ -22,6 +22,7 @@ from types import TracebackType
 import torch
 
 from benchmarks.support.harness import Options, Report, run
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import (
     AttemptKey,
     EngineEvent,
@@ -31,13 +32,12 @@ from kaveri.engine.contract import (
     PrefillStarted,
     StepTokens,
 )
-from kaveri.engine.fake import FakeModel, FakeRunner
-from kaveri.engine.latency import load_latency_model
-from kaveri.engine.runner import ModelRunner
-from kaveri.engine.stepwise import StepwiseEngine
-from kaveri.engine.timed import TimedRunner
+from kaveri.engine.stepwise.engine import StepwiseEngine
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.engine.stepwise.runner import ModelRunner
+from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.engine.transformers.loading import load_runner
-from kaveri.sampling import SamplingParams
+from kaveri.latency.model import load_latency_model
 from kaveri.telemetry.logs import configure_logs
 
 LIGHT_PROMPT, HEAVY_PROMPT = 18, 512

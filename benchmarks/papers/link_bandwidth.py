@@ -23,8 +23,8 @@ from pathlib import Path
 from benchmarks.support.harness import Options, Report, run
 from benchmarks.support.single_requests import ask
 from kaveri import AsyncClient
-from kaveri.engine.fake import FakeModel
-from kaveri.kv.link_speed import parse_link_speed
+from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 

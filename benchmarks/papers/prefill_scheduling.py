@@ -22,8 +22,8 @@ from benchmarks.support.bursts import LATENCY_MODEL, PAPER, SHAREGPT_PROMPT_TOKE
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.loadgen.driver import LoadRun
-from kaveri.loadgen.workload import PlannedRequest, RequestLengths
 from kaveri.policy.ordering import OrderingPolicy, PromptSchedule, WaitingPrompt, order_prompts
+from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 BATCH = len(SHAREGPT_PROMPT_TOKENS)
 CHUNK_TOKENS = 512

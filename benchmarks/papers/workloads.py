@@ -23,13 +23,13 @@ from typing import Any
 from benchmarks.support.bursts import LATENCY_MODEL, PAPER, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.loadgen.busy import resource_times
 from kaveri.loadgen.driver import LoadRun
 from kaveri.loadgen.report import Slo, summarize
-from kaveri.loadgen.workload import PlannedRequest, WorkloadClass, draw_lengths, gamma_arrivals, plan_requests
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
+from kaveri.workload.requests import PlannedRequest, WorkloadClass, draw_lengths, gamma_arrivals, plan_requests
 
 DISAGGREGATED, COLOCATED, HALF = "disaggregated", "colocated", "half as many, whole prompts"
 WHOLE_PROMPTS = ("--chunk-tokens", "16384")

@@ -20,7 +20,7 @@ import torch
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient, SamplingParams
 from kaveri.engine.contract import AttemptKey, EngineEvent, EngineRequest, EngineStopped, FirstToken, StepTokens
-from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack

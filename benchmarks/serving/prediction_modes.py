@@ -18,7 +18,7 @@ from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 from kaveri.models import bundled_predictor
-from kaveri.testing.redis_fixture import free_port
+from tests.support.redis_fixture import free_port
 
 MODES = ("off", "parallel", "sequential")
 CONCURRENCIES = (1, 8)

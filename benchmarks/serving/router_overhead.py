@@ -27,8 +27,8 @@ import uvloop
 from benchmarks.support.harness import ROOT, Options, Report, run
 from kaveri.local.process import ChildProcess
 from kaveri.rpc.server import check_health, open_channel
-from kaveri.testing.redis_fixture import free_port, run_redis
 from kaveri.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
+from tests.support.redis_fixture import free_port, run_redis
 
 STREAMS = 64
 STEP_S = 0.010

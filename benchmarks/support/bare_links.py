@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kaveri.kv.pool import KvPool
+from kaveri.kv.tiers.pool import KvPool
 
 BUFFERS_PER_CALL = 1024
 MESSAGE_BYTES = 1 << 20

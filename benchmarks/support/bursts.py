@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks.support.harness import Report
 from kaveri import AsyncClient
 from kaveri.loadgen.driver import LoadRun, RequestSettings, run_open
-from kaveri.loadgen.workload import PlannedRequest
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
+from kaveri.workload.requests import PlannedRequest
 
 LATENCY_MODEL = "opt-13b-a100-tp2"
 PAPER = "TetriInfer (arXiv 2401.11181)"

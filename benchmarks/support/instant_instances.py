@@ -17,7 +17,7 @@ import uvloop
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from kaveri.rpc.server import RpcServer, open_channel
 from kaveri.v1 import (
     decode_pb2,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kaveri.kv.pool import KvPool
+from kaveri.kv.tiers.pool import KvPool
 
 MEMCPY = "memcpy"
 """np.copyto, a layer at a time; of contiguous blocks."""

@@ -10,16 +10,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks.support.bare_links import BareSender, bare_receiver, bare_sender
-from kaveri.kv.digest import DigestFactory, NoDigest, xxh3
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import DigestFactory, NoDigest, xxh3
+from kaveri.kv.transfer.receiver import KvReceiver
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES, TLS, make_transports
 from kaveri.kv.transports.tls import TlsFiles
 from kaveri.telemetry.logs import configure_logs
-from kaveri.testing.certificates import Authority
+from tests.support.certificates import Authority
 
 WAIT_S = 60.0
 DIGESTS: dict[str, DigestFactory] = {"xxh3": xxh3, "none": NoDigest}

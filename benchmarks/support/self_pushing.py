@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import (
     AttemptKey,
     EngineEvent,
@@ -20,7 +21,6 @@ from kaveri.engine.contract import (
 )
 from kaveri.engine.factory import BuiltEngine, EngineSettings, build_engine
 from kaveri.errors import EngineError
-from kaveri.sampling import SamplingParams
 
 KV_CACHE_BYTES = 256 * 2**20
 _DEADLINE_S = 60.0

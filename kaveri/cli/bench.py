@@ -13,7 +13,7 @@ import typer
 from kaveri.cli import options
 from kaveri.client.async_client import DEFAULT_TARGET
 from kaveri.errors import ConfigError
-from kaveri.loadgen.workload import (
+from kaveri.workload.requests import (
     PlannedRequest,
     RequestLengths,
     Workload,
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from kaveri.client.answer import ModelInfo
     from kaveri.client.async_client import AsyncClient
-    from kaveri.cluster.view import Role
+    from kaveri.domain.view import Role
     from kaveri.loadgen.driver import LoadRun, RequestSettings
-    from kaveri.loadgen.goodput import GoodputSearch
     from kaveri.loadgen.report import Slo
-    from kaveri.predictor.prompts import Prompt
+    from kaveri.workload.goodput import GoodputSearch
+    from kaveri.workload.prompts import Prompt
 
 _WARM_UP_CONCURRENCY = 4
 _WARM_UP_SEED = 2**32
@@ -168,7 +168,7 @@ def bench(
     if plot is not None:
         check_plot(plot)
     if prompts is not None:
-        from kaveri.predictor.prompts import read_prompts
+        from kaveri.workload.prompts import read_prompts
 
         texts: list[Prompt] = [prompt for _, prompt in read_prompts(prompts)[:requests]]
         lengths = [
@@ -265,7 +265,7 @@ def _workload(
 ) -> Workload:
     if trace is None:
         return Workload(lengths=draw_lengths(workload, count, rng, max_prompt, max_output))
-    from kaveri.loadgen.traces import read_trace
+    from kaveri.workload.traces import read_trace
 
     entries = read_trace(trace, count)
     return Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
@@ -309,7 +309,7 @@ def _report(
 
     from kaveri.loadgen.report import over_runs, row, summarize
     from kaveri.loadgen.show import show_report, show_warnings
-    from kaveri.profile.output import not_written
+    from kaveri.profiling.output import not_written
 
     search = bench.goodput_search
     summaries = [summarize(run, settings.slo, roles) for _, run in bench.runs]
@@ -388,7 +388,7 @@ class _Bench:
 
     async def search_goodput(self) -> None:
         """Runs at one rate after the other; `goodput_search` knows what that has shown so far."""
-        from kaveri.loadgen.goodput import GoodputSearch, Probe
+        from kaveri.workload.goodput import GoodputSearch, Probe
 
         settings = self._settings
         assert settings.rate_per_s is not None

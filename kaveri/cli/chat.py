@@ -10,8 +10,8 @@ from kaveri.cli import options
 from kaveri.client.async_client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.request import Message
 from kaveri.client.sync_client import Client, Stream
+from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import KaveriError
-from kaveri.sampling import SamplingParams
 
 
 def chat(

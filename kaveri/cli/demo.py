@@ -16,11 +16,11 @@ from rich.text import Text
 
 from kaveri.client.answer import Chunk
 from kaveri.client.async_client import AsyncClient
+from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import KaveriError
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 from kaveri.models import KAVERI_TINY, resolve_model
-from kaveri.sampling import SamplingParams
 
 _PROMPT_COUNT = 8
 _TIMEOUT_S = 120.0

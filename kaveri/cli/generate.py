@@ -11,7 +11,7 @@ from kaveri.cli import options
 from kaveri.client.answer import Chunk
 from kaveri.client.async_client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.sync_client import Client
-from kaveri.sampling import SamplingParams
+from kaveri.domain.sampling import SamplingParams
 
 
 def generate(

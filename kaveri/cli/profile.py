@@ -14,4 +14,4 @@ def profile(
     """Measure steps of an engine on this machine, for --profile; `kaveri profile --help` lists its flags."""
     flags = [*context.args, *(("--quick", "true") if quick else ())]
     # -P: a folder named "kaveri" in the working directory is none of ours.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "kaveri.profile", *flags])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "kaveri.profiling", *flags])

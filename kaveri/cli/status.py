@@ -12,7 +12,7 @@ from kaveri.client.async_client import DEFAULT_TARGET
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kaveri.cluster.view import ClusterView
+    from kaveri.domain.view import ClusterView
     from kaveri.v1 import cluster_pb2_grpc
 
 _INTERVAL_S = 0.5
@@ -67,10 +67,10 @@ async def _view(stub: "cluster_pb2_grpc.ClusterServiceAsyncStub", target: str) -
     """Raises KaveriError."""
     from grpc import aio
 
-    from kaveri.cluster.view import ClusterView
-    from kaveri.rpc.messages import status_from_proto
-    from kaveri.rpc.status import error_of
+    from kaveri.domain.view import ClusterView
     from kaveri.v1 import cluster_pb2
+    from kaveri.wire.messages import status_from_proto
+    from kaveri.wire.status import error_of
 
     try:
         answer = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=_TIMEOUT_S)

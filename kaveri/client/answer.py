@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kaveri.sampling import FinishReason, Logprobs
+from kaveri.domain.sampling import FinishReason, Logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

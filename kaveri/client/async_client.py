@@ -20,10 +20,10 @@ from kaveri.client.request import (
     check_target,
     check_timeout,
 )
+from kaveri.domain.sampling import SamplingParams
 from kaveri.rpc.server import open_channel
-from kaveri.rpc.status import error_of
-from kaveri.sampling import SamplingParams
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
+from kaveri.wire.status import error_of
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0

@@ -11,9 +11,9 @@ from grpc import aio
 
 from kaveri.client.answer import Chunk, Completion, ServerTiming, Timing, Usage
 from kaveri.errors import Unavailable
-from kaveri.rpc.messages import finish_from_proto, logprobs_from_proto
-from kaveri.rpc.status import error_of
 from kaveri.v1 import inference_pb2
+from kaveri.wire.messages import finish_from_proto, logprobs_from_proto
+from kaveri.wire.status import error_of
 
 GenerateCall = aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from kaveri.domain.sampling import SamplingParams, whole_number
 from kaveri.errors import InvalidArgument
-from kaveri.rpc.attempts import MAX_REQUEST_ID_BYTES
-from kaveri.rpc.messages import params_to_proto
-from kaveri.sampling import SamplingParams, whole_number
 from kaveri.v1 import inference_pb2
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES
+from kaveri.wire.messages import params_to_proto
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from kaveri.client.async_stream import AsyncStream
 from kaveri.client.forks import check_not_forked
 from kaveri.client.loop_thread import LoopThread
 from kaveri.client.request import MessageLike
-from kaveri.sampling import SamplingParams
+from kaveri.domain.sampling import SamplingParams
 
 ResultT = TypeVar("ResultT")
 

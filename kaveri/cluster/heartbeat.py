@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.cluster.view import InstanceLoad, InstanceRecord
+from kaveri.domain.view import InstanceLoad, InstanceRecord
 from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import get_logger
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus
 
 MAX_TICK_S = 0.25
 """Most seconds that one tick adds to the leases' clock: stores tick more often than this when all is well."""

@@ -10,7 +10,7 @@ from typing import Self
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestRecord
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
 _TICK_S = 0.02
 

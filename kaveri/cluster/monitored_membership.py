@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kaveri.cluster.membership import Member, Membership
-from kaveri.cluster.view import BROADCAST_ROLES, InstanceLoad, InstanceRecord, LoadBroadcast
+from kaveri.domain.view import BROADCAST_ROLES, InstanceLoad, InstanceRecord, LoadBroadcast
 
 SILENT_AFTER_S = 2.0
 """Seconds without a broadcast after which heartbeats are followed instead: longer than another router takes to lead."""

@@ -42,11 +42,11 @@ from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.redis_connection import bad_url, connect, why
 from kaveri.cluster.redis_url import database_of, shown
 from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestRecord
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError, InvalidArgument
-from kaveri.rpc.messages import broadcast_to_proto, record_from_proto, status_from_proto, status_to_proto
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import cluster_pb2
+from kaveri.wire.messages import broadcast_to_proto, record_from_proto, status_from_proto, status_to_proto
 
 ResultT = TypeVar("ResultT")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
 
 class Follow(enum.Enum):

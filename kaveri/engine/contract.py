@@ -27,11 +27,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
 from kaveri.errors import InvalidArgument
-from kaveri.kv.flow import KvFlow
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.sampling import FinishReason, Logprobs, SamplingParams
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 
 class AttemptKey(NamedTuple):

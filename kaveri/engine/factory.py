@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kaveri.engine.contract import DecodeEngine, PrefillEngine
-from kaveri.engine.fake import FakeModel, FakeRunner
-from kaveri.engine.latency import load_latency_model
 from kaveri.engine.limits import SHORTEST_MODEL_LEN, has_gpu, require_device, require_memory, require_model_len
-from kaveri.engine.runner import ModelRunner
-from kaveri.engine.stepwise import StepwiseEngine
-from kaveri.engine.timed import TimedRunner
+from kaveri.engine.stepwise.engine import StepwiseEngine
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.engine.stepwise.runner import ModelRunner
+from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.errors import ConfigError
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.receiver import CREDIT_BYTES
-from kaveri.kv.ticket import KvEndpoint
-from kaveri.kv.transport import Transport
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.receiver import CREDIT_BYTES
+from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import MOCK, PATH_NAMES, TRANSPORT_NAMES, make_transports, slowed
 from kaveri.kv.transports.tls import TlsFiles
+from kaveri.latency.machine import this_machine
+from kaveri.latency.model import load_latency_model
+from kaveri.latency.profile import Profile, ProfiledEngine
 from kaveri.models import resolve_model
-from kaveri.profile.file import Profile, ProfiledEngine
-from kaveri.profile.machine import this_machine
 from kaveri.telemetry.logs import get_logger
 
 DEFAULT_CHUNK_TOKENS = 512
@@ -88,7 +88,7 @@ class EngineSettings:
     kv_credit_bytes: int = CREDIT_BYTES
     """Where it receives: what all who push to it may have under way together."""
     kv_link: str = ""
-    """The emulated link over which it sends; see kaveri.kv.link_speed. Empty: none."""
+    """The emulated link over which it sends; see kaveri.kv.transports.link_speed. Empty: none."""
     fake_model: FakeModel = field(default_factory=FakeModel)
     """Shape, vocabulary and timing of the fake engine; its block_tokens and max_model_len give way to those here,
     its vocab_size to the model's where that is a folder with a config.json. The timed engine takes all but the timing,

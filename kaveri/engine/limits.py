@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from kaveri.errors import ConfigError
-from kaveri.kv.layout import KvLayout
+from kaveri.kv.layout.layout import KvLayout
 
 SHORTEST_MODEL_LEN = 2
 """One token of prompt and one of answer: no request is shorter."""

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import Ticket, first_source_block
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import Ticket, first_source_block
 from kaveri.v1 import kv_pb2
 
 
@@ -39,7 +39,7 @@ class Source:
 
 
 class PushSender(Protocol):
-    """What carries pushes: a KvSender (kaveri/kv/sender.py), or what stands for one."""
+    """What carries pushes: a KvSender (kaveri/kv/transfer/sender.py), or what stands for one."""
 
     def open(self, ticket: Ticket) -> None:
         """Begins a transfer. Raises LayoutMismatch and TransferFailed."""

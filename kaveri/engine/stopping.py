@@ -1,6 +1,6 @@
 """Says when a request ends, the same on every engine and on both sides. Pure."""
 
-from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason, SamplingParams
 
 
 def finish_reason(

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 
 

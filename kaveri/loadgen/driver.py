@@ -9,10 +9,10 @@ import numpy as np
 
 from kaveri.client.answer import ServerTiming
 from kaveri.client.async_client import AsyncClient
+from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import KaveriError
-from kaveri.loadgen.workload import PlannedRequest, RequestLengths
-from kaveri.predictor.prompts import Prompt
-from kaveri.sampling import SamplingParams
+from kaveri.workload.prompts import Prompt
+from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 _PROBE_S = 0.02
 _PROMPT_TOKEN_IDS = 1000

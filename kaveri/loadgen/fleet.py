@@ -2,10 +2,10 @@
 
 from grpc import aio
 
-from kaveri.cluster.view import Role
-from kaveri.rpc.messages import status_from_proto
+from kaveri.domain.view import Role
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
+from kaveri.wire.messages import status_from_proto
 
 _TIMEOUT_S = 5.0
 _ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)

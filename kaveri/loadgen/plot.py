@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kaveri.errors import ConfigError
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 from kaveri.loadgen.report import Slo, jct_s, tpot_s, ttft_s
-from kaveri.profile.output import check_output
+from kaveri.profiling.output import check_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

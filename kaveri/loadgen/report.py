@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.loadgen.busy import resource_times
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ALL_ADDRESSES, MAX_PORT

@@ -16,7 +16,7 @@ from typing import Any, Self
 from grpc import aio
 
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.view import ClusterView, InstanceState, Role
+from kaveri.domain.view import ClusterView, InstanceState, Role
 from kaveri.errors import ConfigError, Unavailable
 from kaveri.local.config import ROLES, StackConfig, flag_of, service_command, service_environment
 from kaveri.local.folder import stack_folder

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kaveri.policy.length import RangeEnd, TokenRange
+from kaveri.domain.length import RangeEnd, TokenRange
 
 
 class AdmissionPolicy(enum.StrEnum):

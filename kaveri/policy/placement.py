@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kaveri.cluster.view import ClusterView, InstanceStatus, Role
-from kaveri.kv.layout import KvLayout
-from kaveri.policy.length import TokenRange
+from kaveri.domain.length import TokenRange
+from kaveri.domain.view import ClusterView, InstanceStatus, Role
+from kaveri.kv.layout.layout import KvLayout
 
 KeyT = TypeVar("KeyT")
 

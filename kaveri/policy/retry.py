@@ -9,7 +9,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kaveri.cluster.view import ClusterView, InstanceRecord
+from kaveri.domain.view import ClusterView, InstanceRecord
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0

@@ -63,7 +63,7 @@ def label(
     )
 
     from kaveri.predictor.label import label_prompts
-    from kaveri.predictor.prompts import read_prompts
+    from kaveri.workload.prompts import read_prompts
 
     asked = read_prompts(prompts)
     console = Console(stderr=True, highlight=False)

@@ -6,7 +6,7 @@ tokens   0          granularity      2 * granularity   ...   granularity * (coun
 
 from collections.abc import Sequence
 
-from kaveri.policy.length import TokenRange
+from kaveri.domain.length import TokenRange
 
 
 def bucket_of(tokens: int, granularity: int, count: int) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kaveri.domain.length import TokenRange
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.models import bundled_predictor
-from kaveri.policy.length import TokenRange
 from kaveri.predictor import buckets
 from kaveri.predictor.manifest import Manifest, read_manifest
 

@@ -12,10 +12,10 @@ from typing import IO
 
 from kaveri.client.answer import ModelInfo
 from kaveri.client.async_client import AsyncClient
+from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import ConfigError, InvalidArgument, NoCapacity, RequestCancelled, Unavailable
 from kaveri.predictor.labels import Label, read_labels
-from kaveri.predictor.prompts import Prompt
-from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.workload.prompts import Prompt
 
 _RETRY_AFTER_S = 1.0
 """When the cluster names no time."""

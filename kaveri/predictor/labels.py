@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.errors import ConfigError
 from kaveri.models import resolve_model
-from kaveri.predictor.prompts import MalformedLine, Prompt, parse_object, parse_prompt, read_lines
-from kaveri.sampling import FinishReason
+from kaveri.workload.prompts import MalformedLine, Prompt, parse_object, parse_prompt, read_lines
 
 _VALIDATION_PERCENT = 10
 _HELD_OUT_PERCENT = 10

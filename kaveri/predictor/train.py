@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments, set_seed
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.errors import ConfigError
 from kaveri.predictor.buckets import bucket_of
 from kaveri.predictor.bundle import (
@@ -31,7 +32,6 @@ from kaveri.predictor.bundle import (
 from kaveri.predictor.classifier import SCRATCH, Classifier, classifier_from_base, classifier_from_scratch
 from kaveri.predictor.labels import Label, Split, load_tokenizer, read_labels, token_ids_of
 from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, write_manifest
-from kaveri.sampling import FinishReason
 
 RECORD_FILE = "training.json"
 """How a predictor was made: settings, counts, accuracy per epoch. Not needed to serve it."""

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 import pytest
 
+from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import (
     AttemptKey,
     DecodeEngine,
@@ -33,8 +34,7 @@ from kaveri.engine.contract import (
     StepTokens,
 )
 from kaveri.errors import EngineError, InvalidArgument, LayoutMismatch, NoCapacity, RequestAlreadyExists
-from kaveri.kv.ticket import Ticket
-from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
 
 ResultT = TypeVar("ResultT")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import (
     AttemptKey,
     DecodeEngine,
@@ -17,7 +18,6 @@ from kaveri.engine.contract import (
     Landed,
     StepTokens,
 )
-from kaveri.sampling import FinishReason
 
 SOON_S = 20.0
 """Long enough for a busy machine; what is waited for takes a small part of it."""

@@ -16,7 +16,7 @@ import pytest
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.monitored_membership import SILENT_AFTER_S
 from kaveri.cluster.store import ClusterStore, Follow, HeartbeatAnswer, RequestRecord
-from kaveri.cluster.view import (
+from kaveri.domain.view import (
     ClusterView,
     InstanceLoad,
     InstanceRecord,
@@ -26,8 +26,8 @@ from kaveri.cluster.view import (
     Role,
 )
 from kaveri.errors import ConfigError
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import KvEndpoint
 
 _LEASE_TTL_S = 0.5
 _SOON_S = 5.0

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from kaveri.errors import TransferFailed
-from kaveri.kv.receiver import CREDIT_BYTES, TransferLanded, TransferReleased
-from kaveri.kv.sender import PushAccepted, PushFailed
-from kaveri.kv.ticket import Ticket
+from kaveri.kv.transfer.receiver import CREDIT_BYTES, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.transport_peer import PeerNursery, PeerProcess, load_transport, wait_until
 from kaveri.testing.transport_suite import TransportSuite
 from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, World

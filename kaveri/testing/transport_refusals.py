@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 
 from kaveri.errors import LayoutMismatch, NoCapacity, TransferFailed
-from kaveri.kv.receiver import TransferLanded
-from kaveri.kv.sender import KvSender, PushFailed
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transfer.receiver import TransferLanded
+from kaveri.kv.transfer.sender import KvSender, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.transport_peer import Recorder, load_transport, wait_until
 from kaveri.testing.transport_runs import OneByteWrong
 from kaveri.testing.transport_suite import TransportSuite

@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kaveri.errors import NoCapacity
-from kaveri.kv.blocks import BlockAllocator
-from kaveri.kv.digest import Digest, xxh3
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import CREDIT_BYTES, TransferLanded
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digest, xxh3
+from kaveri.kv.transfer.receiver import CREDIT_BYTES, TransferLanded
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.transport_peer import (
     Event,
     PeerNursery,

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from kaveri.kv.ticket import Ticket
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.transport_peer import PeerNursery, load_transport, open_descriptors
 from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, World
 

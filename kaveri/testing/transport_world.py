@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from kaveri.kv.blocks import BlockAllocator
-from kaveri.kv.digest import DigestFactory, xxh3
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import DigestFactory, xxh3
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.testing.transport_peer import WAIT_S, Event, Recorder, fill_pool, load_transport
 from kaveri.testing.transport_runs import MARK
 

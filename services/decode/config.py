@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 
 from kaveri.config import setting, size_bytes
+from kaveri.domain.length import RangeEnd
 from kaveri.engine.factory import EngineSettings
-from kaveri.instance.config import InstanceConfig
-from kaveri.instance.kv_tls import KvTlsConfig
-from kaveri.kv.receiver import CREDIT_BYTES
+from kaveri.hosting.config import InstanceConfig
+from kaveri.hosting.kv_tls import KvTlsConfig
+from kaveri.kv.transfer.receiver import CREDIT_BYTES
 from kaveri.kv.transports import TRANSPORT_NAMES, transport_names
 from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.length import RangeEnd
 from kaveri.rpc.process import ALL_ADDRESSES, MAX_PORT
 
 

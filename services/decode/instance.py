@@ -5,7 +5,9 @@ import itertools
 import time
 from collections.abc import Sequence
 
-from kaveri.cluster.view import InstanceLoad
+from kaveri.domain.length import RangeEnd, TokenRange
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import (
     AttemptKey,
     DecodeEngine,
@@ -28,8 +30,8 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.admission import (
     AdmissionPolicy,
     DecodeSnapshot,
@@ -38,10 +40,8 @@ from kaveri.policy.admission import (
     choose_admitted,
     kept_blocks,
 )
-from kaveri.policy.length import RangeEnd, TokenRange
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.policy.room_line import RoomLine
-from kaveri.sampling import SamplingParams
 from kaveri.telemetry.logs import get_logger
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts, Phase

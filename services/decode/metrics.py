@@ -3,8 +3,8 @@
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kaveri.engine.contract import Engine
-from kaveri.instance.kv_metrics import ReceivingMetrics
-from kaveri.instance.metrics import register_block_gauges
+from kaveri.hosting.kv_metrics import ReceivingMetrics
+from kaveri.hosting.metrics import register_block_gauges
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
 
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kaveri.domain.length import TokenRange
 from kaveri.engine.contract import AttemptKey
 from kaveri.errors import StaleAttempt
-from kaveri.policy.length import TokenRange
 
 
 class Phase(enum.Enum):

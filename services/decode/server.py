@@ -6,8 +6,10 @@ from typing import Any
 from grpc import aio
 
 from kaveri.errors import InvalidArgument, KaveriError
-from kaveri.rpc.attempts import check_attempt, check_router_id
-from kaveri.rpc.messages import (
+from kaveri.v1 import decode_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
+from kaveri.wire.attempts import check_attempt, check_router_id
+from kaveri.wire.messages import (
     finish_to_proto,
     layout_from_proto,
     length_from_proto,
@@ -15,9 +17,7 @@ from kaveri.rpc.messages import (
     params_from_proto,
     ticket_to_proto,
 )
-from kaveri.rpc.status import abort
-from kaveri.v1 import decode_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
+from kaveri.wire.status import abort
 from services.decode.instance import DecodeInstance
 from services.decode.token_messages import messages_of
 from services.decode.token_streams import GainedTokens

@@ -7,10 +7,10 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.engine.contract import DecodeEngine
-from kaveri.instance.config import load_engine
-from kaveri.instance.hosting import InstanceHost, new_incarnation
+from kaveri.hosting.config import load_engine
+from kaveri.hosting.hosting import InstanceHost, new_incarnation
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from services.decode.config import DecodeConfig
 from services.decode.instance import DecodeInstance

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import TokenStep
-from kaveri.sampling import FinishReason, Logprobs
 from services.decode.requests import DecodeRequest
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kaveri.cluster.view import InstanceLoad
+from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import EngineEvent
 from services.decode.instance import DecodeInstance
 from services.prefill.instance import PrefillInstance

@@ -5,8 +5,8 @@ from typing import Any
 from grpc import aio
 
 from kaveri.errors import Unavailable
-from kaveri.rpc.status import abort
 from kaveri.v1 import decode_pb2
+from kaveri.wire.status import abort
 from services.decode.instance import DecodeInstance
 from services.decode.server import DecodeServer
 from services.prefill.instance import PrefillInstance

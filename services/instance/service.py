@@ -8,10 +8,10 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore, Follow
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.engine.factory import BuiltEngine
-from kaveri.instance.config import load_engine
-from kaveri.instance.hosting import InstanceHost, new_incarnation
+from kaveri.hosting.config import load_engine
+from kaveri.hosting.hosting import InstanceHost, new_incarnation
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.decode import server as decode_server

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kaveri.domain.length import TokenRange
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
-from kaveri.policy.length import TokenRange
 from kaveri.telemetry.logs import get_logger
 from services.predictor.metrics import PredictorMetrics
 from services.predictor.worker import WorkerThread

@@ -8,10 +8,10 @@ from grpc import aio
 
 from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, ModelNotFound, Unavailable
 from kaveri.predictor.bundle import cut_prompt
-from kaveri.rpc.messages import length_to_proto
-from kaveri.rpc.status import abort
 from kaveri.v1 import predictor_pb2
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceServicer
+from kaveri.wire.messages import length_to_proto
+from kaveri.wire.status import abort
 from services.predictor.batcher import LengthModel, PredictionBatcher
 from services.predictor.metrics import PredictorMetrics
 

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.errors import ConfigError
 from kaveri.rpc.server import RpcServer
 from kaveri.telemetry.logs import get_logger

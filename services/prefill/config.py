@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 from kaveri.config import setting
 from kaveri.engine.factory import EngineSettings
-from kaveri.instance.config import InstanceConfig
-from kaveri.instance.kv_tls import KvTlsConfig
-from kaveri.kv.link_speed import link_text
+from kaveri.hosting.config import InstanceConfig
+from kaveri.hosting.kv_tls import KvTlsConfig
 from kaveri.kv.transports import TRANSPORT_NAMES, transport_names
+from kaveri.kv.transports.link_speed import link_text
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill.prediction import PredictionMode

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from grpc import StatusCode, aio
 
-from kaveri.cluster.view import InstanceStatus
+from kaveri.domain.view import InstanceStatus
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import Ticket
-from kaveri.rpc.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.rpc.server import open_channel
-from kaveri.rpc.status import error_of
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.wire.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
+from kaveri.wire.status import error_of
 from services.prefill.requests import PrefillRequest
 
 if TYPE_CHECKING:

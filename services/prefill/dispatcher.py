@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.cluster.view import ClusterView, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, InstanceStatus, Role
 from kaveri.engine.contract import AttemptKey, KvPushFailed, PrefillEngine
 from kaveri.errors import (
     EngineError,

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.cluster.view import Role
+from kaveri.domain.length import TokenRange
+from kaveri.domain.view import Role
 from kaveri.engine.contract import PrefillEngine
 from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, NoCapacity, Unavailable
-from kaveri.policy.length import TokenRange
 from kaveri.telemetry.logs import get_logger
 from services.prefill.config import PromptConfig
 from services.prefill.metrics import PrefillMetrics

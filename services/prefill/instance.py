@@ -5,7 +5,9 @@ import itertools
 import time
 from collections.abc import Sequence
 
-from kaveri.cluster.view import InstanceLoad
+from kaveri.domain.length import settled_length
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import (
     AttemptKey,
     EngineEvent,
@@ -29,9 +31,7 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.policy.length import settled_length
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
-from kaveri.sampling import SamplingParams
 from kaveri.telemetry.logs import get_logger
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.hand_over import HandOver

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kaveri.policy.length import TokenRange
+from kaveri.domain.length import TokenRange
 
 _FIRST_REST_S = 0.1
 _LONGEST_REST_S = 2.0

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from grpc import aio
 
+from kaveri.domain.length import TokenRange
 from kaveri.errors import KaveriError
-from kaveri.policy.length import TokenRange
 from kaveri.rpc.server import open_channel
-from kaveri.rpc.status import error_of
 from kaveri.v1 import predictor_pb2
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
+from kaveri.wire.status import error_of
 
 if TYPE_CHECKING:
     from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceAsyncStub

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kaveri.domain.length import TokenRange
+from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import AttemptKey, EngineRequest
 from kaveri.errors import KaveriError
-from kaveri.policy.length import TokenRange
-from kaveri.sampling import FinishReason, Logprobs
 
 
 @dataclass(frozen=True, slots=True)

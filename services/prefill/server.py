@@ -6,11 +6,11 @@ from typing import Any
 from grpc import aio
 
 from kaveri.errors import KaveriError
-from kaveri.rpc.attempts import check_attempt
-from kaveri.rpc.messages import finish_to_proto, logprobs_to_proto, params_from_proto
-from kaveri.rpc.status import abort
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
+from kaveri.wire.attempts import check_attempt
+from kaveri.wire.messages import finish_to_proto, logprobs_to_proto, params_from_proto
+from kaveri.wire.status import abort
 from services.prefill.instance import PrefillInstance
 from services.prefill.requests import FirstTokenDrawn, HandedOver, Placed, PrefillRequest, Progress, Started
 

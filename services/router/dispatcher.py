@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore, RequestRecord
-from kaveri.cluster.view import ClusterView, InstanceState, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, InstanceState, InstanceStatus, Role
 from kaveri.errors import (
     DeadlineExceeded,
     InternalError,
@@ -26,11 +26,11 @@ from kaveri.errors import (
 )
 from kaveri.policy.placement import PlacementPolicy, UnconfirmedWork, choose_prefill, missing_roles
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
-from kaveri.rpc.attempts import MAX_ATTEMPT
-from kaveri.rpc.messages import params_to_proto
-from kaveri.rpc.status import error_of
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
+from kaveri.wire.attempts import MAX_ATTEMPT
+from kaveri.wire.messages import params_to_proto
+from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.attempt_numbers import AttemptNumbers
 from services.router.channels import Channels

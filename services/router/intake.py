@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kaveri.cluster.view import ClusterView, Role
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import ClusterView, Role
 from kaveri.errors import InvalidArgument, ModelNotFound
 from kaveri.policy.placement import largest_prompt, missing_roles
-from kaveri.sampling import SamplingParams
+from kaveri.text.tokenizer import ModelTokenizer, Turn
 from services.router.dispatcher import Dispatcher
 from services.router.requests import AcceptedRequest
-from services.router.tokenizer import ModelTokenizer, Turn
 
 _SLICE_TOKENS = 65_536
 """Token ids are copied and checked in slices, about a millisecond of the event loop each."""

@@ -9,7 +9,7 @@ import asyncio
 import time
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.cluster.view import BROADCAST_ROLES, ClusterView, InstanceState, LoadBroadcast
+from kaveri.domain.view import BROADCAST_ROLES, ClusterView, InstanceState, LoadBroadcast
 from kaveri.telemetry.logs import get_logger
 from services.router import metrics
 

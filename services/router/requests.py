@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestAlreadyExists, Unavailable
-from kaveri.rpc.messages import finish_from_proto
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
-from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.text.detokenizer import Detokenizer
 from kaveri.v1 import decode_pb2, inference_pb2, prefill_pb2, sampling_pb2
-from services.router.detokenizer import Detokenizer
+from kaveri.wire.messages import finish_from_proto
 
 HAND_OVER_GRACE_S = 0.25
 """An answer of two tokens can end before its hand-over is reported; so long its timing waits for the report."""

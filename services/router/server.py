@@ -16,15 +16,16 @@ from grpc import aio
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, Unavailable
-from kaveri.rpc.attempts import MAX_REQUEST_ID_BYTES, check_request_id
-from kaveri.rpc.messages import finish_to_proto, params_from_proto, status_to_proto
 from kaveri.rpc.server import RpcServer
-from kaveri.rpc.status import abort, status_of
-from kaveri.sampling import FinishReason, SamplingParams
 from kaveri.telemetry.logs import get_logger
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
+from kaveri.wire.messages import finish_to_proto, params_from_proto, status_to_proto
+from kaveri.wire.status import abort, status_of
 from services.router import metrics
 from services.router.channels import Channels
 from services.router.config import RouterConfig
@@ -40,7 +41,6 @@ from services.router.intake import (
 from services.router.monitor import Monitor
 from services.router.requests import RequestEntry, RequestTable
 from services.router.token_streams import TokenStreams
-from services.router.tokenizer import ModelTokenizer
 
 _WATCH_TIMEOUT_S = 0.5
 """Longest time until a lease that ran out is acted upon, when nothing else changes."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 
 from grpc import aio
 
-from kaveri.cluster.view import ClusterView, InstanceRecord, Role
+from kaveri.domain.view import ClusterView, InstanceRecord, Role
 from kaveri.errors import InternalError, KaveriError, Unavailable
-from kaveri.rpc.status import error_of
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
+from kaveri.wire.status import error_of
 from services.router.channels import Channels
 from services.router.requests import Attempt, RequestTable
 

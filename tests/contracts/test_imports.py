@@ -40,7 +40,7 @@ def test_no_torch_comes_with(package: str) -> None:
 def test_the_router_works_where_torch_is_not_installed() -> None:
     # None is how Python says, to `import` and to find_spec alike, that there is no such module.
     hide = "import sys\nsys.modules['torch'] = None\n"
-    load = "\nfrom services.router.tokenizer import ModelTokenizer\nModelTokenizer.load('kaveri-tiny').close()"
+    load = "\nfrom kaveri.text.tokenizer import ModelTokenizer\nModelTokenizer.load('kaveri-tiny').close()"
     _loaded_by(hide + _import_all("services.router") + load)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kaveri.cluster.view import ClusterView, Role
+from kaveri.domain.view import ClusterView, Role
 
 WHOLE = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kaveri.testing.local_cluster import run_cluster
+from tests.support.local_cluster import run_cluster
 
 BENCH = (sys.executable, "-c", "from kaveri.cli.main import main; main()", "bench", "--json")
 EOS = ("--fake-eos-probability", "0.2")

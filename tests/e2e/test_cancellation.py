@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 
 from kaveri import AsyncClient, Chunk, SamplingParams
-from kaveri.cluster.view import ClusterView
+from kaveri.domain.view import ClusterView
 from kaveri.errors import DeadlineExceeded
-from kaveri.testing.local_cluster import LocalCluster, run_cluster
+from tests.support.local_cluster import LocalCluster, run_cluster
 
 # A second for the cancellation, the rest for heartbeats and a busy machine.
 FREE_WITHIN_S = 3.0

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kaveri import AsyncClient, Chunk, SamplingParams
-from kaveri.cluster.view import ClusterView, Role
-from kaveri.engine.fake import FakeModel
-from kaveri.testing.local_cluster import LocalCluster, run_cluster
-from kaveri.testing.plain_transformers import PlainTransformers
-from kaveri.testing.tiny_models import make_tiny_model
+from kaveri.domain.view import ClusterView, Role
+from kaveri.engine.stepwise.fake import FakeModel
+from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.plain_transformers import PlainTransformers
+from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
 # Off the block (16) and chunk (512) sizes and on them, from one token to two chunks.

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kaveri import AsyncClient, Completion, SamplingParams
-from kaveri.testing.local_cluster import LocalCluster, run_cluster
-from kaveri.testing.plain_transformers import PlainTransformers
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.plain_transformers import PlainTransformers
+from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
 MAX_TOKENS = 24

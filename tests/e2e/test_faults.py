@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from kaveri import AsyncClient, Completion, SamplingParams
-from kaveri.cluster.view import ClusterView
-from kaveri.engine.fake import FakeModel
+from kaveri.domain.view import ClusterView
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import DeadlineExceeded, Unavailable
-from kaveri.testing.local_cluster import run_cluster
+from tests.support.local_cluster import run_cluster
 
 MODEL = FakeModel()
 ANSWER_TOKENS = 80

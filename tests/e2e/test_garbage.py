@@ -6,8 +6,8 @@ import random
 import pytest
 
 from kaveri import AsyncClient, SamplingParams
-from kaveri.engine.fake import FakeModel
-from kaveri.testing.local_cluster import LocalCluster, run_cluster
+from kaveri.engine.stepwise.fake import FakeModel
+from tests.support.local_cluster import LocalCluster, run_cluster
 
 SEED = 7
 ANSWER_TOKENS = 300

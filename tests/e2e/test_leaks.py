@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from kaveri import AsyncClient, SamplingParams
-from kaveri.cluster.view import ClusterView
-from kaveri.testing.local_cluster import LocalCluster, run_cluster
+from kaveri.domain.view import ClusterView
+from tests.support.local_cluster import LocalCluster, run_cluster
 
 REQUEST_COUNT = 1000
 IN_FLIGHT = 16

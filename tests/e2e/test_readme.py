@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.testing.local_cluster import run_cluster
+from tests.support.local_cluster import run_cluster
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 PRINTED_TARGET = "127.0.0.1:50051"

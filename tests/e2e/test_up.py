@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kaveri.testing.redis_fixture import free_port
+from tests.support.redis_fixture import free_port
 
 _KAVERI = str(Path(sys.executable).parent / "kaveri")
 _READY = re.compile(r"kaveri is ready at (127\.0\.0\.1:\d+)\n")

@@ -12,9 +12,9 @@ import torch
 
 from kaveri import AsyncClient, SamplingParams
 from kaveri.engine.vllm.draws import Draw, keep_drawn
-from kaveri.testing.bare_vllm import bare_vllm_answers
-from kaveri.testing.local_cluster import run_cluster
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.bare_vllm import bare_vllm_answers
+from tests.support.local_cluster import run_cluster
+from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -15,24 +15,24 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
-from kaveri.cluster.view import InstanceLoad
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import InstanceLoad
 from kaveri.engine.factory import BuiltEngine
-from kaveri.instance.hosting import InstanceHost
-from kaveri.kv.layout import KvLayout
+from kaveri.hosting.hosting import InstanceHost
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transports import TRANSPORT_NAMES
-from kaveri.rpc.messages import layout_to_proto, params_to_proto
 from kaveri.rpc.server import open_channel
-from kaveri.sampling import SamplingParams
-from kaveri.testing.service_engines import Engines, FakeEngines, VllmEngines
 from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.wire.messages import layout_to_proto, params_to_proto
 from services.decode.config import DecodeConfig
 from services.decode.service import decode_host
 from services.instance.config import ColocatedConfig
 from services.instance.service import colocated_host
 from services.prefill.config import PrefillConfig
 from services.prefill.service import prefill_host
+from tests.support.service_engines import Engines, FakeEngines, VllmEngines
 
 DEADLINE_S = 60.0
 

@@ -6,12 +6,12 @@ import grpc
 import pytest
 from grpc import aio
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.room_line import MAX_OVERTAKES
-from kaveri.rpc.messages import layout_to_proto, params_to_proto
-from kaveri.sampling import SamplingParams
 from kaveri.v1 import decode_pb2, predictor_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.wire.messages import layout_to_proto, params_to_proto
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kaveri.config import parse_config
-from kaveri.engine.fake import FakeModel
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.tls import TlsFiles
-from kaveri.testing.certificates import Authority
 from services.decode.config import DecodeConfig
 from services.prefill.config import PrefillConfig
+from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
 

@@ -12,16 +12,16 @@ import pytest
 from grpc import aio
 
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.view import InstanceStatus
-from kaveri.engine.fake import FakeModel
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import InstanceStatus
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.process import ChildProcess
-from kaveri.rpc.messages import params_to_proto
 from kaveri.rpc.server import open_channel
-from kaveri.sampling import SamplingParams
-from kaveri.testing.redis_fixture import run_redis
 from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.wire.messages import params_to_proto
+from tests.support.redis_fixture import run_redis
 
 DEADLINE_S = 60.0
 PROMPT = [number % 900 + 1 for number in range(2000)]

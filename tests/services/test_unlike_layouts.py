@@ -10,10 +10,10 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.engine.fake import FakeModel
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.kv.transports import TRANSPORT_NAMES
-from kaveri.testing.plain_transformers import PlainTransformers
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.plain_transformers import PlainTransformers
+from tests.support.tiny_models import make_tiny_model
 
 over_each_transport = pytest.mark.parametrize("kv_transports", [(name,) for name in TRANSPORT_NAMES])
 

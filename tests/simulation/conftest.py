@@ -6,7 +6,7 @@ import pytest
 
 from kaveri.testing.simulation.plan import Plan
 from kaveri.testing.simulation.schedule import ScheduleResult, run_schedule, simulated_tokenizer
-from services.router.tokenizer import ModelTokenizer
+from kaveri.text.tokenizer import ModelTokenizer
 
 Run = Callable[[Plan], ScheduleResult]
 

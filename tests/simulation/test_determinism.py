@@ -6,7 +6,7 @@ import sys
 
 from kaveri.testing.simulation.draw import draw_plan
 from kaveri.testing.simulation.schedule import run_schedule
-from services.router.tokenizer import ModelTokenizer
+from kaveri.text.tokenizer import ModelTokenizer
 
 SEEDS = range(500, 505)
 

@@ -11,7 +11,7 @@ from kaveri.testing.simulation.draw import draw_plan
 from kaveri.testing.simulation.planted import PLANTED
 from kaveri.testing.simulation.planted_plans import PLANS
 from kaveri.testing.simulation.schedule import run_schedule
-from services.router.tokenizer import ModelTokenizer
+from kaveri.text.tokenizer import ModelTokenizer
 
 _TABLE: list[dict[str, Any]] = json.loads(
     (Path(__file__).resolve().parents[2] / "docs" / "planted_bugs.json").read_text()

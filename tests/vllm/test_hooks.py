@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.tiny_models import make_tiny_model
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64

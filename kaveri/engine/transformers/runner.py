@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kaveri.engine.runner import Drawn, LayerListener, SequenceSlice
+from kaveri.engine.stepwise.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.transformers.step import pack
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
 
 
 class TransformersRunner:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kaveri.engine.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
-from kaveri.sampling import Logprobs, SamplingParams
+from kaveri.domain.sampling import Logprobs, SamplingParams
+from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 
 _MASK_64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kaveri.engine.runner import SequenceSlice
-from kaveri.kv.layout import KvLayout
+from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.kv.layout.layout import KvLayout
 
 # A group costs one more round of kernels, padding is gathered and attended to for nothing. On a CPU they break even
 # somewhere between 128 and 256 KiB of one layer's KV.

@@ -15,8 +15,8 @@ from kaveri.engine.vllm.mirror import Mirror
 from kaveri.engine.vllm.orders import StepOrders
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.engine.vllm.rank_server import serve_rank
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
 
 
 class WorkerSide:

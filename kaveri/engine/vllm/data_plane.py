@@ -14,10 +14,10 @@ from functools import partial
 from kaveri.engine.vllm.rank import Rank
 from kaveri.engine.vllm.rank_plane import RankEvent, RankGranted, RankSetup
 from kaveri.errors import ConfigError
-from kaveri.kv.flow import KvFlow, ReceiverFlow, SenderFlow
-from kaveri.kv.receiver import TransferLanded, TransferReleased
-from kaveri.kv.sender import PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
+from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES
 
 

@@ -18,9 +18,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as BatchLogitsProces
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLogitsProcessor
 
-from kaveri.engine.runner import DrawnToken, SequenceSlice
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens
-from kaveri.sampling import SamplingParams
 
 _EXTRA_ARG = "kaveri"
 
@@ -78,7 +78,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Nothing to refuse: kaveri.sampling has checked, and requests of others are left alone."""
+        """Nothing to refuse: kaveri.domain.sampling has checked, and requests of others are left alone."""
 
     def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
         """logits: [rows, vocabulary], float32; changed in place: -inf for all but the token of a row that is ours."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import (
     EngineInfo,
     FirstToken,
@@ -20,7 +21,7 @@ from kaveri.engine.contract import (
     TokenStep,
 )
 from kaveri.engine.phase import Phase
-from kaveri.engine.runner import NOT_FINITE
+from kaveri.engine.stepwise.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.vllm.board import Board
 from kaveri.engine.vllm.connector_scheduler import Advance, Placement
@@ -30,7 +31,6 @@ from kaveri.engine.vllm.hosted import Hosted
 from kaveri.engine.vllm.orders import Chunk
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
 from kaveri.errors import EngineError, KaveriError, NoCapacity
-from kaveri.sampling import FinishReason
 from kaveri.telemetry.logs import get_logger
 
 _STALLED_S = 0.05

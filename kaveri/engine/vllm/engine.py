@@ -37,11 +37,11 @@ from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.hosted import Hosted
 from kaveri.engine.vllm.rank_plane import RankSetup
 from kaveri.errors import ConfigError, EngineError, InvalidArgument, KaveriError, RequestCancelled
-from kaveri.kv.flow import KvFlow
-from kaveri.kv.receiver import CREDIT_BYTES, TransferLanded, TransferReleased
-from kaveri.kv.sender import PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Transport
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.receiver import CREDIT_BYTES, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger, log_settings
 
 _CLOSE_TIMEOUT_S = 5.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from kaveri.engine.contract import AttemptKey, EngineRequest
 from kaveri.engine.phase import Phase
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import Ticket
 
 
 @dataclass(eq=False, slots=True)

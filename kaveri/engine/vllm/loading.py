@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from kaveri.errors import ConfigError
-from kaveri.kv.receiver import CREDIT_BYTES
-from kaveri.kv.ticket import KvEndpoint
-from kaveri.kv.transport import Transport
+from kaveri.kv.transfer.receiver import CREDIT_BYTES
+from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transfer.transport import Transport
 from kaveri.models import resolve_model
 from kaveri.telemetry.logs import get_logger
 

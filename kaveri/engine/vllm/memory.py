@@ -15,8 +15,8 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kaveri.errors import ConfigError
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool, SharedMemory
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool, SharedMemory
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
 
 
 class Mirror:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kaveri.engine.vllm.rank_plane import RankEvent, RankPlane, RankSetup
-from kaveri.kv.flow import KvFlow
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 if TYPE_CHECKING:
     from kaveri.engine.vllm.connector_worker import WorkerSide

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from kaveri.engine.pushes import Pushes, Source
 from kaveri.engine.vllm.orders import Chunk
 from kaveri.errors import KaveriError
-from kaveri.kv.flow import KvFlow, ReceiverFlow
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Transport
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
+from kaveri.kv.transfer.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import LogSettings
 

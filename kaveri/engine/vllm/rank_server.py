@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kaveri.engine.vllm.rank_plane import RankPlane, RankSetup
 from kaveri.errors import ConfigError
-from kaveri.kv.flow import KvFlow
+from kaveri.kv.transfer.flow import KvFlow
 from kaveri.telemetry.logs import configure_logs, get_logger
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import Any
 from kaveri.engine.vllm.rank import LostListener, RankListener
 from kaveri.engine.vllm.rank_plane import RankEvent, RankSetup
 from kaveri.errors import ConfigError
-from kaveri.kv.flow import KvFlow
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.telemetry.logs import get_logger
 
 _MEET_TIMEOUT_S = 60.0

@@ -7,10 +7,10 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
+from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import EngineRequest
 from kaveri.engine.vllm.draws import Draw
 from kaveri.errors import EngineError, InvalidArgument, KaveriError
-from kaveri.sampling import FinishReason, Logprobs
 
 _FINISH_REASONS = {
     "stop": FinishReason.STOP,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kaveri.errors import ConfigError
-from kaveri.kv.link_speed import parse_link_speed
-from kaveri.kv.transport import Transport
-from kaveri.kv.transports.collective import CollectiveTransport
-from kaveri.kv.transports.emulated import EmulatedTransport, MockTransport
+from kaveri.kv.transfer.transport import Transport
+from kaveri.kv.transports.extra.collective import CollectiveTransport
+from kaveri.kv.transports.extra.emulated import EmulatedTransport, MockTransport
+from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.kv.transports.nixl import NixlTransport
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport

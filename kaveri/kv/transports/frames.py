@@ -36,7 +36,7 @@ import enum
 import struct
 from typing import NamedTuple
 
-from kaveri.kv.transport import LinkLost
+from kaveri.kv.transfer.transport import LinkLost
 
 VERSION = 2
 _MAGIC = b"KAVERIKV"

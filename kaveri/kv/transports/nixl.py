@@ -33,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kaveri.errors import ConfigError
-from kaveri.kv.digest import Digest
-from kaveri.kv.pool import KvPool
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Landing, LinkListener, LinkLost
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digest
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.one_sided import OneSidedLink, OneSidedReceivingConnection
 from kaveri.kv.transports.socket import SocketTransport

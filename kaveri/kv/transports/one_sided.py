@@ -15,10 +15,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
-from kaveri.kv.digest import Digest
-from kaveri.kv.pool import KvPool
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Landing, LinkListener, LinkLost
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digest
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.socket import SocketLink
 from kaveri.kv.transports.socket_listener import ReceivingConnection

@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kaveri.kv.digest import Digest
-from kaveri.kv.pool import KvPool, is_run
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Intake, LinkListener, LinkLost
+from kaveri.kv.tiers.pool import KvPool, is_run
+from kaveri.kv.transfer.digest import Digest
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Intake, LinkListener, LinkLost
 from kaveri.kv.transports.one_sided import OneSidedLink, OneSidedReceivingConnection
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.socket_listener import SocketListener

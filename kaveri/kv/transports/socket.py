@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kaveri.errors import ConfigError
-from kaveri.kv.digest import Digest
-from kaveri.kv.pool import KvPool
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Capabilities, Intake, LinkListener, LinkLost
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digest
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Capabilities, Intake, LinkListener, LinkLost
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,

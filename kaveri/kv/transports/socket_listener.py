@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from kaveri.errors import TransferFailed
-from kaveri.kv.pool import KvPool
-from kaveri.kv.ticket import KvEndpoint
-from kaveri.kv.transport import Credit, Intake, Landing, LinkLost
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transfer.transport import Credit, Intake, Landing, LinkLost
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
-from kaveri.kv.transport import LinkLost
+from kaveri.kv.transfer.transport import LinkLost
 
 _BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
 _CHECK_S = 0.05

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kaveri.kv.transport import LinkLost
+from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports.stream import Stream, never
 
 _PIECE_BYTES = 1 << 18

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from kaveri.engine.fake import FakeModel
-from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.testing.simulation.draws import DrawRecord, DrawRun, seed_salt
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import FaultKind

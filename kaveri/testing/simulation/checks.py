@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.errors import DeadlineExceeded, NoCapacity, RequestAlreadyExists, RequestCancelled, Unavailable
 from kaveri.testing.simulation.answer_checks import (
     check_answers,

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 from kaveri.client.async_client import AsyncClient
 from kaveri.client.async_stream import AsyncStream
+from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, RequestAlreadyExists, RequestCancelled, Unavailable
-from kaveri.sampling import FinishReason
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import PlannedRequest
 from kaveri.testing.simulation.world import World

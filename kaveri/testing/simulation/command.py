@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from services.router.tokenizer import ModelTokenizer
+    from kaveri.text.tokenizer import ModelTokenizer
 
 _PHASES = ("load", "recovery", "probes", "rest")
 _PROGRESS_EVERY = 250

@@ -3,8 +3,8 @@
 import random
 from collections.abc import Sequence
 
-from kaveri.cluster.view import Role
-from kaveri.sampling import SamplingParams
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import Role
 from kaveri.testing.simulation.draw import draw_prompt
 from kaveri.testing.simulation.plan import Fault, Plan, PlannedInstance, PlannedRequest
 

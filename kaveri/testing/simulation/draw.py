@@ -3,11 +3,11 @@
 import random
 from dataclasses import replace
 
-from kaveri.cluster.view import Role
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
-from kaveri.sampling import SamplingParams
 from kaveri.testing.simulation.network import LinkQuality
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan, PlannedInstance, PlannedRequest
 from kaveri.testing.simulation.store import STORE_NAME

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import AttemptKey
-from kaveri.sampling import SamplingParams
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MASK = 2**64 - 1

@@ -18,17 +18,17 @@ from kaveri.engine.contract import (
     EngineStats,
     EngineStopped,
 )
-from kaveri.engine.fake import FakeModel, StaleKv
 from kaveri.engine.outbox import Outbox
 from kaveri.engine.pushes import Pushes
-from kaveri.engine.runner import DrawnToken, SequenceSlice
-from kaveri.engine.stepwise_batch import PlannedSlice
-from kaveri.engine.stepwise_lifecycle import Lifecycle
+from kaveri.engine.stepwise.batch import PlannedSlice
+from kaveri.engine.stepwise.fake import FakeModel, StaleKv
+from kaveri.engine.stepwise.lifecycle import Lifecycle
+from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.errors import ConfigError, EngineError, KaveriError, RequestCancelled
-from kaveri.kv.flow import KvFlow, ReceiverFlow
-from kaveri.kv.receiver import TransferLanded, TransferReleased
-from kaveri.kv.sender import PushAccepted, PushFailed
-from kaveri.kv.ticket import Ticket
+from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
+from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.logs import get_logger
 from kaveri.testing.simulation.draws import DrawRecord, DrawRun, life_salt, seed_salt
 from kaveri.testing.simulation.kv_memory import KvMemory

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Coroutine
 from typing import Any
 
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.testing.simulation.plan import Fault, FaultKind
 from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.world import Life, World

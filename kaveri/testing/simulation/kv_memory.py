@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kaveri.engine.fake import FakeModel, StaleKv
-from kaveri.engine.runner import DrawnToken, SequenceSlice
+from kaveri.engine.stepwise.fake import FakeModel, StaleKv
+from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.testing.simulation.kv_wire import KvBlock
 
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kaveri.engine.fake import StaleKv
+from kaveri.engine.stepwise.fake import StaleKv
 from kaveri.errors import TransferFailed
-from kaveri.kv.flow import PeerFlow, ReceiverFlow, SenderFlow
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.receiver import TransferLanded, TransferReleased
-from kaveri.kv.sender import PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.flow import PeerFlow, ReceiverFlow, SenderFlow
+from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.testing.simulation.kv_memory import KvMemory
 from kaveri.testing.simulation.kv_wire import (
     FinishPush,

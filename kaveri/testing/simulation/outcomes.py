@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from kaveri.client.answer import Chunk
+from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import KaveriError
-from kaveri.sampling import FinishReason, SamplingParams
 from kaveri.testing.simulation.loop import SimulatedProcess
 
 

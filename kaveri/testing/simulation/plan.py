@@ -4,11 +4,11 @@ import enum
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kaveri.cluster.view import Role
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
-from kaveri.sampling import SamplingParams
 from kaveri.testing.simulation.network import LinkQuality
 
 

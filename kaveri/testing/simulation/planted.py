@@ -13,14 +13,14 @@ from typing import Any
 from kaveri.cluster import memory_store
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.engine import stepwise_residency
-from kaveri.engine.stepwise_account import Account
+from kaveri.engine.stepwise import residency as stepwise_residency
+from kaveri.engine.stepwise.account import Account
 from kaveri.policy.retry import Setback
 from kaveri.testing.simulation.store import SimulatedStore
+from kaveri.text import detokenizer as router_detokenizer
 from services.decode import instance as decode_instance
 from services.decode import token_streams as decode_streams
 from services.prefill import dispatcher as prefill_dispatcher
-from services.router import detokenizer as router_detokenizer
 from services.router import dispatcher as router_dispatcher
 from services.router import requests as router_requests
 from services.router import token_streams as router_streams

@@ -1,6 +1,6 @@
 """What must be gone when a cluster is at rest: requests, blocks, claims, calls."""
 
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.testing.simulation.world import Life, World
 
 

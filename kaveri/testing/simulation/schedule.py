@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import structlog
 
-from kaveri.cluster.view import Role
-from kaveri.sampling import SamplingParams
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import Role
 from kaveri.testing.simulation.checks import CHECKS, Check
 from kaveri.testing.simulation.clients import Clients
 from kaveri.testing.simulation.draw import draw_prompt
@@ -31,7 +31,7 @@ from kaveri.testing.simulation.rest import extra_tasks, leftovers
 from kaveri.testing.simulation.tokenizer import make_tokenizer
 from kaveri.testing.simulation.trace import Trace
 from kaveri.testing.simulation.world import PROBER, World
-from services.router.tokenizer import ModelTokenizer
+from kaveri.text.tokenizer import ModelTokenizer
 
 READY_WITHIN_S = 10.0
 FINISH_WITHIN_S = 30.0

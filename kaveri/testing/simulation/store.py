@@ -14,7 +14,7 @@ from kaveri.cluster.membership import Membership
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestRecord
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.testing.simulation.loop import SimulatedProcess, current_process
 from kaveri.testing.simulation.network import Network, Pipe

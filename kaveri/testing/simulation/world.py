@@ -10,10 +10,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.store import Follow
-from kaveri.cluster.view import Role
-from kaveri.engine.fake import FakeModel
+from kaveri.domain.view import Role
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
-from kaveri.instance.hosting import InstanceHost
+from kaveri.hosting.hosting import InstanceHost
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.engine import SimulatedEngine
 from kaveri.testing.simulation.kv_network import NetworkWire
@@ -23,6 +23,7 @@ from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import Plan, PlannedInstance
 from kaveri.testing.simulation.store import SimulatedStore, SimulatedStoreServer
 from kaveri.testing.simulation.trace import Trace
+from kaveri.text.tokenizer import ModelTokenizer
 from services.decode.config import DecodeConfig
 from services.decode.service import decode_host
 from services.instance.config import ColocatedConfig
@@ -32,7 +33,6 @@ from services.prefill.prediction import PredictionMode
 from services.prefill.service import prefill_host
 from services.router.config import RouterConfig
 from services.router.server import Router, serve_requests
-from services.router.tokenizer import ModelTokenizer
 
 MODEL_NAME = "simulated"
 PROBER = "prober"

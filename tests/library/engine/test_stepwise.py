@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import (
     AttemptKey,
     EngineEvent,
@@ -25,17 +26,16 @@ from kaveri.engine.contract import (
     RequestFailed,
     StepTokens,
 )
-from kaveri.engine.fake import FakeModel, FakeRunner
 from kaveri.engine.pushes import Pushes, Source
-from kaveri.engine.runner import Drawn, LayerListener, NoToken, SequenceSlice
-from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.stepwise.engine import StepwiseEngine
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, SequenceSlice
 from kaveri.errors import ConfigError, EngineError, InvalidArgument, NoCapacity, RequestCancelled
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver
-from kaveri.kv.sender import KvSender
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import KvReceiver
+from kaveri.kv.transfer.sender import KvSender
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import make_transports
-from kaveri.sampling import FinishReason, SamplingParams
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
 
 _MODEL = FakeModel(max_model_len=128, block_tokens=4)

@@ -1,10 +1,10 @@
 """What goes into one step, and in which order."""
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import AttemptKey
 from kaveri.engine.phase import Phase
-from kaveri.engine.stepwise_batch import form_step
-from kaveri.engine.stepwise_sequence import Sequence
-from kaveri.sampling import SamplingParams
+from kaveri.engine.stepwise.batch import form_step
+from kaveri.engine.stepwise.sequence import Sequence
 
 
 def _sequence(name: str, token_count: int, computed: int = 0) -> Sequence:

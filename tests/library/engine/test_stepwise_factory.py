@@ -15,9 +15,9 @@ import pytest
 
 from kaveri.engine import limits
 from kaveri.engine.factory import EngineSettings, build_engine
-from kaveri.engine.fake import FakeModel
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
-from kaveri.kv.pool import KvPool
+from kaveri.kv.tiers.pool import KvPool
 
 _FAKE = EngineSettings(receives=True, engine="fake", kv_cache_memory_bytes=2**20)
 

@@ -5,15 +5,15 @@ from itertools import count
 
 import pytest
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import AttemptKey
 from kaveri.engine.phase import Phase
-from kaveri.engine.stepwise_batch import form_step
-from kaveri.engine.stepwise_residency import Residency
-from kaveri.engine.stepwise_sequence import Sequence
+from kaveri.engine.stepwise.batch import form_step
+from kaveri.engine.stepwise.residency import Residency
+from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.errors import NoCapacity
-from kaveri.kv.blocks import BlockAllocator
-from kaveri.kv.layout import KvLayout
-from kaveri.sampling import SamplingParams
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.blocks import BlockAllocator
 
 _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 

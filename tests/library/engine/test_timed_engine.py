@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.factory import EngineSettings, build_engine
-from kaveri.engine.fake import FakeModel, FakeRunner
-from kaveri.engine.latency import bundled_latency_models, load_latency_model
-from kaveri.engine.runner import SequenceSlice
-from kaveri.engine.timed import TimedRunner
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.errors import ConfigError
-from kaveri.kv.pool import KvPool
-from kaveri.sampling import SamplingParams
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.latency.model import bundled_latency_models, load_latency_model
 from services.prefill.config import PrefillConfig
 
 _PARAMS = SamplingParams(max_tokens=100, seed=1)

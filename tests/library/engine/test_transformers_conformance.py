@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kaveri.engine.stepwise import StepwiseEngine
+from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.runner import TransformersRunner
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import EngineConformance
-from kaveri.testing.plain_transformers import PlainTransformers
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.plain_transformers import PlainTransformers
+from tests.support.tiny_models import make_tiny_model
 
 BLOCK_TOKENS = 8
 

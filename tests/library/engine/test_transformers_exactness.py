@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from kaveri.engine.runner import LayerListener, SequenceSlice
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.stepwise.runner import LayerListener, SequenceSlice
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import LayoutMismatch
-from kaveri.kv.pool import KvPool
+from kaveri.kv.tiers.pool import KvPool
 from kaveri.models import resolve_model
-from kaveri.sampling import SamplingParams
-from kaveri.testing.plain_transformers import PlainTransformers
-from kaveri.testing.tiny_models import ARCHITECTURES, make_tiny_model
+from tests.support.plain_transformers import PlainTransformers
+from tests.support.tiny_models import ARCHITECTURES, make_tiny_model
 
 BLOCK_TOKENS = 16
 BLOCK_COUNT = 160

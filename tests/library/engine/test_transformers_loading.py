@@ -14,7 +14,7 @@ from kaveri.engine.transformers.fingerprint import fingerprint
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.errors import ConfigError
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")

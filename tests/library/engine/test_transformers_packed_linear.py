@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.packed_linear import PackedLinear, pack_linears, watched_linears
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of torch has no oneDNN"

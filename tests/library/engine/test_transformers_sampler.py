@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kaveri.engine.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens, stream_state, waiting_times
-from kaveri.sampling import SamplingParams
 
 VOCAB_SIZE = 50
 

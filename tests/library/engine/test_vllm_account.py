@@ -4,13 +4,13 @@ from concurrent.futures import Future
 
 import pytest
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import AttemptKey, EngineRequest
 from kaveri.engine.phase import Phase
 from kaveri.engine.vllm.account import Account
 from kaveri.engine.vllm.hosted import Hosted
 from kaveri.errors import NoCapacity, RequestAlreadyExists
-from kaveri.kv.layout import KvLayout
-from kaveri.sampling import SamplingParams
+from kaveri.kv.layout.layout import KvLayout
 
 _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 

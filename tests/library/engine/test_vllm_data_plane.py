@@ -28,11 +28,11 @@ from kaveri.engine.vllm.rank_plane import RankSetup
 from kaveri.engine.vllm.rank_server import serve_rank
 from kaveri.engine.vllm.remote_rank import RankMeeting
 from kaveri.errors import ConfigError, InvalidArgument, LayoutMismatch
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import TransferLanded, TransferReleased
-from kaveri.kv.sender import PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import make_transports
 
 RANKS = 2

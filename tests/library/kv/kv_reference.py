@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kaveri.kv.layout import ELEMENT_BYTES, ORDERS, KvLayout
-from kaveri.kv.pool import KvPool
+from kaveri.kv.layout.layout import ELEMENT_BYTES, ORDERS, KvLayout
+from kaveri.kv.tiers.pool import KvPool
 
 MARK = 0xEE
 """What stands wherever nothing was written."""

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kaveri.kv.digest import xxh3
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.receiver import KvReceiver, TransferLanded
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.digest import xxh3
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kaveri.errors import TransferFailed
-from kaveri.kv.digest import xxh3
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, PoolLanding, TransferLanded, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted
-from kaveri.kv.ticket import KvEndpoint
-from kaveri.kv.transport import Transport
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import xxh3
+from kaveri.kv.transfer.receiver import KvReceiver, PoolLanding, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import KvSender, PushAccepted
+from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports, shm_transport, socket_listener
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.shm import ShmTransport

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kaveri.kv.credit import CreditBook
+from kaveri.kv.transfer.credit import CreditBook
 
 TOTAL_BYTES = 1000
 LEAST_BYTES = 80

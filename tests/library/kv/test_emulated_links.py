@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from kaveri.engine.factory import EngineSettings, build_engine
-from kaveri.engine.fake import FakeModel
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.link_speed import LinkSpeed, parse_link_speed
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import Transport
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports, slowed
+from kaveri.kv.transports.link_speed import LinkSpeed, parse_link_speed
 from kaveri.testing.transport_conformance import TransportConformance
 from kaveri.testing.transport_peer import Recorder
 
@@ -110,7 +110,7 @@ class LateClock:
 
 def test_late_wake_ups_do_not_make_an_emulated_link_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = LateClock()
-    monkeypatch.setattr("kaveri.kv.transports.emulated.time", clock)
+    monkeypatch.setattr("kaveri.kv.transports.extra.emulated.time", clock)
     source, target = KvPool(LAYOUT, 50), KvPool(LAYOUT, 50)
     pushed = Recorder()
     # A millisecond for each block: shorter than a wake-up is late.

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.kv.digest import Digest, xxh3
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digest, xxh3
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import KvSender, PushAccepted
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.testing.transport_peer import (
     WAIT_S,
     PeerNursery,

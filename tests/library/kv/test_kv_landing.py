@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kaveri.errors import TransferFailed
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.reporter import Reporter
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transports import make_transports
 
 LAYOUT = KvLayout("model", 1, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")

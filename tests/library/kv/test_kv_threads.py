@@ -13,13 +13,13 @@ import pytest
 import structlog
 
 from kaveri.errors import ConfigError, TransferFailed
-from kaveri.kv.mapped_sender import MappedSender
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.staged_pushes import StagedPush
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import LinkListener
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.mapped_sender import MappedSender
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.staged_pushes import StagedPush
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import LinkListener
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
 from tests.library.kv.kv_stranger import LAYOUT, nothing_left
@@ -148,11 +148,11 @@ def test_a_transport_that_breaks_fails_its_pushes_with_a_reason_and_the_next_one
 
 _ON_A_FULL_DISK = """
 import os, queue, sys, tempfile
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded
-from kaveri.kv.sender import KvSender, PushAccepted
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
+from kaveri.kv.transfer.sender import KvSender, PushAccepted
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import configure_logs
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kaveri.errors import InvalidArgument, LayoutMismatch, NoCapacity
-from kaveri.kv.blocks import BlockAllocator
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.ticket import Ticket
-from kaveri.rpc.messages import layout_from_proto, layout_to_proto
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.ticket import Ticket
+from kaveri.wire.messages import layout_from_proto, layout_to_proto
 
 LAYOUT = KvLayout("m", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="bfloat16")
 

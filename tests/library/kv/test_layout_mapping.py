@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kaveri.errors import InvalidArgument, LayoutMismatch
-from kaveri.kv.block_map import map_blocks
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.regions import RegionCopy, copy_regions
+from kaveri.kv.layout.block_map import map_blocks
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.layout.regions import RegionCopy, copy_regions
 from tests.library.kv.kv_reference import Instance, KvPartition, make_reference, token_ranges, whole_and_split
 
 MODEL = KvLayout("model", 8, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")

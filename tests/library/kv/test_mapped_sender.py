@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kaveri.errors import InvalidArgument, LayoutMismatch, TransferFailed
-from kaveri.kv.digest import Digest, DigestFactory, xxh3
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.mapped_sender import STAGINGS_MAX, MappedSender
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.sender import PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket, first_source_block
-from kaveri.kv.transport import Transport
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digest, DigestFactory, xxh3
+from kaveri.kv.transfer.mapped_sender import STAGINGS_MAX, MappedSender
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block
+from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import PATH_NAMES, make_transports
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until

@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 
 from kaveri.errors import ConfigError
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import LinkLost
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import pack_hello
 from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent, _SendingAgent
@@ -223,8 +223,8 @@ def test_an_agent_is_gone_even_while_its_error_is_at_hand(source: KvPool) -> Non
 @needs_nixl
 def test_a_process_that_used_nixl_ends_well_and_has_printed_nothing() -> None:
     program = f"""
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transports.nixl import NixlTransport, _Agent
 NixlTransport()
 agent = _Agent(KvPool({LAYOUT!r}, 4))

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from kaveri.kv.reporter import Reporter
+from kaveri.kv.transfer.reporter import Reporter
 from kaveri.testing.transport_peer import WAIT_S
 
 

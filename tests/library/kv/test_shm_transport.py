@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kaveri.errors import ConfigError
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool, SharedMemory
-from kaveri.kv.receiver import KvReceiver, TransferLanded
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint
-from kaveri.kv.transport import LinkLost
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool, SharedMemory
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports, shm_transport, transport_names
 from kaveri.kv.transports.stream import Stream
 from kaveri.testing.transport_peer import Recorder, wait_until

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kaveri.kv.digest import NoDigest, xxh3
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import NoDigest, xxh3
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports.frames import HEADER_BYTES, Header, Kind, unpack_header
 from kaveri.kv.transports.socket import SocketLink
 from kaveri.kv.transports.stream import Stream, never

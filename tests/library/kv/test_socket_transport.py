@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kaveri.errors import ConfigError
-from kaveri.kv.digest import xxh3
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferReleased
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import LinkLost
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import xxh3
+from kaveri.kv.transfer.receiver import KvReceiver, TransferReleased
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.mapped_sender import STAGINGS_MAX, MappedSender
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver
-from kaveri.kv.sender import PushAccepted
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.mapped_sender import STAGINGS_MAX, MappedSender
+from kaveri.kv.transfer.receiver import KvReceiver
+from kaveri.kv.transfer.sender import PushAccepted
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, wait_until
 

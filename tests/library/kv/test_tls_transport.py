@@ -16,19 +16,19 @@ from pathlib import Path
 import pytest
 
 from kaveri.errors import ConfigError
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver, TransferLanded
-from kaveri.kv.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.ticket import KvEndpoint, Ticket
-from kaveri.kv.transport import LinkLost, Transport
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import LinkLost, Transport
 from kaveri.kv.transports import make_transports, tcp_transport
 from kaveri.kv.transports.frames import HELLO_BYTES, pack_hello
 from kaveri.kv.transports.tls import TlsFiles, TlsTransport
 from kaveri.kv.transports.tls_stream import TlsStream
-from kaveri.testing.certificates import FILES_VARIABLE, Authority
 from kaveri.testing.transport_conformance import TransportConformance
 from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool
 from kaveri.testing.transport_world import SMALL_LAYOUT
+from tests.support.certificates import FILES_VARIABLE, Authority
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
 
@@ -58,7 +58,7 @@ def files(authority: Authority) -> Iterator[TlsFiles]:
 
 
 class TestTls(TransportConformance):
-    factory = "kaveri.testing.certificates:tls_transport"
+    factory = "tests.support.certificates:tls_transport"
 
     def address(self, directory: Path) -> str:
         return "127.0.0.1:0"

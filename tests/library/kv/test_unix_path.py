@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kaveri.errors import ConfigError
-from kaveri.kv.pool import KvPool
-from kaveri.kv.receiver import KvReceiver
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import KvReceiver
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports, unix_path
 from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.testing.transport_peer import Recorder

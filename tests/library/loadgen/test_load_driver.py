@@ -22,7 +22,7 @@ from kaveri import AsyncClient
 from kaveri.cli.main import main
 from kaveri.loadgen.driver import RequestRecord, RequestSettings, run_closed, run_open
 from kaveri.loadgen.report import Slo, jct_s, summarize, ttft_s
-from kaveri.loadgen.workload import PlannedRequest, RequestLengths, gamma_arrivals
+from kaveri.workload.requests import PlannedRequest, RequestLengths, gamma_arrivals
 from tests.library.client.inference_double import InferenceDouble, serving, serving_in_a_thread
 
 SETTINGS = RequestSettings(model=None, vocab_size=26, seed=5, timeout_s=20.0)

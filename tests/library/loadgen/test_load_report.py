@@ -6,7 +6,7 @@ import pytest
 
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 from kaveri.loadgen.report import Slo, jct_s, over_runs, row, spread, summarize, tpot_s, ttft_s
-from kaveri.loadgen.workload import PlannedRequest, RequestLengths
+from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 
 def record(

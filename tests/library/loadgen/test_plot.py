@@ -9,7 +9,7 @@ from kaveri.errors import ConfigError
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 from kaveri.loadgen.plot import check_plot, draw_runs
 from kaveri.loadgen.report import Slo
-from kaveri.loadgen.workload import PlannedRequest, RequestLengths
+from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 ANSWERED = RequestRecord(PlannedRequest(0, 0.0, RequestLengths(5, 4)), 0.0, 0.0, 0.2, 0.8, 4, [0.2] * 3)
 ONE_TOKEN = RequestRecord(PlannedRequest(1, 0.1, RequestLengths(5, 1)), 0.1, 0.1, 0.3, 0.3, 1)

@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.client.answer import ServerTiming
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.loadgen.busy import RoleTime, covered_s, resource_times
 from kaveri.loadgen.driver import LoadRun, RequestRecord
-from kaveri.loadgen.workload import PlannedRequest, RequestLengths
+from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 
 def answered(

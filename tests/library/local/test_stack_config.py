@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaveri.cluster.view import Role
+from kaveri.domain.view import Role
 from kaveri.errors import ConfigError
 from kaveri.local.config import StackConfig, service_command, service_environment
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.policy.admission import (
     AdmissionPolicy,
     DecodeSnapshot,
@@ -13,7 +14,6 @@ from kaveri.policy.admission import (
     choose_admitted,
     kept_blocks,
 )
-from kaveri.policy.length import RangeEnd, TokenRange
 
 
 def snapshot(landed_count: int, running: int, max_batch: int) -> DecodeSnapshot:

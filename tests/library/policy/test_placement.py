@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
-from kaveri.kv.layout import KvLayout
-from kaveri.policy.length import TokenRange
+from kaveri.domain.length import TokenRange
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import (
     DecodePlacementPolicy,
     HeavyThresholds,

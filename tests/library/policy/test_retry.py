@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.policy.retry import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.predictor.labels import Label, load_tokenizer
-from kaveri.predictor.prompts import Prompt
-from kaveri.sampling import FinishReason
+from kaveri.workload.prompts import Prompt
 from training.kaveri_tiny.families import WORDS
 
 

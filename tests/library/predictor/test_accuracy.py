@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaveri.policy.length import TokenRange
+from kaveri.domain.length import TokenRange
 from kaveri.predictor.accuracy import measure_accuracy
 from kaveri.predictor.buckets import bucket_of, merge_buckets, range_of
 

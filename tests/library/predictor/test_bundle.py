@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 
 import torch
 
+from kaveri.domain.length import TokenRange
 from kaveri.errors import ConfigError, InvalidArgument
-from kaveri.policy.length import TokenRange
 from kaveri.predictor.bundle import LengthPredictor, cut_prompt, max_input_tokens
 from kaveri.predictor.classifier import classifier_from_scratch
 from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, read_manifest, write_manifest

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from kaveri.errors import InvalidArgument, NoCapacity
-from kaveri.rpc.status import abort
 from kaveri.v1 import inference_pb2 as pb
 from kaveri.v1 import sampling_pb2
+from kaveri.wire.status import abort
 from tests.library.client.inference_double import WAIT_S, InferenceDouble, serving_in_a_thread, wait_until
 
 COMMAND = [sys.executable, "-c", "from kaveri.cli.main import main; main()", "predictor", "label"]

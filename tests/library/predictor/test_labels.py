@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.errors import ConfigError
 from kaveri.predictor.labels import Label, Split, load_tokenizer, parse_label, read_labels, token_ids_of
-from kaveri.predictor.prompts import Prompt
-from kaveri.sampling import FinishReason
+from kaveri.workload.prompts import Prompt
 
 
 def make_label(prompt: Prompt, prompt_tokens: int = 3, output_tokens: int = 5, model: str = "kaveri-tiny") -> Label:

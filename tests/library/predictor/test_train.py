@@ -17,7 +17,7 @@ from kaveri.predictor.bundle import LengthPredictor, Retokenizer
 from kaveri.predictor.evaluate import evaluate
 from kaveri.predictor.labels import load_tokenizer, read_labels
 from kaveri.predictor.train import TrainSettings, train
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.tiny_models import make_tiny_model
 
 COMMAND = [sys.executable, "-P", "-m", "kaveri.predictor"]
 FLAGS = ["--granularity", "100", "--layers", "1", "--width", "32", "--max-prompt-tokens", "16", "--batch-size", "8"]

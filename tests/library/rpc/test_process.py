@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from kaveri.rpc.process import ServiceConfig
-from kaveri.testing.redis_fixture import free_port
+from tests.support.redis_fixture import free_port
 
 WAIT_S = 30.0
 

@@ -13,8 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.rpc.server import MAX_MESSAGE_BYTES, RpcServer, check_health, open_channel
-from kaveri.rpc.status import error_of
 from kaveri.v1 import decode_pb2, decode_pb2_grpc
+from kaveri.wire.status import error_of
 from tests.library.rpc.echo_service import SERVICE_NAME, EchoService, serving
 
 WAIT_S = 10.0

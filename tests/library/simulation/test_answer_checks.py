@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from kaveri.client.answer import Chunk, Usage
+from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import AttemptKey
-from kaveri.engine.fake import FakeModel
-from kaveri.sampling import FinishReason, SamplingParams
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.testing.simulation.answer_checks import AnswerChecker, expected_answer
 from kaveri.testing.simulation.draws import DrawRecord, DrawRun, life_salt
 from kaveri.testing.simulation.outcomes import RequestOutcome

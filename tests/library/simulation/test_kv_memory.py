@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import AttemptKey, EngineRequest, FirstToken, Landed, PrefillProgress
-from kaveri.engine.fake import FakeModel, StaleKv
-from kaveri.engine.runner import SequenceSlice
-from kaveri.kv.ticket import Ticket
-from kaveri.sampling import SamplingParams
+from kaveri.engine.stepwise.fake import FakeModel, StaleKv
+from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_recorder import EngineRecorder
 from kaveri.testing.simulation.engine import SimulatedEngine
 from kaveri.testing.simulation.kv_memory import KvMemory

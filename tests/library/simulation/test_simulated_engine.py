@@ -10,9 +10,9 @@ from typing import TypeVar
 import pytest
 
 from kaveri.engine.contract import AttemptKey, EngineInfo, EngineListener, EngineRequest, EngineStats
-from kaveri.engine.fake import FakeModel
-from kaveri.kv.flow import KvFlow
-from kaveri.kv.ticket import Ticket
+from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_conformance import EngineConformance
 from kaveri.testing.simulation.engine import SimulatedEngine
 from kaveri.testing.simulation.kv_wire import LoopWire

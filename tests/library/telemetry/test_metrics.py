@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kaveri.errors import ConfigError
 from kaveri.telemetry import metrics
 from kaveri.telemetry.metrics import MAX_CONNECTIONS, MAX_REQUEST_BYTES, serve_metrics
-from kaveri.testing.redis_fixture import free_port
+from tests.support.redis_fixture import free_port
 
 _WITHIN_S = 20.0
 

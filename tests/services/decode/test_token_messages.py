@@ -1,7 +1,7 @@
 """What a slow router was not sent goes out in messages that gRPC takes, in order, nothing lost and nothing twice."""
 
+from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
-from kaveri.sampling import FinishReason, Logprobs
 from kaveri.v1 import decode_pb2
 from services.decode.server import _to_proto
 from services.decode.token_messages import messages_of

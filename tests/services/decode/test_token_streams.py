@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import AttemptKey, TokenStep
 from kaveri.errors import StaleAttempt
-from kaveri.sampling import FinishReason
 from services.decode.requests import DecodeRequest, KnownAttempts
 from services.decode.token_streams import RequestTimes, TokenStreams
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.cluster.view import InstanceState
+from kaveri.domain.view import InstanceState
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 

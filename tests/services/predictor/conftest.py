@@ -12,16 +12,16 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.view import InstanceStatus
-from kaveri.policy.length import TokenRange
+from kaveri.domain.length import TokenRange
+from kaveri.domain.view import InstanceStatus
 from kaveri.predictor.manifest import Manifest, write_manifest
 from kaveri.rpc.server import open_channel
-from kaveri.testing.redis_fixture import run_redis
 from kaveri.v1 import predictor_pb2
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
 from services.predictor.config import PredictorConfig
 from services.predictor.service import PredictorHost
 from services.predictor.worker import WorkerThread
+from tests.support.redis_fixture import run_redis
 
 DEADLINE_S = 30.0
 BUCKETS = 5

@@ -8,10 +8,10 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.cluster.view import InstanceState, Role
+from kaveri.domain.view import InstanceState, Role
 from kaveri.errors import InvalidArgument, KaveriError, ModelNotFound, NoCapacity, Unavailable
 from kaveri.rpc.server import check_health
-from kaveri.rpc.status import error_of
+from kaveri.wire.status import error_of
 from tests.services.predictor.conftest import DEADLINE_S, LastTokenModel, RunningPredictor
 
 

@@ -9,14 +9,14 @@ import pytest
 from grpc import aio
 
 from kaveri.cluster.memory_store import MemoryStore
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from kaveri.errors import ModelNotFound
-from kaveri.rpc.status import abort
 from kaveri.v1 import predictor_pb2
 from kaveri.v1.predictor_pb2_grpc import (
     LengthPredictorServiceServicer,
     add_LengthPredictorServiceServicer_to_server,
 )
+from kaveri.wire.status import abort
 
 Answer = Callable[[predictor_pb2.PredictRequest], Awaitable[predictor_pb2.PredictResponse]]
 

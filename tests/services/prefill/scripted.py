@@ -10,16 +10,16 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.memory_store import MemoryStore
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.engine.contract import AttemptKey, EngineEvent, EngineInfo, EngineRequest, EngineStats
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity
-from kaveri.kv.flow import KvFlow
-from kaveri.kv.layout import KvLayout
-from kaveri.kv.ticket import Ticket
-from kaveri.rpc.messages import ticket_to_proto
-from kaveri.rpc.status import abort
-from kaveri.sampling import SamplingParams
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.v1 import decode_pb2, decode_pb2_grpc
+from kaveri.wire.messages import ticket_to_proto
+from kaveri.wire.status import abort
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import PrefillRequest
 

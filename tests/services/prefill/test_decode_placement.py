@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.domain.length import TokenRange
 from kaveri.engine.contract import AttemptKey, EngineRequest, KvPushFailed
 from kaveri.errors import (
     EngineError,
@@ -19,8 +20,7 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.kv.layout import KvLayout
-from kaveri.policy.length import TokenRange
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill import decode_peers, dispatcher
 from services.prefill.dispatcher import Dispatcher

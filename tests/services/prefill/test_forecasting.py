@@ -12,9 +12,9 @@ import structlog
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
+from kaveri.domain.length import TokenRange
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import AttemptKey, EngineRequest
-from kaveri.policy.length import TokenRange
-from kaveri.sampling import SamplingParams
 from kaveri.v1 import predictor_pb2
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics

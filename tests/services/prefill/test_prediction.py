@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.policy.length import TokenRange
+from kaveri.domain.length import TokenRange
 from services.prefill.prediction import PredictorHealth, PredictorStatus, choose_predictor, usable_length
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.policy.length import TokenRange
+from kaveri.domain.length import TokenRange
 from kaveri.v1 import predictor_pb2
 from services.prefill.predictor_peers import UnusableAnswer, read_predictions
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import (
     FirstToken,
     KvPushed,
@@ -25,7 +26,6 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.policy.ordering import OrderingPolicy
-from kaveri.sampling import FinishReason
 from services.prefill.instance import LONGEST_REQUEST_S, PrefillInstance
 from services.prefill.requests import FirstTokenDrawn, HandedOver, Placed, PrefillRequest, ProgressOutbox, Started
 from tests.services.prefill.scripted import ScriptedEngine, ScriptedHandOver, eventually, new_metrics, params

@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 import pytest
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import AttemptKey, EngineRequest
 from kaveri.errors import InvalidArgument, NoCapacity
 from kaveri.policy.ordering import OrderingPolicy
-from kaveri.sampling import SamplingParams
 from services.prefill.queue import PrefillQueue
 from services.prefill.requests import PrefillRequest
 

@@ -16,11 +16,11 @@ from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.errors import KaveriError, Unavailable
-from kaveri.kv.layout import KvLayout
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.rpc.server import RpcServer, open_channel
-from kaveri.rpc.status import abort
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -30,9 +30,9 @@ from kaveri.v1 import (
     prefill_pb2_grpc,
     sampling_pb2,
 )
+from kaveri.wire.status import abort
 from services.router.config import RouterConfig
 from services.router.server import Router
-from services.router.tokenizer import ModelTokenizer
 
 MODEL = "kaveri-tiny"
 MAX_MODEL_LEN = 8_192

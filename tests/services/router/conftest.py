@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from services.router.tokenizer import ModelTokenizer
+from kaveri.text.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import MODEL, ScriptedCluster
 
 

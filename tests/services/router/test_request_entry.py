@@ -2,8 +2,8 @@
 
 import time
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import Unavailable
-from kaveri.sampling import SamplingParams
 from kaveri.v1 import decode_pb2, prefill_pb2
 from services.router.requests import AcceptedRequest, Attempt, RequestEntry
 

@@ -7,13 +7,13 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.cluster.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
 from kaveri.errors import InvalidArgument
-from kaveri.kv.layout import KvLayout
-from kaveri.rpc.status import error_of
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
+from kaveri.wire.status import error_of
 from services.router.intake import max_model_len
-from services.router.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import MAX_MODEL_LEN, ScriptedCluster, answer, ask, collect, tokens_of
 
 

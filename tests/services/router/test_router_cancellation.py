@@ -8,8 +8,8 @@ import grpc
 import pytest
 from grpc import aio
 
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
-from services.router.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import (
     PROMPT,
     RouterUnderTest,

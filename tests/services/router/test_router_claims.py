@@ -11,7 +11,7 @@ from grpc import aio
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryStore
 from kaveri.cluster.store import RequestRecord
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from tests.services.router.cluster_script import (
     PROMPT,
     ScriptedCluster,

@@ -8,8 +8,8 @@ import pytest_asyncio
 from grpc import aio
 
 from kaveri.policy.placement import PlacementPolicy
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
-from services.router.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import (
     MAX_MODEL_LEN,
     MODEL,

@@ -11,9 +11,9 @@ from grpc import aio
 
 from kaveri.errors import InvalidArgument, NoCapacity, StaleAttempt
 from kaveri.policy.placement import PlacementPolicy
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from services.router import token_streams
-from services.router.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import (
     PROMPT,
     RouterUnderTest,
@@ -284,9 +284,7 @@ async def test_an_attempt_number_beyond_the_limit_is_not_believed(cluster: Scrip
         assert tokens_of(await collect(router.stub.Generate(ask(), timeout=5))) == answer(PROMPT, 20)
 
 
-@pytest.mark.parametrize(
-    "broken", ["services.router.dispatcher.choose_prefill", "services.router.tokenizer.Detokenizer"]
-)
+@pytest.mark.parametrize("broken", ["services.router.dispatcher.choose_prefill", "kaveri.text.tokenizer.Detokenizer"])
 async def test_a_bug_fails_its_request_with_one_sentence_and_a_traceback_in_the_log(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

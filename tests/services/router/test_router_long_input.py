@@ -12,9 +12,9 @@ import pytest
 
 from kaveri.errors import DeadlineExceeded, InvalidArgument
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
-from kaveri.rpc.status import error_of
+from kaveri.text.tokenizer import ChatMessage, ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
-from services.router.tokenizer import ChatMessage, ModelTokenizer
+from kaveri.wire.status import error_of
 from tests.services.router.cluster_script import ScriptedCluster, answer, ask, collect, tokens_of
 
 FULL = MAX_MESSAGE_BYTES - 1_000

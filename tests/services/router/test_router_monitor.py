@@ -15,14 +15,14 @@ from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.view import InstanceLoad, InstanceRecord, InstanceState, LoadBroadcast, Role
-from kaveri.engine.fake import FakeModel
-from kaveri.testing.local_cluster import LocalCluster, run_cluster
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, LoadBroadcast, Role
+from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.testing.store_conformance import DECODE, PREDICTOR, PREFILL, lead
 from kaveri.v1 import cluster_pb2
 from services.router import metrics
 from services.router.monitor import Monitor
 from tests.services.router.cluster_script import ScriptedCluster, eventually
+from tests.support.local_cluster import LocalCluster, run_cluster
 
 _ROUTERS = ("router-0", "router-1")
 _PROMPT = tuple(range(1, 60))

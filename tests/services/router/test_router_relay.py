@@ -6,8 +6,8 @@ import grpc
 import pytest
 from grpc import aio
 
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
-from services.router.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import (
     MAX_MODEL_LEN,
     MODEL,

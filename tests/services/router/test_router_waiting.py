@@ -12,8 +12,8 @@ import structlog
 from grpc import aio
 
 from kaveri.errors import NoCapacity
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
-from services.router.tokenizer import ModelTokenizer
 from tests.services.router.cluster_script import ScriptedCluster, answer, ask, collect, eventually, tokens_of
 
 CODES = grpc.StatusCode

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.testing.engine_process import EngineProcess
-from kaveri.testing.plain_transformers import PlainTransformers
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.engine_process import EngineProcess
+from tests.support.plain_transformers import PlainTransformers
+from tests.support.tiny_models import make_tiny_model
 
 MAX_MODEL_LEN = 128
 CHUNK_TOKENS = 16
@@ -33,7 +33,7 @@ class Lender:
             if process.is_alive and process.is_free:
                 return process
         # Only where vLLM is installed, which the fixtures have made sure of.
-        from kaveri.testing.vllm_engines import prepare
+        from tests.support.vllm_engines import prepare
 
         loading = {
             "dtype": "float32",
@@ -49,7 +49,7 @@ class Lender:
             prepare,
             str(self._model),
             loading,
-            preload=["kaveri.testing.vllm_engines"],
+            preload=["tests.support.vllm_engines"],
             has_children=self._tensor_ranks > 1,
             # Ranks may share a core here.
             VLLM_CPU_OMP_THREADS_BIND="nobind",

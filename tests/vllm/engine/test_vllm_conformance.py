@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance
-from kaveri.testing.engine_process import RemoteEngine
-from kaveri.testing.plain_transformers import PlainTransformers
+from tests.support.engine_process import RemoteEngine
+from tests.support.plain_transformers import PlainTransformers
 
 # The first test of a module loads vLLM.
 pytestmark = pytest.mark.timeout(300)

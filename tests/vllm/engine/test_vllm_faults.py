@@ -22,11 +22,11 @@ from kaveri.engine.contract import (
     PrefillProgress,
 )
 from kaveri.errors import EngineError, LayoutMismatch, NoCapacity, RequestCancelled
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import EngineRequest, Pair, make_request, when_there_is_room
-from kaveri.testing.engine_process import RemoteEngine
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
-from kaveri.testing.plain_transformers import PlainTransformers
+from tests.support.engine_process import RemoteEngine
+from tests.support.plain_transformers import PlainTransformers
 
 # The first test that needs it loads vLLM.
 pytestmark = pytest.mark.timeout(300)
@@ -292,7 +292,7 @@ def test_engine_whose_step_fails_stops_and_says_so(bench: _Bench) -> None:
 
 
 def test_kv_of_another_engine_is_refused_by_the_order_of_its_bytes(bench: _Bench, model_folder: Path) -> None:
-    from kaveri.engine.stepwise import StepwiseEngine
+    from kaveri.engine.stepwise.engine import StepwiseEngine
     from kaveri.engine.transformers.loading import load_runner
 
     pair = bench.pair()

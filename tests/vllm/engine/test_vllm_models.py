@@ -10,12 +10,12 @@ import pytest
 
 from kaveri.engine.contract import EngineEvent, FirstToken, RequestFailed
 from kaveri.errors import ConfigError
-from kaveri.instance.trial import Trial
+from kaveri.hosting.trial import Trial
 from kaveri.testing.engine_conformance import make_request
-from kaveri.testing.engine_process import EngineProcess
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
-from kaveri.testing.plain_transformers import PlainTransformers
-from kaveri.testing.tiny_models import make_tiny_model
+from tests.support.engine_process import EngineProcess
+from tests.support.plain_transformers import PlainTransformers
+from tests.support.tiny_models import make_tiny_model
 
 # Each process loads vLLM.
 pytestmark = pytest.mark.timeout(300)
@@ -42,10 +42,10 @@ def load() -> Iterator[Callable[..., EngineProcess]]:
             }
             process = EngineProcess(
                 # Only where vLLM is installed.
-                __import__("kaveri.testing.vllm_engines", fromlist=["prepare"]).prepare,
+                __import__("tests.support.vllm_engines", fromlist=["prepare"]).prepare,
                 str(folder),
                 loading,
-                preload=["kaveri.testing.vllm_engines"],
+                preload=["tests.support.vllm_engines"],
                 VLLM_CPU_OMP_THREADS_BIND="nobind",
                 OMP_NUM_THREADS="1",
                 VLLM_LOGGING_LEVEL="ERROR",

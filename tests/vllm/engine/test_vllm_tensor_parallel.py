@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kaveri.engine.contract import AttemptKey, KvPushed, Landed
-from kaveri.kv.ticket import KvEndpoint
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import Pair, make_request
 from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
-from kaveri.testing.plain_transformers import PlainTransformers
+from tests.support.plain_transformers import PlainTransformers
 
 # The first test loads vLLM six times: two engines and their ranks.
 pytestmark = pytest.mark.timeout(600)

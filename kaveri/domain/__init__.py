@@ -1,0 +1,1 @@
+"""Values that cross contracts: sampling parameters, the cluster's view, lengths. No gRPC, no asyncio."""

@@ -1,0 +1,51 @@
+"""What is known of an answer's length before it ends. Pure: no clock, no I/O."""
+
+import enum
+from dataclasses import dataclass
+
+from kaveri.domain.sampling import SamplingParams
+
+
+class RangeEnd(enum.StrEnum):
+    """Which end of a predicted range counts."""
+
+    LOW = "low"
+    """The fewest tokens it can be; what TetriInfer's policies use (arXiv 2401.11181, section 5.2.2)."""
+    HIGH = "high"
+    """The most tokens it can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """A number of tokens in [low, high)."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ValueError(f"[{self.low}, {self.high}) is no range of tokens")
+
+    def after(self, drawn_tokens: int) -> "TokenRange | None":
+        """What is left of an answer of this length when `drawn_tokens` of it are drawn and it goes on.
+
+        None when it has outlived the range: the prediction was wrong and says nothing any more.
+        """
+        if self.high - drawn_tokens <= 1:
+            return None
+        return TokenRange(max(0, self.low - drawn_tokens), self.high - drawn_tokens)
+
+    def up_to(self, most_tokens: int) -> "TokenRange":
+        """The range for an answer that is cut at `most_tokens`, at least 1."""
+        return TokenRange(min(self.low, most_tokens), min(self.high, most_tokens + 1))
+
+    def at(self, end: RangeEnd) -> int:
+        """Tokens at one end."""
+        return self.low if end is RangeEnd.LOW else self.high - 1
+
+
+def settled_length(params: SamplingParams) -> TokenRange | None:
+    """The length of an answer that nothing but max_tokens can end; None for all others."""
+    if params.max_tokens is None or not params.ignore_eos or params.stop or params.stop_token_ids:
+        return None
+    return TokenRange(params.max_tokens, params.max_tokens + 1)

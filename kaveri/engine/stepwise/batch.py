@@ -1,0 +1,38 @@
+"""Forms a step: which sequences, and how many tokens of each. Pure: reads sequences, changes none."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kaveri.engine.stepwise.sequence import Sequence
+
+
+class PlannedSlice(NamedTuple):
+    """The next `token_count` tokens of `sequence` are computed by the step."""
+
+    sequence: Sequence
+    token_count: int
+
+
+def form_step(running: Iterable[Sequence], prefilling: Iterable[Sequence], chunk_tokens: int) -> list[PlannedSlice]:
+    """One token of every running sequence that only lacks its newest, and a chunk of at most `chunk_tokens` beside.
+
+    The chunk is filled in order, first with what preempted sequences recompute, then with prompts; several share a
+    chunk, a long one is spread over several, and each sequence remembers how far it came (TetriInfer,
+    arXiv 2401.11181, section 3.3.3).
+    """
+    planned: list[PlannedSlice] = []
+    recomputing: list[Sequence] = []
+    for sequence in running:
+        if sequence.pending == 1:
+            planned.append(PlannedSlice(sequence, 1))
+        else:
+            recomputing.append(sequence)
+    room = chunk_tokens
+    for queue in (recomputing, prefilling):
+        for sequence in queue:
+            if room == 0:
+                return planned
+            token_count = min(room, sequence.pending)
+            planned.append(PlannedSlice(sequence, token_count))
+            room -= token_count
+    return planned

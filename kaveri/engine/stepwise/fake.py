@@ -1,0 +1,261 @@
+"""A model runner that makes tokens up, and proves that the KV it is given is the KV it has written.
+
+The next token is a pure function of the tokens so far and of the index of the draw, so a request gets the same answer
+wherever and however it is placed. What stands for KV is a record per position::
+
+    chain     64 bits over all tokens up to this one: chain' = chain * M + token + 1 (mod 2**64), from _CHAIN_SEED
+    place     position << 32 | token
+
+repeated over the row of the position, and masked differently in every layer, in K and in V, and in every word of the
+row. So a block that is stale, swapped, misplaced, of another layer or of another request does not read back.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kaveri.domain.sampling import Logprobs
+from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
+from kaveri.errors import ConfigError
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+
+_MASK = 2**64 - 1
+_CHAIN_SEED = 0x6B61_7665_7269_0001
+_MULTIPLIER = 0xD134_2543_DE82_EF95
+_INVERSE = pow(_MULTIPLIER, -1, 2**64)
+_GOLDEN = 0x9E37_79B9_7F4A_7C15
+_WORD_BYTES = 8
+_DRAWN_TOKEN_IDS = 1000
+
+Words = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeModel:
+    """What the fake runner pretends to be. Two runners exchange KV when their shapes and vocabularies are equal."""
+
+    vocab_size: int = 1000
+    """Prompts are of ids below it. Answers too, and of the first 1000 ids only, so that whatever the vocabulary, a
+    prompt that fits it gets the same answer."""
+    eos_token_id: int = 0
+    eos_probability: float = 0.0
+    """Chance of each draw to be eos_token_id, decided by the tokens so far. 0: an answer ends by max_tokens only."""
+    max_model_len: int = 4096
+    layer_count: int = 2
+    block_tokens: int = 16
+    kv_head_count: int = 2
+    head_dim: int = 8
+    """In float32; kv_head_count * head_dim must be a multiple of 4, so that a position's record fits its row."""
+    step_s: float = 0.0
+    """Seconds that every step takes, spread over its layers."""
+    prefill_token_s: float = 0.0
+    """Seconds more for each token of a slice of several tokens (a prompt, or a recomputation)."""
+    verify: bool = True
+    """Check the KV of all earlier positions in every step. Off: cheap enough for high token rates."""
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 2 or not 0 <= self.eos_token_id < self.drawn_size:
+            reason = f"is {self.vocab_size}; it must be at least 2, and its first {_DRAWN_TOKEN_IDS} ids hold "
+            raise ConfigError("vocab_size", f"{reason}{self.eos_token_id}")
+        if self.kv_head_count * self.head_dim % 4 != 0 or self.kv_head_count * self.head_dim == 0:
+            raise ConfigError("head_dim", f"{self.kv_head_count} heads of {self.head_dim} are no multiple of 4")
+
+    @property
+    def drawn_size(self) -> int:
+        """Answers are of ids below it."""
+        return min(self.vocab_size, _DRAWN_TOKEN_IDS)
+
+    @property
+    def layout(self) -> KvLayout:
+        """The pool's shape."""
+        fingerprint = f"fake-{self.vocab_size}-{self.eos_token_id}-{self.eos_probability:g}"
+        return KvLayout(
+            fingerprint, self.layer_count, self.block_tokens, self.kv_head_count, self.head_dim, dtype="float32"
+        )
+
+    def next_token(self, token_ids: Sequence[int], draw_index: int) -> int:
+        """The token that follows `token_ids`, drawn at `draw_index` of the answer. The reference for tests."""
+        return self.draw(self.chain(token_ids), draw_index)
+
+    def answer(self, token_ids: Sequence[int], generated_count: int, token_count: int) -> list[int]:
+        """The `token_count` tokens that follow `token_ids`, going on past eos_token_id."""
+        chain = self.chain(token_ids)
+        answer = []
+        for index in range(generated_count, generated_count + token_count):
+            answer.append(self.draw(chain, index))
+            chain = self.chain(answer[-1:], chain)
+        return answer
+
+    def chain(self, token_ids: Sequence[int], before: int = _CHAIN_SEED) -> int:
+        """The chain behind `token_ids`, which follow the tokens of the chain `before`."""
+        for token_id in token_ids:
+            before = (before * _MULTIPLIER + token_id + 1) & _MASK
+        return before
+
+    def draw(self, chain: int, draw_index: int) -> int:
+        """The token drawn behind a chain: splitmix64 of chain and index."""
+        mixed = (chain + (draw_index + 1) * _GOLDEN) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
+        mixed ^= mixed >> 31
+        if (mixed >> 40) < self.eos_probability * 2**24:
+            return self.eos_token_id
+        token_id = (mixed & 0xFFFF_FFFF) % (self.drawn_size - 1)
+        return token_id + (token_id >= self.eos_token_id)
+
+    def logprobs(self, token_id: int, count: int | None) -> Logprobs | None:
+        """Made up, for a token and `count` others; None where none are asked for."""
+        if count is None:
+            return None
+        return Logprobs(-0.5, tuple(((token_id + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
+
+
+class StaleKv(Exception):
+    """The KV of an earlier position is not what was written for it: an engine or a transfer is at fault."""
+
+
+class FakeRunner:
+    """A ModelRunner (runner.py) on FakeModel. Ignores sampling parameters but for logprobs, which it makes up."""
+
+    name = "fake"
+    device = "cpu"
+
+    def __init__(self, model: FakeModel | None = None) -> None:
+        self.model = model = model or FakeModel()
+        self.layout = model.layout
+        self.max_model_len = model.max_model_len
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = frozenset({model.eos_token_id})
+        row_words = model.kv_head_count * model.head_dim * 4 // _WORD_BYTES
+        # [layer_count, K and V, row_words]: what every record is masked with.
+        count = model.layer_count * 2 * row_words
+        masks = (np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)).reshape(model.layer_count, 2, row_words)
+        self._masks: Words = masks
+        powers = np.full(model.max_model_len + 1, _MULTIPLIER, np.uint64)
+        powers[0] = 1
+        self._powers: Words = np.multiply.accumulate(powers)
+        powers[1:] = _INVERSE
+        self._inverse_powers: Words = np.multiply.accumulate(powers)
+        self._cache: Words = np.empty(0, np.uint64)
+
+    def attach(self, pool: KvPool) -> None:
+        words = pool.memory.view(np.uint64)
+        # [layer_count, block_count, K and V, block_tokens, row_words]
+        self._cache = words.reshape(*words.shape[:2], 2, self.layout.block_tokens, -1)
+
+    def landed(self, block_ids: Sequence[int]) -> None:
+        """Nothing to copy: the pool is the only memory."""
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        """Raises StaleKv when `verify` is on and a slice's earlier positions do not read back."""
+        before = self._chains_before(batch)
+        lengths = [len(part.token_ids) for part in batch]
+        if max(lengths) == 1:
+            # The decode batch, and the reason for numpy here: 32 sequences cost little more than one.
+            tokens = np.array([part.token_ids[0] for part in batch], np.uint64)
+            positions = np.array([part.start for part in batch], np.int64)
+            blocks = self._blocks(batch, positions.tolist())
+            chains = lasts = before * np.uint64(_MULTIPLIER) + tokens + np.uint64(1)
+        else:
+            tokens = np.concatenate([np.asarray(part.token_ids, np.uint64) for part in batch])
+            spans = [np.arange(part.start, part.start + length) for part, length in zip(batch, lengths, strict=True)]
+            positions = np.concatenate(spans)
+            block_tokens = self.layout.block_tokens
+            blocks = np.concatenate(
+                [np.asarray(part.block_ids)[span // block_tokens] for part, span in zip(batch, spans, strict=True)]
+            )
+            chains = np.concatenate(
+                [self._chains(chain, part.token_ids) for chain, part in zip(before, batch, strict=True)]
+            )
+            lasts = chains[np.cumsum(lengths) - 1]
+        places = positions.astype(np.uint64) << np.uint64(32) | tokens
+        prefill_tokens = sum(length for length in lengths if length > 1)
+        records = np.stack((chains, places), axis=1)
+        self._write(blocks, positions % self.layout.block_tokens, records, prefill_tokens, on_layer)
+        drawn = self._draw(lasts, np.array([part.draw_index for part in batch], np.uint64))
+        return [
+            DrawnToken(token_id, self.model.logprobs(token_id, part.params.logprobs)) if part.draw else None
+            for token_id, part in zip(drawn, batch, strict=True)
+        ]
+
+    def _blocks(self, batch: Sequence[SequenceSlice], positions: Sequence[int]) -> Indices:
+        """The block of one position of each slice."""
+        block_tokens = self.layout.block_tokens
+        pairs = zip(batch, positions, strict=True)
+        return np.array([part.block_ids[position // block_tokens] for part, position in pairs], np.int64)
+
+    def _chains_before(self, batch: Sequence[SequenceSlice]) -> Words:
+        """The chain behind position start - 1 of each slice, read from the KV."""
+        if self.model.verify:
+            return np.array([self._verified_chain(part) for part in batch], np.uint64)
+        lasts = np.array([part.start - 1 for part in batch], np.int64)
+        first = lasts < 0
+        lasts[first] = 0
+        words = self._cache[0, self._blocks(batch, lasts.tolist()), 0, lasts % self.layout.block_tokens, 0]
+        return np.where(first, np.uint64(_CHAIN_SEED), words ^ self._masks[0, 0, 0])
+
+    def _verified_chain(self, part: SequenceSlice) -> int:
+        if part.start == 0:
+            return _CHAIN_SEED
+        block_ids = part.block_ids[: self.layout.block_count(part.start)]
+        # [layer_count, K and V, start, row_words]
+        rows = self._cache[:, block_ids].swapaxes(1, 2).reshape(*self._masks.shape[:2], -1, self._masks.shape[2])
+        rows = rows[:, :, : part.start] ^ self._masks[:, :, None]
+        record = rows[0, 0, :, :2]
+        chains, places = record[:, 0], record[:, 1]
+        wrong = (rows.reshape(-1, part.start, rows.shape[-1] // 2, 2) != record[:, None]).any(axis=(0, 2, 3))
+        wrong |= places >> np.uint64(32) != np.arange(part.start, dtype=np.uint64)
+        before = np.concatenate((np.array([_CHAIN_SEED], np.uint64), chains[:-1]))
+        wrong |= chains != before * np.uint64(_MULTIPLIER) + (places & np.uint64(0xFFFF_FFFF)) + np.uint64(1)
+        if wrong.any():
+            position = int(wrong.argmax())
+            raise StaleKv(
+                f"position {position} of {part.start} in block {block_ids[position // self.layout.block_tokens]}"
+            )
+        chain = int(chains[-1])
+        # A decode step's own token was drawn behind this very chain; consistent KV of another request differs here.
+        if len(part.token_ids) == 1 and part.draw_index > 0 and part.draw:
+            expected = self.model.draw(chain, part.draw_index - 1)
+            if part.token_ids[0] != expected:
+                raise StaleKv(f"token {part.token_ids[0]} at {part.start} follows KV that leads to token {expected}")
+        return chain
+
+    def _chains(self, chain: np.uint64, token_ids: Sequence[int]) -> Words:
+        """The chain behind each of these tokens: chain * M**(i+1) + sum of (token_j + 1) * M**(i-j), j <= i."""
+        count = len(token_ids)
+        steps = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * self._inverse_powers[1 : count + 1]
+        return (np.cumsum(steps, dtype=np.uint64) + chain) * self._powers[1 : count + 1]
+
+    def _draw(self, chains: Words, draw_indices: Words) -> list[int]:
+        """FakeModel.draw for many at once."""
+        model = self.model
+        mixed = chains + (draw_indices + np.uint64(1)) * np.uint64(_GOLDEN)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+        mixed ^= mixed >> np.uint64(31)
+        token_ids = (mixed & np.uint64(0xFFFF_FFFF)) % np.uint64(model.drawn_size - 1)
+        token_ids += token_ids >= np.uint64(model.eos_token_id)
+        token_ids[(mixed >> np.uint64(40)) < model.eos_probability * 2**24] = model.eos_token_id
+        drawn: list[int] = token_ids.tolist()
+        return drawn
+
+    def _write(
+        self, blocks: Indices, slots: Indices, records: Words, prefill_tokens: int, on_layer: LayerListener | None
+    ) -> None:
+        """Layer by layer, with the step's time spread evenly over the layers."""
+        layer_count, _, row_words = self._masks.shape
+        layer_s = (self.model.step_s + prefill_tokens * self.model.prefill_token_s) / layer_count
+        if on_layer is None and layer_s > 0:
+            time.sleep(layer_s * layer_count)
+        rows = np.tile(records, (1, row_words // 2))
+        for layer in range(layer_count):
+            if on_layer is not None and layer_s > 0:
+                time.sleep(layer_s)
+            self._cache[layer, blocks, :, slots] = rows[:, None] ^ self._masks[layer]
+            if on_layer is not None:
+                on_layer(layer)

@@ -1,0 +1,177 @@
+"""Which decode sequences hold blocks and which of them run: growth, preemption, resumption. No I/O, no locks.
+
+What each container holds, in the order in which it gives blocks up::
+
+    landed    KV here, not admitted yet          the latest landing first
+    waiting   admitted, outside the batch        the latest admission first
+    running   in the batch                       the latest admission first
+    reserved  leased to a transfer               never: it lands, fails or expires
+
+Nobody waits for ever: the earliest admitted sequence is the last to give its blocks up and the first to get them back;
+while any admitted sequence lacks blocks no new reservation is taken, so the ones before it are finitely many; and a
+sequence alone in the pool fits by construction.
+"""
+
+from bisect import insort
+from collections.abc import Iterable
+
+from kaveri.engine.phase import Phase
+from kaveri.engine.stepwise.sequence import Sequence
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.blocks import BlockAllocator
+
+
+class Residency:
+    """The decode side's sequences between reserve() and their last token. The caller serialises all calls."""
+
+    def __init__(self, allocator: BlockAllocator, layout: KvLayout, max_batch: int) -> None:
+        self.landed: dict[Sequence, None] = {}
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._allocator = allocator
+        self._layout = layout
+        self._max_batch = max_batch
+        self._admission_count = 0
+
+    @property
+    def short_of_blocks(self) -> bool:
+        """Whether an admitted sequence waits for blocks that it has given up."""
+        return any(not sequence.block_ids for sequence in self.waiting)
+
+    def land(self, sequence: Sequence) -> None:
+        """The KV of a reserved sequence is here."""
+        sequence.phase = Phase.LANDED
+        self.landed[sequence] = None
+
+    def make_whole(self, sequence: Sequence) -> list[Sequence]:
+        """Gives a landed sequence the block of its next token, or takes all that it has and returns it."""
+        wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
+        preempted: list[Sequence] = []
+        if wanted > self._allocator.free_count:
+            self._give_up_blocks(sequence, preempted)
+        elif wanted > 0:
+            sequence.block_ids += self._allocator.allocate(sequence, wanted)
+        return preempted
+
+    def admit(self, sequence: Sequence) -> None:
+        """A landed sequence may run. It waits for a place in the batch behind those admitted before."""
+        del self.landed[sequence]
+        sequence.phase = Phase.WAITING
+        sequence.admission = self._admission_count
+        self._admission_count += 1
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a sequence; its blocks are the caller's to release."""
+        if sequence.phase is Phase.LANDED:
+            del self.landed[sequence]
+        elif sequence.phase is Phase.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.phase is Phase.RUNNING:
+            self.running.remove(sequence)
+
+    def prepare_step(self) -> list[Sequence]:
+        """Makes the running batch able to take one step, and returns those that gave up their blocks for it.
+
+        Called between steps only: blocks that are given up here are free at once.
+        """
+        preempted: list[Sequence] = []
+        self._grow(preempted)
+        self._join(preempted)
+        return preempted
+
+    def clear(self) -> None:
+        """Forgets all sequences."""
+        self.landed.clear()
+        self.waiting.clear()
+        self.running.clear()
+
+    def check_integrity(self, decodes: Iterable[Sequence]) -> None:
+        """Asserts that each of these, and no other, is reserved or in the one container that its phase names."""
+        counted = 0
+        for sequence in decodes:
+            phase = sequence.phase
+            assert (sequence in self.landed) == (phase is Phase.LANDED), f"{sequence.key}: {phase}"
+            assert (sequence in self.waiting) == (phase is Phase.WAITING), f"{sequence.key}: {phase}"
+            assert (sequence in self.running) == (phase is Phase.RUNNING), f"{sequence.key}: {phase}"
+            counted += phase is not Phase.RESERVED
+        assert counted == len(self.landed) + len(self.waiting) + len(self.running), "an ended sequence is still here"
+
+    def _grow(self, preempted: list[Sequence]) -> None:
+        """Every running sequence has blocks for all of its tokens afterwards; the latest admitted leave if need be."""
+        block_tokens = self._layout.block_tokens
+        index = 0
+        # The list shrinks at its end only, by preemption, so the index stays right.
+        while index < len(self.running):
+            sequence = self.running[index]
+            if len(sequence.token_ids) > len(sequence.block_ids) * block_tokens:
+                wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
+                if not self._make_room(wanted, sequence, preempted):
+                    continue
+                sequence.block_ids += self._allocator.allocate(sequence, wanted)
+            index += 1
+
+    def _make_room(self, wanted: int, sequence: Sequence, preempted: list[Sequence]) -> bool:
+        """Preempts until `wanted` blocks are free. False when `sequence` itself had to go."""
+        while self._allocator.free_count < wanted:
+            victim = self._latest_outside() or self.running[-1]
+            if victim.phase is Phase.RUNNING:
+                self.running.pop()
+                victim.phase = Phase.WAITING
+                insort(self.waiting, victim, key=_admission)
+            self._give_up_blocks(victim, preempted)
+            if victim is sequence:
+                return False
+        return True
+
+    def _join(self, preempted: list[Sequence]) -> None:
+        """Fills the batch from those waiting, in order; only the first that lacks blocks may take some."""
+        blocked = False
+        for sequence in self.waiting.copy():
+            if len(self.running) >= self._max_batch:
+                return
+            if not sequence.block_ids and (blocked or not self._resume(sequence, preempted)):
+                blocked = True
+                continue
+            self.waiting.remove(sequence)
+            sequence.phase = Phase.RUNNING
+            insort(self.running, sequence, key=_admission)
+
+    def _resume(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
+        """Gives a preempted sequence blocks for all its tokens and the next, at the cost of later ones outside the
+        batch. False, and nothing changed, when that is not enough."""
+        wanted = self._layout.block_count(len(sequence.token_ids))
+        # One spare block for each running sequence, or the next growth would preempt it again at once.
+        spare = len(self.running)
+        later = [other for other in self.waiting if other.block_ids and other.admission > sequence.admission]
+        evictable = sum(len(other.block_ids) for other in self.landed) + sum(len(other.block_ids) for other in later)
+        if self._allocator.free_count + evictable < wanted + spare:
+            return False
+        while self._allocator.free_count < wanted + spare:
+            victim = self._latest_outside()
+            assert victim is not None, "evictable blocks were counted wrong"
+            self._give_up_blocks(victim, preempted)
+        sequence.block_ids += self._allocator.allocate(sequence, wanted)
+        return True
+
+    def _latest_outside(self) -> Sequence | None:
+        """Who outside the batch gives blocks up next."""
+        for sequence in reversed(self.landed):
+            if sequence.block_ids:
+                return sequence
+        for sequence in reversed(self.waiting):
+            if sequence.block_ids:
+                return sequence
+        return None
+
+    def _give_up_blocks(self, victim: Sequence, preempted: list[Sequence]) -> None:
+        assert not victim.touched, "blocks of a running step or an open transfer cannot be given up"
+        self._allocator.release(victim)
+        victim.block_ids = []
+        victim.computed = 0
+        victim.runner_unaware = False
+        preempted.append(victim)
+
+
+def _admission(sequence: Sequence) -> int:
+    return sequence.admission

@@ -1,0 +1,80 @@
+"""The model below an engine that we drive step by step: one packed batch in, one drawn token per sequence out.
+
+engine/stepwise.py owns requests, blocks, chunks, batches and transfers; a runner owns weights and arithmetic. The
+transformers runner computes; the fake runner makes tokens up; both work on the same pool of blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kaveri.domain.sampling import Logprobs, SamplingParams
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """The part of one sequence that one step computes: positions [start, start + len(token_ids))."""
+
+    token_ids: Sequence[int]
+    start: int
+    """KV of positions [0, start) is in the blocks already."""
+    block_ids: Sequence[int]
+    """Block i holds positions [i * block_tokens, (i + 1) * block_tokens); covers at least start + len(token_ids)."""
+    draw: bool
+    """Draw the token after the last position. False for a chunk that does not end its prompt."""
+    draw_index: int
+    """Index within the answer of the token to draw; keys the random number together with params.seed."""
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    """A token with what was asked about it."""
+
+    token_id: int
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoToken:
+    """No token could be drawn: the request cannot go on. Its neighbours in the batch are not affected."""
+
+    reason: str
+
+
+NOT_FINITE = "the model's logits are NaN or infinite"
+"""Why no token is drawn where the largest logit is no finite number."""
+
+Drawn = DrawnToken | NoToken | None
+"""What a step has drawn for one slice; None where no token was asked for."""
+
+LayerListener = Callable[[int], None]
+"""Told that a layer's KV of the whole step is in the pool, in layer order, on the runner's thread."""
+
+
+class ModelRunner(Protocol):
+    """Weights and arithmetic. Called from one thread only."""
+
+    name: str
+    """"transformers" or "fake"; becomes EngineInfo.engine."""
+    device: str
+    """"cpu" or "cuda[:index]": where it computes."""
+    layout: KvLayout
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def attach(self, pool: KvPool) -> None:
+        """Gives the runner its blocks, once, before the first step."""
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        """Computes one step: writes the KV of every slice into its blocks, then draws where asked.
+
+        Slices of one token (decode) and of many (prefill chunks) may be mixed. A sequence's tokens must not depend on
+        what else is in the batch, up to floating-point rounding.
+        """
+
+    def landed(self, block_ids: Sequence[int]) -> None:
+        """These blocks of the pool were written by a transfer. A runner with a device copies them there."""

@@ -1,0 +1,65 @@
+"""One request inside the stepwise engine: its tokens, its blocks, how far it is computed. No I/O, no locks."""
+
+from dataclasses import dataclass, field
+
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.phase import Phase
+from kaveri.engine.pushes import Source
+from kaveri.engine.stepwise.runner import SequenceSlice
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request. Also the owner of its blocks in the allocator, so that a key used again cannot free them.
+
+    # [0, computed) KV is in the blocks   [computed, len(token_ids)) to be computed; the next token is drawn at the end
+    """
+
+    key: AttemptKey
+    params: SamplingParams
+    token_ids: list[int]
+    """Prompt and every token drawn so far; grows in place."""
+    draw_index: int
+    """Index within the answer of the next token to draw."""
+    phase: Phase
+    block_ids: list[int] = field(default_factory=list)
+    """Grows in place between steps; empty after a preemption."""
+    computed: int = 0
+    admission: int = -1
+    """Rank among the admitted; kept through preemptions."""
+    started: bool = False
+    """Its first chunk has begun."""
+    source: Source | None = None
+    """What of its blocks may be pushed. Prefill side only."""
+    runner_unaware: bool = False
+    """A transfer has written its blocks and the runner has not been told."""
+    in_step: bool = False
+    """The running step reads or writes its blocks."""
+    transfer_id: bytes | None = None
+    """The open transfer that reads its blocks (prefill side) or can write them (decode side)."""
+    done: bool = False
+    """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
+
+    @classmethod
+    def of(cls, request: EngineRequest, phase: Phase) -> "Sequence":
+        """Copies what will grow; takes no blocks."""
+        return cls(request.key, request.params, list(request.token_ids), request.generated_count, phase)
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is to be computed before the next one can be drawn; 1 for a decode step."""
+        return len(self.token_ids) - self.computed
+
+    @property
+    def touched(self) -> bool:
+        """Whether a step or a transfer can still touch its blocks."""
+        return self.in_step or self.transfer_id is not None
+
+    def slice(self, token_count: int) -> SequenceSlice:
+        """The next `token_count` tokens to compute; draws when they reach the end."""
+        stop = self.computed + token_count
+        draw = stop == len(self.token_ids)
+        return SequenceSlice(
+            self.token_ids[self.computed : stop], self.computed, self.block_ids, draw, self.draw_index, self.params
+        )

@@ -1,0 +1,84 @@
+"""A model runner that takes another machine's time: tokens and KV are the fake runner's, seconds a latency model's.
+
+Many instances of a large model can so be run as real services on a small machine. Blocks, batches, preemption and
+transfers are those of any stepwise engine. Not modelled: the size of the KV cache, which here is the fake model's, and
+so neither the time to push it.
+"""
+
+import time
+from collections.abc import Sequence
+
+from kaveri.engine.stepwise.fake import FakeRunner
+from kaveri.engine.stepwise.runner import Drawn, LayerListener, SequenceSlice
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.latency.model import LatencyModel
+from kaveri.telemetry.logs import get_logger
+
+_LATE_FACTOR = 1.1
+_LATE_REPORT_S = 10.0
+
+
+class TimedRunner:
+    """A ModelRunner around a fake one. What that takes itself is part of a step's time, not added to it.
+
+    When this machine is too slow to keep the model's time, a warning says so, at most every 10 s.
+    """
+
+    name = "timed"
+    device = "cpu"
+
+    def __init__(self, fake: FakeRunner, latency: LatencyModel) -> None:
+        """fake: its own timing should be 0."""
+        self._fake = fake
+        self.latency = latency
+        self.layout = fake.layout
+        self.max_model_len = fake.max_model_len
+        self.vocab_size = fake.vocab_size
+        self.eos_token_ids = fake.eos_token_ids
+        self._modelled_s = 0.0
+        self._taken_s = 0.0
+        self._reported_s = time.monotonic()
+
+    def attach(self, pool: KvPool) -> None:
+        self._fake.attach(pool)
+
+    def landed(self, block_ids: Sequence[int]) -> None:
+        self._fake.landed(block_ids)
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        """Spreads the step's time evenly over the layers. Raises what the fake runner raises."""
+        started_s = time.monotonic()
+        step_s = self.latency.step_s(batch)
+        layer_s = step_s / self.layout.layer_count
+
+        def paced(layer: int) -> None:
+            _sleep_until(started_s + (layer + 1) * layer_s)
+            assert on_layer is not None
+            on_layer(layer)
+
+        drawn = self._fake.run(batch, paced if on_layer is not None else None)
+        _sleep_until(started_s + step_s)
+        self._account(step_s, started_s)
+        return drawn
+
+    def _account(self, step_s: float, started_s: float) -> None:
+        now_s = time.monotonic()
+        self._modelled_s += step_s
+        self._taken_s += now_s - started_s
+        if now_s - self._reported_s < _LATE_REPORT_S:
+            return
+        if self._taken_s > _LATE_FACTOR * self._modelled_s:
+            get_logger().warning(
+                "this machine is too slow for the latency model",
+                latency_model=self.latency.name,
+                steps_took_s=round(self._taken_s, 3),
+                modelled_s=round(self._modelled_s, 3),
+            )
+        self._modelled_s = self._taken_s = 0.0
+        self._reported_s = now_s
+
+
+def _sleep_until(until_s: float) -> None:
+    wait_s = until_s - time.monotonic()
+    if wait_s > 0:
+        time.sleep(wait_s)

@@ -1,0 +1,1 @@
+"""What KV looks like in memory, and how blocks of one layout map to those of another."""

@@ -1,0 +1,62 @@
+"""How blocks of one layout are put together from blocks of another. Pure; moves nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kaveri.kv.layout.layout import ELEMENT_BYTES, KvLayout
+from kaveri.kv.layout.regions import RegionCopy, TokenPlaces, map_regions
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """From blocks of one pool to blocks of another, of all layers and heads that both hold (map_blocks).
+
+    >>> whole = KvLayout("model", 4, block_tokens=32, kv_head_count=2, head_dim=8, dtype="float16")
+    >>> upper = KvLayout("model", 2, 16, 1, 8, "float16", first_layer=2, first_kv_head=1)
+    >>> mapped = map_blocks(whole, upper)
+    >>> mapped.source_layer(0)
+    2
+    >>> for copy in mapped.copies(range(16, 32), [5], 0, [7], 16):  # K and V of 16 tokens, a head of 16 bytes each
+    ...     print(copy.counts, copy.run_bytes, copy.source_strides, copy.destination_strides)
+    (2, 16) 16 (1024, 32) (256, 16)
+    """
+
+    source: KvLayout
+    destination: KvLayout
+
+    def source_layer(self, layer: int) -> int:
+        """The source pool's layer that holds what `layer` of the destination's pool holds."""
+        return self.destination.first_layer + layer - self.source.first_layer
+
+    def copies(
+        self,
+        tokens: range,
+        source_ids: Sequence[int],
+        source_first: int,
+        destination_ids: Sequence[int],
+        destination_first: int,
+    ) -> tuple[RegionCopy, ...]:
+        """The KV of `tokens` from blocks into blocks, within each layer that both hold; see regions.copy_regions.
+
+        source_first, destination_first: the token at the beginning of the first of source_ids, of destination_ids.
+        """
+        heads = _common(self.source.kv_heads, self.destination.kv_heads)
+        source_head = heads.start - self.source.first_kv_head
+        destination_head = heads.start - self.destination.first_kv_head
+        source = TokenPlaces.of_blocks(self.source, source_ids, source_head, source_first)
+        destination = TokenPlaces.of_blocks(self.destination, destination_ids, destination_head, destination_first)
+        head_bytes = self.source.head_dim * ELEMENT_BYTES[self.source.dtype]
+        return map_regions(tokens, len(heads), head_bytes, source, destination)
+
+
+@lru_cache(maxsize=256)
+def map_blocks(source: KvLayout, destination: KvLayout) -> BlockMap:
+    """To a pool of the same layers and heads, or of some of them; computed once per pair. Raises LayoutMismatch
+    (KvLayout.require_part)."""
+    source.require_part(destination)
+    return BlockMap(source, destination)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -1,0 +1,205 @@
+"""Regions of KV blocks as strided runs of bytes, and the copy from regions into regions. Knows nothing of ranks.
+
+The KV of some tokens and heads stands in a block as short pieces at regular distances. A RegionCopy names many such
+pieces at once, joined as far as they are neighbours on both sides: whole blocks that follow one another are one run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from kaveri.errors import InvalidArgument
+from kaveri.kv.layout.layout import ELEMENT_BYTES, KvLayout
+
+_WORDS = {size: np.dtype(f"u{size}") for size in (8, 4, 2, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCopy:
+    """`run_bytes` contiguous bytes, at as many places as the product of `counts`.
+
+    Run (i, j, ...) goes from source_offset + i * source_strides[0] + j * source_strides[1] + ... to the same place by
+    the destination's offset and strides. All are bytes from the beginning of a layer.
+    """
+
+    run_bytes: int
+    counts: tuple[int, ...]
+    """Outermost first; empty for a single run."""
+    source_offset: int
+    source_strides: tuple[int, ...]
+    destination_offset: int
+    destination_strides: tuple[int, ...]
+
+    @property
+    def run_count(self) -> int:
+        """Contiguous runs that it consists of."""
+        return int(np.prod(self.counts)) if self.counts else 1
+
+    @property
+    def byte_count(self) -> int:
+        """All that it copies."""
+        return self.run_count * self.run_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPlaces:
+    """Where one layer keeps the KV of a request's tokens, for some heads. Offsets and strides in bytes."""
+
+    first_token: int
+    """The token at the beginning of the first block."""
+    block_tokens: int
+    block_ids: tuple[int, ...]
+    block_bytes: int
+    head_offset: int
+    """Of the first of the heads within a block."""
+    kv_stride: int
+    """From K to V."""
+    token_stride: int
+    head_stride: int
+
+    @classmethod
+    def of_blocks(
+        cls, layout: KvLayout, block_ids: Sequence[int], first_head: int, first_token: int = 0
+    ) -> "TokenPlaces":
+        """In the blocks of a pool: block i keeps block_tokens tokens from first_token + i * block_tokens on.
+
+        layout: the pool's, in an order of layout.ORDERS. first_head: of the pool's heads.
+        """
+        head_bytes = layout.head_dim * ELEMENT_BYTES[layout.dtype]
+        kv, token, head = _strides(layout.order, layout.block_tokens, layout.kv_head_count, head_bytes)
+        head_offset = first_head * head
+        return cls(first_token, layout.block_tokens, tuple(block_ids), layout.block_bytes, head_offset, kv, token, head)
+
+    def offsets(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bytes from the beginning of the layer to the K of each token's first head."""
+        index, within = np.divmod(tokens - self.first_token, self.block_tokens)
+        blocks = np.asarray(self.block_ids, np.int64)
+        return np.asarray(blocks[index] * self.block_bytes + within * self.token_stride + self.head_offset, np.int64)
+
+
+def map_regions(
+    tokens: range, head_count: int, head_bytes: int, source: TokenPlaces, destination: TokenPlaces
+) -> tuple[RegionCopy, ...]:
+    """How the K and V of `tokens` get from one set of places to the other, in as few strided copies as it takes.
+
+    Tokens are cut where either side begins a block. Pieces of equal length whose places go on at constant distances
+    are one copy. Raises InvalidArgument when a side has too few blocks for the tokens.
+    """
+    if not tokens:
+        return ()
+    for places in (source, destination):
+        needed = -(-(tokens.stop - places.first_token) // places.block_tokens)
+        if tokens.start < places.first_token or len(places.block_ids) < needed:
+            raise InvalidArgument("block_ids", len(places.block_ids), f"at least {needed} blocks for {tokens}")
+    cuts = {tokens.start, tokens.stop}
+    for places in (source, destination):
+        beyond = places.first_token + -(-(tokens.start + 1 - places.first_token) // places.block_tokens) * (
+            places.block_tokens
+        )
+        cuts.update(range(beyond, tokens.stop, places.block_tokens))
+    edges = sorted(cuts)
+    starts = np.array(edges[:-1], np.int64)
+    lengths = [end - start for start, end in pairwise(edges)]
+    source_offsets, destination_offsets = source.offsets(starts).tolist(), destination.offsets(starts).tolist()
+    copies = []
+    i = 0
+    while i < len(lengths):
+        # [i, j) is a series of pieces at constant distances on both sides.
+        j = i + 1
+        source_step = destination_step = 0
+        while j < len(lengths) and lengths[j] == lengths[i]:
+            steps = source_offsets[j] - source_offsets[j - 1], destination_offsets[j] - destination_offsets[j - 1]
+            if j == i + 1:
+                source_step, destination_step = steps
+            elif steps != (source_step, destination_step):
+                break
+            j += 1
+        run_bytes, counts, source_strides, destination_strides = _join(
+            (
+                (j - i, source_step, destination_step),
+                (2, source.kv_stride, destination.kv_stride),
+                (lengths[i], source.token_stride, destination.token_stride),
+                (head_count, source.head_stride, destination.head_stride),
+            ),
+            head_bytes,
+        )
+        copies.append(
+            RegionCopy(
+                run_bytes, counts, source_offsets[i], source_strides, destination_offsets[i], destination_strides
+            )
+        )
+        i = j
+    return tuple(copies)
+
+
+def copy_regions(
+    copies: Sequence[RegionCopy], source: npt.NDArray[np.uint8], destination: npt.NDArray[np.uint8]
+) -> None:
+    """Does the copies in every layer at once, in words as wide as the alignment of both sides allows (up to int64).
+
+    source, destination: [layer_count, layer_bytes], uint8, C-contiguous; equal layer_count, layer_bytes of each side's
+    own. They must not overlap. Raises ValueError, having copied some, when a copy reaches beyond the memory; one that
+    reaches from a layer into the next is not noticed.
+    """
+    layer_count, source_layer_bytes = source.shape
+    destination_layer_bytes = destination.shape[1]
+    assert layer_count == destination.shape[0], "source and destination differ in layers"
+    base = gcd(
+        source.__array_interface__["data"][0],
+        destination.__array_interface__["data"][0],
+        *((source_layer_bytes, destination_layer_bytes) if layer_count > 1 else ()),
+    )
+    for copy in copies:
+        size = gcd(
+            8,
+            base,
+            copy.run_bytes,
+            copy.source_offset,
+            copy.destination_offset,
+            *copy.source_strides,
+            *copy.destination_strides,
+        )
+        word, shape = _WORDS[size], (layer_count, *copy.counts, copy.run_bytes // size)
+        from_strides = (source_layer_bytes, *copy.source_strides, size)
+        to_strides = (destination_layer_bytes, *copy.destination_strides, size)
+        np.copyto(
+            np.ndarray(shape, word, destination, copy.destination_offset, to_strides),
+            np.ndarray(shape, word, source, copy.source_offset, from_strides),
+        )
+
+
+def _strides(order: str, tokens: int, heads: int, head_bytes: int) -> tuple[int, int, int]:
+    """From K to V, from token to token, from head to head."""
+    kv = tokens * heads * head_bytes
+    return (kv, heads * head_bytes, head_bytes) if order == "2NHD" else (kv, head_bytes, tokens * head_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _join(
+    dimensions: tuple[tuple[int, int, int], ...], run_bytes: int
+) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Joins dimensions of (count, source stride, destination stride) that are contiguous on both sides.
+
+    Returns run bytes, counts, source strides and destination strides, outermost first: the destination is written in
+    the order of its addresses.
+    """
+    joined: list[tuple[int, int, int]] = []  # innermost first
+    for count, source, destination in sorted(dimensions, key=lambda dimension: abs(dimension[2])):
+        if count == 1:
+            continue
+        if not joined and source == destination == run_bytes:
+            run_bytes *= count
+            continue
+        if joined:
+            inner_count, inner_source, inner_destination = joined[-1]
+            if source == inner_source * inner_count and destination == inner_destination * inner_count:
+                joined[-1] = (inner_count * count, inner_source, inner_destination)
+                continue
+        joined.append((count, source, destination))
+    counts, sources, destinations = zip(*reversed(joined), strict=True) if joined else ((), (), ())
+    return run_bytes, tuple(counts), tuple(sources), tuple(destinations)

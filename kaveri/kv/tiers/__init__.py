@@ -1,0 +1,1 @@
+"""Where KV blocks live: pools and the allocators of their blocks."""

@@ -1,0 +1,111 @@
+"""The memory that holds KV blocks. Owns bytes, knows nothing of requests."""
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.kv.layout.layout import KvLayout
+
+
+class SharedMemory:
+    """A memory file of this host without a name, mapped and prefaulted. Goes with the last process that holds it.
+
+    bytes: [byte_count], uint8, zero, page-aligned. descriptor: sealed, so that nobody can shrink the file under those
+    who have mapped it; closed with this object.
+    """
+
+    def __init__(self, byte_count: int) -> None:
+        self.descriptor = os.memfd_create("kaveri-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, max(1, byte_count))
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        raw = np.frombuffer(mmap.mmap(self.descriptor, max(1, byte_count)), np.uint8)
+        raw.fill(0)
+        self.bytes: npt.NDArray[np.uint8] = raw[:byte_count]
+
+
+class KvPool:
+    """`block_count` blocks in each of the layout's layers, in one piece of host memory, prefaulted.
+
+    memory: [layer_count, block_count, block_bytes], uint8, C-contiguous, page-aligned. First touch of fresh memory is
+    several times slower than copying, so every page is touched here and never on the way of a request.
+    shared: the memory file behind it, for other processes of this host to map. None: memory that was allocated
+    elsewhere (see over()), which no other process can map.
+    """
+
+    def __init__(self, layout: KvLayout, block_count: int) -> None:
+        shape = (layout.layer_count, block_count, layout.block_bytes)
+        shared = SharedMemory(int(np.prod(shape)))
+        self._hold(layout, block_count, shared.bytes.reshape(shape), shared)
+
+    @classmethod
+    def over(cls, layout: KvLayout, memory: npt.NDArray[np.uint8], shared: "SharedMemory | None" = None) -> "KvPool":
+        """A pool over memory that somebody else has allocated and touched, and keeps alive as long as the pool.
+
+        memory: [layer_count, block_count, block_bytes], uint8, C-contiguous. shared: the file whose first bytes it is.
+        """
+        if not isinstance(memory, np.ndarray):
+            # Device memory, most likely. No transport takes any (Capabilities.memory_kinds).
+            raise ConfigError(
+                "kv memory", f"pools are host memory, in a numpy array, and this is a {type(memory).__name__}"
+            )
+        expected = (layout.layer_count, memory.shape[1], layout.block_bytes)
+        if memory.shape != expected or memory.dtype != np.uint8 or not memory.flags.c_contiguous:
+            raise ValueError(f"{memory.dtype} {memory.shape} is no pool of this layout: uint8 {expected}, in one piece")
+        assert shared is None or shared.bytes.ctypes.data == memory.ctypes.data, "the memory is not that of the file"
+        pool = cls.__new__(cls)
+        pool._hold(layout, memory.shape[1], memory, shared)
+        return pool
+
+    @property
+    def descriptor(self) -> int:
+        """Of the memory file. Raises ConfigError where there is none: the blocks cannot be shared with a process."""
+        if self._shared is None:
+            raise ConfigError("kv transport", "shm needs a pool in a memory file; this engine's blocks lie elsewhere")
+        return self._shared.descriptor
+
+    def _hold(
+        self, layout: KvLayout, block_count: int, memory: npt.NDArray[np.uint8], shared: "SharedMemory | None"
+    ) -> None:
+        self.layout = layout
+        self.block_count = block_count
+        self.memory = memory
+        self._shared = shared
+        self._layers = [layer.data.cast("B") for layer in memory.reshape(layout.layer_count, -1)]
+
+    def require_blocks(self, field: str, block_ids: Sequence[int]) -> None:
+        """Raises InvalidArgument, naming the field, for a block that is none of the pool's."""
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.block_count:
+            raise InvalidArgument(field, f"{min(block_ids)} to {max(block_ids)}", f"in [0, {self.block_count})")
+
+    def regions(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """The bytes of these blocks of one layer, in this order; neighbours are one region. Views, not copies.
+
+        block_ids must lie in [0, block_count): a view beyond the end is silently short.
+        """
+        view, block_bytes = self._layers[layer], self.layout.block_bytes
+        if block_ids and is_run(block_ids):
+            return [view[block_ids[0] * block_bytes : (block_ids[-1] + 1) * block_bytes]]
+        regions: list[memoryview] = []
+        start = end = -1  # the run being gathered: blocks [start, end)
+        for block in block_ids:
+            if block != end:
+                if end > start:
+                    regions.append(view[start * block_bytes : end * block_bytes])
+                start = block
+            end = block + 1
+        if end > start:
+            regions.append(view[start * block_bytes : end * block_bytes])
+        return regions
+
+
+def is_run(block_ids: Sequence[int]) -> bool:
+    """Whether these blocks, at least one, are neighbours in rising order. Several times as fast as looking at each."""
+    first, count = block_ids[0], len(block_ids)
+    return block_ids[-1] - first == count - 1 and list(block_ids) == list(range(first, first + count))

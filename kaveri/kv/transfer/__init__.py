@@ -1,0 +1,1 @@
+"""One push of KV blocks: ticket, sender, receiver, credit."""

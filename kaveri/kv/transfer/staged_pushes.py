@@ -1,0 +1,419 @@
+"""Pushes to receivers of one other layout: their blocks are put together in staging here, and travel from there.
+
+Buffered copies (DéjàVu, section 4.1.1, optimisation 1) between unlike layouts: the receiver needs to know nothing, and
+digests are over its own blocks. Owns the staging pool, the thread that copies and the sender that reads it.
+
+    source blocks ── copied, as destination blocks become complete ── staging blocks ── Link.write ── destination blocks
+
+A staging block of a layer is taken when it is to be filled and free again when the link no longer reads it. Receivers
+share them by dynamic thresholds (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
+Switches", 1998, with alpha = 1): each may hold as many as are free. So one that takes nothing holds up nobody else, and
+one that is alone has half of them; it takes several such receivers to have them all, until their links or their tickets
+run out of time.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from kaveri.errors import TransferFailed
+from kaveri.kv.layout.block_map import BlockMap
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.layout.regions import copy_regions
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import DigestFactory
+from kaveri.kv.transfer.flow import SenderFlow
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.ticket import Ticket, first_source_block
+from kaveri.kv.transfer.transport import Transport
+from kaveri.telemetry.logs import get_logger
+
+_ROOM_CHECK_S = 0.1
+_BLOCKS_MIN = 4
+"""Staging blocks of each layer at the least, however large they are."""
+
+
+class StagedPush:
+    """One push through staging. Guarded by the lock of its StagedPushes."""
+
+    def __init__(self, ticket: Ticket, block_map: BlockMap) -> None:
+        """ticket: as it was granted. block_map: from the source pool to ticket.layout."""
+        layer_count = ticket.layout.layer_count
+        self.ticket = ticket
+        self.block_map = block_map
+        self.receiver = (ticket.endpoints, ticket.epoch)
+        self.first_block = first_source_block(ticket, block_map.source)
+        """Of the request's source blocks: the first one that is pushed."""
+        self.block_ids: list[int] = []
+        """Source blocks, from first_block on, that may be read in one layer at least."""
+        self.readable = [0] * layer_count
+        """Per layer, how many of block_ids may be read."""
+        self.complete = [0] * layer_count
+        """Per layer, how many destination blocks can be put together from those."""
+        self.staged = [0] * layer_count
+        """Per layer, how many destination blocks have been given a staging block."""
+        self.due: dict[int, None] = {}
+        """Layers with destination blocks that are complete and not staged, in the order in which they came up."""
+        self.held: list[set[int]] = [set() for _ in range(layer_count)]
+        """Per layer, the staging blocks in use."""
+        self.opened = False
+        self.aborted = False
+        self.note: bytes | None = None
+        self.finished = False
+        self.reading = False
+        """Source blocks are being copied."""
+        self.outcome: PushAccepted | PushFailed | None = None
+        """Waits for `reading` to end."""
+
+    @property
+    def transfer_id(self) -> bytes:
+        """The ticket's."""
+        return self.ticket.transfer_id
+
+    def write(self, source_layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        """More source blocks of a layer may be read."""
+        layer = source_layer - self.block_map.source_layer(0)
+        if not 0 <= layer < len(self.readable):
+            return  # another part's
+        assert first_index == self.readable[layer], "a block was left out or written twice"
+        end = first_index + len(source_blocks)
+        self.block_ids.extend(source_blocks[len(self.block_ids) - first_index :] if end > len(self.block_ids) else ())
+        self.readable[layer] = end
+        ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
+        tokens = (self.first_block + end) * self.block_map.source.block_tokens
+        if tokens >= ticket.token_count:
+            self.complete[layer] = len(ticket.block_ids)
+        else:
+            self.complete[layer] = max(0, tokens // block_tokens - ticket.first_block)
+        if self.complete[layer] > self.staged[layer]:
+            self.due[layer] = None
+
+    @property
+    def all_staged(self) -> bool:
+        """Whether every byte is with the sender, or on the way into staging."""
+        return not self.due and all(count == len(self.ticket.block_ids) for count in self.staged)
+
+    def copy(self, source: KvPool, staging: KvPool, layer: int, first_index: int, staging_ids: Sequence[int]) -> None:
+        """Puts destination blocks [first_index, first_index + len(staging_ids)) of a layer together in staging."""
+        ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
+        source_tokens = self.block_map.source.block_tokens
+        # [first, ...) tokens of these blocks; the last one may be part full.
+        first = (ticket.first_block + first_index) * block_tokens
+        tokens = range(first, min(first + len(staging_ids) * block_tokens, ticket.token_count))
+        if len(tokens) < len(staging_ids) * block_tokens:
+            # What an earlier push has left there is nobody's affair.
+            staging.memory[layer, staging_ids[-1]] = 0
+        first_source = tokens.start // source_tokens
+        last_source = -(-tokens.stop // source_tokens)
+        source_ids = self.block_ids[first_source - self.first_block : last_source - self.first_block]
+        copies = self.block_map.copies(tokens, source_ids, first_source * source_tokens, staging_ids, first)
+        source_layer = self.block_map.source_layer(layer)
+        copy_regions(
+            copies,
+            source.memory[source_layer : source_layer + 1].reshape(1, -1),
+            staging.memory[layer : layer + 1].reshape(1, -1),
+        )
+
+
+class StagedPushes:
+    """All pushes of one sender that need blocks of one shape. Every method may be called from any thread.
+
+    shape: a receiver's layout without its place in the model, so that all ranks of an instance share the staging.
+    listener: hears of each opened push once, on a thread of this one; the source blocks are not read any more then.
+    The memory is at most staging_bytes, and at least four blocks of each layer. The thread here takes and touches it,
+    so that no caller waits, and frees it when it ends. room: held while there is memory.
+    """
+
+    def __init__(
+        self,
+        source: KvPool,
+        shape: KvLayout,
+        listener: PushListener,
+        *,
+        transports: Sequence[Transport],
+        digest: DigestFactory,
+        idle_s: float,
+        staging_bytes: int,
+        room: threading.BoundedSemaphore,
+    ) -> None:
+        self._source = source
+        self._shape = shape
+        self._listener = listener
+        self._transports = transports
+        self._digest = digest
+        self._idle_s = idle_s
+        self._room_for_memory = room
+        self.block_count = max(_BLOCKS_MIN, staging_bytes // (shape.layer_count * shape.block_bytes))
+        self._changed = threading.Condition()
+        # In the order of their turns.
+        self._pushes: dict[bytes, StagedPush] = {}
+        # Per layer.
+        self._free = [list(range(self.block_count - 1, -1, -1)) for _ in range(shape.layer_count)]
+        # Staging blocks in use, by (receiver, layer).
+        self._held: Counter[tuple[object, int]] = Counter()
+        # Made by the thread, before it takes the first push, and gone with it.
+        self._memory: KvPool | None = None
+        self._made: KvSender | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-stage", daemon=True)
+
+    def start(self) -> None:
+        """Once, and first. Raises RuntimeError when no thread can be started; there is nothing to close then."""
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more pushes: it was closed, or has failed."""
+        return self._closing
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether memory and threads are still to go."""
+        return self._thread.is_alive()
+
+    def open(self, push: StagedPush) -> None:
+        """Begins a push; everything that goes wrong is told by PushFailed."""
+        with self._changed:
+            closed = self._closing
+            if not closed:
+                assert push.transfer_id not in self._pushes, "a ticket is used once"
+                self._pushes[push.transfer_id] = push
+                self._changed.notify()
+        if closed:
+            self._listener(PushFailed(push.transfer_id, "the sender is closed"))
+
+    def write(self, transfer_id: bytes, source_layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        """As KvSender.write, of the source's layer and blocks: first_index counts from first_source_block(ticket)."""
+        with self._changed:
+            push = self._pushes.get(transfer_id)
+            if push is not None and push.outcome is None:
+                push.write(source_layer, first_index, source_blocks)
+                self._changed.notify()
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """As KvSender.finish."""
+        with self._changed:
+            push = self._pushes.get(transfer_id)
+            if push is not None and push.outcome is None:
+                push.note = note
+                self._changed.notify()
+
+    def abort(self, transfer_id: bytes) -> None:
+        """As KvSender.abort."""
+        with self._changed:
+            push = self._pushes.get(transfer_id)
+            if push is None:
+                return
+            push.aborted = True
+            opened = push.opened
+            sender = self._made
+        # Else the sender is told behind its open(): the receiver is to hear of it as well.
+        if opened and sender is not None:
+            sender.abort(transfer_id)
+
+    def flow(self) -> SenderFlow:
+        """As KvSender.flow; empty while the staging memory is not there."""
+        sender = self._made
+        return sender.flow() if sender is not None else SenderFlow()
+
+    def close(self) -> None:
+        """Fails what is under way, and lets staging and threads go; does not wait. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        """After close(), waits for its end. Not from the listener."""
+        self._thread.join()
+
+    def check_integrity(self) -> None:
+        """Asserts that every staging block of every layer is free or held by one push under way."""
+        with self._changed:
+            for layer, free in enumerate(self._free):
+                held = [block for push in self._pushes.values() for block in push.held[layer]]
+                assert sorted(free + held) == list(range(self.block_count)), f"layer {layer}: staging is leaked"
+            counted = Counter(
+                (push.receiver, layer)
+                for push in self._pushes.values()
+                for layer, held in enumerate(push.held)
+                for _ in held
+            )
+            assert self._held == counted, "the account of receivers is wrong"
+
+    @property
+    def _sender(self) -> KvSender:
+        assert self._made is not None, "no push is opened before there is a sender"
+        return self._made
+
+    @property
+    def _staging(self) -> KvPool:
+        assert self._memory is not None, "nothing is staged before there is memory"
+        return self._memory
+
+    # The thread.
+
+    def _run(self) -> None:
+        reason = "the sender was closed"
+        has_room = False
+        try:
+            # One that has given way may be at its end still.
+            while not (has_room := self._room_for_memory.acquire(timeout=_ROOM_CHECK_S)) and not self._closing:
+                pass
+            if not has_room:
+                return
+            self._memory = KvPool(self._shape, self.block_count)
+            self._made = KvSender(
+                self._staging,
+                self._on_event,
+                transports=self._transports,
+                digest=self._digest,
+                idle_s=self._idle_s,
+                on_local_done=self._on_local_done,
+            )
+            get_logger().info(
+                "kv is pushed to another layout",
+                block_tokens=self._shape.block_tokens,
+                order=self._shape.order,
+                staging_bytes=self._staging.memory.nbytes,
+            )
+            while (turn := self._next_turn()) is not None:
+                turn()
+                # It holds on to the memory, through the push.
+                del turn
+        # Whatever broke, nobody may be left waiting for an event.
+        except Exception as error:
+            get_logger().exception("staging of kv failed", error=repr(error))
+            reason = f"staging failed: {error!r}"
+        finally:
+            self.close()
+            if self._made is not None:
+                self._made.close()
+            # The last references to the memory: what else there is refers to itself in circles.
+            self._made = self._memory = None
+            if has_room:
+                self._room_for_memory.release()
+            with self._changed:
+                for push in self._pushes.values():
+                    push.reading = False
+                left = [self._end(push, PushFailed(push.transfer_id, reason)) for push in tuple(self._pushes.values())]
+            for event in left:
+                if event is not None:
+                    self._tell(event)
+
+    def _tell(self, event: PushAccepted | PushFailed) -> None:
+        """On the thread here. A listener's error must not end all other pushes."""
+        try:
+            self._listener(event)
+        except Exception:
+            get_logger().exception("kv listener failed")
+
+    def _next_turn(self) -> Callable[[], None] | None:
+        """What to do next, for the pushes in turn; waits. None at the end."""
+        with self._changed:
+            while not self._closing:
+                for push in self._pushes.values():
+                    turn = self._turn_of(push)
+                    if turn is not None:
+                        # Behind all others.
+                        self._pushes[push.transfer_id] = self._pushes.pop(push.transfer_id)
+                        return turn
+                self._changed.wait()
+            return None
+
+    def _turn_of(self, push: StagedPush) -> Callable[[], None] | None:
+        if push.outcome is not None:
+            return None
+        if not push.opened:
+            push.opened = True
+            return lambda: self._open(push)
+        for layer in push.due:
+            count = min(self._room(push, layer), push.complete[layer] - push.staged[layer])
+            if count:
+                return self._take(push, layer, count)
+        if push.note is not None and not push.finished and push.all_staged:
+            push.finished = True
+            note = push.note
+            return lambda: self._sender.finish(push.transfer_id, note)
+        return None
+
+    def _room(self, push: StagedPush, layer: int) -> int:
+        """Staging blocks of a layer that the push's receiver may have now."""
+        free = len(self._free[layer])
+        held = self._held[push.receiver, layer]
+        # Of n more, n fewer are free: held + n <= free - n, but one for who has none.
+        return (free - held + 1) // 2 if free > held else 0
+
+    def _take(self, push: StagedPush, layer: int, count: int) -> Callable[[], None]:
+        free = self._free[layer]
+        self._held[push.receiver, layer] += count
+        # Neighbours where there are: longer runs are faster, to copy and to send.
+        free.sort(reverse=True)
+        staging_ids = tuple(free[: -count - 1 : -1])
+        del free[-count:]
+        push.held[layer].update(staging_ids)
+        first_index = push.staged[layer]
+        push.staged[layer] += count
+        if push.staged[layer] == push.complete[layer]:
+            del push.due[layer]
+        push.reading = True
+        return lambda: self._stage(push, layer, first_index, staging_ids)
+
+    def _stage(self, push: StagedPush, layer: int, first_index: int, staging_ids: Sequence[int]) -> None:
+        push.copy(self._source, self._staging, layer, first_index, staging_ids)
+        with self._changed:
+            push.reading = False
+            event = self._end(push, push.outcome) if push.outcome is not None else None
+        if event is not None:
+            self._tell(event)
+            return
+        # Failed since: ignored there.
+        self._sender.write(push.transfer_id, layer, first_index, staging_ids)
+
+    def _open(self, push: StagedPush) -> None:
+        try:
+            self._sender.open(replace(push.ticket, layout=self._shape))
+        except TransferFailed as error:
+            self._on_event(PushFailed(push.transfer_id, error.reason))
+            return
+        with self._changed:
+            aborted = push.aborted
+        if aborted:
+            self._sender.abort(push.transfer_id)
+
+    # What the sender tells, on its threads.
+
+    def _on_local_done(self, transfer_id: bytes, layer: int, staging_ids: Sequence[int]) -> None:
+        with self._changed:
+            push = self._pushes.get(transfer_id)
+            if push is not None and push.outcome is None:
+                push.held[layer].difference_update(staging_ids)
+                self._give_back(push, layer, staging_ids)
+                self._changed.notify()
+
+    def _on_event(self, event: PushAccepted | PushFailed) -> None:
+        with self._changed:
+            push = self._pushes.get(event.transfer_id)
+            ended = self._end(push, event) if push is not None else None
+        if ended is not None:
+            self._listener(ended)
+
+    def _end(self, push: StagedPush, event: PushAccepted | PushFailed) -> PushAccepted | PushFailed | None:
+        """Under the lock: the sender reads nothing of this push any more. Returns what the listener is to be told, None
+        while source blocks are being copied."""
+        if self._pushes.get(push.transfer_id) is not push:
+            return None
+        push.outcome = push.outcome or event
+        if push.reading:
+            return None
+        del self._pushes[push.transfer_id]
+        for layer, held in enumerate(push.held):
+            self._give_back(push, layer, held)
+        self._changed.notify()
+        return push.outcome
+
+    def _give_back(self, push: StagedPush, layer: int, staging_ids: Collection[int]) -> None:
+        self._free[layer].extend(staging_ids)
+        self._held[push.receiver, layer] -= len(staging_ids)
+        if not self._held[push.receiver, layer]:
+            del self._held[push.receiver, layer]

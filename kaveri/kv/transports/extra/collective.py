@@ -1,0 +1,506 @@
+"""The transports over a collective library's point-to-point calls: "gloo" between hosts, "nccl" between GPUs.
+
+One two-rank group for each connection, so for each (prefill, decode, incarnation): built directly, without a global
+group, over a store that the receiver opens for the meeting. Rank 0 receives, rank 1 sends. A TCP connection carries the
+frames of frames.py, and is sign of life; the group carries the bytes, and is never used in the other direction.
+
+The libraries match sends with receives by order, and a send waits for its receive to be posted. So each message is
+announced by a DATA frame of its own, whose blocks are its content: the receiver posts the receive at once, takes the
+frames that are there, and only then waits for the message. GRANTED says that a message has arrived, and that one more
+may be announced: messages under way are bounded by the staging buffers of both sides.
+
+Blocks are gathered into and scattered out of those buffers, reused and prefaulted, in messages of two mebibytes where
+a write brings so much. Neither library ever sees a pool: a late message can hit staging memory only, and the receiver
+alone decides what goes on from there. Neither library can give up one message either: one that does not come in time
+ends the group and the connection, and the next transfer makes a new pair.
+
+"gloo" ran here. "nccl" is written and was never run: it needs two GPUs. There, staging is followed by a copy to or from
+the device, since pools are host memory.
+"""
+
+import contextlib
+import importlib
+import os
+import socket
+import struct
+import threading
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kaveri.errors import ConfigError, TransferFailed
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digest
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Intake, Landing, LinkListener, LinkLost
+from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
+from kaveri.kv.transports.socket import SocketLink, SocketTransport
+from kaveri.kv.transports.socket_listener import ReceivingConnection
+from kaveri.kv.transports.stream import Stream
+from kaveri.telemetry.logs import get_logger
+
+_MEETING = struct.Struct("<H6x16s")
+"""Behind the receiver's hello: the port of the store, and the prefix of the pair's keys in it."""
+_MESSAGE_BYTES = 2 << 20
+"""Half as much takes a quarter more processor time over loopback, twice as much hardly less."""
+_BUFFER_COUNT = 4
+"""Staging buffers of each side of a connection, each of a message or of one block where that is more."""
+_MEET_WITHIN_S = 5.0
+_CHECK_S = 0.05
+"""Longest that a wait for a buffer goes without asking whether it is still wanted."""
+_RECEIVER, _SENDER = 0, 1
+"""Ranks."""
+
+
+class CollectiveTransport(SocketTransport):
+    """Makes links and listeners over one backend, "gloo" or "nccl", which is its name. Addresses are those of the TCP
+    connection.
+
+    Raises ConfigError when torch, or the backend in it, or a GPU that it needs is missing.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        *,
+        advertise_host: str | None = None,
+        connect_timeout_s: float = 5.0,
+        progress_timeout_s: float = 10.0,
+        connection_limit: int = 64,
+    ) -> None:
+        """connect_timeout_s: how long the two may take to meet, too. progress_timeout_s: how long a message may take
+        from its announcement on, too."""
+        _require_backend(backend)
+        super().__init__(
+            "tcp",
+            advertise_host=advertise_host,
+            connect_timeout_s=connect_timeout_s,
+            progress_timeout_s=progress_timeout_s,
+            connection_limit=connection_limit,
+        )
+        self.name = self.label = backend
+        self.connection_type = GlooReceivingConnection if backend == "gloo" else NcclReceivingConnection
+        self.capabilities = replace(
+            self.capabilities, needs_posted_receives=True, write_bytes=_BUFFER_COUNT * _MESSAGE_BYTES
+        )
+
+    def _link(
+        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+    ) -> "CollectiveLink":
+        port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
+        # The receiver waits for nobody who goes away again.
+        meeting.send_bytes(pack_hello(0))
+        # Nothing of the connection, which is closed when the meeting is given up.
+        there, here, block_bytes, timeout_s = (
+            meeting.peer_host,
+            meeting.local_host,
+            pool.layout.block_bytes,
+            stream.progress_timeout_s,
+        )
+        pair = _Meeting(
+            lambda: _Pair(self.name, _SENDER, _joined_store(there, port), prefix, here, timeout_s, block_bytes)
+        ).pair_within(self.connect_timeout_s)
+        try:
+            return CollectiveLink(stream, pool, listener, endpoint, pair)
+        except BaseException:
+            pair.close()
+            raise
+
+
+class CollectiveLink(SocketLink):
+    """A sender's connection; see Link. The group is used by the thread that writes."""
+
+    def __init__(
+        self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, pair: "_Pair"
+    ) -> None:
+        self._pair = pair
+        self._changed = threading.Condition()
+        # Messages, since the connection began.
+        self._sent_count = 0
+        self._arrived_count = 0
+        self._is_broken = False
+        super().__init__(stream, pool, listener, endpoint)
+
+    def write(
+        self,
+        ticket: Ticket,
+        layer: int,
+        first_index: int,
+        source_blocks: Sequence[int],
+        digest: Digest,
+        is_stopped: Callable[[], bool],
+    ) -> int:
+        """See Link.write. Returns once the blocks are gathered."""
+        block_bytes = self._pool.layout.block_bytes
+        step = self._pair.buffer_bytes // block_bytes
+        for start in range(0, len(source_blocks), step):
+            blocks = source_blocks[start : start + step]
+            if not self._wait_for_buffer(is_stopped):
+                return start
+            staged = self._pair.buffer(self._sent_count, len(blocks) * block_bytes)
+            # Indices of one's own blocks; anything but "clip" makes numpy copy twice.
+            np.take(self._pool.memory[layer], blocks, axis=0, out=staged.reshape(len(blocks), block_bytes), mode="clip")
+            digest.update(staged.data)
+            self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index + start, len(blocks)))
+            self._pair.send(self._sent_count, staged.nbytes)
+            self._sent_count += 1
+        return len(source_blocks)
+
+    def break_off(self) -> None:
+        """See Link.break_off."""
+        self._is_broken = True
+        super().break_off()
+        if self._changed.acquire(blocking=False):
+            self._changed.notify_all()
+            self._changed.release()
+
+    def close(self) -> None:
+        """See Link.close."""
+        self._is_broken = True
+        super().close()
+        self._pair.close()
+
+    def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
+        if header.kind != Kind.GRANTED:
+            super()._take_answer(header, payload)
+            return
+        with self._changed:
+            self._arrived_count += 1
+            self._changed.notify_all()
+
+    def _wait_for_buffer(self, is_stopped: Callable[[], bool]) -> bool:
+        """Whether the next message has a buffer; False when stopped."""
+        timeout_s = self._stream.progress_timeout_s
+        give_up_at_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not is_stopped():
+                if self._is_broken:
+                    raise LinkLost("the connection was closed")
+                if self._sent_count - self._arrived_count < _BUFFER_COUNT:
+                    return True
+                if time.monotonic() > give_up_at_s:
+                    raise LinkLost(f"no message was taken for {timeout_s:g} s")
+                self._changed.wait(_CHECK_S)
+        return False
+
+
+class GlooReceivingConnection(ReceivingConnection):
+    """One sender's connection, on the receiving side. Its thread alone uses the group, and writes into the pool."""
+
+    backend: ClassVar[str] = "gloo"
+    _pair: "_Pair | None" = None
+
+    def __init__(self, stream: Stream, pool: KvPool, intake: Intake) -> None:
+        super().__init__(stream, pool, intake)
+        # Announced messages that have not been waited for, in order: their receives are posted.
+        self._coming: deque[Header] = deque()
+        self._announced_count = 0
+
+    def take_coming(self) -> None:
+        """Waits for all announced messages."""
+        while self._coming:
+            self._take_message()
+
+    def _greet(self, hello: bytes) -> None:
+        store, port = _opened_store(self._stream.local_host)
+        prefix = uuid.uuid4().bytes
+        self._stream.send_bytes(hello + _MEETING.pack(port, prefix))
+        unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
+        block_bytes = self._pool.layout.block_bytes
+        host, timeout_s = self._stream.local_host, self._stream.progress_timeout_s
+        self._pair = _Pair(self.backend, _RECEIVER, store, prefix, host, timeout_s, block_bytes)
+
+    def _opened(self, transfer_id: bytes, landing: Landing) -> None:
+        super()._opened(transfer_id, _OrderedLanding(landing, self))
+
+    def _take_frame(self) -> None:
+        super()._take_frame()
+        # Receives first: the sender waits for them.
+        while self._coming and not self._stream.is_readable():
+            self._take_message()
+
+    def _take_blocks(self, header: Header, landing: Landing | None) -> None:
+        self._stream.discard(header.payload_bytes)
+        assert self._pair is not None
+        message_bytes = header.block_count * self._pool.layout.block_bytes
+        if not 0 < message_bytes <= self._pair.buffer_bytes or len(self._coming) == _BUFFER_COUNT:
+            raise LinkLost(f"protocol error: a message of {message_bytes} bytes behind {len(self._coming)} others")
+        self._pair.post_receive(self._announced_count, message_bytes)
+        self._announced_count += 1
+        self._coming.append(header)
+
+    def _take_data(self, header: Header, landing: Landing | None) -> None:
+        # Settled when the message is there.
+        self._spend(header)
+        self._take_blocks(header, landing)
+
+    def _take_message(self) -> None:
+        assert self._pair is not None
+        message = self._announced_count - len(self._coming)
+        header = self._coming.popleft()
+        staged = self._pair.received(message, header.block_count * self._pool.layout.block_bytes)
+        landing = self._landings.get(header.transfer_id)
+        if landing is not None:
+            try:
+                self._scatter(header, landing, staged)
+            except TransferFailed:
+                self._failed(header.transfer_id)
+        self._settle(header)
+        self._say(Header(Kind.GRANTED, header.transfer_id))
+
+    def _scatter(self, header: Header, landing: Landing, staged: npt.NDArray[np.uint8]) -> None:
+        blocks, digest = landing.begin_write(header.layer, header.first_index, header.block_count)
+        digest.update(staged.data)
+        self._pool.memory[header.layer][list(blocks)] = staged.reshape(len(blocks), -1)
+        landing.end_write()
+
+    def _end(self, reason: str) -> None:
+        super()._end(reason)
+        self._coming.clear()
+        # Here, where nobody's lock is held: it takes a while.
+        if self._pair is not None:
+            self._pair.close()
+
+
+class NcclReceivingConnection(GlooReceivingConnection):
+    """The same over NCCL."""
+
+    backend = "nccl"
+
+
+class _OrderedLanding:
+    """A landing whose layers and transfer end behind the messages that were announced before; see Landing."""
+
+    def __init__(self, inner: Landing, connection: GlooReceivingConnection) -> None:
+        self._inner = inner
+        self._connection = connection
+        self.begin_write, self.end_write = inner.begin_write, inner.end_write
+        self.hold, self.fence = inner.hold, inner.fence
+        self.is_stopped, self.abort = inner.is_stopped, inner.abort
+
+    def end_layer(self, layer: int, sender_digest: int) -> None:
+        self._connection.take_coming()
+        self._inner.end_layer(layer, sender_digest)
+
+    def finish(self, note: bytes) -> None:
+        self._connection.take_coming()
+        self._inner.finish(note)
+
+
+class _Pair:
+    """A two-rank group and the staging buffers of one rank. Used by one thread, and closed by it.
+
+    Message n has buffer n modulo _BUFFER_COUNT. All methods but close() raise LinkLost; the pair is of no use then.
+    """
+
+    def __init__(
+        self, backend: str, rank: int, store: Any, prefix: bytes, host: str, timeout_s: float, block_bytes: int
+    ) -> None:
+        """Blocks until the other rank is there. store: of torch. prefix: [16 bytes], the pair's own. host: this end's.
+        timeout_s: of one message."""
+        self._other_rank = _SENDER if rank == _RECEIVER else _RECEIVER
+        self._timeout_s = timeout_s
+        self.buffer_bytes = max(1, _MESSAGE_BYTES // block_bytes) * block_bytes
+        self._memory = np.zeros((_BUFFER_COUNT, self.buffer_bytes), np.uint8)
+        self._works: list[Any] = [None] * _BUFFER_COUNT
+        torch, distributed = _import_torch()
+        with _group_errors("meeting the other side"):
+            prefixed = distributed.PrefixStore(prefix.hex(), store)
+            self._tensors = torch.from_numpy(self._memory)
+            # What the group moves: the staging buffers, or their copies on the device.
+            self._moved = self._tensors
+            if backend == "gloo":
+                self._group = _gloo_group(distributed, prefixed, rank, host)
+            else:
+                self._group = _nccl_group(distributed, prefixed, rank)
+                self._moved = torch.zeros_like(self._tensors, device="cuda")
+
+    def buffer(self, message: int, byte_count: int) -> npt.NDArray[np.uint8]:
+        """Where to put message n, [byte_count]. Only once its predecessor in the buffer has arrived."""
+        return self._memory[message % _BUFFER_COUNT, :byte_count]
+
+    def send(self, message: int, byte_count: int) -> None:
+        """Begins to send what lies in the message's buffer."""
+        with _group_errors("sending"):
+            slot = message % _BUFFER_COUNT
+            if self._works[slot] is not None:
+                # Done, since the receiver has it; this frees what belongs to it.
+                self._finish(slot)
+            moved = self._moved[slot, :byte_count]
+            if self._moved is not self._tensors:
+                moved.copy_(self._tensors[slot, :byte_count])
+            self._works[slot] = self._group.send([moved], self._other_rank, 0)
+
+    def post_receive(self, message: int, byte_count: int) -> None:
+        """Lets a message in."""
+        with _group_errors("receiving"):
+            slot = message % _BUFFER_COUNT
+            self._works[slot] = self._group.recv([self._moved[slot, :byte_count]], self._other_rank, 0)
+
+    def received(self, message: int, byte_count: int) -> npt.NDArray[np.uint8]:
+        """Waits for a message; [byte_count]."""
+        with _group_errors("receiving"):
+            slot = message % _BUFFER_COUNT
+            self._finish(slot)
+            if self._moved is not self._tensors:
+                self._tensors[slot, :byte_count].copy_(self._moved[slot, :byte_count])
+        return self._memory[slot, :byte_count]
+
+    def close(self) -> None:
+        """Ends the group: the other rank's calls fail soon. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None and self._moved is not self._tensors:
+            # NCCL's kernels wait for the other side for ever. gloo's threads and sockets go with its last reference.
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        self._works = [None] * _BUFFER_COUNT
+        # Its threads write into the buffers.
+        del group
+        # At once: links and their listeners hold on to one another until the garbage collector comes by.
+        self._memory = np.empty((0, 0), np.uint8)
+        self._tensors = self._moved = None
+
+    def _finish(self, slot: int) -> None:
+        work, self._works[slot] = self._works[slot], None
+        if self._moved is self._tensors:
+            work.wait(timedelta(seconds=self._timeout_s))
+            return
+        # NCCL's wait() has no deadline: it makes the stream wait, and whoever waits for the stream waits for ever.
+        give_up_at_s = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if time.monotonic() > give_up_at_s:
+                raise RuntimeError(f"no message within {self._timeout_s:g} s")
+            time.sleep(0)
+        work.wait()
+
+
+class _Meeting:
+    """Makes a pair on a thread of its own. torch's store knows no deadline while the process at its other end stands
+    still: then the thread stays until that one goes on or is gone, and undoes what comes too late."""
+
+    def __init__(self, meet: Callable[[], _Pair]) -> None:
+        """Raises LinkLost when no thread can be started."""
+        self._meet = meet
+        self._changed = threading.Condition()
+        self._pair: _Pair | None = None
+        self._problem: str | None = None
+        self._is_given_up = False
+        try:
+            threading.Thread(target=self._run, name="kv-meet", daemon=True).start()
+        except RuntimeError as error:
+            raise LinkLost(f"no thread for meeting the other side: {error}") from error
+
+    def pair_within(self, timeout_s: float) -> _Pair:
+        """The pair. Raises LinkLost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pair is not None or self._problem is not None, timeout_s)
+            if self._pair is None:
+                self._is_given_up = True
+                raise LinkLost(self._problem or f"meeting the other side: not within {timeout_s:g} s")
+            return self._pair
+
+    def _run(self) -> None:
+        pair = problem = None
+        try:
+            pair = self._meet()
+        except LinkLost as error:
+            problem = error.reason
+        except Exception as error:
+            problem = f"meeting the other side: {error!r}"
+            get_logger().exception("kv pair not made")
+        with self._changed:
+            if not self._is_given_up:
+                self._pair, self._problem = pair, problem
+                self._changed.notify_all()
+                return
+        if pair is not None:
+            pair.close()
+
+
+def _gloo_group(distributed: Any, store: Any, rank: int, host: str) -> Any:
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=_MEET_WITHIN_S)
+    options._threads = 1
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+    return distributed.ProcessGroupGloo(store, rank, 2, options)
+
+
+def _nccl_group(distributed: Any, store: Any, rank: int) -> Any:
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=_MEET_WITHIN_S)
+    options.config.blocking = 0
+    return distributed.ProcessGroupNCCL(store, rank, 2, options)
+
+
+def _opened_store(host: str) -> tuple[Any, int]:
+    """A store for one meeting, and its port on this host. It goes with its last reference."""
+    _, distributed = _import_torch()
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        # Bound here: the store by itself would listen on every address of the machine.
+        listening.bind((host, 0))
+        listening.listen()
+        port = int(listening.getsockname()[1])
+        with _group_errors("opening the store"):
+            store = distributed.TCPStore(
+                host,
+                port,
+                is_master=True,
+                timeout=timedelta(seconds=_MEET_WITHIN_S),
+                wait_for_workers=False,
+                master_listen_fd=listening.fileno(),
+                # libuv leaves a pipe open in the process.
+                use_libuv=False,
+            )
+        listening.detach()
+    finally:
+        listening.close()
+    return store, port
+
+
+def _joined_store(host: str, port: int) -> Any:
+    _, distributed = _import_torch()
+    with _group_errors("joining the store"):
+        timeout = timedelta(seconds=_MEET_WITHIN_S)
+        return distributed.TCPStore(
+            host, port, is_master=False, timeout=timeout, wait_for_workers=False, use_libuv=False
+        )
+
+
+@contextlib.contextmanager
+def _group_errors(doing: str) -> Iterator[None]:
+    """Makes a LinkLost of torch's errors, which are RuntimeErrors."""
+    try:
+        yield
+    except RuntimeError as error:
+        # What they hold on to of the group would outlive close() while somebody handles the error.
+        traceback.clear_frames(error.__traceback__)
+        raise LinkLost(f"{doing}: {str(error).splitlines()[0][:200]}") from error
+
+
+def _require_backend(backend: str) -> None:
+    try:
+        torch, distributed = _import_torch()
+    except ImportError as error:
+        raise ConfigError("kv_transports", f"{backend} needs torch, in the extra [transformers]: {error}") from error
+    if backend == "nccl":
+        if not distributed.is_nccl_available() or not torch.cuda.is_available():
+            raise ConfigError("kv_transports", "nccl needs a build of torch with NCCL, and a GPU")
+        # A late message must cost its connection, not the process.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    elif not distributed.is_gloo_available():
+        raise ConfigError("kv_transports", f"this build of torch has no {backend}")
+
+
+def _import_torch() -> tuple[Any, Any]:
+    """torch and torch.distributed. Not at the top: the import takes seconds, and other transports do without."""
+    return importlib.import_module("torch"), importlib.import_module("torch.distributed")

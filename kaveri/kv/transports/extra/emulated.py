@@ -1,0 +1,154 @@
+"""Links of other speeds than this machine's: a transport slowed down, and one that moves no bytes at all.
+
+Both are for studies. Their labels say so in logs and metrics.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from kaveri.errors import TransferFailed
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digest
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Capabilities, Intake, Landing, Link, LinkListener, Listener, Transport
+from kaveri.kv.transports.frames import Header, Kind
+from kaveri.kv.transports.link_speed import LinkSpeed
+from kaveri.kv.transports.socket import SocketLink, SocketTransport
+from kaveri.kv.transports.socket_listener import ReceivingConnection
+from kaveri.kv.transports.stream import Stream
+
+_CHECK_S = 0.02
+"""Longest sleep that does not ask whether the push is still wanted."""
+_AHEAD_S = 0.01
+"""How much a link takes on before it has sent what came before, as a socket's buffer does. Were it nothing, the link
+would stand idle after each piece for as long as the sending thread wakes up late."""
+
+
+class EmulatedTransport:
+    """A transport whose links take the time of `speed`, where that is more than their own.
+
+    Only what the sending side does is slowed; each link is as fast as if it were alone.
+    """
+
+    def __init__(self, inner: Transport, speed: LinkSpeed, text: str) -> None:
+        """text: how the speed was written, for the label."""
+        self.inner = inner
+        self._speed = speed
+        self.name = inner.name
+        self.label = f"{inner.label} at {text}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See Transport.capabilities."""
+        return self.inner.capabilities
+
+    def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "EmulatedLink":
+        """See Transport.connect."""
+        return EmulatedLink(self.inner.connect(endpoint, epoch, pool, listener), self._speed, pool)
+
+    def listen(self, address: str, pool: KvPool, intake: Intake) -> Listener:
+        """See Transport.listen."""
+        return self.inner.listen(address, pool, intake)
+
+
+class EmulatedLink:
+    """A link that is busy as long as `speed` says. What it carries goes one after the other."""
+
+    def __init__(self, inner: Link, speed: LinkSpeed, pool: KvPool) -> None:
+        self._inner = inner
+        self._speed = speed
+        self._layout = pool.layout
+        self._busy_until_s = 0.0
+        self._is_broken = False
+
+    def open(self, ticket: Ticket) -> None:
+        """See Link.open."""
+        self._inner.open(ticket)
+
+    def write(
+        self,
+        ticket: Ticket,
+        layer: int,
+        first_index: int,
+        source_blocks: Sequence[int],
+        digest: Digest,
+        is_stopped: Callable[[], bool],
+    ) -> int:
+        """See Link.write. The bytes go at once, and the link is busy for the rest of its time; all but the last
+        _AHEAD_S of that are spent here."""
+        began_s = time.monotonic()
+        told_count = self._inner.write(ticket, layer, first_index, source_blocks, digest, is_stopped)
+        moved_bytes = len(source_blocks) * self._layout.block_bytes
+        busy_s = self._speed.transfer_s(moved_bytes, self._layout.token_bytes)
+        self._busy_until_s = max(began_s, self._busy_until_s) + busy_s
+        self._sleep_until(self._busy_until_s - _AHEAD_S, is_stopped)
+        return told_count
+
+    def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
+        """See Link.end_layer."""
+        self._inner.end_layer(ticket, layer, layer_digest)
+
+    def finish(self, ticket: Ticket, note: bytes) -> None:
+        """See Link.finish. What was sent last arrives a latency later, and the end mark is behind it.
+
+        Other transfers of the link wait for that as well, which a real link would not make them: with milliseconds of
+        latency and many short transfers to one receiver the link is slower than its bandwidth says.
+        """
+        self._sleep_until(max(time.monotonic(), self._busy_until_s) + self._speed.latency_s, lambda: False)
+        self._inner.finish(ticket, note)
+
+    def abort(self, ticket: Ticket) -> None:
+        """See Link.abort."""
+        self._inner.abort(ticket)
+
+    def break_off(self) -> None:
+        """See Link.break_off."""
+        self._is_broken = True
+        self._inner.break_off()
+
+    def close(self) -> None:
+        """See Link.close."""
+        self._inner.close()
+
+    def _sleep_until(self, moment_s: float, is_stopped: Callable[[], bool]) -> None:
+        while (left_s := moment_s - time.monotonic()) > 0 and not is_stopped() and not self._is_broken:
+            time.sleep(min(left_s, _CHECK_S))
+
+
+class MockTransport(SocketTransport):
+    """Says that blocks were written and writes none, over TCP: TetriInfer's mock (arXiv 2401.11181, section 4), for
+    engines that do not read their KV. An EmulatedTransport around it charges the time."""
+
+    def __init__(self, *, advertise_host: str | None = None) -> None:
+        super().__init__("tcp", advertise_host=advertise_host)
+        self.name = self.label = "mock"
+        self.connection_type = _MockReceivingConnection
+
+    def _link(
+        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+    ) -> SocketLink:
+        return _MockLink(stream, pool, listener, endpoint)
+
+
+class _MockLink(SocketLink):
+    def write(
+        self,
+        ticket: Ticket,
+        layer: int,
+        first_index: int,
+        source_blocks: Sequence[int],
+        digest: Digest,
+        is_stopped: Callable[[], bool],
+    ) -> int:
+        # Neither side gives its digest any bytes, so the two agree.
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index, len(source_blocks)))
+        return len(source_blocks)
+
+
+class _MockReceivingConnection(ReceivingConnection):
+    def _take_blocks(self, header: Header, landing: Landing | None) -> None:
+        self._stream.discard(header.payload_bytes)
+        if landing is None:
+            raise TransferFailed("no such transfer on this connection")
+        landing.begin_write(header.layer, header.first_index, header.block_count)
+        landing.end_write()

@@ -1,0 +1,130 @@
+"""How long a step takes on hardware that is not here: a fitted model of it, read from a file. No clock.
+
+The form is that of DistServe's appendix A (arXiv 2401.09670), as its simulator uses it: a prefill step takes a
+constant, a part per token and a part per squared length for attention; a decode step takes a constant, a part per token
+of context and a part per request. kaveri/profiling measures steps and fits the coefficients.
+"""
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.errors import ConfigError
+
+_BUNDLED = Path(__file__).parent / "bundled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLatency:
+    """Seconds of a step of prompt chunks."""
+
+    step_s: float
+    token_s: float
+    token_squared_s: float
+    """Per squared prompt length. A chunk of [start, stop) takes the share stop**2 - start**2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLatency:
+    """Seconds of a decode step of at least `min_batch` requests."""
+
+    min_batch: int
+    step_s: float
+    context_token_s: float
+    request_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyModel:
+    """One model on one kind of hardware."""
+
+    name: str
+    source: str
+    """Where the coefficients come from."""
+    prefill: PrefillLatency
+    decode: tuple[DecodeLatency, ...]
+    """By rising min_batch, the first from 1."""
+
+    def step_s(self, batch: Sequence[SequenceSlice]) -> float:
+        """Seconds of a step. If it mixes chunks and decodes, only the larger constant counts: weights are read once."""
+        constant_s = variable_s = 0.0
+        decodes = context_tokens = 0
+        for part in batch:
+            count = len(part.token_ids)
+            stop = part.start + count
+            if count == 1 and part.start > 0:
+                decodes += 1
+                context_tokens += stop
+            else:
+                constant_s = self.prefill.step_s
+                squared = stop * stop - part.start * part.start
+                variable_s += count * self.prefill.token_s + squared * self.prefill.token_squared_s
+        if decodes:
+            fit = self.decode[bisect_right(self.decode, decodes, key=lambda entry: entry.min_batch) - 1]
+            constant_s = max(constant_s, fit.step_s)
+            variable_s += context_tokens * fit.context_token_s + decodes * fit.request_s
+        return constant_s + variable_s
+
+
+def bundled_latency_models() -> tuple[str, ...]:
+    """The names that load_latency_model knows without a file."""
+    return tuple(sorted(path.stem for path in _BUNDLED.glob("*.json")))
+
+
+def load_latency_model(name_or_file: str) -> LatencyModel:
+    """A bundled model by its name, else a JSON file of the same form or a profile. Raises ConfigError."""
+    if name_or_file in bundled_latency_models():
+        path = _BUNDLED / f"{name_or_file}.json"
+    else:
+        path = Path(name_or_file).expanduser()
+    if not name_or_file or not path.is_file():
+        known = ", ".join(bundled_latency_models())
+        raise ConfigError("latency_model", f"is {name_or_file!r}, which is no file and none of: {known}")
+    try:
+        document = json.loads(path.read_text())
+        # A profile (kaveri/latency/profile.py) holds a latency model beside all else that was measured.
+        if isinstance(document, dict) and "latency_model" in document:
+            document = document["latency_model"]
+        return parse_latency_model(document)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError("latency_model", f"{path} is no latency model: {error}") from error
+
+
+def parse_latency_model(document: object) -> LatencyModel:
+    """What json.loads has made of a latency model. Raises ValueError, naming the field."""
+    values = _members("the file", document, LatencyModel)
+    for name in ("name", "source"):
+        if not isinstance(values[name], str):
+            raise ValueError(f"{name} is {values[name]!r}; it must be a text")
+    if not isinstance(values["decode"], list) or not values["decode"]:
+        raise ValueError("decode must be a list of at least one entry")
+    decode = tuple(
+        DecodeLatency(**_numbers(f"decode[{number}]", entry, DecodeLatency))
+        for number, entry in enumerate(values["decode"])
+    )
+    batches = [entry.min_batch for entry in decode]
+    if batches[0] != 1 or batches != sorted(set(batches)):
+        raise ValueError(f"decode has min_batch {batches}; they must rise, from 1")
+    prefill = PrefillLatency(**_numbers("prefill", values["prefill"], PrefillLatency))
+    return LatencyModel(name=values["name"], source=values["source"], prefill=prefill, decode=decode)
+
+
+def _numbers(where: str, entry: object, kind: type[PrefillLatency] | type[DecodeLatency]) -> dict[str, Any]:
+    values = _members(where, entry, kind)
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{where}.{name} is {value!r}; it must be a number of at least 0")
+    return values
+
+
+def _members(where: str, entry: object, kind: type[Any]) -> dict[str, Any]:
+    expected = {field.name for field in fields(kind)}
+    if not isinstance(entry, dict) or set(entry) != expected:
+        found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        raise ValueError(f"{where} has {found}; it must have {sorted(expected)}")
+    return entry

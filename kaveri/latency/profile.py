@@ -1,0 +1,200 @@
+"""The profile file: what was measured on which engine, what follows from it, and whether it is for this engine.
+
+JSON, versioned. `kaveri profile` writes it; prefill and decode instances take the chunk size from it, the timed engine
+the latency model.
+"""
+
+import json
+import math
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kaveri.errors import ConfigError
+from kaveri.latency.machine import Machine
+from kaveri.latency.model import LatencyModel, parse_latency_model
+
+FORMAT = "kaveri-profile"
+VERSION = 1
+
+RecordT = TypeVar("RecordT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledEngine:
+    """What was measured. A profile is good for an engine with the same one."""
+
+    engine: str
+    """ModelRunner.name."""
+    model: str
+    """As it was called; the same weights may be found elsewhere under another name."""
+    model_fingerprint: str
+    """Equal only for the same weights and shape; of a timed engine, which latency model it takes."""
+    dtype: str
+    device: str
+    """"cpu" or "cuda"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of one step, measured `repeats` times."""
+
+    median_s: float
+    min_s: float
+    max_s: float
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPoint:
+    """A step of prompt chunks."""
+
+    prompts: tuple[tuple[int, int], ...]
+    """The chunk of each prompt: [start, stop), KV of [0, start) being there already."""
+    times: StepTimes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(stop - start for start, stop in self.prompts)
+
+    @property
+    def squared_tokens(self) -> int:
+        """What attention is taken to be in proportion to: stop**2 - start**2 over all prompts."""
+        return sum(stop * stop - start * start for start, stop in self.prompts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePoint:
+    """A step of one token for each of `batch` requests."""
+
+    batch: int
+    context_tokens: int
+    """Of each request, the step's own token included."""
+    times: StepTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saturation:
+    """From which chunk on more tokens in a step only make it longer."""
+
+    chunk_tokens: int
+    """The smallest measured chunk whose throughput is at least `share` of the best."""
+    share: float
+    best_tokens_per_s: float
+    """Highest throughput of all measured chunks, smoothed."""
+    reached: bool
+    """False: throughput was still rising at the largest chunk, and chunk_tokens is that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """How far predictions of points that the fit had not seen were off, as shares of the measured medians."""
+
+    mean: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All that `kaveri profile` has found out."""
+
+    created: str
+    """ISO 8601, UTC."""
+    kaveri: str
+    """Version that measured."""
+    engine: ProfiledEngine
+    machine: Machine
+    saturation: Saturation
+    latency_model: LatencyModel
+    prefill_error: FitError
+    decode_error: FitError
+    prefill: tuple[PrefillPoint, ...]
+    decode: tuple[DecodePoint, ...]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens of a step that use the hardware well and make nobody wait longer than that takes."""
+        return self.saturation.chunk_tokens
+
+    def require_for(self, engine: ProfiledEngine, latency_model: LatencyModel | None = None) -> None:
+        """Raises ConfigError when this was measured on another engine, model, dtype or device.
+
+        latency_model: whose time a timed engine takes; a profile that holds the same one is good for that too.
+        """
+        if latency_model is not None and latency_model == self.latency_model:
+            return
+        for name in ("engine", "dtype", "device"):
+            measured, wanted = getattr(self.engine, name), getattr(engine, name)
+            if measured != wanted:
+                raise ConfigError("profile", f"was measured on {name} {measured}; here it is {wanted}")
+        if self.engine.model_fingerprint != engine.model_fingerprint:
+            measured, wanted = (f"{entry.model} ({entry.model_fingerprint})" for entry in (self.engine, engine))
+            raise ConfigError("profile", f"was measured on model {measured}; here it is {wanted}")
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Raises OSError."""
+    document = {"format": FORMAT, "version": VERSION, **asdict(profile)}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Raises ConfigError."""
+    path = Path(path).expanduser()
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError("profile", f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("profile", f"{path} is no JSON: {error}") from error
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise ConfigError("profile", f"{path} is no file of `kaveri profile`")
+    if (version := document.pop("version", None)) != VERSION:
+        raise ConfigError("profile", f"{path} has version {version!r}; this is for {VERSION}: measure again")
+    try:
+        profile = _record("the file", document, Profile)
+        if profile.chunk_tokens < 1:
+            raise ValueError(f"saturation.chunk_tokens is {profile.chunk_tokens}; it must be at least 1")
+    except ValueError as error:
+        raise ConfigError("profile", f"{path} is no profile: {error}") from error
+    return profile
+
+
+def _record(where: str, document: object, kind: type[RecordT]) -> RecordT:
+    """A dataclass from what json.loads has made of it. Raises ValueError, naming the field."""
+    assert is_dataclass(kind)
+    names = {entry.name for entry in fields(kind)}
+    if not isinstance(document, dict) or set(document) != names:
+        found = sorted(document) if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"{where} has {found}; it must have {sorted(names)}")
+    hints = typing.get_type_hints(kind)
+    within = "" if where == "the file" else f"{where}."
+    return kind(**{name: _value(f"{within}{name}", document[name], hints[name]) for name in names})
+
+
+def _value(where: str, value: object, hint: Any) -> Any:
+    """Numbers must be finite and at least 0, which holds for all that a profile has."""
+    if hint is LatencyModel:
+        return parse_latency_model(value)
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _record(where, value, hint)
+    if isinstance(hint, types.GenericAlias):
+        if not isinstance(value, list):
+            raise ValueError(f"{where} is no list")
+        kinds = typing.get_args(hint)
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
+        if len(kinds) != len(value):
+            raise ValueError(f"{where} has {len(value)} entries; it must have {len(kinds)}")
+        pairs = zip(value, kinds, strict=True)
+        return tuple(_value(f"{where}[{index}]", entry, kind) for index, (entry, kind) in enumerate(pairs))
+    accepted = (int, float) if hint is float else (hint,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where} is {value!r:.80}; it must be a {hint.__name__}")
+    if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{where} is {value!r}; it must be at least 0")
+    return value

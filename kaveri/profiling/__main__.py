@@ -1,0 +1,32 @@
+"""`python -m kaveri.profiling`: what `kaveri profile` runs, in a process of its own."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from kaveri.config import parse_config
+from kaveri.errors import ConfigError
+from kaveri.profiling.config import ProfileConfig
+from kaveri.profiling.run import run_profile
+from kaveri.rpc.process import CONFIG_ERROR_STATUS
+from kaveri.telemetry.logs import configure_logs
+
+_PROGRAM = "kaveri profile"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    try:
+        config = parse_config(ProfileConfig, _PROGRAM, sys.argv[1:] if arguments is None else arguments, os.environ)
+        configure_logs("profile", "profile", config.log_level)
+        run_profile(config)
+    except ConfigError as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return CONFIG_ERROR_STATUS
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""The settings of `kaveri profile`; read from flags and KAVERI_* variables."""
+
+from dataclasses import dataclass
+
+from kaveri.config import setting
+from kaveri.hosting.config import EngineConfig
+from kaveri.latency.saturation import DEFAULT_SHARE
+from kaveri.profiling.plan import MAX_CHUNK_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(EngineConfig):
+    """Measures prefill and decode steps of an engine alone on this machine, and writes a profile for its services.
+
+    Give the model, dtype, device, KV memory and OMP_NUM_THREADS that they will have; `kaveri up` gives each engine one
+    thread unless OMP_NUM_THREADS says otherwise.
+    """
+
+    out: str = setting("profile to write, JSON")
+    plot: str = setting("also draw it: a file that ends in .svg, .png or .pdf; empty: no plot", "")
+    max_chunk_tokens: int = setting("largest chunk that is measured", MAX_CHUNK_TOKENS, least=1)
+    saturation_share: float = setting(
+        "a chunk saturates the hardware when its throughput is at least this share of the best",
+        DEFAULT_SHARE,
+        above=0,
+        most=1,
+    )
+    quick: bool = setting("fewer steps, each measured less often: a look, with coarser results", False)
+    log_level: str = setting("debug, info, warning or error", "warning", choices=("debug", "info", "warning", "error"))

@@ -1,0 +1,155 @@
+"""Runs the steps of a plan on a model runner, and takes their time.
+
+At this seam, and not through requests, because it is where the timed engine spends what a latency model says, and
+because an engine chooses its own steps. What is not in these times: forming the step, and the push of its KV, which
+goes on beside the next one.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.stepwise.runner import ModelRunner, SequenceSlice
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.latency.profile import DecodePoint, PrefillPoint, StepTimes
+from kaveri.profiling.plan import StepPlan
+
+_SEED = 20240118
+_ROUND_S = 0.05
+_ROUND_RUNS = 10
+"""In a round a short step runs again until it has taken _ROUND_S in all, at most so many times: the shorter a step, the
+more of it is noise."""
+_FILL_TOKENS = 512
+"""Tokens of a step that computes context to be copied; not measured."""
+_PARAMS = SamplingParams(max_tokens=1, seed=0)
+"""Drawn as for a client that asks for nothing special."""
+
+
+@dataclass(slots=True)
+class _Step:
+    ranges: tuple[tuple[int, int], ...]
+    """Of each sequence, [start, stop)."""
+    prefill: bool
+    taken_s: list[float] = field(default_factory=list)
+
+    def times(self) -> StepTimes:
+        return StepTimes(
+            median_s=statistics.median(self.taken_s),
+            min_s=min(self.taken_s),
+            max_s=max(self.taken_s),
+            repeats=len(self.taken_s),
+        )
+
+
+def measure_steps(
+    runner: ModelRunner,
+    total_blocks: int,
+    plan: StepPlan,
+    rounds: int,
+    on_step: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[tuple[PrefillPoint, ...], tuple[DecodePoint, ...]]:
+    """Every step in every round, in `rounds` rounds after one that warms up: what slows the machine down for a while
+    then touches many steps a little and no step's median much. The runner is not attached yet.
+
+    on_step: called after each of (rounds + 1) * steps.
+    """
+    prefills = [_Step(prompts, prefill=True) for prompts in plan.prefill]
+    decodes = [_Step(((context - 1, context),) * batch, prefill=False) for batch, context in plan.decode]
+    bench = _Bench(runner, total_blocks, max(stop for step in (*prefills, *decodes) for _, stop in step.ranges))
+    shuffle = random.Random(_SEED).shuffle
+    for number in range(rounds + 1):
+        shuffle(prefills)
+        # Those that read one context stand together: laying it costs more than the steps do.
+        for step in sorted((*prefills, *decodes), key=_context_order):
+            taken_s = [bench.run(step, clock)]
+            while number > 0 and sum(taken_s) < _ROUND_S and len(taken_s) < _ROUND_RUNS:
+                taken_s.append(bench.run(step, clock))
+            if number > 0:
+                step.taken_s += taken_s
+            on_step()
+    return (
+        tuple(
+            PrefillPoint(prompts=step.ranges, times=step.times())
+            for step in sorted(prefills, key=lambda step: (step.ranges[0][0], _token_count(step), len(step.ranges)))
+        ),
+        tuple(
+            DecodePoint(batch=len(step.ranges), context_tokens=step.ranges[0][1], times=step.times())
+            for step in decodes
+        ),
+    )
+
+
+def _context_order(step: _Step) -> int:
+    start, stop = step.ranges[0]
+    return stop if start > 0 else 0
+
+
+def _token_count(step: _Step) -> int:
+    return sum(stop - start for start, stop in step.ranges)
+
+
+class _Bench:
+    """One prompt, its KV, and a pool into which that is copied wherever a step wants context.
+
+    Every sequence of a step is that prompt, on blocks of its own, so that its KV is real and no cache is warmer than it
+    would be for as many different requests.
+    """
+
+    def __init__(self, runner: ModelRunner, total_blocks: int, prompt_tokens: int) -> None:
+        self._runner = runner
+        self._layout = runner.layout
+        self._pool = KvPool(runner.layout, total_blocks)
+        runner.attach(self._pool)
+        random_ids = np.random.default_rng(_SEED).integers(0, runner.vocab_size, prompt_tokens)
+        self._prompt: tuple[int, ...] = tuple(random_ids.tolist())
+        self._laid = (0, 0)  # sequences, blocks of each
+        block_ids = range(self._layout.block_count(prompt_tokens))
+        for start in range(0, prompt_tokens, _FILL_TOKENS):
+            self._compute(start, min(start + _FILL_TOKENS, prompt_tokens), block_ids)
+        # [layer_count, blocks, block_bytes], uint8
+        self._context = self._pool.memory[:, : len(block_ids)].copy()
+
+    def run(self, step: _Step, clock: Callable[[], float]) -> float:
+        """Returns the seconds that the runner took."""
+        each = self._layout.block_count(step.ranges[0][1])
+        if step.ranges[0][0] > 0:
+            self._lay(len(step.ranges), each)
+        else:
+            self._laid = (0, 0)
+        # All sequences are of one length, but for the last one, which may be shorter.
+        batch = [
+            self._slice(start, stop, range(index * each, index * each + self._layout.block_count(stop)))
+            for index, (start, stop) in enumerate(step.ranges)
+        ]
+        # On a GPU whoever listens pays for bringing the KV down to the host, as a prefill instance does.
+        listener = _ignore_layer if step.prefill else None
+        began_s = clock()
+        self._runner.run(batch, listener)
+        return clock() - began_s
+
+    def _lay(self, count: int, each: int) -> None:
+        """Puts the prompt's first blocks wherever `count` sequences of `each` blocks have theirs."""
+        if self._laid[0] >= count and self._laid[1] == each:
+            return
+        for index in range(count):
+            block_ids = range(index * each, (index + 1) * each)
+            self._pool.memory[:, block_ids.start : block_ids.stop] = self._context[:, :each]
+            self._runner.landed(block_ids)
+        self._laid = (count, each)
+
+    def _compute(self, start: int, stop: int, block_ids: Sequence[int]) -> None:
+        self._runner.run([self._slice(start, stop, block_ids)], _ignore_layer)
+
+    def _slice(self, start: int, stop: int, block_ids: Sequence[int]) -> SequenceSlice:
+        # Always drawing: the runner then returns after the arithmetic and not before.
+        return SequenceSlice(self._prompt[start:stop], start, block_ids, True, 0, _PARAMS)
+
+
+def _ignore_layer(layer: int) -> None:
+    """A listener that listens for its own sake."""

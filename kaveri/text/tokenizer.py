@@ -1,0 +1,176 @@
+"""Turns text and conversations into token ids with the model's own tokenizer. Needs no torch."""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from jinja2.exceptions import TemplateError
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+from kaveri.errors import ConfigError, DeadlineExceeded, InvalidArgument
+from kaveri.models import resolve_model
+from kaveri.text.control_tokens import ControlTokens
+from kaveri.text.detokenizer import Detokenizer
+
+_INLINE_CHARACTERS = 1_024
+"""Shorter prompts are tokenized on the event loop: it takes less than a millisecond."""
+_INLINE_MESSAGES = 16
+MAX_ROLE_CHARACTERS = 64
+_ROLE = re.compile(rf"\w[\w .-]{{0,{MAX_ROLE_CHARACTERS - 1}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Turn(Protocol):
+    """What a conversation consists of: a ChatMessage, or a message of the wire."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def content(self) -> str: ...
+
+
+class ModelTokenizer:
+    """The tokenizer of one model. close() ends its threads.
+
+    Work on the event loop is bounded, whatever the input. Longer input goes to a thread, which shares the interpreter:
+    no single call there holds it for longer than a few milliseconds, but for the list of an accepted prompt's ids.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.backend: Tokenizer = tokenizer.backend_tokenizer
+        # A tokenizer.json may carry both from its training. They would cut prompts, or fill them up.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.vocab_size = vocab_size
+        """Size of the model's vocabulary, which may be padded beyond the tokenizer's."""
+        self.longest_token_bytes = max((len(token.encode()) for token in self.backend.get_vocab()), default=1)
+        """Size in UTF-8 of the longest entry of the vocabulary: input may have this many bytes for each token."""
+        self.has_chat_template = bool(tokenizer.chat_template)
+        added = self.backend.get_added_tokens_decoder()
+        self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._control = ControlTokens(self.backend, self._rendered_samples()) if self.has_chat_template else None
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, model: str) -> "ModelTokenizer":
+        """Loads from a path, a hub id or a bundled name. Blocks for seconds. Raises ConfigError, naming --model."""
+        source = resolve_model(model)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            config = AutoConfig.from_pretrained(source).get_text_config()
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            # The first line says what is wrong; the rest is advice about hub tokens and caches.
+            first_line = str(error).partition("\n")[0].rstrip(": ")
+            raise ConfigError("--model", f"{model!r} has no tokenizer that can be loaded: {first_line}") from error
+        if not tokenizer.is_fast:
+            raise ConfigError("--model", f"{model!r} has no tokenizer.json (a fast tokenizer)")
+        return cls(tokenizer, int(config.vocab_size))
+
+    def close(self) -> None:
+        """Ends the threads; texts in work are dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:
+        """Turns the answer to a prompt into text."""
+        return Detokenizer(self.backend, stop, prompt_token_ids=prompt_token_ids, skipped_ids=self._skipped_ids)
+
+    async def encode(self, text: str, max_tokens: int, deadline_s: float) -> list[int]:
+        """Token ids of a raw prompt, with the special tokens that the model's tokenizer adds by itself. Special tokens
+        in the text are special tokens.
+
+        Raises InvalidArgument when there are more than `max_tokens`, or more bytes than that many tokens may have;
+        DeadlineExceeded when time.monotonic() reaches `deadline_s`.
+        """
+        self._check_size("prompt.text", len(text.encode()), max_tokens)
+        short = len(text) <= _INLINE_CHARACTERS
+        return await self._run(short, deadline_s, lambda: _ids(self.backend, text, max_tokens, add_special_tokens=True))
+
+    async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
+        """Token ids of a conversation, rendered with the chat template up to where the assistant speaks. Control tokens
+        in a message are plain text.
+
+        Raises as encode(), and InvalidArgument when there are more messages than tokens, when a role is no word, and
+        when the model has no template, or its template refuses the conversation.
+        """
+        if not self.has_chat_template:
+            value = f"{len(messages)} messages"
+            raise InvalidArgument("prompt.messages", value, "used with a model that has a chat template")
+        if len(messages) > max_tokens:
+            raise InvalidArgument("prompt.messages", f"{len(messages)} messages", f"at most {max_tokens} messages")
+        short = (
+            len(messages) <= _INLINE_MESSAGES
+            and sum(len(turn.role) + len(turn.content) for turn in messages) <= _INLINE_CHARACTERS
+        )
+        return await self._run(short, deadline_s, lambda: self._encode_chat(messages, max_tokens))
+
+    def _encode_chat(self, messages: Sequence[Turn], max_tokens: int) -> list[int]:
+        assert self._control is not None
+        turns: list[dict[str, str]] = []
+        size_bytes = 0
+        marked = False
+        for number, turn in enumerate(messages):
+            if not _ROLE.fullmatch(turn.role):
+                limit = f"a word of at most {MAX_ROLE_CHARACTERS} letters, digits, spaces, '_', '-' and '.'"
+                raise InvalidArgument(f"prompt.messages[{number}].role", turn.role, limit)
+            size_bytes += len(turn.content.encode())
+            self._check_size("prompt.messages", size_bytes, max_tokens)
+            content, found = self._control.mark(turn.content)
+            marked = marked or found
+            turns.append({"role": turn.role, "content": content})
+        try:
+            text = self._render(turns)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            roles = [turn["role"] for turn in turns[:8]]
+            raise InvalidArgument("prompt.messages", roles, f"as the template wants: {error!s:.200}") from error
+        backend = self._control.backend if marked else self.backend
+        # The template writes the special tokens itself.
+        return _ids(backend, text, max_tokens, add_special_tokens=False)
+
+    def _render(self, turns: list[dict[str, str]]) -> str:
+        return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    def _rendered_samples(self) -> list[str]:
+        """What the template writes around turns of each usual role, as far as it knows the role."""
+        samples = []
+        for roles in (("user",), ("user", "assistant", "user"), ("system", "user")):
+            try:
+                samples.append(self._render([{"role": role, "content": "x"} for role in roles]))
+            except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError):
+                continue
+        return samples
+
+    def _check_size(self, field: str, size_bytes: int, max_tokens: int) -> None:
+        limit_bytes = max_tokens * self.longest_token_bytes
+        if size_bytes > limit_bytes:
+            reason = f"{self.longest_token_bytes} for each of {max_tokens} tokens"
+            raise InvalidArgument(field, f"{size_bytes} bytes", f"at most {limit_bytes} bytes, {reason}")
+
+    async def _run(self, short: bool, deadline_s: float, encode: Callable[[], list[int]]) -> list[int]:
+        if short:
+            return encode()
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        except TimeoutError as error:
+            raise DeadlineExceeded from error
+
+
+def _ids(backend: Tokenizer, text: str, max_tokens: int, *, add_special_tokens: bool) -> list[int]:
+    # The batch call releases the interpreter, encode() does not; the fast one keeps nothing that is slow to free.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    if len(encoding) > max_tokens:
+        raise InvalidArgument("prompt", f"{len(encoding)} tokens", f"at most {max_tokens} tokens")
+    return list(encoding.ids)

@@ -1,0 +1,254 @@
+"""Domain values <-> protobuf messages, for every value that crosses more than one contract. Pure."""
+
+from kaveri.domain.length import TokenRange
+from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, LoadBroadcast, Role
+from kaveri.errors import InvalidArgument
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.seconds import DAY_S, require_seconds
+from kaveri.v1 import cluster_pb2, kv_pb2, predictor_pb2, sampling_pb2
+
+_OLDEST_HEARTBEAT_S = 365 * DAY_S
+"""While the store is away no lease ends, however old the last heartbeat is."""
+_FINISH_TO_PROTO = {
+    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: sampling_pb2.FINISH_REASON_CANCELLED,
+}
+_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+_ROLE_TO_PROTO = {
+    Role.PREFILL: cluster_pb2.ROLE_PREFILL,
+    Role.DECODE: cluster_pb2.ROLE_DECODE,
+    Role.ROUTER: cluster_pb2.ROLE_ROUTER,
+    Role.PREDICTOR: cluster_pb2.ROLE_PREDICTOR,
+    Role.COLOCATED: cluster_pb2.ROLE_COLOCATED,
+}
+_ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
+_STATE_TO_PROTO = {
+    InstanceState.READY: cluster_pb2.INSTANCE_STATE_READY,
+    InstanceState.DRAINING: cluster_pb2.INSTANCE_STATE_DRAINING,
+}
+_STATE_FROM_PROTO = {value: key for key, value in _STATE_TO_PROTO.items()}
+
+
+def finish_to_proto(finish: FinishReason | None) -> sampling_pb2.FinishReason.ValueType:
+    """None becomes UNSPECIFIED: not ended yet."""
+    return _FINISH_TO_PROTO[finish]
+
+
+def finish_from_proto(finish: sampling_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """UNSPECIFIED becomes None. Raises KeyError for values of a newer contract."""
+    return _FINISH_FROM_PROTO[finish]
+
+
+def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
+    """Leaves unset what is None."""
+    return sampling_pb2.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+    )
+
+
+def params_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
+    """Fills in the defaults. Raises InvalidArgument."""
+    # Before they are copied: a message has room for millions of them.
+    check_stop_counts(len(message.stop), len(message.stop_token_ids))
+    return SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        top_k=message.top_k,
+        seed=message.seed if message.HasField("seed") else None,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def logprobs_to_proto(logprobs: Logprobs) -> sampling_pb2.Logprobs:
+    top = [sampling_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top]
+    return sampling_pb2.Logprobs(logprob=logprobs.logprob, top=top)
+
+
+def logprobs_from_proto(message: sampling_pb2.Logprobs) -> Logprobs:
+    return Logprobs(message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
+
+
+def length_to_proto(length: TokenRange) -> predictor_pb2.PredictedLength:
+    return predictor_pb2.PredictedLength(low=length.low, high=length.high)
+
+
+def length_from_proto(message: predictor_pb2.PredictedLength) -> TokenRange:
+    """Raises InvalidArgument."""
+    if message.low >= message.high:
+        raise InvalidArgument("predicted_length", f"[{message.low}, {message.high})", "a range with low below high")
+    return TokenRange(message.low, message.high)
+
+
+def layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
+    return kv_pb2.KvLayout(
+        model_fingerprint=layout.model_fingerprint,
+        layer_count=layout.layer_count,
+        block_tokens=layout.block_tokens,
+        kv_head_count=layout.kv_head_count,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        order=layout.order,
+        first_layer=layout.first_layer,
+        first_kv_head=layout.first_kv_head,
+        tensor_ranks=layout.tensor_ranks,
+    )
+
+
+def layout_from_proto(message: kv_pb2.KvLayout) -> KvLayout:
+    return KvLayout(
+        model_fingerprint=message.model_fingerprint,
+        layer_count=message.layer_count,
+        block_tokens=message.block_tokens,
+        kv_head_count=message.kv_head_count,
+        head_dim=message.head_dim,
+        dtype=message.dtype,
+        order=message.order,
+        first_layer=message.first_layer,
+        first_kv_head=message.first_kv_head,
+        tensor_ranks=message.tensor_ranks or 1,
+    )
+
+
+def endpoint_to_proto(endpoint: KvEndpoint) -> kv_pb2.KvEndpoint:
+    return kv_pb2.KvEndpoint(transport=endpoint.transport, address=endpoint.address)
+
+
+def endpoint_from_proto(message: kv_pb2.KvEndpoint) -> KvEndpoint:
+    return KvEndpoint(message.transport, message.address)
+
+
+def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
+    return kv_pb2.Ticket(
+        transfer_id=ticket.transfer_id,
+        secret=ticket.secret,
+        epoch=ticket.epoch,
+        endpoints=[endpoint_to_proto(endpoint) for endpoint in ticket.endpoints],
+        block_ids=ticket.block_ids,
+        token_count=ticket.token_count,
+        expires_in_s=ticket.expires_in_s,
+        layout=layout_to_proto(ticket.layout),
+        first_block=ticket.first_block,
+        parts=[
+            kv_pb2.TicketPart(endpoints=[endpoint_to_proto(endpoint) for endpoint in endpoints])
+            for endpoints in ticket.parts
+        ],
+    )
+
+
+def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
+    """Raises InvalidArgument."""
+    return Ticket(
+        transfer_id=message.transfer_id,
+        secret=message.secret,
+        epoch=message.epoch,
+        endpoints=tuple(endpoint_from_proto(endpoint) for endpoint in message.endpoints),
+        block_ids=tuple(message.block_ids),
+        token_count=message.token_count,
+        expires_in_s=message.expires_in_s,
+        layout=layout_from_proto(message.layout),
+        first_block=message.first_block,
+        parts=tuple(tuple(endpoint_from_proto(endpoint) for endpoint in part.endpoints) for part in message.parts),
+    )
+
+
+def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
+    return cluster_pb2.InstanceRecord(
+        instance_id=record.instance_id,
+        incarnation=record.incarnation,
+        role=_ROLE_TO_PROTO[record.role],
+        address=record.address,
+        model=record.model,
+        engine=record.engine,
+        layout=layout_to_proto(record.layout) if record.layout is not None else None,
+        kv_endpoints=[endpoint_to_proto(endpoint) for endpoint in record.kv_endpoints],
+        max_model_len=record.max_model_len,
+        lease_ttl_s=record.lease_ttl_s,
+        version=record.version,
+    )
+
+
+def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
+    """Raises KeyError for a role of a newer contract, and InvalidArgument."""
+    return InstanceRecord(
+        instance_id=message.instance_id,
+        incarnation=message.incarnation,
+        role=_ROLE_FROM_PROTO[message.role],
+        address=message.address,
+        model=message.model,
+        engine=message.engine,
+        layout=layout_from_proto(message.layout) if message.HasField("layout") else None,
+        kv_endpoints=tuple(endpoint_from_proto(endpoint) for endpoint in message.kv_endpoints),
+        max_model_len=message.max_model_len,
+        lease_ttl_s=require_seconds("record.lease_ttl_s", message.lease_ttl_s),
+        version=message.version,
+    )
+
+
+def load_to_proto(load: InstanceLoad) -> cluster_pb2.InstanceLoad:
+    return cluster_pb2.InstanceLoad(
+        sequence_number=load.sequence_number,
+        state=_STATE_TO_PROTO[load.state],
+        waiting_requests=load.waiting_requests,
+        running_requests=load.running_requests,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        free_blocks=load.free_blocks,
+        total_blocks=load.total_blocks,
+        context_tokens=load.context_tokens,
+        heavy_requests=load.heavy_requests,
+        light_requests=load.light_requests,
+        queue_room=load.queue_room,
+    )
+
+
+def load_from_proto(message: cluster_pb2.InstanceLoad) -> InstanceLoad:
+    return InstanceLoad(
+        sequence_number=message.sequence_number,
+        state=_STATE_FROM_PROTO[message.state],
+        waiting_requests=message.waiting_requests,
+        running_requests=message.running_requests,
+        queued_prefill_tokens=message.queued_prefill_tokens,
+        free_blocks=message.free_blocks,
+        total_blocks=message.total_blocks,
+        context_tokens=message.context_tokens,
+        heavy_requests=message.heavy_requests,
+        light_requests=message.light_requests,
+        queue_room=message.queue_room if message.HasField("queue_room") else None,
+    )
+
+
+def status_to_proto(status: InstanceStatus) -> cluster_pb2.InstanceStatus:
+    return cluster_pb2.InstanceStatus(
+        record=record_to_proto(status.record), load=load_to_proto(status.load), heartbeat_age_s=status.heartbeat_age_s
+    )
+
+
+def status_from_proto(message: cluster_pb2.InstanceStatus, known: InstanceRecord | None = None) -> InstanceStatus:
+    """known: the record, where it need not be read again. Raises KeyError for a role or a state of a newer contract,
+    and InvalidArgument."""
+    age_s = require_seconds("heartbeat_age_s", message.heartbeat_age_s, least_s=-DAY_S, most_s=_OLDEST_HEARTBEAT_S)
+    return InstanceStatus(known or record_from_proto(message.record), load_from_proto(message.load), age_s)
+
+
+def broadcast_to_proto(broadcast: LoadBroadcast) -> cluster_pb2.LoadBroadcast:
+    return cluster_pb2.LoadBroadcast(
+        leader_id=broadcast.leader_id,
+        fencing_token=broadcast.fencing_token,
+        sequence_number=broadcast.sequence_number,
+        instances=[status_to_proto(status) for status in broadcast.instances],
+    )

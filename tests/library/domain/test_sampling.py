@@ -1,0 +1,104 @@
+"""SamplingParams: what it takes, what it refuses by name, and that it survives the wire."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kaveri.domain.sampling import SamplingParams
+from kaveri.errors import InvalidArgument
+from kaveri.v1 import sampling_pb2
+from kaveri.wire.messages import params_from_proto, params_to_proto
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", -1.0),
+        ("top_p", 1.0001),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("stop", ("",)),
+        ("stop", ("x" * 257,)),
+        ("stop", ("川" * 86,)),
+        ("stop", ("x",) * 17),
+        ("stop_token_ids", tuple(range(65))),
+        ("stop_token_ids", (-1,)),
+        ("logprobs", -1),
+        ("logprobs", 21),
+    ],
+)
+def test_a_value_over_its_limit_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == f"params.{field}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 1),
+        ("temperature", 0.0),
+        ("top_p", 1.0),
+        ("top_p", 1e-6),
+        ("top_k", 0),
+        ("seed", 0),
+        ("seed", 2**64 - 1),
+        ("stop", ("x" * 256,) * 16),
+        ("stop_token_ids", tuple(range(64))),
+        ("logprobs", 0),
+        ("logprobs", 20),
+    ],
+)
+def test_a_value_at_its_limit_is_taken(field: str, value: Any) -> None:
+    assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_one_stop_text_and_lists_become_tuples() -> None:
+    one: Any = "\n\n"
+    assert SamplingParams(stop=one).stop == ("\n\n",)
+    several: Any = ["a", "b"]
+    assert SamplingParams(stop=several).stop == ("a", "b")
+    ids: Any = [1, 2]
+    assert hash(SamplingParams(stop_token_ids=ids)) == hash(SamplingParams(stop_token_ids=(1, 2)))
+
+
+def test_an_unset_message_means_the_defaults() -> None:
+    assert params_from_proto(sampling_pb2.SamplingParams()) == SamplingParams()
+
+
+def test_the_wire_refuses_what_the_constructor_refuses() -> None:
+    with pytest.raises(InvalidArgument, match="top_p"):
+        params_from_proto(sampling_pb2.SamplingParams(top_p=2.0))
+    with pytest.raises(InvalidArgument, match="max_tokens"):
+        params_from_proto(sampling_pb2.SamplingParams(max_tokens=0))
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        max_tokens=st.none() | st.integers(1, 2**32 - 1),
+        # 32 bits wide, as on the wire.
+        temperature=st.floats(0, 100, width=32),
+        top_p=st.floats(0, 1, width=32, exclude_min=True),
+        top_k=st.integers(0, 2**32 - 1),
+        seed=st.none() | st.integers(0, 2**64 - 1),
+        stop=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20), max_size=4).map(tuple),
+        stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
+        ignore_eos=st.booleans(),
+        logprobs=st.none() | st.integers(0, 20),
+    )
+)
+def test_params_survive_the_wire(params: SamplingParams) -> None:
+    wire = params_to_proto(params).SerializeToString()
+    assert params_from_proto(sampling_pb2.SamplingParams.FromString(wire)) == params

@@ -1,0 +1,56 @@
+"""The host of an instance ends it, and says so, when its role or its engine cannot go on."""
+
+import asyncio
+from collections.abc import Sequence
+
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import InstanceLoad, Role
+from kaveri.engine.contract import AttemptKey, EngineEvent, EngineRequest
+from kaveri.engine.stepwise.engine import StepwiseEngine
+from kaveri.engine.stepwise.fake import FakeRunner
+from kaveri.hosting.config import InstanceConfig
+from kaveri.hosting.hosting import BROKEN_STATUS, InstanceHost
+
+SOON_S = 20.0
+
+
+class BrokenRole:
+    """A role with an error in it: it cannot take a single event."""
+
+    def __init__(self) -> None:
+        self.failed_with = ""
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        raise LookupError(f"cannot take {len(events)} events")
+
+    def load(self) -> InstanceLoad:
+        return InstanceLoad()
+
+    def drain(self) -> None:
+        pass
+
+    async def wait_idle(self) -> None:
+        await asyncio.Event().wait()
+
+    def fail_all(self, reason: str) -> None:
+        self.failed_with = reason
+
+    async def run(self) -> None:
+        pass
+
+
+async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves() -> None:
+    role = BrokenRole()
+    engine = StepwiseEngine(FakeRunner(), 1024)
+    config = InstanceConfig(instance_id="prefill-0", engine="fake")
+    async with MemoryStore(MemoryCluster()) as store:
+        host = InstanceHost(
+            config, Role.PREFILL, engine, store, role, ["kaveri.v1.PrefillService"], lambda _: None, incarnation=1
+        )
+        serving = asyncio.create_task(host.serve(asyncio.Event()))
+        await asyncio.wait_for(host.started.wait(), SOON_S)
+        engine.prefill(EngineRequest(AttemptKey("a", 1), (1, 2, 3), 0, SamplingParams(max_tokens=1, seed=0)))
+        assert await asyncio.wait_for(serving, SOON_S) == BROKEN_STATUS
+        assert "LookupError" in role.failed_with
+        assert "prefill-0" not in store.view().instances

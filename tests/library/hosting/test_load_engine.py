@@ -1,0 +1,53 @@
+"""Loading an engine: it can take minutes, and nobody who wants the process to end waits for it."""
+
+import asyncio
+import threading
+
+import pytest
+
+from kaveri.engine.factory import EngineSettings
+from kaveri.errors import ConfigError
+from kaveri.hosting import config
+from kaveri.hosting.config import load_engine
+
+FAKE = EngineSettings(receives=False, engine="fake", kv_cache_memory_bytes=2**20)
+
+
+async def test_an_engine_that_is_loaded_is_returned() -> None:
+    engine = await load_engine(FAKE, asyncio.Event())
+    assert engine is not None
+    engine.close()
+
+
+async def test_stopping_while_it_loads_ends_the_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def build(settings: EngineSettings) -> None:
+        loading.set()
+        go_on.wait(30)
+        ended.set()
+
+    monkeypatch.setattr(config, "build_engine", build)
+    stopping = asyncio.Event()
+    waiting = asyncio.create_task(load_engine(FAKE, stopping))
+    assert await asyncio.to_thread(loading.wait, 10)
+    stopping.set()
+    assert await asyncio.wait_for(waiting, 5) is None
+    assert not ended.is_set()
+    # What the thread comes to in the end disturbs nobody.
+    go_on.set()
+    assert await asyncio.to_thread(ended.wait, 10)
+
+
+async def test_a_setting_that_cannot_be_is_named_by_its_flag() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        await load_engine(EngineSettings(receives=False, engine="fake", kv_cache_memory_bytes=1), asyncio.Event())
+
+
+async def test_loading_that_ends_its_thread_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(settings: EngineSettings) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(config, "build_engine", build)
+    with pytest.raises(ConfigError, match="ended while it was loaded: SystemExit"):
+        await asyncio.wait_for(load_engine(FAKE, asyncio.Event()), 10)

@@ -1,0 +1,184 @@
+"""An engine shows that it can run its model before its instance registers, and nothing of that is left behind."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.domain.view import InstanceLoad, Role
+from kaveri.engine.contract import EngineEvent, EngineStopped
+from kaveri.engine.stepwise.engine import StepwiseEngine
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, SequenceSlice
+from kaveri.errors import ConfigError
+from kaveri.hosting.config import InstanceConfig
+from kaveri.hosting.hosting import BROKEN_STATUS, InstanceHost
+from kaveri.hosting.trial import Trial
+from kaveri.kv.transfer.ticket import KvEndpoint
+
+SOON_S = 20.0
+
+
+class _Role:
+    """Keeps the events that it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[EngineEvent] = []
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        self.events += events
+
+    def load(self) -> InstanceLoad:
+        return InstanceLoad()
+
+    def drain(self) -> None:
+        pass
+
+    async def wait_idle(self) -> None:
+        pass
+
+    def fail_all(self, reason: str) -> None:
+        pass
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class _Runner(FakeRunner):
+    """Notes what each step computes: (first position, tokens) of each slice."""
+
+    def __init__(self, model: FakeModel | None = None) -> None:
+        super().__init__(model)
+        self.steps: list[list[tuple[int, int]]] = []
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        self.steps.append([(part.start, len(part.token_ids)) for part in batch])
+        return super().run(batch, on_layer)
+
+
+class _Incapable(_Runner):
+    """Cannot compute chunks (prefill), or single tokens behind others (decode)."""
+
+    def __init__(self, role: Role, failure: BaseException | None) -> None:
+        super().__init__()
+        self._role = role
+        self._failure = failure
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        drawn = super().run(batch, on_layer)
+        fails = [len(part.token_ids) > 1 if self._role is Role.PREFILL else part.start > 0 for part in batch]
+        if any(fails) and self._failure is not None:
+            raise self._failure
+        return [NoToken("not a number") if failed else each for each, failed in zip(drawn, fails, strict=True)]
+
+
+def _host(store: MemoryStore, role: Role, engine: StepwiseEngine, hosted: _Role) -> InstanceHost:
+    config = InstanceConfig(instance_id="a", engine="fake")
+    return InstanceHost(config, role, engine, store, hosted, ["kaveri.v1.X"], lambda _: None, incarnation=1)
+
+
+@asynccontextmanager
+async def _serving(role: Role, engine: StepwiseEngine, hosted: _Role) -> AsyncIterator[InstanceHost]:
+    stopping = asyncio.Event()
+    async with MemoryStore(MemoryCluster()) as store:
+        host = _host(store, role, engine, hosted)
+        serving = asyncio.create_task(host.serve(stopping))
+        await asyncio.wait_for(host.started.wait(), SOON_S)
+        yield host
+        stopping.set()
+        assert await asyncio.wait_for(serving, SOON_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("role", "slices"),
+    [
+        (Role.PREFILL, [(0, 1), (0, 2)]),
+        (Role.DECODE, [(0, 1), (0, 2), (2, 1)]),
+        (Role.COLOCATED, [(0, 1), (0, 2), (2, 1)]),
+    ],
+)
+async def test_engine_computes_a_chunk_and_where_it_decodes_a_decode_step_and_keeps_nothing(
+    role: Role, slices: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    runner, hosted = _Runner(), _Role()
+    listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))] if role is Role.DECODE else []
+    engine = StepwiseEngine(runner, 300, listen=listen)
+    async with _serving(role, engine, hosted):
+        # One step, or two where the engine was quick to begin with the first prompt; and a decode step.
+        assert sorted(part for step in runner.steps for part in step) == slices
+        assert hosted.events == []
+        stats = engine.stats()
+        assert (stats.free_blocks, stats.context_tokens, stats.running_requests) == (300, 0, 0)
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("failure", [None, RuntimeError("head size 6 is not supported"), SystemExit("gone")])
+async def test_engine_that_cannot_run_its_model_never_registers(role: Role, failure: BaseException | None) -> None:
+    engine = StepwiseEngine(_Incapable(role, failure), 300)
+    async with MemoryStore(MemoryCluster()) as store:
+        host = _host(store, role, engine, _Role())
+        with pytest.raises(ConfigError, match="cannot run this model") as raised:
+            await asyncio.wait_for(host.serve(asyncio.Event()), SOON_S)
+        assert raised.value.field == "engine"
+        assert ("not a number" if failure is None else str(failure)) in raised.value.reason
+        assert not host.started.is_set()
+        assert not store.view().instances
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "total_blocks", "block_tokens"), [(2, 1, 16), (2, 2, 1), (3, 3, 1), (16, 1, 16)]
+)
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.COLOCATED])
+async def test_smallest_engines_pass(role: Role, max_model_len: int, total_blocks: int, block_tokens: int) -> None:
+    runner = _Runner(FakeModel(max_model_len=max_model_len, block_tokens=block_tokens, vocab_size=2))
+    async with _serving(role, StepwiseEngine(runner, total_blocks), _Role()):
+        assert runner.steps
+
+
+async def test_stopping_during_the_trial_ends_the_instance() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(FakeRunner):
+        def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+            begun.set()
+            go_on.wait(SOON_S)
+            return super().run(batch, on_layer)
+
+    stopping = asyncio.Event()
+    async with MemoryStore(MemoryCluster()) as store:
+        host = _host(store, Role.PREFILL, StepwiseEngine(Slow(), 300), _Role())
+        serving = asyncio.create_task(host.serve(stopping))
+        assert await asyncio.to_thread(begun.wait, SOON_S)
+        stopping.set()
+        go_on.set()
+        assert await asyncio.wait_for(serving, SOON_S) == 0
+        assert not host.started.is_set()
+
+
+async def test_engine_that_computes_nothing_is_given_up() -> None:
+    # Never started.
+    engine = StepwiseEngine(FakeRunner(), 300)
+    try:
+        with pytest.raises(ConfigError, match=r"did not end in 0\.1 s"):
+            await Trial(engine, decodes=True).run(timeout_s=0.1)
+    finally:
+        engine.close()
+
+
+async def test_engine_that_stops_right_behind_its_trial_breaks_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = StepwiseEngine(_Runner(), 300)
+    run = Trial.run
+    async with MemoryStore(MemoryCluster()) as store:
+        host = _host(store, Role.PREFILL, engine, _Role())
+
+        async def run_and_stop(trial: Trial) -> None:
+            await run(trial)
+            host._handle([EngineStopped("late")])
+
+        monkeypatch.setattr(Trial, "run", run_and_stop)
+        assert await asyncio.wait_for(host.serve(asyncio.Event()), SOON_S) == BROKEN_STATUS

@@ -1,0 +1,85 @@
+"""One plain vLLM engine that prefills and decodes by itself: what Kaveri on vLLM must answer, token for token.
+
+It has nothing of ours but the draws. It runs in a process of its own, as vLLM's state is a process's.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.contract import AttemptKey, EngineRequest
+
+_MOST_S = 300.0
+
+
+def bare_vllm_answers(
+    model: Path | str,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    **engine_args: Any,
+) -> list[tuple[int, ...]]:
+    """The answers, all prompts in flight at once. Takes seconds, most of them to start vLLM.
+
+    params: one each, with max_tokens; end-of-sequence ids are passed over. engine_args: fields of vLLM's EngineArgs.
+    """
+    asked = {
+        "model": str(model),
+        "prompts": [list(prompt) for prompt in prompts],
+        "params": [asdict(each) for each in params],
+        "engine_args": engine_args,
+    }
+    context = multiprocessing.get_context("forkserver")
+    # So that vLLM is imported once for all of them.
+    context.set_forkserver_preload(["vllm"])
+    receiving, sending = context.Pipe(duplex=False)
+    # Not a daemon: with tensor parallelism it has processes of its own, which end with it.
+    process = context.Process(target=_serve, args=(asked, dict(os.environ), sending))
+    process.start()
+    sending.close()
+    try:
+        if not receiving.poll(_MOST_S):
+            raise TimeoutError(f"a plain vLLM engine has not answered within {_MOST_S:.0f} s")
+        answers: list[list[int]] = receiving.recv()
+    finally:
+        # vLLM's own end takes seconds, and there is nothing left to save.
+        process.kill()
+        process.join()
+    return [tuple(answer) for answer in answers]
+
+
+def _serve(asked: dict[str, Any], environment: dict[str, str], sending: Connection) -> None:
+    os.environ.update(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"})
+    sending.send(_answer(asked))
+
+
+def _answer(asked: dict[str, Any]) -> list[list[int]]:
+    from vllm import EngineArgs, LLMEngine
+
+    from kaveri.engine.vllm.draws import KeyedDraws
+    from kaveri.engine.vllm.sampling import decode_params
+
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": 64 * 2**20,
+        "block_size": 32,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 64,
+        **asked["engine_args"],
+    }
+    llm = LLMEngine.from_engine_args(EngineArgs(model=asked["model"], logits_processors=[KeyedDraws], **arguments))
+    for number, (prompt, values) in enumerate(zip(asked["prompts"], asked["params"], strict=True)):
+        request = EngineRequest(AttemptKey(str(number), 1), tuple(prompt), 0, SamplingParams(**values))
+        llm.add_request(str(number), {"prompt_token_ids": prompt}, decode_params(request, frozenset()))
+    answers: list[list[int]] = [[] for _ in asked["prompts"]]
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            answers[int(output.request_id)] += output.outputs[0].token_ids
+    return answers

@@ -1,0 +1,249 @@
+"""An engine in a process of its own, seen through the engine seam: for engines of which a process can hold only one.
+
+The process is started once and makes one engine after another, so that what takes long (loading a library, a model)
+is done once. Calls are answered in order; events come in the order in which the engine tells them.
+"""
+
+import itertools
+import multiprocessing
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kaveri.engine.contract import (
+    AttemptKey,
+    EngineEvent,
+    EngineInfo,
+    EngineListener,
+    EngineRequest,
+    EngineStats,
+)
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.ticket import Ticket
+
+_ANSWER_TIMEOUT_S = 120.0
+_OPEN_TIMEOUT_S = 240.0
+"""The first engine of a process is there when the library and the model are loaded."""
+
+MakeEngine = Callable[..., Any]
+"""Makes an engine that is not started, of the arguments given to EngineProcess.open()."""
+
+
+class EngineProcess:
+    """A process that holds at most one engine at a time.
+
+    prepare: a function at the top of a module, called in the process with `arguments`: loads what takes long and
+    returns what makes the engines. preload: modules that are loaded once for all such processes. has_children: its
+    engines have processes of their own; close() must be called then, or this process does not end.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[..., MakeEngine],
+        *arguments: object,
+        preload: Sequence[str] = (),
+        has_children: bool = False,
+        **environment: str,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
+        before = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        try:
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs, prepare, arguments), daemon=not has_children)
+            self._process.start()
+            theirs.close()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._answers: dict[int, Future[Any]] = {}
+        self._engine: RemoteEngine | None = None
+        self._reader = threading.Thread(target=self._read, name="engine-process", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """False once it is closed or has ended by itself."""
+        return self._reader.is_alive()
+
+    def kill(self) -> None:
+        """As SIGKILL would at any moment. What its engine was asked fails with ConnectionError."""
+        self._process.kill()
+        self._process.join()
+        self._reader.join()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the last engine is closed, if there was one."""
+        return self._engine is None or self._engine.closed
+
+    def open(self, **arguments: object) -> "RemoteEngine":
+        """The next engine, not started. The one before must be closed. Raises what making it raises."""
+        assert self.is_free, "the engine before is not closed"
+        self._engine = None
+        info = self.call("open", arguments).result(_OPEN_TIMEOUT_S)
+        self._engine = RemoteEngine(self, info)
+        return self._engine
+
+    def close(self) -> None:
+        """Ends the process, whatever it does."""
+        self.kill()
+        self._connection.close()
+
+    def call(self, method: str, *arguments: object) -> "Future[Any]":
+        """For RemoteEngine: has the process call it; the future gets what comes of it."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._answers[number] = answer
+            try:
+                self._connection.send((number, method, arguments))
+            except OSError as error:
+                del self._answers[number]
+                answer.set_exception(error)
+        return answer
+
+    def _read(self) -> None:
+        while True:
+            try:
+                number, result, packed = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            if number is None:
+                if self._engine is not None:
+                    self._engine.events.put(result)
+                continue
+            answer = self._answers.pop(number)
+            if packed is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(_unpack(*packed))
+        with self._lock:
+            answers = tuple(self._answers.values())
+            self._answers.clear()
+        for answer in answers:
+            answer.set_exception(ConnectionError("the process of the engine has ended"))
+
+
+class RemoteEngine:
+    """PrefillEngine and DecodeEngine, in an EngineProcess."""
+
+    def __init__(self, process: EngineProcess, info: EngineInfo) -> None:
+        self.info = info
+        self.closed = False
+        self.events: queue.Queue[Sequence[EngineEvent]] = queue.Queue()
+        self.process = process
+        self._listener: EngineListener | None = None
+
+    def start(self, listener: EngineListener) -> None:
+        self._listener = listener
+        threading.Thread(target=self._tell, name="remote-engine", daemon=True).start()
+        self._call("start")
+
+    def close(self) -> None:
+        if self.process.is_alive:
+            self._call("close")
+            self.events.join()
+        self.closed = True
+
+    def stats(self) -> EngineStats:
+        stats: EngineStats = self._call("stats")
+        return stats
+
+    def kv_flow(self) -> KvFlow:
+        flow: KvFlow = self._call("kv_flow")
+        return flow
+
+    def abort(self, key: AttemptKey) -> None:
+        self._call("abort", key)
+
+    def check_integrity(self) -> None:
+        self._call("check_integrity")
+
+    def prefill(self, request: EngineRequest) -> None:
+        self._call("prefill", request)
+
+    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+        self._call("push_to", key, ticket)
+
+    def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
+        return self.process.call("reserve", request, expires_in_s)
+
+    def adopt(self, key: AttemptKey) -> None:
+        self._call("adopt", key)
+
+    def admit(self, key: AttemptKey) -> None:
+        self._call("admit", key)
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        return self.process.call(method, *arguments).result(_ANSWER_TIMEOUT_S)
+
+    def _tell(self) -> None:
+        assert self._listener is not None
+        while True:
+            events = self.events.get()
+            try:
+                self._listener(events)
+            finally:
+                self.events.task_done()
+
+
+def _serve(connection: Connection, prepare: Callable[..., MakeEngine], arguments: Sequence[object]) -> None:
+    """What the process does: answers calls until its starter is gone."""
+    lock = threading.Lock()
+
+    def send(number: int | None, result: object, error: BaseException | None) -> None:
+        packed = None if error is None else (type(error), str(error), vars(error), traceback.format_exception(error))
+        with lock:
+            connection.send((number, result, packed))
+
+    def send_outcome(number: int, done: "Future[Ticket]") -> None:
+        error = done.exception()
+        send(number, None if error is not None else done.result(), error)
+
+    make = prepare(*arguments)
+    engine: Any = None
+    while True:
+        try:
+            number, method, given = connection.recv()
+        except EOFError:
+            return
+        try:
+            if method == "open":
+                engine = make(**given[0])
+                result = engine.info
+            elif method == "start":
+                result = engine.start(lambda events: send(None, tuple(events), None))
+            elif method == "reserve":
+                engine.reserve(*given).add_done_callback(partial(send_outcome, number))
+                continue
+            else:
+                result = getattr(engine, method)(*given)
+        except BaseException as error:  # whatever it is, the caller is to see it
+            send(number, None, error)
+        else:
+            send(number, result, None)
+
+
+def _unpack(kind: type[BaseException], text: str, data: dict[str, object], told: Sequence[str]) -> BaseException:
+    """The error as it was there. Ours cannot be pickled as they are: they are made of data, not of a text."""
+    error = kind.__new__(kind)
+    error.args = (text,)
+    vars(error).update(data)
+    error.add_note("".join(told))
+    return error

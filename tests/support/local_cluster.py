@@ -1,0 +1,111 @@
+"""A real cluster of real processes for tests: to be asked, watched, killed, frozen and started again."""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from kaveri.domain.view import ClusterView
+from kaveri.local.config import StackConfig
+from kaveri.local.stack import LocalStack
+
+_POLL_S = 0.1
+_SHOWN_LINES = 20
+_DEFAULTS: dict[str, Any] = {
+    "engine": "fake",
+    "prefill_count": 1,
+    "decode_count": 1,
+    "restart": False,
+    "drain_timeout_s": 5.0,
+    "start_timeout_s": 90.0,
+}
+
+
+class LocalCluster:
+    """A LocalStack with what fault tests do to it."""
+
+    def __init__(self, stack: LocalStack) -> None:
+        """Use run_cluster()."""
+        self.stack = stack
+        self.target = stack.target
+        """The first router, "host:port"."""
+        self.redis_url = stack.redis_url
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs, by instance id and "redis"."""
+        return self.stack.pids()
+
+    def view(self) -> ClusterView:
+        """The cluster as its store has it now."""
+        return self.stack.view()
+
+    def log_text(self, name: str) -> str:
+        """Everything that an instance, or "redis", has printed over all its lives."""
+        return self.stack.process(name).log_path.read_text(errors="replace")
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL. It stays dead until restart()."""
+        await self.stack.process(name).kill()
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP: it stands still, and its peers' connections stay open."""
+        self.stack.process(name).send_signal(signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        """Ends freeze()."""
+        self.stack.process(name).send_signal(signal.SIGCONT)
+
+    async def stop(self, name: str, grace_s: float = 10.0) -> int:
+        """SIGTERM: it drains. Returns its exit status. It stays stopped until restart()."""
+        return await self.stack.process(name).stop(grace_s)
+
+    async def restart(self, name: str, within_s: float = 60.0) -> None:
+        """Starts a dead one anew and waits until the whole cluster takes requests."""
+        await self.stack.restart(name)
+        await self.stack.wait_until_ready(within_s)
+
+    async def wait_for_view(self, condition: Callable[[ClusterView], bool], within_s: float = 10.0) -> ClusterView:
+        """The first view that meets the condition. AssertionError, with the last view, after `within_s` seconds."""
+        give_up_at_s = time.monotonic() + within_s
+        while not condition(view := self.view()):
+            assert time.monotonic() < give_up_at_s, f"after {within_s} s the view is still {view}"
+            await self.stack.wait_for_change(_POLL_S)
+        return view
+
+    def show_logs(self) -> None:
+        """Prints the last lines of every child, so that a failing test shows them."""
+        for name in ("redis", *self.stack.instance_ids):
+            for line in self.stack.process(name).last_lines(_SHOWN_LINES):
+                print(f"{name}: {line}", file=sys.stderr)
+
+
+@contextlib.asynccontextmanager
+async def run_cluster(**settings: Any) -> AsyncIterator[LocalCluster]:
+    """Runs a cluster while the context lasts: of one router, prefill and decode instance on the fake engine, where
+    `settings` (StackConfig's fields) do not say otherwise. Prints the logs when the body raises; checks at the end that
+    no process is left."""
+    stack = LocalStack(StackConfig(**_DEFAULTS | settings), report=_report)
+    pids: set[int] = set()
+    async with stack:
+        cluster = LocalCluster(stack)
+        try:
+            yield cluster
+        except BaseException:
+            cluster.show_logs()
+            raise
+        finally:
+            pids.update(cluster.pids().values())
+    left = [pid for pid in pids if _is_alive(pid)]
+    assert not left, f"processes left behind: {left}"
+
+
+def _report(line: str) -> None:
+    # With the time, so that a test that took too long shows where.
+    print(f"{time.strftime('%X')} {line}", file=sys.stderr)
+
+
+def _is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()

@@ -1,0 +1,148 @@
+"""The engines under the service tests: fake ones in the test's process, or vLLM's, each in a process of its own.
+
+A test asks for any of them in the fake engine's terms: bytes of its pool, seconds of a step.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.factory import BuiltEngine, EngineSettings, build_engine, listen_endpoints
+from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
+from tests.support.engine_process import EngineProcess
+from tests.support.tiny_models import make_tiny_model
+
+_FAKE_TOKEN_BYTES = 256
+"""Of the fake engine's pool, over all layers."""
+_VLLM_BLOCKS = 401
+_VLLM_LOADING = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "block_tokens": 32,
+    "kv_cache_memory_bytes": 2**27,
+    "chunk_tokens": 512,
+    "max_batch": 64,
+    "engine_args": {"num_gpu_blocks_override": _VLLM_BLOCKS},
+}
+
+
+class Engines(Protocol):
+    """Makes engines for the services, and knows what they must answer."""
+
+    block_tokens: int
+    """What a block of theirs holds where nothing else is asked for."""
+    free_within_s: float
+    """When blocks must be free that nobody needs any more."""
+
+    def make(self, settings: EngineSettings) -> BuiltEngine:
+        """Not started."""
+
+    def answer(self, token_ids: Sequence[int], token_count: int, generated_count: int = 0) -> list[int]:
+        """The tokens that follow, drawn with seed 0 and temperature 1, past any end-of-sequence id."""
+
+
+class FakeEngines:
+    """Of kaveri.engine.stepwise.fake; see Engines."""
+
+    block_tokens = 16
+    free_within_s = 1.0
+
+    def make(self, settings: EngineSettings) -> BuiltEngine:
+        return build_engine(settings)
+
+    def answer(self, token_ids: Sequence[int], token_count: int, generated_count: int = 0) -> list[int]:
+        return FakeModel().answer(token_ids, generated_count, token_count)
+
+
+class VllmEngines:
+    """Of kaveri.engine.vllm; see Engines. Processes are started as they are needed, and lent one test after another."""
+
+    block_tokens = 32
+    # Two processes and a pipe between the test and its blocks.
+    free_within_s = 20.0
+
+    def __init__(self, folder: Path) -> None:
+        # Heads as wide as vLLM's CPU kernels take them, and the fake model's vocabulary.
+        self._folder = make_tiny_model(
+            folder, "qwen2", vocab_size=FakeModel().vocab_size, max_positions=1024, hidden_size=128
+        )
+        # Most tests take two, and loading the model takes long.
+        self._processes = [self._start() for _ in range(2)]
+        self._model: Any = None
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+
+    def make(self, settings: EngineSettings) -> BuiltEngine:
+        tokens = settings.kv_cache_memory_bytes // _FAKE_TOKEN_BYTES
+        engine = self._lend().open(
+            total_blocks=min(_VLLM_BLOCKS - 1, tokens // self.block_tokens),
+            max_model_len=settings.max_model_len,
+            chunk_tokens=settings.chunk_tokens,
+            max_batch=settings.max_batch,
+            step_s=settings.fake_model.step_s,
+            listen=listen_endpoints(settings),
+            transports=settings.kv_transports,
+            advertise_host=settings.kv_advertise_host,
+        )
+        return cast(BuiltEngine, engine)
+
+    def answer(self, token_ids: Sequence[int], token_count: int, generated_count: int = 0) -> list[int]:
+        """By transformers' model and sampler."""
+        # A later attempt's answer goes on where the earlier one's stopped.
+        prompt = tuple(token_ids[: len(token_ids) - generated_count])
+        known = self._answers.get(prompt, [])
+        if len(known) < generated_count + token_count:
+            known = self._answers[prompt] = self._draw(prompt, generated_count + token_count)
+        assert list(token_ids[len(prompt) :]) == known[:generated_count], "not the beginning of an answer"
+        return known[generated_count : generated_count + token_count]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.close()
+
+    def _draw(self, prompt: tuple[int, ...], token_count: int) -> list[int]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from kaveri.engine.transformers.sampler import draw_tokens
+
+        if self._model is None:
+            self._model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
+        params = SamplingParams(seed=0)
+        drawn: list[int] = []
+        inputs, past = list(prompt), None
+        for index in range(token_count):
+            with torch.no_grad():
+                output = self._model(torch.tensor([inputs]), past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            piece = SequenceSlice((), 0, (), True, index, params)
+            (token,) = draw_tokens(output.logits[:, -1], [piece])
+            assert isinstance(token, DrawnToken)
+            inputs = [token.token_id]
+            drawn += inputs
+        return drawn
+
+    def _lend(self) -> EngineProcess:
+        """A process whose last engine is closed."""
+        for process in self._processes:
+            if process.is_alive and process.is_free:
+                return process
+        process = self._start()
+        self._processes.append(process)
+        return process
+
+    def _start(self) -> EngineProcess:
+        # Only where vLLM is installed.
+        from tests.support.vllm_services import prepare
+
+        return EngineProcess(
+            prepare,
+            str(self._folder),
+            _VLLM_LOADING,
+            preload=["tests.support.vllm_services"],
+            OMP_NUM_THREADS="1",
+            VLLM_LOGGING_LEVEL="ERROR",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        )

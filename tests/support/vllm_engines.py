@@ -1,0 +1,95 @@
+"""vLLM engines for tests: one model, loaded once by a process, that serves as many small engines one after another."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kaveri.engine.vllm.engine import VllmEngine
+from kaveri.engine.vllm.host import Host
+from kaveri.engine.vllm.loading import load_host
+from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transports import make_transports
+
+_VACATE_STEPS = 100
+
+
+def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
+    """For EngineProcess: loads the model, with these arguments of load_host, and returns what makes engines of it."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    host = load_host(model, **loading)
+
+    def make(
+        total_blocks: int,
+        max_batch: int,
+        listen: Sequence[KvEndpoint] = (),
+        transports: Sequence[str] | None = None,
+        fail_at_step: int | None = None,
+        hang_at_step: int | None = None,
+        pause_s: float = 0.0,
+    ) -> VllmEngine:
+        spoken = None if transports is None else partial(make_transports, tuple(transports), None)
+        lent = LentHost(host, total_blocks, fail_at_step, hang_at_step, pause_s)
+        return VllmEngine(lent, max_batch=max_batch, listen=listen, transports=spoken)
+
+    return make
+
+
+class LentHost(Host):
+    """A loaded vLLM that outlives its engine, and of whose blocks the engine has only so many.
+
+    fail_at_step, hang_at_step: the step, counted from 1, that raises, or never ends, instead. pause_s: before each
+    step, so that what is so between two steps can be seen.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        total_blocks: int,
+        fail_at_step: int | None = None,
+        hang_at_step: int | None = None,
+        pause_s: float = 0.0,
+    ) -> None:
+        vars(self).update(vars(host))
+        self._fail_at_step = fail_at_step
+        self._hang_at_step = hang_at_step
+        self._pause_s = pause_s
+        self._step_count = 0
+        self._llm.reset_prefix_cache()
+        self._blocks = self._scheduler.kv_cache_manager.block_pool
+        self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
+
+    def step(self) -> list[Any]:
+        """As the host's, but for the one that fails or hangs."""
+        self._step_count += 1
+        if self._step_count == self._fail_at_step:
+            raise RuntimeError("a step that fails")
+        if self._step_count == self._hang_at_step:
+            threading.Event().wait()
+        if self._pause_s:
+            threading.Event().wait(self._pause_s)
+        return super().step()
+
+    def reference_counts(self) -> dict[int, int]:
+        """As the host's, without the blocks that the engine has not got."""
+        withheld = {block.block_id for block in self._withheld}
+        counts = super().reference_counts()
+        return {block: count for block, count in counts.items() if block not in withheld}
+
+    def shutdown(self) -> None:
+        """Gives the model back for the next engine."""
+        self._vacate()
+        self._blocks.free_blocks(self._withheld)
+
+    def _vacate(self) -> None:
+        """Ends every request and takes all blocks back. No transfer is open any more."""
+        for vllm_id in tuple(self._scheduler.requests):
+            self.abort(vllm_id)
+            if self.holds(vllm_id):
+                self.scheduler_side.report_released(vllm_id)
+        for _ in range(_VACATE_STEPS):
+            if not self._scheduler.requests:
+                return
+            self._llm.step()
+        raise AssertionError(f"vLLM keeps {len(self._scheduler.requests)} requests")
