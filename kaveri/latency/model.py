@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.errors import ConfigError
 
 _BUNDLED = Path(__file__).parent / "bundled"
@@ -50,19 +49,21 @@ class LatencyModel:
     decode: tuple[DecodeLatency, ...]
     """By rising min_batch, the first from 1."""
 
-    def step_s(self, batch: Sequence[SequenceSlice]) -> float:
-        """Seconds of a step. If it mixes chunks and decodes, only the larger constant counts: weights are read once."""
+    def step_s(self, spans: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a step. If it mixes chunks and decodes, only the larger constant counts: weights are read once.
+
+        spans: of each sequence in the batch, the first position that the step computes and the number of positions.
+        """
         constant_s = variable_s = 0.0
         decodes = context_tokens = 0
-        for part in batch:
-            count = len(part.token_ids)
-            stop = part.start + count
-            if count == 1 and part.start > 0:
+        for start, count in spans:
+            stop = start + count
+            if count == 1 and start > 0:
                 decodes += 1
                 context_tokens += stop
             else:
                 constant_s = self.prefill.step_s
-                squared = stop * stop - part.start * part.start
+                squared = stop * stop - start * start
                 variable_s += count * self.prefill.token_s + squared * self.prefill.token_squared_s
         if decodes:
             fit = self.decode[bisect_right(self.decode, decodes, key=lambda entry: entry.min_batch) - 1]

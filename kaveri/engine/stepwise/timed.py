@@ -48,7 +48,7 @@ class TimedRunner:
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         """Spreads the step's time evenly over the layers. Raises what the fake runner raises."""
         started_s = time.monotonic()
-        step_s = self.latency.step_s(batch)
+        step_s = self.latency.step_s([(part.start, len(part.token_ids)) for part in batch])
         layer_s = step_s / self.layout.layer_count
 
         def paced(layer: int) -> None:

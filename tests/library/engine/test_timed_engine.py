@@ -41,17 +41,17 @@ def written(folder: Path, document: object) -> str:
 
 def test_step_time_follows_tokens_context_and_batch(tmp_path: Path) -> None:
     model = load_latency_model(written(tmp_path, _DOCUMENT))
-    assert model.step_s([part(0, 10), part(0, 5)]) == pytest.approx(0.02 + 15 * 0.001 + 125 * 0.0001)
-    assert model.step_s([part(9, 1), part(19, 1)]) == pytest.approx(0.03 + 30 * 0.0002 + 2 * 0.004)
-    assert model.step_s([part(9, 1)] * 3) == pytest.approx(0.01 + 30 * 0.0001 + 3 * 0.002), "the fit for large batches"
-    mixed = model.step_s([part(0, 10), part(9, 1)])
+    assert model.step_s([(0, 10), (0, 5)]) == pytest.approx(0.02 + 15 * 0.001 + 125 * 0.0001)
+    assert model.step_s([(9, 1), (19, 1)]) == pytest.approx(0.03 + 30 * 0.0002 + 2 * 0.004)
+    assert model.step_s([(9, 1)] * 3) == pytest.approx(0.01 + 30 * 0.0001 + 3 * 0.002), "the fit for large batches"
+    mixed = model.step_s([(0, 10), (9, 1)])
     assert mixed == pytest.approx(0.03 + 10 * 0.001 + 100 * 0.0001 + 10 * 0.0002 + 0.004), "one constant, the larger"
 
 
 def test_chunks_of_a_prompt_take_together_what_it_takes_whole_but_for_the_constant(tmp_path: Path) -> None:
     model = load_latency_model(written(tmp_path, _DOCUMENT))
-    chunks = [part(0, 30), part(30, 30), part(60, 17)]
-    assert sum(model.step_s([chunk]) - 0.02 for chunk in chunks) == pytest.approx(model.step_s([part(0, 77)]) - 0.02)
+    chunks = [(0, 30), (30, 30), (60, 17)]
+    assert sum(model.step_s([chunk]) - 0.02 for chunk in chunks) == pytest.approx(model.step_s([(0, 77)]) - 0.02)
 
 
 def test_bundled_opt_13b_is_distserves_fit() -> None:
@@ -60,8 +60,8 @@ def test_bundled_opt_13b_is_distserves_fit() -> None:
         assert load_latency_model(name).name == name
     model = load_latency_model("opt-13b-a100-tp1")
     # In milliseconds 18.10 + 0.1019 * n + 7.12e-6 * n**2, and 19.93 + 0.000627 * context + 0.0385 * batch.
-    assert model.step_s([part(0, 512)]) == pytest.approx(0.07215, rel=1e-3)
-    assert model.step_s([part(999, 1)] * 32) == pytest.approx(0.04123, rel=1e-3)
+    assert model.step_s([(0, 512)]) == pytest.approx(0.07215, rel=1e-3)
+    assert model.step_s([(999, 1)] * 32) == pytest.approx(0.04123, rel=1e-3)
 
 
 def _without_a_field() -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_a_step_takes_the_models_time_and_draws_the_fake_models_tokens(tmp_path:
     started_s = time.monotonic()
     drawn = runner.run([part(0, 30, (0, 1))], lambda layer: layers_s.append(time.monotonic() - started_s))
     taken_s = time.monotonic() - started_s
-    expected_s = latency.step_s([part(0, 30)])
+    expected_s = latency.step_s([(0, 30)])
     assert expected_s <= taken_s
     assert layers_s[0] >= expected_s / 2
     assert layers_s[1] >= expected_s

@@ -32,7 +32,7 @@ class ClockedRunner(FakeRunner):
         return self.now_s
 
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        self.now_s += self._latency.step_s(batch)
+        self.now_s += self._latency.step_s([(part.start, len(part.token_ids)) for part in batch])
         self.steps.append([(part.start, part.start + len(part.token_ids)) for part in batch])
         blocks = [block for part in batch for block in part.block_ids]
         assert len(blocks) == len(set(blocks)), "two requests of a step share a block"
