@@ -1,4 +1,4 @@
-"""What the SDK hands to its callers: pieces of an answer, the whole answer, and where the time went. Values only."""
+"""What the SDK returns: pieces of an answer, the whole answer, and its timing. Values only."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTiming:
-    """Where a request spent its time in the cluster, in seconds, and who served it.
+    """Where a request spent its time in the cluster, in seconds, and which instances served it.
 
-    Each part is measured by one process on its own clock; they need not add up. 0: the phase did not happen.
+    Each part is measured by one process on its own clock, so the parts need not add up. 0: the phase did not happen.
     """
 
     router_s: float
-    """In the router, before a prefill instance had the request."""
+    """In the router, before a prefill instance received the request."""
     prefill_queue_s: float
     """In the prefill instance's queue."""
     prefill_s: float
@@ -63,7 +63,7 @@ class Timing:
     e2e_s: float
     """From the call to the end of the answer."""
     server: ServerTiming
-    """The cluster's own account."""
+    """The cluster's own timing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Completion:
     """A whole answer."""
 
     request_id: str
-    """The id given by the caller, or the one made for them."""
+    """The caller's id, or a generated one."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
@@ -113,4 +113,4 @@ class ModelInfo:
     has_chat_template: bool
     """Whether `messages` can be used."""
     ready: bool
-    """Whether a request would be taken now."""
+    """Whether a request would be accepted now."""

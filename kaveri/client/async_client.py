@@ -1,4 +1,4 @@
-"""The SDK's one implementation: calls InferenceService, in terms of the SDK's own values and errors."""
+"""The SDK's one implementation: calls InferenceService and returns the SDK's own values and errors."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from kaveri.wire.status import error_of
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
-"""Longer than any answer that a person waits for, and short enough that nothing is held for ever."""
+"""Longer than any answer that a person waits for, but finite, so no request stays forever."""
 
 ResponseT = TypeVar("ResponseT")
 
@@ -35,16 +35,16 @@ ResponseT = TypeVar("ResponseT")
 class AsyncClient:
     """Talks to one router, from one event loop.
 
-    Raises KaveriErrors only: InvalidArgument, ModelNotFound, RequestAlreadyExists, NoCapacity (with retry_after_s),
-    Unavailable, DeadlineExceeded and RequestCancelled are the ones to expect. Cancelling a task that waits here cancels
-    its request everywhere.
+    Raises only KaveriErrors. Expect InvalidArgument, ModelNotFound, RequestAlreadyExists, NoCapacity (with
+    retry_after_s), Unavailable, DeadlineExceeded and RequestCancelled. Cancelling a task that waits here cancels its
+    request everywhere.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """target: a router's "host:port". timeout_s: deadline of calls that name none; None: no limit.
+        """target: a router's "host:port". timeout_s: the default deadline of calls; None: no limit.
 
-        Connects at the first call, and belongs to the event loop of that call from then on. Raises InvalidArgument.
-        A process that is forked after a client has connected cannot use any client: RuntimeError says so.
+        Connects at the first call, and can only be used in that call's event loop from then on. Raises InvalidArgument.
+        A process forked after a client has connected cannot use any client; calls raise RuntimeError.
         """
         check_timeout(timeout_s)
         self.target = check_target(target)
@@ -65,7 +65,7 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """The whole answer. Arguments as for stream()."""
+        """Returns the whole answer. Arguments as for stream()."""
         stream = self.stream(
             prompt,
             prompt_token_ids=prompt_token_ids,
@@ -89,14 +89,14 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncStream:
-        """The answer as it is generated. Sends the request now and returns at once; see AsyncStream for how it ends.
+        """Sends the request and immediately returns the stream of its answer; AsyncStream says how it ends.
 
-        prompt, prompt_token_ids, messages: exactly one of them. Text is tokenized as it is; messages go through the
-        model's chat template.
+        prompt, prompt_token_ids, messages: exactly one of them. Text is tokenized unchanged; messages use the model's
+        chat template.
         params: how to draw tokens and when to stop. None: SamplingParams().
-        model: None for the only model that the router serves.
-        request_id: the caller's own id and idempotency key, at most 128 bytes. None: a random one.
-        timeout_s: the request's deadline, wherever it is by then. None: the client's own.
+        model: None for the router's only model.
+        request_id: the caller's own id and idempotency key, at most 128 bytes. None: a random id.
+        timeout_s: the request's deadline. None: the client's default.
         """
         started_s = time.monotonic()
         check_timeout(timeout_s)
@@ -106,7 +106,7 @@ class AsyncClient:
         return AsyncStream(call, request_id, self.target, started_s)
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Ends a request by its id, whoever sent it; its stream ends with FinishReason.CANCELLED.
+        """Cancels a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED.
 
         False: the router has no such request in flight.
         """
@@ -115,19 +115,19 @@ class AsyncClient:
         return response.found
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        """All models that can be asked for."""
+        """Returns all models of the cluster."""
         request = inference_pb2.ListModelsRequest()
         response = await self._answer(self._connect().ListModels(request, timeout=self._checked_deadline_s(timeout_s)))
         return [_model_info(model) for model in response.models]
 
     async def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
-        """One model. Raises ModelNotFound."""
+        """Returns one model. Raises ModelNotFound."""
         request = inference_pb2.GetModelRequest(model=check_name("name", name))
         response = await self._answer(self._connect().GetModel(request, timeout=self._checked_deadline_s(timeout_s)))
         return _model_info(response.model)
 
     async def close(self) -> None:
-        """Cancels what is in flight and disconnects. Idempotent. Does nothing in a forked child."""
+        """Cancels requests in flight and disconnects. Idempotent. Does nothing in a forked child."""
         self._closed = True
         channel, self._channel, self._stub = self._channel, None, None
         if channel is not None and not is_forked():
@@ -147,7 +147,7 @@ class AsyncClient:
         check_not_forked()
         loop = asyncio.get_running_loop()
         if self._stub is None:
-            # Not in the constructor: a channel belongs to the loop that runs when it is made.
+            # Not in the constructor: a channel belongs to the loop in which it is created.
             self._loop = loop
             self._channel = open_channel(self.target)
             note_connected()

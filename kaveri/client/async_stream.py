@@ -1,4 +1,4 @@
-"""One answer as it arrives: reads a Generate RPC, keeps the caller's clock, and cancels the RPC when it is left."""
+"""One answer as it arrives: reads a Generate RPC, measures its time, and cancels the RPC when the caller leaves."""
 
 import asyncio
 import contextlib
@@ -19,23 +19,23 @@ GenerateCall = aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.
 
 
 class AsyncStream:
-    """The chunks of one answer, in order; made by AsyncClient.stream.
+    """The chunks of one answer, in order; created by AsyncClient.stream.
 
         async with client.stream("Count from 1 to 9.") as stream:
             async for chunk in stream:
                 print(chunk.text, end="")
 
-    Leaving the `async with` block, close(), or the cancellation of the task that reads cancels the request everywhere.
-    Without `async with` the request is cancelled as soon as nothing refers to the stream any more; that is at once
-    after `break` in `async for chunk in client.stream(...)`, which keeps no other reference to it.
+    The request is cancelled everywhere when the `async with` block is left, close() is called, or the reading task is
+    cancelled. Without `async with` it is cancelled when nothing refers to the stream any more; for
+    `async for chunk in client.stream(...)` that is right after `break`.
 
-    For one reader at a time. Raises KaveriErrors only.
+    For one reader at a time. Raises only KaveriErrors.
     """
 
     def __init__(self, call: GenerateCall, request_id: str, target: str, started_s: float) -> None:
-        """Takes `call` over. started_s: time.monotonic() of the caller's call."""
+        """Owns `call` from now on. started_s: time.monotonic() when the caller called."""
         self.request_id = request_id
-        """The id given by the caller, or the one made for them."""
+        """The caller's id, or a generated one."""
         self._call = call
         self._target = target
         self._loop = asyncio.get_running_loop()
@@ -60,7 +60,7 @@ class AsyncStream:
             self._closed = True
             raise error_of(error, peer=self._target, request_id=self.request_id) from error
         except asyncio.CancelledError:
-            # gRPC raises this for a call that close() has cancelled, too, and then the reader's task is to go on.
+            # gRPC also raises this for a call that close() has cancelled; then the reader's task must continue.
             closed = self._closed
             self.close()
             task = asyncio.current_task()
@@ -75,7 +75,7 @@ class AsyncStream:
         raise StopAsyncIteration
 
     async def collect(self) -> Completion:
-        """Reads what is left, and returns it as one answer. Raises Unavailable when there is no end left to read."""
+        """Reads the remaining chunks and returns one answer. Raises Unavailable when the stream is already closed."""
         chunks = [chunk async for chunk in self]
         last = chunks[-1] if chunks else None
         if last is None or last.finish_reason is None or last.usage is None or last.timing is None:
@@ -91,7 +91,7 @@ class AsyncStream:
         )
 
     def close(self) -> None:
-        """Cancels the request everywhere unless it has ended. Does not wait. Twice is once."""
+        """Cancels the request everywhere unless it has ended. Does not wait. Idempotent."""
         self._closed = True
         self._call.cancel()
 
@@ -104,9 +104,9 @@ class AsyncStream:
         self.close()
 
     def __del__(self) -> None:
-        # The garbage collector may run in any thread, gRPC's calls belong to one loop.
+        # The garbage collector may run in any thread; gRPC's calls belong to one loop.
         if not self._closed and self._process_id == os.getpid():
-            with contextlib.suppress(RuntimeError):  # The loop is closed, and so are its calls.
+            with contextlib.suppress(RuntimeError):  # The loop is closed; so are its calls.
                 self._loop.call_soon_threadsafe(self._call.cancel)
 
     def _chunk(self, response: inference_pb2.GenerateResponse) -> Chunk:

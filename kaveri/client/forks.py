@@ -1,13 +1,13 @@
-"""Refuses to use gRPC in a process that was forked after gRPC had been in use: a call there would never end."""
+"""Refuses to use gRPC in a process that was forked after gRPC was in use: a call there would never end."""
 
 import os
 
 _connected_in: set[int] = set()
-"""The processes in which a client has connected: this one, and those it was forked from."""
+"""Ids of the processes in which a client has connected: this one and its ancestors by fork."""
 
 
 def note_connected() -> None:
-    """From now on gRPC is in use in this process."""
+    """Records that gRPC is in use in this process."""
     _connected_in.add(os.getpid())
 
 
@@ -21,5 +21,5 @@ def check_not_forked() -> None:
     if is_forked():
         raise RuntimeError(
             "this process was forked after a Kaveri client had connected, and gRPC does not work here: fork before the "
-            "first call, or start processes with multiprocessing's 'spawn'"
+            "first call, or use multiprocessing's 'spawn'"
         )

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, that other threads run coroutines on. Knows nothing about gRPC."""
+"""An event loop in its own thread, on which other threads run coroutines. Independent of gRPC."""
 
 import asyncio
 import concurrent.futures
@@ -12,7 +12,7 @@ _END_TIMEOUT_S = 5.0
 
 
 class LoopThread:
-    """Runs from construction until end(). Holds the interpreter's exit up no longer than end() takes."""
+    """Runs from construction until end(). Delays the interpreter's exit only as long as end() takes."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -22,7 +22,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Runs `work` on the loop and waits for it; when the wait is interrupted, by Ctrl-C say, cancels it.
+        """Runs `work` on the loop and waits for it. Cancels it when the wait is interrupted, for example by Ctrl-C.
 
         Raises RuntimeError when end() was called before `work` was done.
         """
@@ -49,7 +49,7 @@ class LoopThread:
         except concurrent.futures.CancelledError as error:
             raise RuntimeError("closed while waiting") from error
         except KeyboardInterrupt:
-            # It may come while the work is being submitted, before there is a future to cancel.
+            # Ctrl-C may arrive while the work is being submitted, before there is a future to cancel.
             if future is None and not self._ended:
                 self._loop.call_soon_threadsafe(cancel)
             raise
@@ -58,8 +58,8 @@ class LoopThread:
                 future.cancel()
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Runs `last`, cancels whatever else runs, and ends the thread. Once only."""
-        # Work that was submitted before is on the loop before `finish` is, and so none of it is left waiting for ever.
+        """Runs `last`, cancels all other work, and ends the thread. Call it once only."""
+        # Work submitted earlier is on the loop before `_finish`, so `_finish` cancels it and no caller waits forever.
         with self._submitting:
             assert not self._ended
             self._ended = True
@@ -82,7 +82,7 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            # stop() leaves callbacks behind, and among them may be the one that hands a result to its waiting thread.
+            # stop() leaves callbacks unrun, perhaps one that passes a result to its waiting thread.
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()

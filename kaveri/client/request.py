@@ -1,4 +1,4 @@
-"""Turns a call's arguments into a GenerateRequest, refusing locally what no router could accept. Pure."""
+"""Turns a call's arguments into a GenerateRequest. Refuses arguments that no router would accept. Pure."""
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,16 +17,16 @@ class Message:
     """One turn of a conversation."""
 
     role: str
-    """Who speaks: "system", "user" or "assistant" for most chat templates."""
+    """The speaker: "system", "user" or "assistant" for most chat templates."""
     content: str
-    """What is said."""
+    """The text."""
 
 
 MessageLike = Message | Mapping[str, str]
 """A Message, or a mapping with the keys role and content."""
 
 MAX_TIMEOUT_S = 365 * 86_400.0
-"""A year. gRPC takes times that it cannot hold for times that are over."""
+"""A year. gRPC treats timeouts that overflow as expired."""
 _MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -38,8 +38,8 @@ def build_request(
     model: str | None,
     request_id: str,
 ) -> inference_pb2.GenerateRequest:
-    """The proto message of one request. Raises InvalidArgument, naming the argument, when one is of a wrong type or
-    over its limit, and unless exactly one kind of prompt is given."""
+    """The proto message of one request. Raises InvalidArgument, naming the argument, when one has a wrong type or
+    exceeds its limit, and unless exactly one kind of prompt is given."""
     kinds = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
     given = [name for name, value in kinds.items() if value is not None]
     if len(given) != 1:
@@ -65,7 +65,7 @@ def build_request(
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Raises InvalidArgument unless `timeout_s` is None (no limit) or a positive number of seconds, a year at most."""
+    """Raises InvalidArgument unless `timeout_s` is None (no limit) or a positive number of seconds, at most a year."""
     if timeout_s is None:
         return
     number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
@@ -104,7 +104,7 @@ def _text(field: str, value: object) -> str:
 
 
 def _items(field: str, value: object, limit: str) -> Iterable[object]:
-    # These can be iterated over, but give letters, keys, or no order.
+    # Iterating over these gives letters, keys, or no order.
     unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
     if unordered or not isinstance(value, Iterable):
         raise InvalidArgument(field, value, limit)

@@ -1,4 +1,4 @@
-"""The SDK without async: a facade over AsyncClient on an event loop in a thread of its own."""
+"""The SDK without async: a facade over AsyncClient, which runs on an event loop in its own thread."""
 
 import os
 import weakref
@@ -20,8 +20,8 @@ ResultT = TypeVar("ResultT")
 class Client:
     """AsyncClient for code that does not use asyncio: the same methods, arguments and errors.
 
-    Safe to use from several threads. Neither its thread nor gRPC lives on in a forked child: fork before the first
-    call, or start processes with multiprocessing's "spawn".
+    Thread-safe. Does not work in a forked child: fork before the first call, or start processes with multiprocessing's
+    "spawn".
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
@@ -49,7 +49,7 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """The whole answer. As AsyncClient.generate."""
+        """Returns the whole answer. As AsyncClient.generate."""
         return self._wait(
             self._async_client.generate(
                 prompt,
@@ -73,7 +73,7 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> "Stream":
-        """The answer as it is generated. As AsyncClient.stream."""
+        """Returns the answer as it is generated. As AsyncClient.stream."""
 
         async def start() -> AsyncStream:
             return self._async_client.stream(
@@ -89,19 +89,19 @@ class Client:
         return Stream(self, self._wait(start()))
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Ends a request by its id. As AsyncClient.cancel."""
+        """Cancels a request by its id. As AsyncClient.cancel."""
         return self._wait(self._async_client.cancel(request_id, timeout_s=timeout_s))
 
     def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        """All models that can be asked for."""
+        """Returns all models of the cluster."""
         return self._wait(self._async_client.list_models(timeout_s=timeout_s))
 
     def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
-        """One model. Raises ModelNotFound."""
+        """Returns one model. Raises ModelNotFound."""
         return self._wait(self._async_client.get_model(name, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Cancels what is in flight, disconnects and ends the thread. Twice is once."""
+        """Cancels requests in flight, disconnects and ends the thread. Idempotent."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -124,22 +124,22 @@ class Client:
 
 
 class Stream:
-    """The chunks of one answer, in order; made by Client.stream.
+    """The chunks of one answer, in order; created by Client.stream.
 
         with client.stream("Count from 1 to 9.") as stream:
             for chunk in stream:
                 print(chunk.text, end="")
 
-    Ends as AsyncStream does: leaving the `with` block, close(), or dropping the last reference to it (as `break` does
-    in `for chunk in client.stream(...)`) cancels the request everywhere.
+    The request is cancelled everywhere when the `with` block is left, close() is called, or the last reference is
+    dropped (as `break` does in `for chunk in client.stream(...)`).
     """
 
     def __init__(self, client: Client, stream: AsyncStream) -> None:
-        """Takes `stream` over."""
+        """Owns `stream` from now on."""
         self._client = client
         self._stream = stream
         self.request_id = stream.request_id
-        """The id given by the caller, or the one made for them."""
+        """The caller's id, or a generated one."""
 
     def __iter__(self) -> Self:
         return self
@@ -151,7 +151,7 @@ class Stream:
         return chunk
 
     def collect(self) -> Completion:
-        """Reads what is left, and returns it as one answer."""
+        """Reads the remaining chunks and returns one answer."""
         return self._client._wait(self._stream.collect())
 
     def close(self) -> None:

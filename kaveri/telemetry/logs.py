@@ -1,9 +1,10 @@
 """Structured logs: one JSON object per line on stderr, with the service and the instance on every line.
 
-Lines about a request carry request_id and attempt: `log = get_logger().bind(request_id=..., attempt=...)`.
+Events are snake_case noun_verb and listed in docs/operations.md. Lines about a request carry request_id and attempt:
+`log = get_logger().bind(request_id=..., attempt=...)`.
 
-Logging never raises. A line that cannot be written (a full disk, a closed stderr) is lost, and nothing else is: threads
-log in the middle of their work, and within `except`.
+Logging never raises, because threads log in the middle of their work and within `except`. A line that cannot be written
+(full disk, closed stderr) is lost.
 """
 
 import contextlib
@@ -21,29 +22,29 @@ from kaveri.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """How a process logs. Plain values: an instance gives them to the processes of its ranks."""
+    """How a process logs. Plain values: an instance passes them to the processes of its ranks."""
 
     service: str
     instance_id: str
     level: str
     rank: int | None = None
-    """Of a process that is one tensor-parallel rank of an instance."""
+    """For a process that is one tensor-parallel rank of an instance."""
 
     def __call__(self, _logger: Any, _method: str, event: EventDict) -> EventDict:
-        """Structlog's processor that puts them on every line. Not context variables: engine and transport threads log
-        too, and have no context of ours."""
+        """The structlog processor that adds them to every line. Context variables would not reach engine and transport
+        threads."""
         rank = {} if self.rank is None else {"rank": self.rank}
         return {"service": self.service, "instance_id": self.instance_id, **rank, **event}
 
 
 def log_settings() -> LogSettings | None:
-    """What this process's logs were configured with; None before."""
+    """The settings given to configure_logs; None before."""
     first = next(iter(structlog.get_config()["processors"]), None)
     return first if isinstance(first, LogSettings) else None
 
 
 def configure_logs(service: str, instance_id: str, level: str = "info", rank: int | None = None) -> None:
-    """Sets the process's logging up, once. level: debug, info, warning or error; ConfigError for anything else.
+    """Sets up the process's logging, once. level: debug, info, warning or error; ConfigError for anything else.
 
     rank: see LogSettings.
     """
@@ -66,18 +67,18 @@ def configure_logs(service: str, instance_id: str, level: str = "info", rank: in
 
 
 def get_logger() -> FilteringBoundLogger:
-    """The process's logger. Its calls never raise, whether or not the process has configured its logs."""
+    """The process's logger. Its calls never raise, even before configure_logs."""
     return cast(FilteringBoundLogger, _SafeLogger({}))
 
 
 class _SafeLogger:
-    """The logger of structlog's configuration, made when a line is logged; what goes wrong then loses that line."""
+    """Creates structlog's logger for each line; an error loses that line only."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
 
     def bind(self, **values: Any) -> "_SafeLogger":
-        """A logger that puts these values on every line."""
+        """A logger that adds these values to every line."""
         return _SafeLogger({**self._values, **values})
 
     def __getattr__(self, level: str) -> Callable[..., None]:

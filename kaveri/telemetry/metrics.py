@@ -2,7 +2,7 @@
 
 /metrics   for Prometheus
 /livez     200 as long as the event loop runs
-/readyz    200 while the process takes requests, else 503
+/readyz    200 while the process accepts requests, else 503
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from kaveri.telemetry.logs import get_logger
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 MAX_CONNECTIONS = 32
-"""One more, and the oldest that has not sent its request yet is closed; where all have, the new one."""
+"""One more closes the oldest connection that has not sent its request yet; if all have sent one, the new connection."""
 MAX_REQUEST_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
-"""For a request to arrive."""
+"""Limit for a request to arrive."""
 RESPONSE_TIMEOUT_S = 10.0
-"""For a response to be taken."""
+"""Limit for a response to be read."""
 _PLAIN_TEXT = "text/plain; charset=utf-8"
 
 _Response = tuple[HTTPStatus, str, bytes]
@@ -34,14 +34,14 @@ _Response = tuple[HTTPStatus, str, bytes]
 async def serve_metrics(
     host: str, port: int, is_ready: Callable[[], bool], registry: CollectorRegistry = REGISTRY
 ) -> AsyncIterator[None]:
-    """Serves http://host:port while the context lasts; port 0 serves nothing. is_ready: what /readyz says.
+    """Serves http://host:port while the context lasts; port 0 serves nothing. is_ready: the answer of /readyz.
 
-    Raises ConfigError when the address cannot be had.
+    Raises ConfigError when the address cannot be bound.
     """
     if port == 0:
         yield
         return
-    # A second series per series, with the time of its birth: nobody asked for it.
+    # prometheus_client would add a series with the creation time of each series.
     disable_created_metrics()
     site = _Site(is_ready, registry)
     try:
@@ -62,12 +62,12 @@ class _Site:
         self._is_ready = is_ready
         self._registry = registry
         self._connections: set[asyncio.Task[None]] = set()
-        # In the order in which they came.
+        # Connections that have not sent a request yet, oldest first.
         self._silent: dict[asyncio.Task[None], None] = {}
         self._rendering = asyncio.Lock()
 
     def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Takes a connection, for one request."""
+        """Accepts a connection, for one request."""
         if len(self._connections) >= MAX_CONNECTIONS:
             if not self._silent:
                 writer.transport.abort()
@@ -79,7 +79,7 @@ class _Site:
         self._connections.add(task)
         self._silent[task] = None
         task.add_done_callback(self._forget)
-        # Here and not in the task: one that is cancelled before it has begun never runs.
+        # Here and not in the task: a task that is cancelled before it starts never runs.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
@@ -105,13 +105,13 @@ class _Site:
                 writer.close()
                 await writer.wait_closed()
         except (OSError, EOFError, TimeoutError):
-            # It hung up, or is too slow.
+            # The peer closed the connection or is too slow.
             pass
         except Exception as error:
             get_logger().exception("metrics_request_failed", error=repr(error))
 
     async def _respond(self, head: bytes | None) -> bytes:
-        """The whole response. head: None: it was too long."""
+        """The whole response. head: None if it was too long."""
         if head is None:
             return _encode((HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _PLAIN_TEXT, b""), with_body=True)
         first, *lines = head.decode("latin-1").split("\r\n")
@@ -129,7 +129,7 @@ class _Site:
         match path:
             case "/metrics":
                 encode, content_type = choose_encoder(accepted)
-                # One at a time, and beside the loop: many scrapes at once must not hold up requests.
+                # One at a time and on a thread: many concurrent scrapes must not delay requests.
                 async with self._rendering:
                     return HTTPStatus.OK, content_type, await asyncio.to_thread(encode, self._registry)
             case "/livez":
@@ -143,7 +143,7 @@ class _Site:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> bytes | None:
-    """The request up to its empty line; None when it is too long. Raises EOFError when it is not complete."""
+    """The request up to its empty line; None when it is too long. Raises EOFError when it is incomplete."""
     try:
         return (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n\r\n")
     except asyncio.LimitOverrunError:

@@ -1,15 +1,14 @@
-"""Whether this process takes requests. Its gRPC server says so; /readyz tells others. One fact per process, as its
-metrics are."""
+"""Whether this process accepts requests. Its gRPC server sets it; /readyz reports it. Global, like metrics."""
 
 _ready = False
 
 
 def set_ready(ready: bool) -> None:
-    """Takes in that the process takes requests from now on, or no longer."""
+    """Records whether the process accepts requests."""
     global _ready  # noqa: PLW0603 - see above
     _ready = ready
 
 
 def is_ready() -> bool:
-    """Whether the process takes requests."""
+    """Whether the process accepts requests."""
     return _ready
