@@ -8,6 +8,7 @@ import typer
 
 from kaveri.cli.bench import bench
 from kaveri.cli.chat import chat
+from kaveri.cli.config import config_app
 from kaveri.cli.generate import generate
 from kaveri.cli.health import health
 from kaveri.cli.predictor import predictor_app
@@ -23,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
@@ -58,6 +60,7 @@ app.command()(bench)
 app.command()(health)
 app.command(context_settings=PASS_ON, add_help_option=False)(profile)
 app.add_typer(predictor_app, name="predictor")
+app.add_typer(config_app, name="config")
 for _role, _service, _help in (
     ("router", "router", "Run one router; `kaveri router --help` lists its flags."),
     ("prefill", "prefill", "Run one prefill instance; `kaveri prefill --help` lists its flags."),

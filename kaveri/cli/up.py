@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
-from kaveri.config import read_secret
+from kaveri.config.sources import Given, find_given
 from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY, bundled_predictor
 from kaveri.policy.admission import AdmissionPolicy
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kaveri.local.config import StackConfig
 
 _POLICIES = "Policies"
+_REDIS_VARIABLES = {"redis_url": "KAVERI_REDIS_URL", "redis_url_file": "KAVERI_REDIS_URL_FILE"}
 
 
 class _Prediction(enum.StrEnum):
@@ -122,7 +123,9 @@ def up(
 
     if colocated and (prefill is not None or decode is not None):
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
-    redis_url = redis_url or read_secret("KAVERI_REDIS_URL", os.environ) or ""
+    variables = {name: Given(os.environ[v], v) for name, v in _REDIS_VARIABLES.items() if v in os.environ}
+    found = find_given("redis_url", [variables], is_secret=True)
+    redis_url = redis_url or (found.text if found else "")
     for flag, value in (("--dtype", dtype), ("--device", device), ("--engine", engine), ("--predictor", predictor)):
         if not value.strip():
             raise ConfigError(flag, "is empty")

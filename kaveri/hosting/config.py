@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kaveri.config import present, setting, size_bytes
+from kaveri.config.settings import present, setting, size_bytes
 from kaveri.engine.factory import (
     DEFAULT_BLOCK_TOKENS,
     DEFAULT_CHUNK_TOKENS,

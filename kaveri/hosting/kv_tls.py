@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kaveri.config import setting
+from kaveri.config.settings import setting
 from kaveri.errors import ConfigError
 from kaveri.kv.transports import TLS
 from kaveri.kv.transports.tls import TlsFiles

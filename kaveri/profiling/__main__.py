@@ -4,7 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kaveri.config import parse_config
+from kaveri.config.services import setting_sections
+from kaveri.config.settings import read_settings
 from kaveri.errors import ConfigError
 from kaveri.profiling.config import ProfileConfig
 from kaveri.profiling.run import run_profile
@@ -17,7 +18,8 @@ _PROGRAM = "kaveri profile"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     try:
-        config = parse_config(ProfileConfig, _PROGRAM, sys.argv[1:] if arguments is None else arguments, os.environ)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        config = read_settings(ProfileConfig, _PROGRAM, arguments, os.environ, setting_sections).config
         configure_logs("profile", "profile", config.log_level)
         run_profile(config)
     except ConfigError as error:

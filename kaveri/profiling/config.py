@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kaveri.config import setting
+from kaveri.config.settings import setting
 from kaveri.hosting.config import EngineConfig
 from kaveri.latency.saturation import DEFAULT_SHARE
 from kaveri.profiling.plan import MAX_CHUNK_TOKENS

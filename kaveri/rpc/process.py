@@ -13,8 +13,11 @@ from typing import TypeVar
 
 import uvloop
 
+from kaveri.cluster.redis_url import shown
 from kaveri.cluster.store import DEFAULT_CLUSTER
-from kaveri.config import name_text, parse_config, present, setting
+from kaveri.config.services import setting_sections
+from kaveri.config.settings import name_text, present, read_settings, setting
+from kaveri.config.sources import SERVICE_LINKS_ADVICE
 from kaveri.errors import ConfigError
 from kaveri.rpc.server import check_address
 from kaveri.telemetry.logs import configure_logs, get_logger
@@ -56,7 +59,7 @@ class ServiceConfig:
         "where the cluster's state is held; give a password by the variable or the file, not on the command line",
         "redis://127.0.0.1:6379/0",
         present,
-        secret=True,
+        mask=shown,
     )
     metrics_port: int = setting("port for Prometheus metrics and health over HTTP; 0: none", 0, least=0, most=MAX_PORT)
     log_level: str = setting("debug, info, warning or error", "info", choices=("debug", "info", "warning", "error"))
@@ -107,10 +110,16 @@ def run_service(
     """
     program = f"kaveri {role}"
     try:
-        config = parse_config(config_type, program, sys.argv[1:] if arguments is None else arguments, os.environ)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        read = read_settings(config_type, program, arguments, os.environ, setting_sections)
+        config = read.config
         if not config.instance_id:
             config = dataclasses.replace(config, instance_id=f"{role}-{secrets.token_hex(3)}")
         configure_logs(role, config.instance_id, config.log_level)
+        if read.service_links:
+            get_logger().warning(
+                "service_links_ignored", variables=", ".join(read.service_links), advice=SERVICE_LINKS_ADVICE
+            )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve_until_stopped(config, serve))
     except ConfigError as error:

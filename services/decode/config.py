@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from kaveri.config import setting, size_bytes
+from kaveri.config.settings import setting, size_bytes
 from kaveri.domain.length import RangeEnd
 from kaveri.engine.factory import EngineSettings
 from kaveri.hosting.config import InstanceConfig

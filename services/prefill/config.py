@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from kaveri.config import setting
+from kaveri.config.settings import setting
 from kaveri.engine.factory import EngineSettings
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.kv_tls import KvTlsConfig

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kaveri.config import present, setting
+from kaveri.config.settings import present, setting
 from kaveri.models import KAVERI_TINY
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.rpc.process import ServiceConfig

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kaveri.config import parse_config
+from kaveri.config.services import setting_sections
+from kaveri.config.settings import read_settings
 from kaveri.rpc.process import ServiceConfig
 from services.decode.config import DecodeConfig
 from services.instance.config import ColocatedConfig
@@ -102,7 +103,8 @@ def test_the_services_take_the_settings_and_are_reached_under_their_names(
 ) -> None:
     service = services[name]
     environment = _image_environment(service["build"]["target"]) | service["environment"]
-    config = parse_config(INSTANCES.get(name, ColocatedConfig), f"kaveri {name}", [], environment)
+    config_type = INSTANCES.get(name, ColocatedConfig)
+    config = read_settings(config_type, f"kaveri {name}", [], environment, setting_sections).config
     known = {f"KAVERI_{field.upper()}" for field in vars(config)}
     assert {key for key in service["environment"] if key.startswith("KAVERI_")} <= known, "a variable nobody reads"
     assert config.instance_id in (name, f"{name}-0")

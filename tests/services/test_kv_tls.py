@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.config import parse_config
+from kaveri.config.settings import parse_config
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.tls import TlsFiles

@@ -156,7 +156,7 @@ def test_in_a_chat_ctrl_c_cancels_the_answer_and_ctrl_d_leaves(
 def test_a_service_gets_its_flags_and_its_help(role: str) -> None:
     helped = kaveri(role, "--help")
     assert helped.returncode == 0, helped.stderr
-    assert f"usage: kaveri {role}" in helped.stdout
+    assert helped.stdout.startswith(f"Usage: kaveri {role} [OPTIONS]")
     assert "KAVERI_REDIS_URL" in helped.stdout
     refused = kaveri(role, "--port", "many")
     assert refused.returncode == 2

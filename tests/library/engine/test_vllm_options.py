@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.config import parse_config
+from kaveri.config.settings import parse_config
 from kaveri.engine.factory import EngineSettings, build_engine, build_runner
 from kaveri.engine.vllm.loading import model_fingerprint
 from kaveri.engine.vllm.options import parse_engine_args

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kaveri.config import parse_config
+from kaveri.config.settings import parse_config
 from kaveri.engine.factory import DEFAULT_CHUNK_TOKENS, build_engine
 from kaveri.errors import ConfigError
 from kaveri.latency.profile import Profile, write_profile

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON
-from kaveri.config import parse_config
+from kaveri.config.settings import parse_config
 from kaveri.engine.factory import build_engine
 from kaveri.errors import ConfigError
 from kaveri.latency.fit import predict_decode_s, predict_prefill_s

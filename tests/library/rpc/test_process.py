@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ WAIT_S = 30.0
 SCRIPT = """
 import asyncio, sys
 from dataclasses import dataclass
-from kaveri.config import setting
+from kaveri.config.settings import setting
 from kaveri.errors import ConfigError
 from kaveri.rpc.process import ServiceConfig, run_service
 
@@ -74,9 +75,10 @@ sys.exit(run_service("test", Config, serve))
 
 
 @contextmanager
-def service(*flags: str) -> Iterator[subprocess.Popen[str]]:
+def service(*flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", SCRIPT, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    variables = os.environ | environment
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables) as process:
         try:
             yield process
         finally:
@@ -138,6 +140,27 @@ def test_settings_that_cannot_work_are_one_line_and_exit_status_2(flags: list[st
         _, told = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2
     assert told.splitlines() == [line]
+
+
+def test_a_variable_of_another_service_is_left_alone_and_one_of_none_is_refused() -> None:
+    with service("--act", "end", KAVERI_MAX_BATCH="8", KAVERI_TARGET="router:50051") as process:
+        process.communicate(timeout=WAIT_S)
+    assert process.returncode == 5
+    with service("--act", "end", KAVERI_MAX_BTCH="8") as process:
+        _, told = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    assert told == "kaveri test: KAVERI_MAX_BTCH: is no variable of Kaveri; the nearest is KAVERI_MAX_BATCH\n"
+
+
+def test_variables_of_kubernetes_service_links_do_not_break_a_start_and_are_one_line_in_the_log() -> None:
+    links = {"KAVERI_ROUTER_SERVICE_HOST": "10.0.0.1", "KAVERI_ROUTER_PORT_50051_TCP": "tcp://10.0.0.1:50051"}
+    with service("--act", "end", **links) as process:
+        _, logs = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 5
+    (line,) = map(json.loads, logs.splitlines())
+    assert line["event"] == "service_links_ignored"
+    assert line["variables"] == "KAVERI_ROUTER_PORT_50051_TCP, KAVERI_ROUTER_SERVICE_HOST"
+    assert "enableServiceLinks: false" in line["advice"]
 
 
 def test_a_service_that_ends_by_itself_chooses_its_status() -> None:

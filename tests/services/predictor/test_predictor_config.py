@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kaveri.config import parse_config
+from kaveri.config.settings import parse_config
 from kaveri.errors import ConfigError
 from services.predictor.config import PredictorConfig
 from services.prefill import forecaster

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.config import MAX_NAME_LENGTH, name_text, parse_config, present, setting, size_bytes
+from kaveri.config.settings import MAX_NAME_LENGTH, hidden, name_text, parse_config, present, setting, size_bytes
 from kaveri.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ class Settings:
     port: int = setting("port", 0, least=0, most=65535)
     interval_s: float = setting("seconds", 1.0, above=0)
     dtype: str = setting("element type", "auto", choices=("auto", "float32"))
-    token: str = setting("secret", "", secret=True)
+    token: str = setting("secret", "", mask=hidden)
     order: Order = setting("order", Order.FIRST)  # noqa: RUF009 - it is a field
 
 
@@ -121,8 +121,9 @@ def test_secret_comes_from_the_file_that_its_variable_names(tmp_path: Path) -> N
         parse(KAVERI_TOKEN="plain", **variables)
     with pytest.raises(ConfigError, match=r"KAVERI_TOKEN_FILE: cannot read /no/such: .*No such file"):
         parse(KAVERI_MODEL="m", KAVERI_TOKEN_FILE="/no/such")
-    with pytest.raises(ConfigError, match="--model: is required"):
+    with pytest.raises(ConfigError, match="KAVERI_MODEL_FILE: is no variable of Kaveri"):
         parse(KAVERI_MODEL_FILE=str(path))
+    assert parse("--model", "m", "--token-file", str(path)).token == "hunter2"
 
 
 def test_help_lists_flag_variable_and_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,9 +131,12 @@ def test_help_lists_flag_variable_and_default(capsys: pytest.CaptureFixture[str]
         parse("--help")
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--chunk-tokens TOKENS tokens per chunk; 50% of nothing [KAVERI_CHUNK_TOKENS; default: 512]" in shown
-    assert "[KAVERI_MODEL; required]" in shown
-    assert "[KAVERI_TOKEN or KAVERI_TOKEN_FILE; default: ]" in shown
+    assert (
+        "--chunk-tokens <tokens> Tokens per chunk; 50% of nothing. [env var: KAVERI_CHUNK_TOKENS; default: 512]"
+        in shown
+    )
+    assert "[env var: KAVERI_MODEL; required]" in shown
+    assert "[env var: KAVERI_TOKEN or KAVERI_TOKEN_FILE; default: empty]" in shown
 
 
 @pytest.mark.parametrize("text", ["", "a", "decode-0.blue_1", "x" * MAX_NAME_LENGTH])

@@ -1,0 +1,1 @@
+"""Settings: declared once as fields of a dataclass, read from flags, variables and a file."""

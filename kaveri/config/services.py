@@ -1,0 +1,22 @@
+"""Which settings each service declares. The library imports no service: their declarations are found by name."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from kaveri.config.settings import taken_names
+
+UP_SECTION = "up"
+
+
+def settings_types() -> Mapping[str, type[Any]]:
+    """Section of a configuration file to the dataclass of its settings. The first call takes a tenth of a second."""
+    found: Mapping[str, type[Any]] = importlib.import_module("services.settings").SETTINGS
+    return found
+
+
+def setting_sections() -> dict[str, frozenset[str]]:
+    """Section to the names that it can hold; see kaveri.config.sources.Names. Those of `kaveri up` only it knows."""
+    return {section: taken_names(declared) for section, declared in settings_types().items()} | {
+        UP_SECTION: frozenset()
+    }

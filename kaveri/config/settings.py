@@ -1,0 +1,293 @@
+"""Declares settings as fields of a frozen dataclass, and reads them from flags, KAVERI_* variables and a TOML file.
+
+A field `chunk_tokens` made by `setting` becomes the flag `--chunk-tokens`, the variable `KAVERI_CHUNK_TOKENS` and the
+file's key `chunk_tokens`. A flag wins over a variable, a variable over the file, the file over the default. A secret
+can also be given by the file that holds it, as `--redis-url-file`, `KAVERI_REDIS_URL_FILE` or `redis_url_file`, since
+every user of a machine can read command lines. Environment and flags are read nowhere else.
+"""
+
+import enum
+import inspect
+import math
+import re
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from kaveri.config.sources import (
+    CONFIG_VARIABLE,
+    FILE_SUFFIX,
+    SERVICE_LINKS_ADVICE,
+    Given,
+    Names,
+    find_given,
+    flag_of,
+    is_service_link,
+    read_file,
+    read_flags,
+    read_variables,
+    variable_of,
+)
+from kaveri.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT")
+
+MAX_NAME_LENGTH = 128
+_HELP_WIDTH = 78
+_HELP_COLUMN = 30
+_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def setting(
+    help: str,
+    default: Any = MISSING,
+    parse: Callable[[str], Any] | None = None,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    choices: Sequence[str] = (),
+    mask: Callable[[str], str] | None = None,
+) -> Any:
+    """A dataclass field with one line of help: unit, why this default, what None or 0 means.
+
+    parse: text to value where the type alone does not say how; raises ValueError. No default: the setting is required.
+    least, above, most: what a number must reach, exceed, and not exceed. choices: the only texts taken; none: any.
+    mask: of a setting that may hold a password: what of its value may be shown. It can be given in a file.
+    """
+    limits = {"least": least, "above": above, "most": most, "choices": tuple(choices)}
+    return field(default=default, metadata={"help": help, "parse": parse, "mask": mask, **limits})
+
+
+def hidden(text: str) -> str:
+    """For `setting`: a mask that shows nothing."""
+    return "***"
+
+
+def present(text: str) -> str:
+    """For `setting`: a text that must not be empty. Raises ValueError."""
+    if not text.strip():
+        raise ValueError("is empty")
+    return text
+
+
+def name_text(text: str) -> str:
+    """For `setting`: a name, of up to MAX_NAME_LENGTH letters, digits and `. _ -`, or none. Raises ValueError."""
+    if not re.fullmatch(rf"[A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH}}}", text):
+        raise ValueError(f"is {text!r:.140}; write up to {MAX_NAME_LENGTH} letters, digits, '.', '_' and '-'")
+    return text
+
+
+def size_bytes(text: str) -> int:
+    """Reads "512MiB", "2GB", "64k" or a plain number of bytes. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write 512MiB, 2GB or a number of bytes")
+    size = float(match[1]) * _SIZE_UNITS[match[2] or ""]
+    if not math.isfinite(size):
+        raise ValueError(f"{text[:40]!r} is more than any machine has")
+    return int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSettings(Generic[ConfigT]):
+    """Settings, and where each of them comes from."""
+
+    config: ConfigT
+    given: Mapping[str, Given]
+    """Name to what was given; a setting that is missing here has its default."""
+    service_links: tuple[str, ...]
+    """KAVERI_* variables that Kubernetes made for a Service. They are ignored."""
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Name, value and origin of every setting, for people. Secrets are masked."""
+        return [self._row(entry) for entry in _declared(type(self.config))]
+
+    def _row(self, entry: Field[Any]) -> tuple[str, str, str]:
+        given = self.given.get(entry.name)
+        value = getattr(self.config, entry.name)
+        # A value that was made of a text, as from a file's path, is shown by that text.
+        text = given.text if given is not None and given.text and entry.metadata["parse"] else _shown(value)
+        mask = entry.metadata["mask"]
+        return entry.name, mask(text) if mask is not None and text else text, given.origin if given else "default"
+
+
+def parse_config(
+    config_type: type[ConfigT], program: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> ConfigT:
+    """read_settings() for a caller that needs the values only."""
+    return read_settings(config_type, program, arguments, environment).config
+
+
+def read_settings(
+    config_type: type[ConfigT],
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    find_sections: Callable[[], Mapping[str, Collection[str]]] = dict,
+) -> ReadSettings[ConfigT]:
+    """Builds a `config_type` from flags, then variables, then the file that --config names, then defaults.
+
+    program: "kaveri decode"; its last word is its section of the file. find_sections: see Names. Prints help and exits
+    0 on --help. Raises ConfigError, naming the flag, the variable or the place in the file, on anything it cannot read.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        _print_help(config_type, program)
+        raise SystemExit(0)
+    names = Names(
+        program,
+        program.split()[-1],
+        setting_names(config_type),
+        frozenset(entry.name for entry in _declared(config_type) if entry.metadata["mask"] is not None),
+        find_sections,
+    )
+    flags = read_flags(arguments, names)
+    variables, service_links = read_variables(environment, names)
+    sources = [flags, variables]
+    named = flags.get("config") or Given(environment.get(CONFIG_VARIABLE, ""), CONFIG_VARIABLE)
+    if named.text:
+        sources.append(read_file(named, names))
+    hints = typing.get_type_hints(config_type)
+    given: dict[str, Given] = {}
+    values: dict[str, Any] = {}
+    for entry in _declared(config_type):
+        found = find_given(entry.name, sources, entry.name in names.secrets)
+        if found is not None:
+            given[entry.name] = found
+            values[entry.name] = _parse_value(found, entry.metadata, hints[entry.name])
+        elif entry.default is MISSING:
+            raise ConfigError(flag_of(entry.name), f"is required ({entry.metadata['help']})")
+    return ReadSettings(config_type(**values), given, service_links)
+
+
+def setting_names(config_type: type[Any]) -> frozenset[str]:
+    """The names of the settings that a dataclass declares."""
+    return frozenset(entry.name for entry in _declared(config_type))
+
+
+def taken_names(config_type: type[Any]) -> frozenset[str]:
+    """The same, and for each secret the name under which a file that holds it is given."""
+    files = {entry.name + FILE_SUFFIX for entry in _declared(config_type) if entry.metadata["mask"] is not None}
+    return setting_names(config_type) | files
+
+
+def _declared(config_type: type[Any]) -> list[Field[Any]]:
+    # Other fields are the program's own.
+    return [entry for entry in fields(config_type) if "help" in entry.metadata]
+
+
+def _print_help(config_type: type[Any], program: str) -> None:
+    rows = [
+        ("--config <file>", f"TOML file of settings; flags and variables win over it.  [env var: {CONFIG_VARIABLE}]")
+    ]
+    for entry in _declared(config_type):
+        variables = variable_of(entry.name)
+        if entry.metadata["mask"] is not None:
+            variables += f" or {variable_of(entry.name + FILE_SUFFIX)}"
+        default = "required" if entry.default is MISSING else f"default: {_shown(entry.default)}"
+        text = entry.metadata["help"]
+        unit = entry.name.split("_")[-1]
+        rows.append(
+            (f"{flag_of(entry.name)} <{unit}>", f"{text[0].upper()}{text[1:]}.  [env var: {variables}; {default}]")
+        )
+    print(help_text(program, config_type.__doc__ or "", rows))
+
+
+def help_text(program: str, doc: str, rows: Sequence[tuple[str, str]]) -> str:
+    """The help of a program, in the style of the command line's other commands."""
+    width = min(_HELP_WIDTH, shutil.get_terminal_size().columns - 2)
+    lines = [f"Usage: {program} [OPTIONS]"]
+    for paragraph in inspect.cleandoc(doc).split("\n\n"):
+        lines += ["", *textwrap.wrap(paragraph, width, initial_indent="  ", subsequent_indent="  ")]
+    lines += ["", "Options:"]
+    column = " " * _HELP_COLUMN
+    for flag, text in [*rows, ("--help", "Show this message and exit.")]:
+        start = f"  {flag}"
+        if len(start) > _HELP_COLUMN - 2:
+            lines.append(start)
+            start = ""
+        first = start.ljust(_HELP_COLUMN)
+        lines += textwrap.wrap(
+            text, width, initial_indent=first, subsequent_indent=column, break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """A value as a text that could be given for it, where it is simple."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value == "":
+        return "empty"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _parse_value(given: Given, metadata: Mapping[str, Any], hint: Any) -> Any:
+    try:
+        value = (metadata["parse"] or _parser_of(hint))(given.text)
+        _check(value, metadata)
+    except ValueError as error:
+        if is_service_link(given.text):
+            reason = f"is {given.text!r}, which Kubernetes made for a Service of this name; {SERVICE_LINKS_ADVICE}"
+            raise ConfigError(given.origin, reason) from error
+        raise ConfigError(given.origin, str(error)) from error
+    return value
+
+
+def _check(value: Any, limits: Mapping[str, Any]) -> None:
+    least, above, most, choices = (limits[name] for name in ("least", "above", "most", "choices"))
+    if choices and value not in choices:
+        raise ValueError(f"is {value!r}; choose {', '.join(choices)}")
+    if least is not None and value < least:
+        raise ValueError(f"is {value}; it must be at least {least}")
+    if above is not None and value <= above:
+        raise ValueError(f"is {value}; it must be more than {above}")
+    if most is not None and value > most:
+        raise ValueError(f"is {value}; it must be at most {most}")
+
+
+def _parser_of(hint: Any) -> Callable[[str], Any]:
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
+        return partial(_parse_choice, hint)
+    parsers: dict[Any, Callable[[str], Any]] = {bool: _parse_bool, int: _parse_int, float: _parse_float}
+    assert callable(hint), hint
+    return parsers.get(hint) or typing.cast(Callable[[str], Any], hint)
+
+
+def _parse_choice(choices: type[enum.StrEnum], text: str) -> enum.StrEnum:
+    try:
+        return choices(text)
+    except ValueError as error:
+        raise ValueError(f"is {text!r}; choose {', '.join(choices)}") from error
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{text!r} is neither true nor false")
+
+
+def _parse_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no whole number") from error
+
+
+def _parse_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no number") from error
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is no finite number")
+    return value

@@ -1,0 +1,205 @@
+"""The texts of settings from flags, KAVERI_* variables and a TOML file. Values and types are known to settings.py.
+
+A file holds `setting = value` for every service that has the setting, and a section per service for one of them only:
+
+    model = "Qwen/Qwen3-8B"
+    redis_url_file = "/run/secrets/redis-url"
+
+    [decode]
+    max_batch = 128
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kaveri.errors import ConfigError
+
+CONFIG_FLAG = "--config"
+CONFIG_VARIABLE = "KAVERI_CONFIG"
+FILE_SUFFIX = "_file"
+"""Of the name under which a secret is given by a file."""
+SERVICE_LINKS_ADVICE = "set `enableServiceLinks: false` in the pod's spec"
+_PREFIX = "KAVERI_"
+_OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAVERI_TARGET"})
+"""Variables that are no setting of a service."""
+_LINK_NAME = re.compile(
+    r"KAVERI_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
+)
+_LINK_VALUE = re.compile(r"(?:tcp|udp|sctp)://\S+")
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a setting."""
+    return _PREFIX + name.upper()
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a source says of one setting."""
+
+    text: str
+    origin: str
+    """Names the place: "--max-batch", "KAVERI_MAX_BATCH", "kaveri.toml [decode] max_batch"."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of the settings that one program takes, and of those that other programs take."""
+
+    program: str
+    """Shown in errors: "kaveri decode"."""
+    section: str
+    """The program's own section of a file."""
+    own: frozenset[str]
+    secrets: frozenset[str] = frozenset()
+    """Those of them that a file can hold."""
+    find_sections: Callable[[], Mapping[str, Collection[str]]] = field(default=dict)
+    """Section to names, of all programs. Called only when a name is not the program's own, as it may take long."""
+
+    @cached_property
+    def taken(self) -> frozenset[str]:
+        """The names under which the program takes something: its own, and `<secret>_file`."""
+        return self.own | {secret + FILE_SUFFIX for secret in self.secrets}
+
+    @cached_property
+    def sections(self) -> Mapping[str, Collection[str]]:
+        """Section to names, of all programs."""
+        return {**self.find_sections(), self.section: self.taken}
+
+    @cached_property
+    def all(self) -> frozenset[str]:
+        """The names that any program takes."""
+        return frozenset(name for names in self.sections.values() for name in names)
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """A hint for an error about an unknown name: "; the nearest is max_batch", or nothing."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; the nearest is {found[0]}" if found else ""
+
+
+def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
+    """`--max-batch 8` or `--max-batch=8`; of several the last. Also what CONFIG_FLAG says, as "config".
+
+    Raises ConfigError for anything else.
+    """
+    flags = {flag_of(name): name for name in names.taken} | {CONFIG_FLAG: "config"}
+    given: dict[str, Given] = {}
+    words = iter(arguments)
+    for word in words:
+        flag, equals, text = word.partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError("flags", f"{word!r} is no flag; write --name value")
+        if flag not in flags:
+            raise ConfigError(flag, f"is no flag of {names.program}{nearest(flag, flags)}")
+        if not equals:
+            text = next(words, "--")
+            if text.startswith("--"):
+                raise ConfigError(flag, f"has no value; write {flag} VALUE")
+        given[flags[flag]] = Given(text, flag)
+    return given
+
+
+def read_variables(environment: Mapping[str, str], names: Names) -> tuple[dict[str, Given], tuple[str, ...]]:
+    """What KAVERI_* variables say, and the variables that Kubernetes made for a Service, which say nothing.
+
+    Raises ConfigError for a variable that no program reads.
+    """
+    variables = {variable_of(name): name for name in names.taken}
+    given: dict[str, Given] = {}
+    links: list[str] = []
+    for variable in sorted(name for name in environment if name.startswith(_PREFIX)):
+        text = environment[variable]
+        if variable in variables:
+            given[variables[variable]] = Given(text, variable)
+        elif variable in _OTHER_VARIABLES:
+            continue
+        elif _LINK_NAME.fullmatch(variable) or _LINK_VALUE.fullmatch(text):
+            links.append(variable)
+        elif variable not in (known := {variable_of(name) for name in names.all} | _OTHER_VARIABLES):
+            raise ConfigError(variable, f"is no variable of Kaveri{nearest(variable, known)}")
+    return given, tuple(links)
+
+
+def is_service_link(text: str) -> bool:
+    """Whether Kubernetes wrote this value of a port: it does so for a Service whose name begins with "kaveri"."""
+    return _LINK_VALUE.fullmatch(text) is not None
+
+
+def read_file(named: Given, names: Names) -> dict[str, Given]:
+    """What a TOML file says of the program's settings. Raises ConfigError, naming the file and the key."""
+    path = Path(named.text)
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(named.origin, f"cannot read {path}: {error}") from error
+    shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    for section in table.keys() - shared.keys() - {names.section}:
+        if section not in names.sections:
+            raise ConfigError(f"{path} [{section}]", f"is no section{nearest(section, names.sections)}")
+    for key in shared.keys() - names.taken:
+        if key not in names.all:
+            raise ConfigError(f"{path} {key}", f"is no setting of Kaveri{nearest(key, names.all)}")
+    own = table.get(names.section, {})
+    for key in own.keys() - names.taken:
+        raise ConfigError(
+            f"{path} [{names.section}] {key}", f"is no setting of {names.program}{nearest(key, names.taken)}"
+        )
+    places = {key: (f"{path} {key}", value) for key, value in shared.items() if key in names.taken}
+    # A secret and its file are one setting: in the section, either replaces both.
+    for key in own:
+        plain = key.removesuffix(FILE_SUFFIX)
+        if plain in names.secrets:
+            places.pop(plain, None)
+            places.pop(plain + FILE_SUFFIX, None)
+    places |= {key: (f"{path} [{names.section}] {key}", value) for key, value in own.items()}
+    return {key: Given(_as_text(value, place), place) for key, (place, value) in places.items()}
+
+
+def _as_text(value: Any, place: str) -> str:
+    """The text that a flag would have for this value."""
+    match value:
+        case str():
+            return value
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return str(value)
+        case list() if all(isinstance(item, str | int | float) for item in value):
+            return ",".join(_as_text(item, place) for item in value)
+        case dict():
+            try:
+                return json.dumps(value)
+            except TypeError:
+                pass
+    raise ConfigError(place, "has a value of a kind that no setting takes; write text, a number, true, false or a list")
+
+
+def find_given(name: str, sources: Sequence[Mapping[str, Given]], is_secret: bool) -> Given | None:
+    """What the first source that knows a setting says of it; a secret may be in a file. Raises ConfigError."""
+    for source in sources:
+        given = source.get(name)
+        by_file = source.get(name + FILE_SUFFIX) if is_secret else None
+        if by_file is None or not by_file.text:
+            if given is not None:
+                return given
+            continue
+        if given is not None:
+            raise ConfigError(by_file.origin, f"is set, and {given.origin} too; set one of them")
+        try:
+            return Given(Path(by_file.text).read_text().strip(), by_file.origin)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(by_file.origin, f"cannot read {by_file.text}: {error}") from error
+    return None

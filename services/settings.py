@@ -1,0 +1,23 @@
+"""The settings of every program that reads a configuration file, by the name of its section.
+
+No service imports this: it would import all others. kaveri.config.services finds it by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kaveri.profiling.config import ProfileConfig
+from services.decode.config import DecodeConfig
+from services.instance.config import ColocatedConfig
+from services.predictor.config import PredictorConfig
+from services.prefill.config import PrefillConfig
+from services.router.config import RouterConfig
+
+SETTINGS: Mapping[str, type[Any]] = {
+    "router": RouterConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "colocated": ColocatedConfig,
+    "predictor": PredictorConfig,
+    "profile": ProfileConfig,
+}
