@@ -1,42 +1,30 @@
 """An engine that drives a ModelRunner step by step, on either side of a hand-over or on both.
 
 Owns the pool, the engine thread and the order in which things happen. Leaves arithmetic to the runner, bytes to the
-KV sender and receiver, and beside this file: what happens to requests to stepwise_lifecycle, the forming of a step to
-stepwise_batch, the live requests and their blocks to stepwise_account, which of them decode to stepwise_residency, what
-may be pushed to pushes, the calls of the listener to outbox.
-
-One lock guards the lifecycle. It is held for microseconds and nothing is called out while it is held: not the runner,
-not the transfers, not the listener. Events are put in the outbox under that lock, so their order is the order in
-which things happened, and whoever put one there publishes it after letting the lock go.
+KV sender and receiver, the KV side of requests to transfers, and their lives to stepwise_lifecycle. One lock guards the
+lifecycle (shared).
 """
 
 import secrets
 import threading
 from collections.abc import Sequence as Ordered
 from concurrent.futures import Future
+from dataclasses import replace
 
-from kaveri.engine.contract import (
-    AttemptKey,
-    EngineInfo,
-    EngineListener,
-    EngineRequest,
-    EngineStats,
-    EngineStopped,
-)
+from kaveri.engine.contract import AttemptKey, EngineInfo, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
-from kaveri.engine.outbox import Outbox
-from kaveri.engine.pushes import Pushes
+from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.batch import PlannedSlice
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import ModelRunner
-from kaveri.engine.stepwise.sequence import Sequence
-from kaveri.errors import ConfigError, EngineError, KaveriError, RequestCancelled
+from kaveri.engine.transfers import Transfers
+from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
+from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.mapped_sender import MappedSender
-from kaveri.kv.transfer.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.receiver import CREDIT_BYTES, KvReceiver
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
@@ -78,41 +66,36 @@ class StepwiseEngine:
         require_room(runner.max_model_len, layout, total_blocks)
         self._runner = runner
         self._layout = layout
-        self._pool = _allocated(layout, total_blocks)
-        runner.attach(self._pool)
+        pool = _allocated(layout, total_blocks)
+        runner.attach(pool)
 
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        self._outbox = Outbox(self._on_listener_error)
-        self._closing = False
-        self._broken: str | None = None
+        self._shared = Shared()
         self._thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
-
-        epoch = secrets.randbits(63)
-        transports = make_transports() if transports is None else transports
-        self._receiver: KvReceiver | None = None
-        if listen:
-            self._receiver = KvReceiver(
-                self._pool,
-                self._on_landing,
-                listen=listen,
-                epoch=epoch,
-                transports=transports,
-                credit_bytes=kv_credit_bytes,
-            )
-        self._sender = MappedSender(self._pool, self._on_push, transports=transports)
-        self._pushes = Pushes(self._sender, layout)
-        self._info = EngineInfo(
+        info = EngineInfo(
             engine=runner.name,
             layout=layout,
             total_blocks=total_blocks,
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
-            epoch=epoch,
-            kv_endpoints=self._receiver.endpoints if self._receiver is not None else (),
+            epoch=secrets.randbits(63),
+            kv_endpoints=(),
         )
-        self._lifecycle = Lifecycle(self._info, chunk_tokens, max_batch, self._outbox.put, on_work=self._work.notify)
+        put, notify = self._shared.outbox.put, self._shared.work.notify
+        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, put, on_work=notify)
+
+        self._transfers = Transfers(info, self._shared, self._lifecycle)
+        told = self._transfers.hear
+        transports = make_transports() if transports is None else transports
+        receiver: KvReceiver | None = None
+        if listen:
+            receiver = KvReceiver(
+                pool, told, listen=listen, epoch=info.epoch, transports=transports, credit_bytes=kv_credit_bytes
+            )
+        plane = PoolPlane(layout, MappedSender(pool, told, transports=transports), receiver, told)
+        self._transfers.attach(plane)
+        self._pushes = plane.pushes
+        self._info = replace(info, kv_endpoints=self._transfers.endpoints)
 
     # Both sides.
 
@@ -121,133 +104,66 @@ class StepwiseEngine:
         return self._info
 
     def start(self, listener: EngineListener) -> None:
-        self._outbox.listener = listener
+        self._shared.outbox.listener = listener
         self._thread.start()
 
     def close(self) -> None:
-        with self._lock:
-            self._closing = True
-            self._outbox.close()
-            self._work.notify()
+        self._shared.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_TIMEOUT_S)
-        self._close_transfers()
+        self._transfers.close()
         if self._thread.is_alive():
             get_logger().warning("a step goes on past the engine's end", waited_s=_CLOSE_TIMEOUT_S)
             return
-        with self._lock:
+        with self._shared.lock:
             self._lifecycle.clear()
+            self._transfers.forget()
 
     def stats(self) -> EngineStats:
-        with self._lock:
+        with self._shared.lock:
             return self._lifecycle.stats()
 
     def kv_flow(self) -> KvFlow:
-        receiving = self._receiver.flow() if self._receiver is not None else ReceiverFlow()
-        return KvFlow(self._sender.flow(), receiving)
+        return self._transfers.flow()
 
     def abort(self, key: AttemptKey) -> None:
-        with self._lock:
-            if self._closing:
-                return
-            push_id, landing_id = self._lifecycle.abort(key)
-        if push_id is not None:
-            self._pushes.abort(push_id)
-        if landing_id is not None and self._receiver is not None:
-            self._receiver.revoke(landing_id)
+        self._transfers.abort(key)
 
     def check_integrity(self) -> None:
-        with self._lock:
+        with self._shared.lock:
             self._lifecycle.check_integrity()
 
     # The prefill side.
 
     def prefill(self, request: EngineRequest) -> None:
         self._info.require_servable(request)
-        with self._lock:
-            self._require_alive()
+        with self._shared.lock:
+            self._shared.require_alive()
             self._lifecycle.open_prefill(request)
 
     def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
-        self._layout.require_mappable(ticket.layout)
-        with self._lock:
-            self._require_alive()
-            sequence = self._lifecycle.open_push(key, ticket)
-        if sequence is not None:
-            self._open_push(sequence, ticket)
-        self._outbox.publish()
-
-    def _open_push(self, sequence: Sequence, ticket: Ticket) -> None:
-        assert sequence.source is not None
-        try:
-            self._pushes.open(sequence.source, ticket)
-        except KaveriError as error:
-            self._on_push(PushFailed(ticket.transfer_id, str(error)))
-            return
-        with self._lock:
-            ended = sequence.done
-        # The request ended before the sender knew of its push, so nobody could abort it.
-        if ended:
-            self._pushes.abort(ticket.transfer_id)
+        self._transfers.push_to(key, ticket)
 
     # The decode side.
 
     def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
         """As the contract; the future is done when this returns."""
-        future: Future[Ticket] = Future()
-        try:
-            future.set_result(self._reserve(request, expires_in_s))
-        except KaveriError as error:
-            future.set_exception(error)
-        self._outbox.publish()
-        return future
+        sequence, granted = self._transfers.reserve(request, expires_in_s)
+        if sequence is not None:
+            self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
+        return granted
 
     def adopt(self, key: AttemptKey) -> None:
-        with self._lock:
-            self._require_alive()
+        with self._shared.lock:
+            self._shared.require_alive()
             self._lifecycle.adopt(key)
-        self._outbox.publish()
+        self._shared.outbox.publish()
 
     def admit(self, key: AttemptKey) -> None:
         """As the contract; also ignores a request that is not landed."""
-        with self._lock:
-            self._require_alive()
+        with self._shared.lock:
+            self._shared.require_alive()
             self._lifecycle.admit(key)
-
-    def _reserve(self, request: EngineRequest, expires_in_s: float) -> Ticket:
-        self._info.require_servable(request)
-        if self._receiver is None:
-            raise EngineError("this engine takes no pushes")
-        token_count, transfer_id = len(request.token_ids), secrets.token_bytes(16)
-        with self._lock:
-            self._require_alive()
-            sequence = self._lifecycle.open_landing(request, transfer_id)
-        blocks = sequence.block_ids[: self._layout.block_count(token_count)]
-        try:
-            ticket = self._receiver.grant(blocks, token_count, expires_in_s, transfer_id=transfer_id)
-        except BaseException:
-            with self._lock:
-                self._lifecycle.cancel_landing(sequence, transfer_id)
-            raise
-        with self._lock:
-            aborted = sequence.done and sequence.transfer_id is not None
-        # Before the receiver knew of its transfer, so that nobody could revoke it.
-        if aborted:
-            self._receiver.revoke(transfer_id)
-            raise RequestCancelled(request.key.request_id)
-        return ticket
-
-    # What the transfers tell, on their threads.
-
-    def _on_push(self, event: PushAccepted | PushFailed) -> None:
-        with self._lock:
-            self._lifecycle.end_push(event)
-        self._outbox.publish()
-
-    def _on_landing(self, event: TransferLanded | TransferReleased) -> None:
-        with self._lock:
-            self._lifecycle.end_landing(event)
-        self._outbox.publish()
 
     # The engine thread.
 
@@ -256,28 +172,28 @@ class StepwiseEngine:
         news = False
         try:
             while True:
-                with self._lock:
-                    if self._closing:
+                with self._shared.lock:
+                    if self._shared.closing:
                         return
-                    put_count = self._outbox.put_count
+                    put_count = self._shared.outbox.put_count
                     planned = self._lifecycle.plan()
-                    news = news or self._outbox.put_count > put_count
+                    news = news or self._shared.outbox.put_count > put_count
                     if not planned and not news:
                         # Whatever makes work notifies, close() too.
-                        self._work.wait()
+                        self._shared.work.wait()
                         continue
-                self._outbox.publish()
+                self._shared.outbox.publish()
                 news = bool(planned)
                 if planned:
                     self._step(planned)
         # Whatever a step raises, SystemExit too, the state of model and cache is unknown: no request may be left
         # waiting for tokens.
         except BaseException as error:
-            self._break(repr(error))
+            self._shared.stop(repr(error))
             get_logger().exception("the engine stops", error=repr(error))
         finally:
-            if self._broken is not None:
-                self._close_transfers()
+            if self._shared.broken is not None:
+                self._transfers.close()
 
     def _step(self, planned: list[PlannedSlice]) -> None:
         advances = []
@@ -295,41 +211,15 @@ class StepwiseEngine:
             self._pushes.end_step()
         else:
             drawn = self._runner.run(batch, None)
-        with self._lock:
+        with self._shared.lock:
             computed, unwanted = self._lifecycle.apply(planned, drawn)
         # Nobody waits longer for a first token because its KV is handed over.
         if computed:
-            self._outbox.publish()
+            self._shared.outbox.publish()
         for source, first_token_id in computed:
             self._pushes.hand_over(source, first_token_id)
         for transfer_id in unwanted:
-            self._pushes.abort(transfer_id)
-
-    def _require_alive(self) -> None:
-        if self._broken is not None:
-            raise EngineError(self._broken)
-        if self._closing:
-            raise EngineError("it is closed")
-
-    def _on_listener_error(self, error: Exception) -> None:
-        self._break(f"the listener raised {error!r}")
-        get_logger().error("the engine stops: its listener raised", exc_info=error)
-
-    def _break(self, reason: str) -> None:
-        """Nothing can be trusted any more. Every request is lost, EngineStopped is the last event."""
-        with self._lock:
-            if self._broken is not None or self._closing:
-                return
-            self._outbox.close(EngineStopped(reason))
-            self._broken = reason
-            self._closing = True
-            self._work.notify()
-        self._outbox.publish()
-
-    def _close_transfers(self) -> None:
-        self._sender.close()
-        if self._receiver is not None:
-            self._receiver.close()
+            self._transfers.abort_push(transfer_id)
 
 
 def _allocated(layout: KvLayout, total_blocks: int) -> KvPool:

@@ -13,10 +13,6 @@ from kaveri.engine.contract import (
     EngineRequest,
     EngineStats,
     FirstToken,
-    KvPushed,
-    KvPushFailed,
-    Landed,
-    LandingFailed,
     Preempted,
     PrefillProgress,
     PrefillStarted,
@@ -25,16 +21,12 @@ from kaveri.engine.contract import (
     TokenStep,
 )
 from kaveri.engine.phase import Phase
-from kaveri.engine.pushes import Source, first_token_of, ticket_refusal
+from kaveri.engine.pushes import Source
 from kaveri.engine.stepwise.account import Account
 from kaveri.engine.stepwise.batch import PlannedSlice, form_step
 from kaveri.engine.stepwise.runner import Drawn, NoToken
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.engine.stopping import finish_reason
-from kaveri.errors import InvalidArgument
-from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import Ticket
 
 
 class Lifecycle:
@@ -57,8 +49,6 @@ class Lifecycle:
         self._put = put
         self._on_work = on_work
         self._account = Account(info.layout, info.total_blocks, max_batch, on_free=on_work)
-        self._push_owners: dict[bytes, Sequence] = {}
-        self._landing_owners: dict[bytes, Sequence] = {}
 
     def open_prefill(self, request: EngineRequest) -> None:
         """Takes the prompt's blocks and queues it. Raises RequestAlreadyExists and NoCapacity."""
@@ -67,90 +57,9 @@ class Lifecycle:
         sequence.source = Source(sequence.block_ids, len(request.token_ids))
         self._on_work()
 
-    def open_push(self, key: AttemptKey, ticket: Ticket) -> Sequence | None:
-        """The sequence whose push by this ticket is to begin. None: unknown key, or refused with KvPushFailed.
-
-        Raises InvalidArgument while an earlier push of the request is open.
-        """
-        sequence = self._account.prefills.get(key)
-        if sequence is None:
-            return None
-        if sequence.transfer_id is not None:
-            raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
-        assert sequence.source is not None
-        refusal = ticket_refusal(ticket, sequence.source.token_count)
-        if ticket.transfer_id in self._push_owners:
-            refusal = "the ticket is in use by another push"
-        if refusal is not None:
-            self._put(KvPushFailed(key, refusal))
-            return None
-        sequence.transfer_id = ticket.transfer_id
-        self._push_owners[ticket.transfer_id] = sequence
-        return sequence
-
-    def end_push(self, event: PushAccepted | PushFailed) -> None:
-        """A push has ended: its blocks are no longer read for it."""
-        sequence = self._push_owners.pop(event.transfer_id, None)
-        if sequence is None:
-            return
-        sequence.transfer_id = None
-        if sequence.done:
-            self._account.settle(sequence)
-        elif isinstance(event, PushAccepted):
-            self._account.end(sequence)
-            self._put(KvPushed(sequence.key, event.kv_bytes, event.transport))
-        else:
-            self._put(KvPushFailed(sequence.key, event.reason))
-
-    def open_landing(self, request: EngineRequest, transfer_id: bytes) -> Sequence:
-        """Takes the blocks of the prompt and one more token for a transfer that is granted next.
-
-        Raises RequestAlreadyExists and NoCapacity.
-        """
-        sequence = Sequence.of(request, Phase.RESERVED)
-        self._account.open_decode(sequence)
-        sequence.transfer_id = transfer_id
-        self._landing_owners[transfer_id] = sequence
-        return sequence
-
-    def cancel_landing(self, sequence: Sequence, transfer_id: bytes) -> None:
-        """The transfer could not be granted."""
-        self._landing_owners.pop(transfer_id, None)
-        sequence.transfer_id = None
-        if sequence.done:
-            self._account.settle(sequence)
-        else:
-            self._account.end(sequence)
-
-    def end_landing(self, event: TransferLanded | TransferReleased) -> None:
-        """A granted transfer has ended: nothing writes into its blocks any more."""
-        sequence = self._landing_owners.pop(event.transfer_id, None)
-        if sequence is None:
-            return
-        sequence.transfer_id = None
-        if sequence.done:
-            self._account.settle(sequence)
-            return
-        if isinstance(event, TransferLanded):
-            first_token_id = first_token_of(event.note)
-            if first_token_id is not None and first_token_id < self._info.vocab_size:
-                sequence.computed = len(sequence.token_ids)
-                sequence.token_ids.append(first_token_id)
-                sequence.draw_index += 1
-                sequence.runner_unaware = True
-                self._account.residency.land(sequence)
-                # A preempted request may take the blocks of one that is not admitted yet.
-                self._on_work()
-                self._put(Landed(sequence.key, event.kv_bytes))
-                return
-            # The sender counts it as accepted, so only this side can report the loss.
-            failure: RequestFailed | LandingFailed = RequestFailed(
-                sequence.key, "the hand-over names no token of this model"
-            )
-        else:
-            failure = LandingFailed(sequence.key, event.reason)
-        self._account.end(sequence)
-        self._put(failure)
+    def landing_blocks(self, sequence: Sequence) -> list[int]:
+        """The blocks of a reserved request that its prompt's KV lands in."""
+        return sequence.block_ids[: self._info.layout.block_count(sequence.prompt_tokens)]
 
     def adopt(self, key: AttemptKey) -> None:
         """A computed prompt without an open push becomes a landed request here. Others are ignored."""
@@ -168,16 +77,46 @@ class Lifecycle:
             self._account.residency.admit(sequence)
             self._on_work()
 
-    def abort(self, key: AttemptKey) -> tuple[bytes | None, bytes | None]:
-        """Ends the request on both sides. Returns its open push and its open landing, for the caller to end."""
-        push_id = landing_id = None
-        if (prefill := self._account.prefills.get(key)) is not None:
-            self._account.end(prefill)
-            push_id = prefill.transfer_id
-        if (decode := self._account.decodes.get(key)) is not None:
-            self._account.end(decode)
-            landing_id = decode.transfer_id
-        return push_id, landing_id
+    # For its transfers; see TransferAccount (transfers.py).
+
+    def find_prefill(self, key: AttemptKey) -> Sequence | None:
+        return self._account.prefills.get(key)
+
+    def open_decode(self, request: EngineRequest) -> Sequence:
+        """Takes the blocks of the prompt and one more token."""
+        sequence = Sequence.of(request, Phase.RESERVED)
+        self._account.open_decode(sequence)
+        return sequence
+
+    def hold(self, sequence: Sequence, transfer_id: bytes) -> None:
+        sequence.transfer_id = transfer_id
+
+    def let_go(self, sequence: Sequence) -> None:
+        sequence.transfer_id = None
+        if sequence.done:
+            self._account.settle(sequence)
+
+    def land(self, sequence: Sequence, first_token_id: int) -> str | None:
+        sequence.computed = len(sequence.token_ids)
+        sequence.token_ids.append(first_token_id)
+        sequence.draw_index += 1
+        sequence.runner_unaware = True
+        self._account.residency.land(sequence)
+        # A preempted request may take the blocks of one that is not admitted yet.
+        self._on_work()
+        return None
+
+    def end(self, sequence: Sequence) -> None:
+        self._account.end(sequence)
+
+    def abort(self, key: AttemptKey) -> tuple[Sequence | None, Sequence | None]:
+        prefill, decode = self._account.prefills.get(key), self._account.decodes.get(key)
+        for sequence in (prefill, decode):
+            if sequence is not None:
+                self._account.end(sequence)
+        return prefill, decode
+
+    # Steps.
 
     def plan(self) -> list[PlannedSlice]:
         """Forms the next step and marks its sequences; empty when there is nothing to do."""
@@ -250,8 +189,6 @@ class Lifecycle:
     def clear(self) -> None:
         """Frees the whole pool. Nothing runs and no transfer is open any more."""
         self._account.clear()
-        self._push_owners.clear()
-        self._landing_owners.clear()
 
     def stats(self) -> EngineStats:
         """See Engine.stats()."""

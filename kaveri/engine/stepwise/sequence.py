@@ -40,6 +40,10 @@ class Sequence:
     """The open transfer that reads its blocks (prefill side) or can write them (decode side)."""
     done: bool = False
     """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.token_ids)
 
     @classmethod
     def of(cls, request: EngineRequest, phase: Phase) -> "Sequence":

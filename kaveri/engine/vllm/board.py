@@ -1,90 +1,101 @@
-"""What the threads of a vLLM engine share, and the lock that guards it. Knows neither vLLM nor transfers."""
+"""What the threads of a vLLM engine share beside the lock: its requests, and what the engine thread is to do next."""
 
-import threading
+import itertools
 from concurrent.futures import Future
-from typing import Any
 
-from kaveri.engine.contract import EngineStopped
-from kaveri.engine.outbox import Outbox
+from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.phase import Phase
+from kaveri.engine.shared import Shared
 from kaveri.engine.vllm.account import Account
 from kaveri.engine.vllm.hosted import Hosted
-from kaveri.errors import EngineError
-from kaveri.telemetry.logs import get_logger
+from kaveri.kv.layout.layout import KvLayout
+
+_NUMBERS = itertools.count()
+"""Of all engines of the process, as vLLM's logits processors are the process's."""
 
 
-class Board:
-    """Everything here is read and changed with `lock` held, which is for microseconds: neither vLLM nor the transfers
-    nor the listener are called meanwhile. Methods that say so take it themselves.
+class Board(Shared):
+    """Methods are called with the lock held, unless they say otherwise. Also a TransferAccount (transfers.py)."""
 
-    Events are put in the outbox under the lock, so their order is the order in which things happened, and whoever put
-    one there publishes it after letting the lock go.
-    """
-
-    def __init__(self, total_blocks: int) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, layout: KvLayout, max_model_len: int, total_blocks: int) -> None:
+        super().__init__()
         self.account = Account(total_blocks)
-        self.outbox = Outbox(self._on_listener_error)
         self.added: list[Hosted] = []
         """Requests that vLLM has not been told of."""
         self.checks: list[Future[None]] = []
-        """Who waits for a check of integrity."""
+        """Integrity checks that the engine thread is asked for."""
         self.woken = False
         """Something is new for the engine thread."""
-        self.closing = False
-        self.broken: str | None = None
-        """Why nothing can be trusted any more."""
-        self.work = threading.Condition(self.lock)
-        """What the engine thread sleeps on."""
+        self._layout = layout
+        self._max_model_len = max_model_len
 
-    def open(self, hosted: Hosted) -> None:
-        """Takes a new request. Raises RequestAlreadyExists and NoCapacity, and EngineError once the engine has
+    def open_prefill(self, request: EngineRequest) -> None:
+        """Takes a new prompt. Raises RequestAlreadyExists and NoCapacity, and EngineError once the engine has
         stopped."""
         self.require_alive()
-        self.account.open(hosted)
-        self.added.append(hosted)
-        self.wake()
+        self._open(Hosted.prefill(f"kaveri-{next(_NUMBERS)}", request, self._layout))
 
-    def end(self, hosted: Hosted) -> None:
-        """The request is done: nothing more is heard of it."""
-        self.account.end(hosted)
-        self.wake()
+    def adopt(self, key: AttemptKey) -> None:
+        """A computed prompt without an open push becomes a landed request. Others are ignored."""
+        self.require_alive()
+        hosted = self.account.prefills.get(key)
+        if hosted is not None and hosted.phase is Phase.COMPUTED and hosted.transfer_id is None:
+            self.account.adopt(hosted)
+            hosted.claim_next(self._layout.block_tokens)
+            self.wake()
+
+    def admit(self, key: AttemptKey) -> None:
+        """A landed request may run. Others are ignored."""
+        self.require_alive()
+        hosted = self.account.decodes.get(key)
+        if hosted is not None and hosted.phase is Phase.LANDED:
+            hosted.phase = Phase.WAITING
+            self.account.waiting.append(hosted)
+            self.wake()
 
     def wake(self) -> None:
         """The engine thread has something to do."""
         self.woken = True
         self.work.notify()
 
-    def require_alive(self) -> None:
-        """Raises EngineError once the engine has stopped."""
-        if self.broken is not None:
-            raise EngineError(self.broken)
-        if self.closing:
-            raise EngineError("it is closed")
+    # For transfers; see TransferAccount.
 
-    def stop(self, reason: str) -> None:
-        """The engine is broken: every request is lost, and EngineStopped is the last event. Takes the lock."""
-        with self.lock:
-            if self.broken is not None or self.closing:
-                return
-            self.outbox.close(EngineStopped(reason))
-            self.broken = reason
-            self.closing = True
+    def find_prefill(self, key: AttemptKey) -> Hosted | None:
+        return self.account.prefills.get(key)
+
+    def open_decode(self, request: EngineRequest) -> Hosted:
+        hosted = Hosted.decode(f"kaveri-{next(_NUMBERS)}", request, self._layout)
+        self._open(hosted)
+        return hosted
+
+    def hold(self, hosted: Hosted, transfer_id: bytes) -> None:
+        hosted.transfer_id = transfer_id
+
+    def let_go(self, hosted: Hosted) -> None:
+        hosted.transfer_id = None
+        if hosted.done:
             self.wake()
-        self.outbox.publish()
-        self.fail_waiting(reason)
 
-    def fail_waiting(self, reason: str) -> None:
-        """Whoever waits for a ticket or a check waits no longer. Takes the lock."""
-        with self.lock:
-            waiting: list[Future[Any]] = [*self.checks]
-            self.checks.clear()
-            for hosted in self.account.decodes.values():
-                if hosted.granted is not None:
-                    waiting.append(hosted.granted)
-                    hosted.granted = None
-        for future in waiting:
-            future.set_exception(EngineError(reason))
+    def land(self, hosted: Hosted, first_token_id: int) -> str | None:
+        if not hosted.goes_on(self._max_model_len):
+            return f"no room behind {self._max_model_len} tokens"
+        hosted.computed = len(hosted.token_ids)
+        hosted.draw(first_token_id)
+        hosted.phase = Phase.LANDED
+        return None
 
-    def _on_listener_error(self, error: Exception) -> None:
-        self.stop(f"the listener raised {error!r}")
-        get_logger().error("the engine stops: its listener raised", exc_info=error)
+    def end(self, hosted: Hosted) -> None:
+        self.account.end(hosted)
+        self.wake()
+
+    def abort(self, key: AttemptKey) -> tuple[Hosted | None, Hosted | None]:
+        prefill, decode = self.account.prefills.get(key), self.account.decodes.get(key)
+        for hosted in (prefill, decode):
+            if hosted is not None:
+                self.end(hosted)
+        return prefill, decode
+
+    def _open(self, hosted: Hosted) -> None:
+        self.account.open(hosted)
+        self.added.append(hosted)
+        self.wake()

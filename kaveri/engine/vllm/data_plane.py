@@ -5,14 +5,14 @@ blocks can be touched any more.
 """
 
 import os
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
 from kaveri.engine.vllm.rank import Rank
-from kaveri.engine.vllm.rank_plane import RankEvent, RankGranted, RankSetup
+from kaveri.engine.vllm.rank_plane import RankSetup
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
@@ -21,18 +21,8 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """Every rank takes the transfer: the ticket may be given away."""
-
-    ticket: Ticket
-
-
-DataPlaneEvent = Granted | PushAccepted | PushFailed | TransferLanded | TransferReleased
-
-
 class DataPlane:
-    """Safe to use from any thread. No call but close() waits for a rank in another process.
+    """A KvPlane. No call but close() waits for a rank in another process.
 
     setup: for all ranks; each listens at an address of its own (rank_endpoint). listener: called on any thread, and
     within the call to grant() or open_push(), too. on_lost: a rank is gone, and all is lost with it.
@@ -43,14 +33,13 @@ class DataPlane:
         self,
         ranks: Sequence[Rank],
         setup: RankSetup,
-        listener: Callable[[DataPlaneEvent], None],
+        listener: PlaneListener,
         on_lost: Callable[[str], None],
     ) -> None:
         self.layout = ranks[0].layout
         assert len(ranks) == self.layout.tensor_ranks, f"{len(ranks)} ranks of {self.layout}"
         assert all(rank.layout == self.layout for rank in ranks), "the ranks are of unlike engines"
         self._ranks = tuple(ranks)
-        self._epoch = setup.epoch
         self._listener = listener
         self._on_lost = on_lost
         self._lock = threading.Lock()
@@ -65,58 +54,33 @@ class DataPlane:
         except BaseException:
             self.close()
             raise
-        self._endpoints = tuple(endpoints)
+        self._endpoints = tuple(endpoints) if setup.listen else ()
 
     @property
-    def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Where KV is taken, rank by rank."""
-        return tuple(endpoint for of_rank in self._endpoints for endpoint in of_rank)
+    def endpoints(self) -> tuple[tuple[KvEndpoint, ...], ...]:
+        return self._endpoints
 
-    @property
-    def listens(self) -> bool:
-        """Whether pushes are taken at all."""
-        return bool(self.endpoints)
+    def require_fit(self, ticket: Ticket) -> None:
+        self.layout.require_same(ticket.layout)
+        ticket.of_ranks()
 
-    def grant(
-        self, transfer_id: bytes, block_ids: Sequence[int], token_count: int, expires_in_s: float, first_block: int
-    ) -> None:
-        """Leases the blocks, in every rank, to one transfer: Granted follows, and then TransferLanded or
-        TransferReleased; or the latter alone."""
-        alone = len(self._ranks) == 1
-        ticket = Ticket(
-            transfer_id=transfer_id,
-            secret=secrets.token_bytes(16),
-            epoch=self._epoch,
-            endpoints=self._endpoints[0] if alone else (),
-            block_ids=tuple(block_ids),
-            token_count=token_count,
-            expires_in_s=expires_in_s,
-            layout=self.layout,
-            first_block=first_block,
-            parts=() if alone else self._endpoints,
-        )
+    def grant(self, ticket: Ticket) -> None:
         self._open(self._landings, ticket)
         for rank, own in zip(self._ranks, ticket.of_ranks(), strict=True):
             rank.grant(own)
-        self._give_up_rest(self._landings, transfer_id)
+        self._give_up_rest(self._landings, ticket.transfer_id)
 
     def revoke(self, transfer_id: bytes) -> None:
-        """The transfer is not wanted any more: TransferReleased follows, unless it has landed."""
         for rank in self._ranks:
             rank.revoke(transfer_id)
 
     def open_push(self, number: str, ticket: Ticket) -> None:
-        """Begins to push a prompt. PushAccepted or PushFailed follows. Raises LayoutMismatch and InvalidArgument for a
-        ticket of another layout."""
-        self.layout.require_same(ticket.layout)
-        tickets = ticket.of_ranks()
         self._open(self._pushes, ticket)
-        for rank, own in zip(self._ranks, tickets, strict=True):
+        for rank, own in zip(self._ranks, ticket.of_ranks(), strict=True):
             rank.open_push(number, own)
         self._give_up_rest(self._pushes, ticket.transfer_id)
 
     def abort_push(self, transfer_id: bytes) -> None:
-        """Gives a push up: PushFailed follows, unless it was accepted. Behind open_push(), never before it."""
         for rank in self._ranks:
             rank.abort_push(transfer_id)
 
@@ -131,14 +95,12 @@ class DataPlane:
             rank.forget(number)
 
     def flow(self) -> KvFlow:
-        """What is under way, over all ranks."""
         flows = [rank.flow() for rank in self._ranks]
         return KvFlow(
             SenderFlow.total(flow.sending for flow in flows), ReceiverFlow.total(flow.receiving for flow in flows)
         )
 
     def close(self) -> None:
-        """Ends all transfers. Idempotent."""
         for rank in self._ranks:
             rank.detach()
 
@@ -147,18 +109,18 @@ class DataPlane:
         with self._lock:
             table[ticket.transfer_id] = _Spread(ticket, set(numbers), set(numbers))
 
-    def _on_rank(self, number: int, event: RankEvent) -> None:
+    def _on_rank(self, number: int, event: PlaneEvent) -> None:
         table = self._pushes if isinstance(event, PushAccepted | PushFailed) else self._landings
-        told: DataPlaneEvent | None = None
+        told: PlaneEvent | None = None
         failed = False
         with self._lock:
             spread = table.get(event.transfer_id)
             if spread is None:
                 return
-            if isinstance(event, RankGranted):
+            if isinstance(event, Granted):
                 spread.ungranted.discard(number)
                 if not spread.ungranted and spread.failure is None:
-                    told = Granted(spread.ticket)
+                    told = event
             else:
                 failed = spread.end(number, event)
                 if not spread.left:
@@ -216,7 +178,7 @@ class _Spread:
             self.notes.add(event.note)
         return False
 
-    def outcome(self, last: RankEvent) -> DataPlaneEvent:
+    def outcome(self, last: PlaneEvent) -> PlaneEvent:
         """What became of it, when it has ended in every rank."""
         transfer_id = self.ticket.transfer_id
         if isinstance(last, PushAccepted | PushFailed):

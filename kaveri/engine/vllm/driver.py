@@ -4,7 +4,7 @@ The only one that calls vLLM. Within a step vLLM's scheduler calls back, through
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from kaveri.engine.contract import (
 from kaveri.engine.phase import Phase
 from kaveri.engine.stepwise.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
+from kaveri.engine.transfers import Transfers
 from kaveri.engine.vllm.board import Board
 from kaveri.engine.vllm.connector_scheduler import Advance, Placement
 from kaveri.engine.vllm.data_plane import DataPlane
@@ -30,7 +31,7 @@ from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.hosted import Hosted
 from kaveri.engine.vllm.orders import Chunk
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
-from kaveri.errors import EngineError, KaveriError, NoCapacity
+from kaveri.errors import NoCapacity
 from kaveri.telemetry.logs import get_logger
 
 _STALLED_S = 0.05
@@ -41,21 +42,16 @@ _UNKNOWN = 0
 
 
 class Driver:
-    """A Desk, and the thread that it is called on.
-
-    grant: called with every request that was placed and the first of its blocks that it lacks, within the step that has
-    placed it. on_broken: called when a step has failed.
-    """
+    """A Desk, and the thread that it is called on."""
 
     def __init__(
         self,
         board: Board,
         host: Host,
         plane: DataPlane,
+        transfers: Transfers[Hosted],
         info: EngineInfo,
         max_batch: int,
-        grant: Callable[[Hosted, int], None],
-        on_broken: Callable[[], None],
     ) -> None:
         self.thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
         self._board = board
@@ -63,27 +59,13 @@ class Driver:
         self._outbox = board.outbox
         self._host = host
         self._plane = plane
+        self._transfers = transfers
         self._info = info
         self._max_batch = max_batch
-        self._grant = grant
-        self._on_broken = on_broken
         # Whom the step under way computes.
         self._advances: Sequence[Advance] = ()
         # Whether nothing came of the last step.
         self._stalled = False
-
-    def refuse(self, hosted: Hosted, error: KaveriError) -> None:
-        """Ends a request that vLLM or the receiver does not take, and tells whoever waits for it."""
-        with self._board.lock:
-            if hosted.done:
-                return
-            granted, hosted.granted = hosted.granted, None
-            if granted is None:
-                self._outbox.put(RequestFailed(hosted.key, str(error)))
-            self._board.end(hosted)
-        if granted is not None:
-            granted.set_exception(error)
-        self._outbox.publish()
 
     def check(self) -> None:
         """Asserts that vLLM's blocks and the account agree. Between steps: on the engine thread, or when it is not
@@ -141,7 +123,7 @@ class Driver:
         for transfer_id in unwanted:
             self._plane.abort_push(transfer_id)
         for placement in placements:
-            self._grant(placement.hosted, placement.first_block)
+            self._transfers.grant(placement.hosted, placement.hosted.landing_blocks, placement.first_block)
         self._advances = advances
         # A request that has begun says so before the step that begins it is computed.
         self._outbox.publish()
@@ -160,7 +142,6 @@ class Driver:
     # The thread.
 
     def _loop(self) -> None:
-        checks: list[Future[None]] = []
         try:
             while True:
                 with self._board.lock:
@@ -178,12 +159,9 @@ class Driver:
         except BaseException as error:
             self._board.stop(repr(error))
             get_logger().exception("the engine stops", error=repr(error))
-            for check in checks:
-                if not check.done():
-                    check.set_exception(EngineError(repr(error)))
         finally:
             if self._board.broken is not None:
-                self._on_broken()
+                self._transfers.close()
 
     def _sleep(self, stalled: bool) -> None:
         """Returns when there is something to do. With the lock held."""
@@ -214,7 +192,7 @@ class Driver:
         # Nothing waits for room inside vLLM: it would be granted when nobody wants it any more.
         for hosted in added:
             if hosted.by_transfer and not hosted.placed and not hosted.done:
-                self.refuse(hosted, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
+                self._transfers.refuse(hosted, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
         return reporting or advanced or bool(added)
 
     def _add(self, hosted: Hosted) -> None:
@@ -236,7 +214,7 @@ class Driver:
         try:
             self._host.add(hosted.number, token_ids, params, is_prefill=hosted.is_prefill)
         except Exception as error:  # vLLM has no one class for what it refuses
-            self.refuse(hosted, refusal_of(error))
+            self._transfers.refuse(hosted, refusal_of(error))
 
     def _release_ended(self) -> None:
         """Has vLLM end what we have ended, and take back the blocks that no transfer can touch any more."""
@@ -416,9 +394,16 @@ class Driver:
         )
 
     def _answer(self, check: "Future[None]") -> None:
+        failure: AssertionError | None = None
         try:
             self.check()
         except AssertionError as error:
-            check.set_exception(error)
+            failure = error
+        with self._board.lock:
+            if check not in self._board.promises:
+                return
+            self._board.promises.remove(check)
+        if failure is not None:
+            check.set_exception(failure)
         else:
             check.set_result(None)

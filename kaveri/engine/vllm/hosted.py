@@ -1,15 +1,12 @@
 """One request inside the vLLM engine: what we know of it beside what vLLM knows. No I/O, no locks."""
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.engine.contract import AttemptKey, EngineRequest
 from kaveri.engine.phase import Phase
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.transfer.ticket import Ticket
 
 
 @dataclass(eq=False, slots=True)
@@ -40,10 +37,6 @@ class Hosted:
     """Its blocks may be pushed. Prefill side only."""
     transfer_id: bytes | None = None
     """The open transfer that reads its blocks (prefill side) or can write them (decode side)."""
-    granted: "Future[Ticket] | None" = None
-    """Decode side, until the ticket is granted or refused."""
-    expires_at_s: float = 0.0
-    """By time.monotonic(); of the ticket."""
     done: bool = False
     """Ended. vLLM frees its blocks as soon as no transfer can touch them."""
 
@@ -76,14 +69,10 @@ class Hosted:
         return hosted
 
     @classmethod
-    def decode(
-        cls, number: str, request: EngineRequest, layout: KvLayout, expires_in_s: float, granted: "Future[Ticket]"
-    ) -> "Hosted":
+    def decode(cls, number: str, request: EngineRequest, layout: KvLayout) -> "Hosted":
         """A prompt whose KV is to be brought by a transfer."""
         hosted = cls._of(number, request, Phase.RESERVED, layout.block_count(len(request.token_ids) + 1))
         hosted.by_transfer = True
-        hosted.granted = granted
-        hosted.expires_at_s = time.monotonic() + expires_in_s
         return hosted
 
     @classmethod
@@ -94,6 +83,16 @@ class Hosted:
     def key(self) -> AttemptKey:
         """What the service calls it."""
         return self.request.key
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens whose KV a transfer of it moves."""
+        return len(self.request.token_ids)
+
+    @property
+    def source(self) -> str:
+        """What the ranks know its blocks by."""
+        return self.number
 
     @property
     def is_prefill(self) -> bool:

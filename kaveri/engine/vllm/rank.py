@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from kaveri.engine.vllm.rank_plane import RankEvent, RankPlane, RankSetup
+from kaveri.engine.kv_plane import PlaneEvent
+from kaveri.engine.vllm.rank_plane import RankPlane, RankSetup
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -11,7 +12,7 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 if TYPE_CHECKING:
     from kaveri.engine.vllm.connector_worker import WorkerSide
 
-RankListener = Callable[[RankEvent], None]
+RankListener = Callable[[PlaneEvent], None]
 LostListener = Callable[[str], None]
 """Called at most once, with the reason: the rank is gone, and nothing more is heard of it."""
 

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kaveri.engine.pushes import Pushes, Source
+from kaveri.engine.kv_plane import PlaneListener, PoolPlane
+from kaveri.engine.pushes import Source
 from kaveri.engine.vllm.orders import Chunk
-from kaveri.errors import KaveriError
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
-from kaveri.kv.transfer.receiver import CREDIT_BYTES, KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.receiver import CREDIT_BYTES, KvReceiver
+from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
@@ -35,23 +35,13 @@ class RankSetup:
     """Of the engine's process, for a rank that has a process of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankGranted:
-    """The rank takes this transfer from now on."""
-
-    transfer_id: bytes
-
-
-RankEvent = RankGranted | PushAccepted | PushFailed | TransferLanded | TransferReleased
-
-
 class RankPlane:
     """Safe to use from any thread, but for the calls about a step, which are those of the thread that computes.
 
     listener: called on any thread, and within grant() and open_push(), too. Raises ConfigError when it cannot listen.
     """
 
-    def __init__(self, pool: KvPool, setup: RankSetup, listener: Callable[[RankEvent], None]) -> None:
+    def __init__(self, pool: KvPool, setup: RankSetup, listener: PlaneListener) -> None:
         self._listener = listener
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
@@ -59,9 +49,9 @@ class RankPlane:
         self._in_step: list[tuple[Source, int]] = []
         self._block_tokens = pool.layout.block_tokens
         transports = setup.transports() if setup.transports is not None else make_transports()
-        self._receiver: KvReceiver | None = None
+        receiver: KvReceiver | None = None
         if setup.listen:
-            self._receiver = KvReceiver(
+            receiver = KvReceiver(
                 pool,
                 listener,
                 listen=setup.listen,
@@ -69,46 +59,29 @@ class RankPlane:
                 transports=transports,
                 credit_bytes=setup.credit_bytes,
             )
-        self._sender = KvSender(pool, listener, transports=transports)
-        self._pushes = Pushes(self._sender, pool.layout)
+        self._kv = PoolPlane(pool.layout, KvSender(pool, listener, transports=transports), receiver, listener)
+        self._pushes = self._kv.pushes
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
         """Where it takes pushes, best first."""
-        return self._receiver.endpoints if self._receiver is not None else ()
+        return next(iter(self._kv.endpoints), ())
 
     def grant(self, ticket: Ticket) -> None:
-        """Leases the ticket's blocks to its transfer. RankGranted or TransferReleased follows."""
-        assert self._receiver is not None, "only a rank that listens is asked"
-        try:
-            self._receiver.grant(
-                ticket.block_ids,
-                ticket.token_count,
-                ticket.expires_in_s,
-                first_block=ticket.first_block,
-                transfer_id=ticket.transfer_id,
-                secret=ticket.secret,
-            )
-        except KaveriError as error:
-            self._listener(TransferReleased(ticket.transfer_id, str(error)))
-        else:
-            self._listener(RankGranted(ticket.transfer_id))
+        """See KvPlane."""
+        self._kv.grant(ticket)
 
     def revoke(self, transfer_id: bytes) -> None:
-        """As KvReceiver.revoke."""
-        if self._receiver is not None:
-            self._receiver.revoke(transfer_id)
+        """See KvPlane."""
+        self._kv.revoke(transfer_id)
 
     def open_push(self, number: str, ticket: Ticket) -> None:
-        """Begins to push a prompt. PushAccepted or PushFailed follows."""
-        try:
-            self._pushes.open(self._source(number, ticket.token_count), ticket)
-        except KaveriError as error:
-            self._listener(PushFailed(ticket.transfer_id, str(error)))
+        """See KvPlane."""
+        self._kv.open_push(self._source(number, ticket.token_count), ticket)
 
     def abort_push(self, transfer_id: bytes) -> None:
-        """As Pushes.abort."""
-        self._pushes.abort(transfer_id)
+        """See KvPlane."""
+        self._kv.abort_push(transfer_id)
 
     def hand_over(self, number: str, first_token_id: int) -> None:
         """A prompt is computed, behind its last step, and its first token drawn."""
@@ -124,14 +97,11 @@ class RankPlane:
 
     def flow(self) -> KvFlow:
         """What is under way."""
-        receiving = self._receiver.flow() if self._receiver is not None else ReceiverFlow()
-        return KvFlow(self._sender.flow(), receiving)
+        return self._kv.flow()
 
     def close(self) -> None:
         """Ends all transfers; see KvSender.close and KvReceiver.close."""
-        self._sender.close()
-        if self._receiver is not None:
-            self._receiver.close()
+        self._kv.close()
 
     # What the step under way does.
 

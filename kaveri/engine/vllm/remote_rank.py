@@ -15,8 +15,9 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kaveri.engine.kv_plane import PlaneEvent
 from kaveri.engine.vllm.rank import LostListener, RankListener
-from kaveri.engine.vllm.rank_plane import RankEvent, RankSetup
+from kaveri.engine.vllm.rank_plane import RankSetup
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
@@ -203,7 +204,7 @@ class RemoteRank:
             self._writer.join()
             self._connection.close()
 
-    def _tell(self, event: RankEvent) -> None:
+    def _tell(self, event: PlaneEvent) -> None:
         if (listener := self._listener) is not None:
             listener(event)
 

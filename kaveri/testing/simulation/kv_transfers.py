@@ -8,7 +8,6 @@ that it writes no more, or until its connection is gone.
 import asyncio
 import contextvars
 import enum
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -241,14 +240,12 @@ class SimulatedReceiver:
         memory: KvMemory,
         layout: KvLayout,
         wire: KvWire,
-        rng: random.Random,
         epoch: int,
         listener: Callable[[TransferLanded | TransferReleased], None],
     ) -> None:
         self._memory = memory
         self._layout = layout
         self._wire = wire
-        self._rng = rng
         self._epoch = epoch
         self._listener = listener
         self._context = contextvars.copy_context()
@@ -261,18 +258,28 @@ class SimulatedReceiver:
         """Where it takes pushes."""
         return (KvEndpoint(TRANSPORT, self._address),)
 
-    def grant(self, transfer_id: bytes, block_ids: Sequence[int], token_count: int, expires_in_s: float) -> Ticket:
+    def grant(
+        self,
+        block_ids: Sequence[int],
+        token_count: int,
+        expires_in_s: float,
+        *,
+        first_block: int,
+        transfer_id: bytes,
+        secret: bytes,
+    ) -> Ticket:
         """Leases the blocks to one transfer, until the listener hears that it has landed or was released."""
         loop = asyncio.get_running_loop()
         ticket = Ticket(
             transfer_id=transfer_id,
-            secret=self._rng.randbytes(16),
+            secret=secret,
             epoch=self._epoch,
             endpoints=self.endpoints,
             block_ids=tuple(block_ids),
             token_count=token_count,
             expires_in_s=expires_in_s,
             layout=self._layout,
+            first_block=first_block,
         )
         expire = partial(self._stop, transfer_id, "the ticket expired")
         expiry = loop.call_later(expires_in_s, expire, context=self._context)

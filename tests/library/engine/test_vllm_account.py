@@ -1,7 +1,5 @@
 """Which requests hold or are promised vLLM's blocks, and which are in its running batch. None of it needs vLLM."""
 
-from concurrent.futures import Future
-
 import pytest
 
 from kaveri.domain.sampling import SamplingParams
@@ -24,7 +22,7 @@ def _prefill(name: str, prompt_tokens: int) -> Hosted:
 
 
 def _decode(name: str, prompt_tokens: int) -> Hosted:
-    return Hosted.decode(name, _request(name, prompt_tokens), _LAYOUT, 60.0, Future())
+    return Hosted.decode(name, _request(name, prompt_tokens), _LAYOUT)
 
 
 def _admitted(account: Account, name: str) -> Hosted:

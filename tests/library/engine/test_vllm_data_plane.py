@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kaveri.engine.kv_plane import Granted, PlaneEvent
 from kaveri.engine.vllm import remote_rank
-from kaveri.engine.vllm.data_plane import DataPlane, DataPlaneEvent, Granted
+from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.orders import Chunk
 from kaveri.engine.vllm.rank import LocalRank, Rank
 from kaveri.engine.vllm.rank_plane import RankSetup
@@ -47,8 +48,9 @@ class Instance:
     """Ranks, their data plane, and what it told."""
 
     def __init__(self, ranks: Sequence[Rank], listen: Sequence[KvEndpoint] = (), epoch: int = 1) -> None:
-        self.events: queue.Queue[DataPlaneEvent] = queue.Queue()
+        self.events: queue.Queue[PlaneEvent] = queue.Queue()
         self.lost: queue.Queue[str] = queue.Queue()
+        self.epoch = epoch
         setup = RankSetup(tuple(listen), partial(make_transports, ("shm", "tcp")), epoch)
         self.plane = DataPlane(ranks, setup, self.events.put, self.lost.put)
 
@@ -57,11 +59,23 @@ class Instance:
         return self.events.get(timeout=SOON_S)
 
     def grant(self, block_ids: Sequence[int], expires_in_s: float = 60.0) -> Ticket:
-        transfer_id = random.Random(str(block_ids)).randbytes(16)
-        self.plane.grant(transfer_id, block_ids, TOKENS, expires_in_s, 0)
-        granted = self.next()
-        assert isinstance(granted, Granted)
-        return granted.ticket
+        ticket = self.ticket(random.Random(str(block_ids)).randbytes(16), block_ids, expires_in_s)
+        self.plane.grant(ticket)
+        assert self.next() == Granted(ticket.transfer_id)
+        return ticket
+
+    def ticket(self, transfer_id: bytes, block_ids: Sequence[int], expires_in_s: float) -> Ticket:
+        return Ticket(
+            transfer_id=transfer_id,
+            secret=b"s" * 16,
+            epoch=self.epoch,
+            endpoints=(),
+            block_ids=tuple(block_ids),
+            token_count=TOKENS,
+            expires_in_s=expires_in_s,
+            layout=LAYOUT,
+            parts=self.plane.endpoints,
+        )
 
     def told_nothing(self) -> bool:
         return self.events.empty()
@@ -168,7 +182,7 @@ def test_a_push_that_is_aborted_ends_in_every_rank(pair: Pair) -> None:
 
 
 def test_a_ticket_that_runs_out_is_told_of_once(pair: Pair) -> None:
-    pair.receiving.plane.grant(b"t" * 16, [5, 1, 6], TOKENS, 0.01, 0)
+    pair.receiving.plane.grant(pair.receiving.ticket(b"t" * 16, [5, 1, 6], 0.01))
     told = [pair.receiving.next()]
     if isinstance(told[0], Granted):
         # It may have expired in the one rank before it was granted in the other.
@@ -194,13 +208,13 @@ def test_a_ticket_of_other_ranks_is_refused_before_a_byte_moves(
 ) -> None:
     ticket = change(pair.receiving.grant([5, 1, 6]))
     with pytest.raises(raised, match=named):
-        pair.sending.plane.open_push("r", ticket)
+        pair.sending.plane.require_fit(ticket)
     assert pair.sending.plane.flow().sending.peers == ()
 
 
 def test_a_closed_rank_grants_nothing_and_nobody_keeps_waiting(pair: Pair) -> None:
     pair.targets[1].plane.close()
-    pair.receiving.plane.grant(b"t" * 16, [0, 1, 2], TOKENS, 60.0, 0)
+    pair.receiving.plane.grant(pair.receiving.ticket(b"t" * 16, [0, 1, 2], 60.0))
     released = pair.receiving.next()
     assert isinstance(released, TransferReleased)
     assert released.reason.startswith("rank 1")

@@ -1,0 +1,78 @@
+"""What the threads of an engine share, and the lock that guards it. Knows no request and no transfer."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from kaveri.engine.contract import EngineStopped
+from kaveri.engine.outbox import Outbox
+from kaveri.errors import EngineError
+from kaveri.telemetry.logs import get_logger
+
+
+class Shared:
+    """`lock` is held for microseconds: no model, transfer, listener or future is called meanwhile.
+
+    Events are put in the outbox under the lock, so their order is the order in which things happened. The thread that
+    put one publishes it after releasing the lock.
+
+    on_stopped: called once, without the lock, when the engine has stopped by itself.
+    """
+
+    def __init__(self, on_stopped: Callable[[], None] = lambda: None) -> None:
+        self.lock = threading.Lock()
+        self.work = threading.Condition(self.lock)
+        """What the engine thread sleeps on."""
+        self.outbox = Outbox(self._on_listener_error)
+        self.promises: set[Future[Any]] = set()
+        """Futures that a caller waits for. The thread that removes one, under the lock, sets its outcome."""
+        self.closing = False
+        self.broken: str | None = None
+        """Why the engine has stopped by itself."""
+        self._on_stopped = on_stopped
+
+    def promise(self) -> "Future[Any]":
+        """A new future that the caller cannot cancel. Under the lock."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        self.promises.add(future)
+        return future
+
+    def require_alive(self) -> None:
+        """Raises EngineError once the engine has stopped. Under the lock."""
+        if self.broken is not None:
+            raise EngineError(self.broken)
+        if self.closing:
+            raise EngineError("it is closed")
+
+    def close(self) -> None:
+        """No event follows, and the engine thread ends. Takes the lock."""
+        with self.lock:
+            self.closing = True
+            self.outbox.close()
+            self.work.notify()
+
+    def stop(self, reason: str) -> None:
+        """The engine is broken: every request is lost, and EngineStopped is the last event. Takes the lock."""
+        with self.lock:
+            if self.broken is not None or self.closing:
+                return
+            self.outbox.close(EngineStopped(reason))
+            self.broken = reason
+            self.closing = True
+            self.work.notify()
+        self.outbox.publish()
+        self.fail_promises(reason)
+        self._on_stopped()
+
+    def fail_promises(self, reason: str) -> None:
+        """Every future that a caller waits for fails with EngineError. Takes the lock."""
+        with self.lock:
+            promises, self.promises = self.promises, set()
+        for future in promises:
+            future.set_exception(EngineError(reason))
+
+    def _on_listener_error(self, error: Exception) -> None:
+        self.stop(f"the listener raised {error!r}")
+        get_logger().error("the engine stops: its listener raised", exc_info=error)

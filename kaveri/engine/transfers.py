@@ -1,0 +1,333 @@
+"""The KV side of every engine: which request a transfer belongs to, tickets, and what a transfer's end means.
+
+Leaves bytes to the plane (kv_plane.py), blocks and the lives of requests to the engine's account, and calls neither
+the plane nor a future with the engine's lock held.
+
+    push_to ── plane.open_push ── PushAccepted: the request ends, KvPushed | PushFailed: KvPushFailed
+    reserve ── grant ── plane.grant ── Granted: the ticket ── TransferLanded: Landed | TransferReleased: LandingFailed
+
+A request may end while its transfer is open. Its blocks are free when the transfer has ended, too.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from kaveri.engine.contract import (
+    AttemptKey,
+    EngineInfo,
+    EngineRequest,
+    KvPushed,
+    KvPushFailed,
+    Landed,
+    LandingFailed,
+    RequestFailed,
+)
+from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent
+from kaveri.engine.pushes import first_token_of, ticket_refusal
+from kaveri.engine.shared import Shared
+from kaveri.errors import EngineError, InvalidArgument, KaveriError, RequestCancelled
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.seconds import require_seconds
+
+
+class TransferOwner(Protocol):
+    """A request, as its transfers see it. Hashed by identity."""
+
+    @property
+    def key(self) -> AttemptKey: ...
+
+    @property
+    def done(self) -> bool:
+        """Ended: no event of it follows."""
+
+    @property
+    def transfer_id(self) -> bytes | None:
+        """The open transfer that may touch its blocks; see TransferAccount.hold."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def source(self) -> Any:
+        """What the plane pushes its blocks by."""
+
+
+OwnerT = TypeVar("OwnerT", bound=TransferOwner)
+
+
+class TransferAccount(Protocol[OwnerT]):
+    """The engine's requests and their blocks. Every call is made with the engine's lock held."""
+
+    def find_prefill(self, key: AttemptKey) -> OwnerT | None:
+        """The live request of the prefill side."""
+
+    def open_decode(self, request: EngineRequest) -> OwnerT:
+        """Takes a new request of the decode side. Raises RequestAlreadyExists and NoCapacity."""
+
+    def hold(self, owner: OwnerT, transfer_id: bytes) -> None:
+        """This transfer may touch the request's blocks from now on."""
+
+    def let_go(self, owner: OwnerT) -> None:
+        """No transfer touches them any more. Those of an ended request may be reused."""
+
+    def land(self, owner: OwnerT, first_token_id: int) -> str | None:
+        """All KV of the prompt is here; prefill drew this token. Returns why the request cannot go on, if so."""
+
+    def end(self, owner: OwnerT) -> None:
+        """The request is done."""
+
+    def abort(self, key: AttemptKey) -> tuple[OwnerT | None, OwnerT | None]:
+        """Ends the request on both sides. Returns those that were live: prefill's and decode's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AwaitedTicket:
+    future: "Future[Ticket]"
+    expires_at_s: float
+
+
+class Transfers(Generic[OwnerT]):
+    """The transfers of one engine. Safe to use from any thread.
+
+    info: of the engine; its endpoints are not read. now_s, token_bytes: others where time and chance are simulated.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        shared: Shared,
+        account: TransferAccount[OwnerT],
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        token_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self._info = info
+        self._shared = shared
+        self._account = account
+        self._now_s = now_s
+        self._token_bytes = token_bytes
+        self._pushes: dict[bytes, OwnerT] = {}
+        self._landings: dict[bytes, tuple[OwnerT, Ticket]] = {}
+        self._awaited: dict[OwnerT, _AwaitedTicket] = {}
+        self._plane: KvPlane
+
+    def attach(self, plane: KvPlane) -> None:
+        """What moves the KV and tells hear() of it. Before any other call."""
+        self._plane = plane
+
+    @property
+    def endpoints(self) -> tuple[KvEndpoint, ...]:
+        """Where pushes are taken, rank by rank."""
+        return tuple(endpoint for of_rank in self._plane.endpoints for endpoint in of_rank)
+
+    def flow(self) -> KvFlow:
+        """See Engine.kv_flow()."""
+        return self._plane.flow()
+
+    def close(self) -> None:
+        """Ends all transfers; nobody waits for a ticket any more. Idempotent."""
+        self._plane.close()
+        self._shared.fail_promises("it is closed")
+
+    def forget(self) -> None:
+        """Forgets all transfers; they have ended. Under the lock."""
+        self._pushes.clear()
+        self._landings.clear()
+        self._awaited.clear()
+
+    def abort(self, key: AttemptKey) -> None:
+        """See Engine.abort()."""
+        awaited: _AwaitedTicket | None = None
+        with self._shared.lock:
+            if self._shared.closing:
+                return
+            prefill, decode = self._account.abort(key)
+            push_id = prefill.transfer_id if prefill is not None else None
+            landing_id = decode.transfer_id if decode is not None else None
+            if decode is not None:
+                awaited = self._take_awaited(decode)
+        if awaited is not None:
+            awaited.future.set_exception(RequestCancelled(key.request_id))
+        if push_id is not None:
+            self._plane.abort_push(push_id)
+        if landing_id is not None:
+            self._plane.revoke(landing_id)
+
+    # Pushes.
+
+    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+        """See PrefillEngine.push_to()."""
+        self._plane.require_fit(ticket)
+        with self._shared.lock:
+            self._shared.require_alive()
+            owner = self._account.find_prefill(key)
+            if owner is None:
+                return
+            if owner.transfer_id is not None:
+                raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the push before it has failed")
+            refusal = ticket_refusal(ticket, owner.prompt_tokens)
+            if ticket.transfer_id in self._pushes:
+                refusal = "the ticket is in use by another push"
+            if refusal is not None:
+                self._shared.outbox.put(KvPushFailed(key, refusal))
+            else:
+                self._account.hold(owner, ticket.transfer_id)
+                self._pushes[ticket.transfer_id] = owner
+        if refusal is None:
+            self._plane.open_push(owner.source, ticket)
+            with self._shared.lock:
+                ended = owner.done
+            # The abort came before the plane knew of the push, and was ignored there.
+            if ended:
+                self._plane.abort_push(ticket.transfer_id)
+        self._shared.outbox.publish()
+
+    def abort_push(self, transfer_id: bytes) -> None:
+        """Gives the push of an ended request up."""
+        self._plane.abort_push(transfer_id)
+
+    # Landings.
+
+    def reserve(self, request: EngineRequest, expires_in_s: float) -> "tuple[OwnerT | None, Future[Ticket]]":
+        """Opens a request and promises its ticket; see DecodeEngine.reserve(). grant() or refuse() is to follow.
+
+        The request is None where the future has failed.
+        """
+        try:
+            self._info.require_servable(request)
+            require_seconds("expires_in_s", expires_in_s)
+            if not self._plane.endpoints:
+                raise EngineError("this engine takes no pushes")
+            with self._shared.lock:
+                self._shared.require_alive()
+                owner = self._account.open_decode(request)
+                awaited = _AwaitedTicket(self._shared.promise(), self._now_s() + expires_in_s)
+                self._awaited[owner] = awaited
+        except KaveriError as error:
+            failed: Future[Ticket] = Future()
+            failed.set_exception(error)
+            return None, failed
+        return owner, awaited.future
+
+    def grant(self, owner: OwnerT, block_ids: Sequence[int], first_block: int = 0) -> None:
+        """Leases the blocks of a reserved request to a transfer, and makes the ticket for it."""
+        parts = self._plane.endpoints
+        with self._shared.lock:
+            awaited = self._awaited.get(owner)
+            if owner.done or awaited is None:
+                return
+            ticket = Ticket(
+                transfer_id=self._token_bytes(16),
+                secret=self._token_bytes(16),
+                epoch=self._info.epoch,
+                endpoints=parts[0] if len(parts) == 1 else (),
+                block_ids=tuple(block_ids),
+                token_count=owner.prompt_tokens,
+                expires_in_s=max(0.0, awaited.expires_at_s - self._now_s()),
+                layout=self._info.layout,
+                first_block=first_block,
+                parts=parts if len(parts) > 1 else (),
+            )
+            self._account.hold(owner, ticket.transfer_id)
+            self._landings[ticket.transfer_id] = owner, ticket
+        self._plane.grant(ticket)
+        with self._shared.lock:
+            ended = owner.done
+        # The abort came before the plane knew of the transfer, and was ignored there.
+        if ended:
+            self._plane.revoke(ticket.transfer_id)
+
+    def refuse(self, owner: OwnerT, error: KaveriError) -> None:
+        """Ends a live request of either side that cannot go on: its ticket fails with `error`, or RequestFailed."""
+        with self._shared.lock:
+            if owner.done:
+                return
+            awaited = self._take_awaited(owner)
+            if awaited is None:
+                self._shared.outbox.put(RequestFailed(owner.key, str(error)))
+            self._account.end(owner)
+        if awaited is not None:
+            awaited.future.set_exception(error)
+        self._shared.outbox.publish()
+
+    # What the plane tells.
+
+    def hear(self, event: PlaneEvent) -> None:
+        """The plane's listener."""
+        match event:
+            case Granted():
+                self._on_granted(event)
+            case PushAccepted() | PushFailed():
+                self._on_push(event)
+            case TransferLanded() | TransferReleased():
+                self._on_landing(event)
+        self._shared.outbox.publish()
+
+    def _on_granted(self, event: Granted) -> None:
+        with self._shared.lock:
+            owner, ticket = self._landings.get(event.transfer_id, (None, None))
+            awaited = self._take_awaited(owner) if owner is not None else None
+        if awaited is not None and ticket is not None:
+            awaited.future.set_result(ticket)
+
+    def _on_push(self, event: PushAccepted | PushFailed) -> None:
+        with self._shared.lock:
+            owner = self._pushes.pop(event.transfer_id, None)
+            if owner is None:
+                return
+            self._account.let_go(owner)
+            if owner.done:
+                return
+            if isinstance(event, PushAccepted):
+                self._account.end(owner)
+                self._shared.outbox.put(KvPushed(owner.key, event.kv_bytes, event.transport))
+            else:
+                self._shared.outbox.put(KvPushFailed(owner.key, event.reason))
+
+    def _on_landing(self, event: TransferLanded | TransferReleased) -> None:
+        with self._shared.lock:
+            owner, _ = self._landings.pop(event.transfer_id, (None, None))
+            if owner is None:
+                return
+            self._account.let_go(owner)
+            if owner.done:
+                return
+            awaited = self._take_awaited(owner)
+            outcome = self._landing_outcome(owner, event)
+            if awaited is not None or not isinstance(outcome, Landed):
+                self._account.end(owner)
+            if awaited is None:
+                self._shared.outbox.put(outcome)
+        if awaited is not None:
+            # The ticket was never given away.
+            reason = event.reason if isinstance(event, TransferReleased) else "it landed before it was granted"
+            awaited.future.set_exception(EngineError(f"no ticket could be granted: {reason}"))
+
+    def _landing_outcome(
+        self, owner: OwnerT, event: TransferLanded | TransferReleased
+    ) -> Landed | LandingFailed | RequestFailed:
+        """Under the lock."""
+        if isinstance(event, TransferReleased):
+            return LandingFailed(owner.key, event.reason)
+        first_token_id = first_token_of(event.note)
+        # The sender counts it as accepted, so only this side can report the loss.
+        if first_token_id is None or first_token_id >= self._info.vocab_size:
+            return RequestFailed(owner.key, "the hand-over names no token of this model")
+        if (problem := self._account.land(owner, first_token_id)) is not None:
+            return RequestFailed(owner.key, problem)
+        return Landed(owner.key, event.kv_bytes)
+
+    def _take_awaited(self, owner: OwnerT) -> _AwaitedTicket | None:
+        """Under the lock: removes the promise of a ticket, for the caller to keep. None: there is none."""
+        awaited = self._awaited.pop(owner, None)
+        if awaited is None or awaited.future not in self._shared.promises:
+            return None
+        self._shared.promises.remove(awaited.future)
+        return awaited
