@@ -1,7 +1,7 @@
 """Fits the latency model of DistServe's appendix A (arXiv 2401.09670) to measured steps. Pure.
 
-The form is that of engine/latency.py: linear in its coefficients, none of which can be negative. What counts is the
-relative error, so that short steps weigh as much as long ones.
+The form is that of kaveri/latency/model.py: linear in its coefficients, all of them at least 0. The fit minimises the
+relative error, so short steps weigh the same as long ones.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ from kaveri.latency.model import DecodeLatency, PrefillLatency
 from kaveri.latency.profile import DecodePoint, FitError, PrefillPoint
 
 FOLDS = 5
-"""Parts of the points that are left out in turn to find the error."""
+"""Folds of the cross-validation that estimates the error."""
 COEFFICIENTS = 3
-"""Of each phase; a fit and its error need more points than these."""
+"""Per phase; a fit and its error need more points than this."""
 
 Floats = npt.NDArray[np.float64]
 
 
 def fit_prefill(points: Sequence[PrefillPoint]) -> tuple[PrefillLatency, FitError]:
-    """Coefficients from all points, and how far off those are that were left out. At least COEFFICIENTS + 2 points."""
+    """Coefficients from all points, and the cross-validated error. Needs at least COEFFICIENTS + 2 points."""
     rows = [(1.0, point.tokens, point.squared_tokens) for point in points]
     (step_s, token_s, token_squared_s), error = _fit(rows, [point.times.median_s for point in points])
     return PrefillLatency(step_s=step_s, token_s=token_s, token_squared_s=token_squared_s), error
 
 
 def fit_decode(points: Sequence[DecodePoint]) -> tuple[DecodeLatency, FitError]:
-    """As fit_prefill. One set of coefficients for all batches, where DistServe's simulator has two."""
+    """As fit_prefill. One set of coefficients for all batches; DistServe's simulator has two."""
     rows = [(1.0, point.batch * point.context_tokens, point.batch) for point in points]
     (step_s, context_token_s, request_s), error = _fit(rows, [point.times.median_s for point in points])
     fitted = DecodeLatency(min_batch=1, step_s=step_s, context_token_s=context_token_s, request_s=request_s)
@@ -50,13 +50,13 @@ def predict_decode_s(fitted: DecodeLatency, point: DecodePoint) -> float:
 def nonnegative_least_squares(rows: Floats, targets: Floats) -> Floats:
     """The x >= 0 for which |rows @ x - targets| is least.
 
-    It is the plain least-squares solution on the columns where it is positive (Lawson and Hanson, Solving Least Squares
-    Problems, 1974, chapter 23), so with a few columns one can try all choices of them.
+    It equals the plain least-squares solution on the columns where it is positive (Lawson and Hanson, Solving Least
+    Squares Problems, 1974, chapter 23). With few columns, this tries all subsets of them.
 
     rows: [points, columns]. targets: [points]. Returns [columns].
     """
     columns = rows.shape[1]
-    # Columns differ by many orders of magnitude: tokens, and their squares.
+    # Columns differ by many orders of magnitude: tokens and their squares.
     scale = np.linalg.norm(rows, axis=0)
     scale[scale == 0] = 1.0
     scaled = rows / scale
@@ -77,7 +77,7 @@ def _fit(rows: Sequence[tuple[float, ...]], measured_s: Sequence[float]) -> tupl
     assert len(rows) >= COEFFICIENTS + 2, f"{len(rows)} points are too few"
     features, targets = np.array(rows, np.float64), np.array(measured_s, np.float64)
     relative, ones = features / targets[:, None], np.ones(len(targets))
-    # Interleaved, so that each part has points of all sizes.
+    # Interleaved, so each fold has points of all sizes.
     fold = np.arange(len(targets)) % min(FOLDS, len(targets))
     errors = np.zeros(len(targets))
     for left_out in np.unique(fold):

@@ -1,4 +1,4 @@
-"""The machine as far as an engine's speed depends on it."""
+"""The properties of a machine that determine an engine's speed."""
 
 import os
 import platform
@@ -9,22 +9,22 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Two equal ones can be expected to take the same time for a step."""
+    """Equal machines are expected to take the same time for a step."""
 
     cpu: str
     threads: int
-    """That a step may use."""
+    """Threads that a step may use."""
     accelerator: str
-    """Name of the GPU; empty: none is used."""
+    """Name of the GPU; empty: no GPU is used."""
 
     def __str__(self) -> str:
         return f"{self.accelerator or self.cpu}, {self.threads} {'thread' if self.threads == 1 else 'threads'}"
 
 
 def this_machine(device: str) -> Machine:
-    """device: "cpu" or "cuda[:index]", where the engine runs. Does not import torch; asks it when it is there."""
+    """device: "cpu" or "cuda[:index]", where the engine runs. Does not import torch, but asks it if it is imported."""
     torch = sys.modules.get("torch")
-    # torch reads OMP_NUM_THREADS once, and then has a number of its own.
+    # torch reads OMP_NUM_THREADS once and then keeps its own number.
     threads = torch.get_num_threads() if torch is not None else len(os.sched_getaffinity(0))
     accelerator = torch.cuda.get_device_name(device) if torch is not None and device.startswith("cuda") else ""
     return Machine(cpu=_cpu(), threads=threads, accelerator=accelerator)

@@ -1,8 +1,8 @@
-"""How long a step takes on hardware that is not here: a fitted model of it, read from a file. No clock.
+"""A fitted model of how long a step takes on some hardware, read from a file. No clock.
 
-The form is that of DistServe's appendix A (arXiv 2401.09670), as its simulator uses it: a prefill step takes a
-constant, a part per token and a part per squared length for attention; a decode step takes a constant, a part per token
-of context and a part per request. kaveri/profiling measures steps and fits the coefficients.
+The form is that of DistServe's appendix A (arXiv 2401.09670), as in its simulator: a prefill step takes a constant,
+plus a time per token, plus a time per squared length for attention; a decode step takes a constant, plus a time per
+token of context, plus a time per request. kaveri/profiling measures steps and fits the coefficients.
 """
 
 import json
@@ -25,7 +25,7 @@ class PrefillLatency:
     step_s: float
     token_s: float
     token_squared_s: float
-    """Per squared prompt length. A chunk of [start, stop) takes the share stop**2 - start**2."""
+    """Per squared prompt length. A chunk [start, stop) counts stop**2 - start**2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +40,14 @@ class DecodeLatency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel:
-    """One model on one kind of hardware."""
+    """One model on one type of hardware."""
 
     name: str
     source: str
-    """Where the coefficients come from."""
+    """The origin of the coefficients."""
     prefill: PrefillLatency
     decode: tuple[DecodeLatency, ...]
-    """By rising min_batch, the first from 1."""
+    """In ascending order of min_batch; the first has min_batch 1."""
 
     def step_s(self, spans: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step. If it mixes chunks and decodes, only the larger constant counts: weights are read once.
@@ -73,12 +73,12 @@ class LatencyModel:
 
 
 def bundled_latency_models() -> tuple[str, ...]:
-    """The names that load_latency_model knows without a file."""
+    """The names of the bundled models."""
     return tuple(sorted(path.stem for path in _BUNDLED.glob("*.json")))
 
 
 def load_latency_model(name_or_file: str) -> LatencyModel:
-    """A bundled model by its name, else a JSON file of the same form or a profile. Raises ConfigError."""
+    """Loads a bundled model by its name, or a JSON file of the same form, or a profile. Raises ConfigError."""
     if name_or_file in bundled_latency_models():
         path = _BUNDLED / f"{name_or_file}.json"
     else:
@@ -88,7 +88,7 @@ def load_latency_model(name_or_file: str) -> LatencyModel:
         raise ConfigError("latency_model", f"is {name_or_file!r}, which is no file and none of: {known}")
     try:
         document = json.loads(path.read_text())
-        # A profile (kaveri/latency/profile.py) holds a latency model beside all else that was measured.
+        # A profile (kaveri/latency/profile.py) contains a latency model.
         if isinstance(document, dict) and "latency_model" in document:
             document = document["latency_model"]
         return parse_latency_model(document)
@@ -97,7 +97,7 @@ def load_latency_model(name_or_file: str) -> LatencyModel:
 
 
 def parse_latency_model(document: object) -> LatencyModel:
-    """What json.loads has made of a latency model. Raises ValueError, naming the field."""
+    """A latency model from the result of json.loads. Raises ValueError, naming the field."""
     values = _members("the file", document, LatencyModel)
     for name in ("name", "source"):
         if not isinstance(values[name], str):

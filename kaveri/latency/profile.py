@@ -1,6 +1,6 @@
-"""The profile file: what was measured on which engine, what follows from it, and whether it is for this engine.
+"""The profile file: measurements of one engine, the results, and the check that it matches another engine.
 
-JSON, versioned. `kaveri profile` writes it; prefill and decode instances take the chunk size from it, the timed engine
+Versioned JSON. `kaveri profile` writes it; prefill and decode instances read the chunk size from it, the timed engine
 the latency model.
 """
 
@@ -24,14 +24,14 @@ RecordT = TypeVar("RecordT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledEngine:
-    """What was measured. A profile is good for an engine with the same one."""
+    """The engine that was measured. A profile is valid for an engine with equal values."""
 
     engine: str
     """ModelRunner.name."""
     model: str
-    """As it was called; the same weights may be found elsewhere under another name."""
+    """Its name or path; the same weights may have another name elsewhere."""
     model_fingerprint: str
-    """Equal only for the same weights and shape; of a timed engine, which latency model it takes."""
+    """Equal only for the same weights and shape; for a timed engine, the name of its latency model."""
     dtype: str
     device: str
     """"cpu" or "cuda"."""
@@ -52,7 +52,7 @@ class PrefillPoint:
     """A step of prompt chunks."""
 
     prompts: tuple[tuple[int, int], ...]
-    """The chunk of each prompt: [start, stop), KV of [0, start) being there already."""
+    """The chunk of each prompt: [start, stop). The KV of [0, start) is already computed."""
     times: StepTimes
 
     @property
@@ -62,7 +62,7 @@ class PrefillPoint:
 
     @property
     def squared_tokens(self) -> int:
-        """What attention is taken to be in proportion to: stop**2 - start**2 over all prompts."""
+        """The model's attention term: stop**2 - start**2 summed over all prompts."""
         return sum(stop * stop - start * start for start, stop in self.prompts)
 
 
@@ -72,13 +72,13 @@ class DecodePoint:
 
     batch: int
     context_tokens: int
-    """Of each request, the step's own token included."""
+    """Context of each request, including the step's own token."""
     times: StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saturation:
-    """From which chunk on more tokens in a step only make it longer."""
+    """The chunk size from which larger steps no longer increase throughput."""
 
     chunk_tokens: int
     """The smallest measured chunk whose throughput is at least `share` of the best."""
@@ -91,7 +91,7 @@ class Saturation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitError:
-    """How far predictions of points that the fit had not seen were off, as shares of the measured medians."""
+    """Relative error of predictions for points outside the fit, as a share of the measured medians."""
 
     mean: float
     largest: float
@@ -99,12 +99,12 @@ class FitError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All that `kaveri profile` has found out."""
+    """All results of `kaveri profile`."""
 
     created: str
     """ISO 8601, UTC."""
     kaveri: str
-    """Version that measured."""
+    """The version of Kaveri that measured."""
     engine: ProfiledEngine
     machine: Machine
     saturation: Saturation
@@ -116,13 +116,13 @@ class Profile:
 
     @property
     def chunk_tokens(self) -> int:
-        """Prompt tokens of a step that use the hardware well and make nobody wait longer than that takes."""
+        """Prompt tokens per step that saturate the hardware and delay other requests no more than needed."""
         return self.saturation.chunk_tokens
 
     def require_for(self, engine: ProfiledEngine, latency_model: LatencyModel | None = None) -> None:
         """Raises ConfigError when this was measured on another engine, model, dtype or device.
 
-        latency_model: whose time a timed engine takes; a profile that holds the same one is good for that too.
+        latency_model: the one of a timed engine; a profile that contains the same model is valid for that engine.
         """
         if latency_model is not None and latency_model == self.latency_model:
             return
@@ -164,7 +164,7 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def _record(where: str, document: object, kind: type[RecordT]) -> RecordT:
-    """A dataclass from what json.loads has made of it. Raises ValueError, naming the field."""
+    """A dataclass from the result of json.loads. Raises ValueError, naming the field."""
     assert is_dataclass(kind)
     names = {entry.name for entry in fields(kind)}
     if not isinstance(document, dict) or set(document) != names:
@@ -176,7 +176,7 @@ def _record(where: str, document: object, kind: type[RecordT]) -> RecordT:
 
 
 def _value(where: str, value: object, hint: Any) -> Any:
-    """Numbers must be finite and at least 0, which holds for all that a profile has."""
+    """Numbers must be finite and at least 0; that is valid for every field of a profile."""
     if hint is LatencyModel:
         return parse_latency_model(value)
     if is_dataclass(hint):

@@ -1,4 +1,4 @@
-"""The chunk from which on an accelerator is saturated. Pure: no clock, no I/O."""
+"""The chunk size that saturates an accelerator. Pure: no clock, no I/O."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ DEFAULT_SHARE = 0.95
 
 
 def find_saturation(throughputs: Sequence[tuple[int, float]], share: float = DEFAULT_SHARE) -> Saturation:
-    """The smallest chunk whose throughput is at least `share` of the best: more tokens in a step only make it longer.
+    """The smallest chunk whose throughput is at least `share` of the best; larger steps only take longer.
 
-    It is TetriInfer's ChunkSize (arXiv 2401.11181, section 3.3.1) and DistServe's L_m (arXiv 2401.09670, section 3.1);
-    both papers read it off a curve.
+    TetriInfer calls it ChunkSize (arXiv 2401.11181, section 3.3.1), DistServe L_m (arXiv 2401.09670, section 3.1); both
+    papers read it off a curve.
 
-    throughputs: (tokens of a step, tokens/s) by rising tokens, at least one. One that is off among its neighbours, too
-    high or too low, moves nothing: the curve is smoothed by the median of three, its ends by Tukey's rule (Exploratory
-    Data Analysis, 1977, chapter 7).
+    throughputs: (tokens of a step, tokens/s) in ascending order of tokens, at least one. A single outlier has no
+    effect: the curve is smoothed by the median of three, its ends by Tukey's rule (Exploratory Data Analysis, 1977,
+    chapter 7).
     """
     chunks = [chunk for chunk, _ in throughputs]
     assert chunks, "there is no curve"
@@ -28,7 +28,8 @@ def find_saturation(throughputs: Sequence[tuple[int, float]], share: float = DEF
 
 
 def throughput_curve(points: Sequence[PrefillPoint]) -> list[tuple[int, float]]:
-    """(Tokens of a step, tokens/s) by rising tokens, of steps without earlier context and of as few prompts as any."""
+    """(Tokens of a step, tokens/s) in ascending order of tokens, from the steps without context and with the fewest
+    prompts."""
     fewest: dict[int, PrefillPoint] = {}
     for point in points:
         if any(start > 0 for start, _ in point.prompts):
@@ -47,6 +48,7 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _end(value: float, neighbours: Sequence[float]) -> float:
-    """An end as its neighbours, nearest first, let expect it, unless it lies between that and the nearest one."""
+    """The smoothed end of the curve: the median of the end, its neighbour, and the extrapolation from both
+    neighbours."""
     nearest, next_one = neighbours[0], neighbours[min(1, len(neighbours) - 1)]
     return statistics.median((value, nearest, 3 * nearest - 2 * next_one))

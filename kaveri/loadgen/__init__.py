@@ -1,1 +1,1 @@
-"""Load for a cluster: which requests come when, sending them, and what became of them."""
+"""Sends load to a cluster and reports the results."""

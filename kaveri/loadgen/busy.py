@@ -1,4 +1,4 @@
-"""Resource time: how long instances were at work, from the requests' own accounts. Pure: no clock, no I/O."""
+"""Resource time: how long instances were busy, from the timings of requests. Pure: no clock, no I/O."""
 
 import math
 from collections import Counter, defaultdict
@@ -14,25 +14,25 @@ class RoleTime:
     """Resource time of all instances of one role in one run."""
 
     instances: int
-    """That were there; idle ones count."""
+    """Number of instances, including idle ones."""
     busy_s: float
-    """Sum over the instances of the time in which each had work."""
+    """Sum over the instances of their busy time."""
     held_s: float
-    """Instances times the run's duration: what is paid for when none is given back."""
+    """Instances times the run's duration: what is paid for if all are kept for the whole run."""
 
 
 def resource_times(run: LoadRun, roles: Mapping[str, Role]) -> dict[Role, RoleTime]:
     """The run's resource time by role, after TetriInfer's resource usage time (arXiv 2401.11181, section 5.1).
 
-    That is the wall time for which prefill and decode instances are used. An instance has work from a prompt's arrival
-    in its queue to the first token, and from the landing of a request's KV to its last token; overlapping requests
-    count once. The lengths of these spans are the instances' own measurements; their ends are when the client had the
-    token, so a span is shifted by a token's way to the client.
+    That is the wall time for which prefill and decode instances are busy: from a prompt's arrival in the queue to its
+    first token, and from the landing of a request's KV to its last token. Overlapping requests count once. Instances
+    measure the lengths of these spans; a span ends when the client received the token, so it is shifted by the time
+    from the instance to the client.
 
-    Not seen: requests that failed, all but the last attempt of those that were placed anew, and KV that waits on a
-    prefill instance for room at decode.
+    Not counted: failed requests, all attempts but the last of each request, and KV that waits on a prefill instance for
+    room at decode.
 
-    roles: of the instances, by id. Instances that are not in it are given the role that they had in the run.
+    roles: role by instance id. An instance that is missing gets the role that it had in the run.
     """
     spans = busy_spans(run.records)
     named = {instance_id: roles.get(instance_id) or _role_of(phases) for instance_id, phases in spans.items()}
@@ -44,7 +44,7 @@ def resource_times(run: LoadRun, roles: Mapping[str, Role]) -> dict[Role, RoleTi
 
 
 def busy_spans(records: Iterable[RequestRecord]) -> dict[str, dict[Role, list[tuple[float, float]]]]:
-    """For each instance its answered requests' spans of work as (begin_s, end_s) of the run, by phase."""
+    """For each instance and phase, the busy spans of its answered requests as (begin_s, end_s) of the run."""
     spans: dict[str, dict[Role, list[tuple[float, float]]]] = {}
     for record in records:
         server = record.server

@@ -1,4 +1,4 @@
-"""Sends planned requests through the SDK, on time, and notes when their tokens come. For one event loop."""
+"""Sends planned requests through the SDK on time, and records when their tokens arrive. For one event loop."""
 
 import asyncio
 import time
@@ -16,34 +16,34 @@ from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 _PROBE_S = 0.02
 _PROMPT_TOKEN_IDS = 1000
-"""Prompts are drawn from so many token ids: enough to share nothing, and within the fake engine's vocabulary too."""
+"""Random prompts draw from this many token ids: enough that prompts share no prefix, and within every vocabulary."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request. Times are seconds after the start of the run, on the client's clock."""
+    """The outcome of one request. Times are seconds after the start of the run, on the client's clock."""
 
     planned: PlannedRequest
     due_s: float
-    """When it should have been sent: its arrival, or in a closed loop the end of the one before it."""
+    """When it should have been sent: its arrival, or in a closed loop the end of the previous request."""
     sent_s: float = 0.0
     first_s: float | None = None
     last_s: float | None = None
-    """When its last tokens came."""
+    """When its last tokens arrived."""
     received_tokens: int = 0
     gaps_s: list[float] = field(default_factory=list)
-    """Between the arrivals of consecutive pieces; a piece holds several tokens when the client is slower."""
+    """Times between consecutive chunks; a chunk has several tokens when the client is slower than the model."""
     error: str | None = None
     """Name of the error that ended it. None: it was answered."""
     reason: str = ""
-    """What the error says."""
+    """The error's message."""
     server: ServerTiming | None = None
     prompt_tokens: int | None = None
-    """As the cluster has counted them; None until it was answered."""
+    """As counted by the cluster; None until it was answered."""
 
     @property
     def lengths(self) -> RequestLengths:
-        """What it turned out to be, or as planned when it was not answered."""
+        """The real lengths, or the planned ones if it was not answered."""
         if self.prompt_tokens is None:
             return self.planned.lengths
         return RequestLengths(self.prompt_tokens, self.received_tokens)
@@ -51,14 +51,14 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """All requests of a run, in the order in which they were planned."""
+    """All requests of a run, in planned order."""
 
     records: tuple[RequestRecord, ...]
     duration_s: float
     """From the first request's time to the end of the last."""
     loop_delays_s: tuple[float, ...]
-    """How much later than asked for the client's event loop came round, 50 times a second. Tokens that come meanwhile
-    are noted late by as much."""
+    """The client event loop's delay, sampled 50 times a second. Tokens that arrive meanwhile are recorded that much
+    late."""
 
 
 async def run_load(
@@ -69,7 +69,7 @@ async def run_load(
     max_in_flight: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """A closed loop of `concurrency` requests, or when that is None an open loop. on_end: told of each request."""
+    """A closed loop of `concurrency` requests, or if that is None an open loop. on_end: called for each request."""
     if concurrency is None:
         return await run_open(client, requests, send, max_in_flight, on_end)
     return await run_closed(client, requests, send, concurrency, on_end)
@@ -82,10 +82,10 @@ async def run_open(
     max_in_flight: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """Sends each request at its time, whatever became of those before it.
+    """Sends each request at its planned time, independent of earlier requests.
 
-    max_in_flight: with so many on their way the next one is sent late, which its record shows. Cancelled, it cancels
-    every request.
+    max_in_flight: at this limit the next request is sent late, which its record shows. Cancellation cancels all
+    requests.
     """
     clock = _Clock()
     records = [RequestRecord(planned, planned.arrival_s) for planned in requests]
@@ -115,13 +115,13 @@ async def run_closed(
     concurrency: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """Keeps `concurrency` requests on their way until all are answered. Cancelled, it cancels every request."""
+    """Keeps `concurrency` requests in flight until all are answered. Cancellation cancels all requests."""
     clock = _Clock()
     records = [RequestRecord(planned, 0.0) for planned in requests]
 
     async def worker(waiting: Iterator[RequestRecord]) -> None:
         for record in waiting:
-            # Before the prompt is made: what that takes is the client's delay.
+            # Before the prompt is generated, because that time is the client's delay.
             record.due_s = clock.now_s()
             prompt = send.prompt(record.planned)
             await _send(client, record, prompt, send, clock)
@@ -136,7 +136,7 @@ async def run_closed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSettings:
-    """What all requests of a run share."""
+    """Settings shared by all requests of a run."""
 
     model: str | None
     vocab_size: int
@@ -144,11 +144,12 @@ class RequestSettings:
     timeout_s: float
     """Deadline of each request."""
     natural_length: bool = False
-    """True: an answer ends at the model's own end, the planned length is only its limit, and nobody knows it before.
-    False: it has exactly the planned length, past the model's own end, and the cluster can tell from its parameters."""
+    """True: an answer ends at the model's end-of-sequence token or at the planned length, so its length is unknown
+    before. False: it has exactly the planned length, past end-of-sequence tokens, and the cluster can read it in the
+    parameters."""
 
     def prompt(self, planned: PlannedRequest) -> Prompt:
-        """The request's own, else random token ids, the same for the same seed and number."""
+        """The request's own prompt, or random token ids that depend on seed and number only."""
         if planned.prompt is not None:
             return planned.prompt
         rng = np.random.default_rng((self.seed, planned.number))
@@ -197,7 +198,7 @@ class _Clock:
 
 
 class _Probe:
-    """Measures the event loop's delay while it is entered."""
+    """A context manager that measures the event loop's delay."""
 
     def __init__(self) -> None:
         self.delays_s: list[float] = []

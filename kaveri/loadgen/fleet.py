@@ -12,7 +12,7 @@ _ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
 async def engine_roles(target: str, model: str) -> dict[str, Role]:
-    """The role of each engine instance of a model, by instance id; nothing when the router does not say.
+    """The role of each engine instance of a model, by instance id; empty when the router does not report them.
 
     target: a router, "host:port".
     """

@@ -1,4 +1,4 @@
-"""Draws runs: how latencies are distributed, and when each request waited and was answered."""
+"""Plots runs: distributions of latencies, and a timeline of requests."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _WAIT_COLOUR, _ANSWER_COLOUR, _FAILED_COLOUR = "#c96f3b", "#2a7f9e", "#b02a2a"
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError when draw_runs() could not write there. To be called before hours of runs, not after."""
+    """Raises ConfigError when draw_runs() could not write there. Call it before the runs."""
     if path.suffix not in _FORMATS:
         raise ConfigError("--plot", f"is {str(path)!r}; it must end in {', '.join(_FORMATS)}")
     check_output("--plot", path)
@@ -27,8 +27,8 @@ def check_plot(path: Path) -> None:
 
 
 def draw_runs(runs: Sequence[tuple[str, LoadRun]], slo: Slo, title: str, path: Path) -> None:
-    """Writes a figure: the cumulative distributions of TTFT, TPOT and JCT, a curve per run with its label, and the
-    timeline of the last run. Dashed lines are the SLOs. The format follows from the path's ending. Raises OSError."""
+    """Writes a figure: the cumulative distributions of TTFT, TPOT and JCT with a curve per run, and the timeline of the
+    last run. Dashed lines are the SLOs. The path's suffix sets the format. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -38,7 +38,7 @@ def draw_runs(runs: Sequence[tuple[str, LoadRun]], slo: Slo, title: str, path: P
     for column, (name, measure, limit_s) in enumerate(measures):
         _distribution(figure.add_subplot(grid[0, column]), name, measure, limit_s, runs)
     _timeline(figure.add_subplot(grid[1, :]), *runs[-1])
-    # No date, so that drawing the same runs twice gives the same file.
+    # No date in the file, so the same runs always give the same bytes.
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -63,7 +63,7 @@ def _distribution(
 
 
 def _timeline(axes: "Axes", label: str, run: LoadRun) -> None:
-    """A line per request in the order of the plan: waiting for its first token, then being answered."""
+    """A line per request in planned order: until its first token, then until its last."""
     waits = [record for record in run.records if record.first_s is not None]
     numbers = [record.planned.number for record in waits]
     starts_s = [record.due_s for record in waits]

@@ -1,4 +1,4 @@
-"""What a run says about the cluster, and about the client that measured it. Pure: no clock, no I/O."""
+"""Summarizes a run: the cluster's figures, and whether the client was fast enough to measure them. Pure."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from kaveri.loadgen.busy import resource_times
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 
 LATE_S = 0.02
-"""The client did not keep the schedule when 1 % of requests were sent later than this, or its loop was as late."""
+"""The client missed its schedule if 1 % of requests were sent later than this, or its loop was delayed by more."""
 _SERVER_PHASES = (
     "router_s",
     "prefill_queue_s",
@@ -26,18 +26,18 @@ _SERVER_PHASES = (
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must meet to count. None: no limit."""
+    """The limits that a request must meet. None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     @property
     def is_set(self) -> bool:
-        """Whether there is any limit."""
+        """Whether any limit is set."""
         return self.ttft_s is not None or self.tpot_s is not None
 
     def met_by(self, record: RequestRecord) -> bool:
-        """False for a request that failed. One that has no second token has no TPOT to miss."""
+        """False for a failed request. A request without a second token has no TPOT and meets that limit."""
         if record.error is not None:
             return False
         ttft, tpot = ttft_s(record), tpot_s(record)
@@ -46,7 +46,7 @@ class Slo:
 
 
 def ttft_s(record: RequestRecord) -> float | None:
-    """Time to first token, from when the request was due: a client that sends late hides nothing."""
+    """Time to first token, from when the request was due, so a client's delay is included."""
     return None if record.first_s is None else record.first_s - record.due_s
 
 
@@ -63,17 +63,16 @@ def jct_s(record: RequestRecord) -> float | None:
 
 
 def offered_per_s(run: LoadRun) -> float | None:
-    """Requests per second as they were really sent: of a random schedule, by a client that may be late. None: a single
-    request has no rate."""
+    """Requests per second as actually sent. None: a single request has no rate."""
     times_s = [record.sent_s for record in run.records]
     span_s = max(times_s) - min(times_s)
     return (len(times_s) - 1) / span_s if span_s > 0 else None
 
 
 def summarize(run: LoadRun, slo: Slo, roles: Mapping[str, Role] | None = None) -> dict[str, Any]:
-    """One run, as JSON has it. Latencies are of answered requests; SLO attainment is of all of them.
+    """One run as JSON values. Latencies are those of answered requests; SLO attainment counts all requests.
 
-    roles: of the instances that were there, for the resource time.
+    roles: role by instance id, for the resource time.
     """
     answered = [record for record in run.records if record.error is None]
     met = sum(slo.met_by(record) for record in run.records)
@@ -109,7 +108,7 @@ def summarize(run: LoadRun, slo: Slo, roles: Mapping[str, Role] | None = None) -
 
 
 def row(record: RequestRecord) -> dict[str, Any]:
-    """One request, as JSON has it."""
+    """One request as JSON values."""
     server = record.server
     return {
         "number": record.planned.number,
@@ -128,9 +127,9 @@ def row(record: RequestRecord) -> dict[str, Any]:
 
 
 def over_runs(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same figures of several runs, at least one: for each its median, least and greatest value.
+    """The figures of at least one run: the median, smallest and largest value of each.
 
-    Figures that a run lacks are left out of that run; what is no number, or in no run, is left out.
+    Runs that lack a figure are ignored for that figure. Values that are not numbers are left out.
     """
     spreads: dict[str, Any] = {}
     for name in dict.fromkeys(name for summary in summaries for name in summary):
@@ -145,7 +144,7 @@ def over_runs(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles (nearest rank) and maximum; None of nothing."""
+    """Mean, percentiles (nearest rank) and maximum; None without values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""Shows a report of runs (kaveri.loadgen.report) to people."""
+"""Prints a report of runs (kaveri.loadgen.report)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +12,8 @@ _COLUMNS = ("mean", "p50", "p90", "p99", "max")
 
 
 def show_report(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints latencies, rates, SLO attainment and resource time: of one run, or of several their median, least and
-    greatest values; then what a search for the goodput found."""
+    """Prints latencies, rates, SLO attainment and resource time of one run, or the median, smallest and largest values
+    of several; then the result of a goodput search."""
     figures, count = report["over_runs"], len(report["runs"])
     if report["goodput"] is None:
         _show_latencies(console, report, figures)
@@ -43,7 +43,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def show_warnings(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints what went wrong: failed requests, some that were not sent, an interruption, a client that was too slow."""
+    """Prints problems: failed requests, requests not sent, an interruption, a client that was too slow."""
     for number, run in enumerate(report["runs"]):
         where = f"run {number + 1}: " if len(report["runs"]) > 1 else ""
         for name, count in run["errors"].items():

@@ -1,4 +1,4 @@
-"""python -m kaveri.predictor: the steps behind `kaveri predictor`, in a process of their own since two need torch."""
+"""python -m kaveri.predictor: the steps of `kaveri predictor`, in their own process because two need torch."""
 
 import asyncio
 import enum
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kaveri.predictor.evaluate import Evaluation
 
 app = typer.Typer(
-    help="Make and judge a length predictor.",
+    help="Train and evaluate a length predictor.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,17 +41,17 @@ def label(
         typer.Option(help='.jsonl with "prompt", "messages" or "prompt_token_ids" per line, or a raw prompt per line.'),
     ],
     out: Annotated[
-        Path, typer.Option(help="Labels, appended as they come. Prompts in it already are not asked again.")
+        Path, typer.Option(help="Labels, appended as they arrive. Prompts already in the file are skipped.")
     ],
-    target: Annotated[str, typer.Option(help="Router to ask, HOST:PORT.", envvar="KAVERI_TARGET")] = "127.0.0.1:50051",
-    model: Annotated[str | None, typer.Option(help="Model to ask. Unset: the only one that is served.")] = None,
+    target: Annotated[str, typer.Option(help="Router, HOST:PORT.", envvar="KAVERI_TARGET")] = "127.0.0.1:50051",
+    model: Annotated[str | None, typer.Option(help="Model to label for. Unset: the only served model.")] = None,
     concurrency: Annotated[int, typer.Option(help="Prompts in flight at once.", min=1, max=1024)] = 32,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Cuts answers, which then count as so long. Unset: as many as fit.", min=1)
+        int | None, typer.Option(help="Limit of each answer; a cut answer counts as this long. Unset: none.", min=1)
     ] = None,
-    timeout_s: Annotated[float, typer.Option(help="Seconds until one prompt, and with it the run, is given up.")] = 600,
+    timeout_s: Annotated[float, typer.Option(help="Seconds for one prompt. A timeout ends the run.")] = 600,
 ) -> None:
-    """Run prompts through a served model, greedily, and note how long its answers are."""
+    """Run prompts through a served model, greedily, and record how long its answers are."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -88,7 +88,7 @@ def label(
     except OSError as error:
         raise ConfigError("--out", f"{out} cannot be written: {error.strerror}") from error
     except KeyboardInterrupt:
-        console.print("stopped; the same command goes on from here")
+        console.print("stopped; run the same command to continue")
         raise typer.Exit(130) from None
     for reason in outcome.refused:
         console.print(f"refused: {reason}", markup=False)
@@ -98,7 +98,7 @@ def label(
 @app.command()
 def train(
     labels: Annotated[Path, typer.Option(help="Made by `kaveri predictor label`.")],
-    out: Annotated[Path, typer.Option(help="Folder of the predictor; checkpoints in it are gone on from.")],
+    out: Annotated[Path, typer.Option(help="Folder of the predictor; training resumes from checkpoints in it.")],
     base: Annotated[
         str, typer.Option(help="Classifier to fine-tune: a path, a hub id, or scratch for a small one.")
     ] = "scratch",
@@ -106,17 +106,17 @@ def train(
     tokenizer: Annotated[
         str, typer.Option(help="Served model, for its tokenizer: path or hub id. Unset: the labels' model name.")
     ] = "",
-    epochs: Annotated[int, typer.Option(help="Times that all labels are seen; the best epoch is kept.", min=1)] = 12,
+    epochs: Annotated[int, typer.Option(help="Passes over all labels; the best epoch is kept.", min=1)] = 12,
     batch_size: Annotated[int, typer.Option(help="Prompts per step.", min=1)] = 16,
     learning_rate: Annotated[
-        float | None, typer.Option(help="At its highest. Unset: 1e-3 from scratch, 3e-5 for a pretrained base.")
+        float | None, typer.Option(help="Peak learning rate. Unset: 1e-3 from scratch, 3e-5 for a pretrained base.")
     ] = None,
     max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts lose their middle.", min=2)] = 512,
-    layers: Annotated[int, typer.Option(help="From scratch.", min=1)] = 3,
-    width: Annotated[int, typer.Option(help="From scratch: of hidden states, a multiple of 32.", min=32)] = 128,
-    seed: Annotated[int, typer.Option(help="Of weights and order.", min=0)] = 0,
+    layers: Annotated[int, typer.Option(help="Layers, from scratch.", min=1)] = 3,
+    width: Annotated[int, typer.Option(help="Hidden size, from scratch; a multiple of 32.", min=32)] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of initial weights and order.", min=0)] = 0,
 ) -> None:
-    """Fine-tune a sequence classifier on labels, and save it with everything needed to serve it."""
+    """Fine-tune a sequence classifier on labels, and save it with all files needed to serve it."""
     if learning_rate is not None and not 0 < learning_rate < 1:
         raise ConfigError("--learning-rate", f"is {learning_rate:g}; it must be above 0 and below 1")
     if width % 32:
@@ -141,7 +141,7 @@ def train(
     try:
         train_predictor(labels, out, settings, lambda line: print(line, file=sys.stderr, flush=True))
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last epoch", file=sys.stderr)
+        print("stopped; run the same command to continue from the last epoch", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -155,15 +155,15 @@ def evaluate(
     predictor: Annotated[str, typer.Option(help="Folder of a predictor, or a bundled model's name.")],
     labels: Annotated[Path, typer.Option(help="Made by `kaveri predictor label`.")],
     split: Annotated[
-        _Judged, typer.Option(help="held-out: those that `train` leaves out of any label file. all: all of them.")
+        _Judged, typer.Option(help="held-out: the labels that `train` never uses. all: all labels.")
     ] = _Judged.HELD_OUT,
     tokenizer: Annotated[
         str, typer.Option(help="Served model, for its tokenizer: path or hub id. Unset: the labels' model name.")
     ] = "",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw them here: .svg, .png or .pdf.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="File for a plot: .svg, .png or .pdf.")] = None,
 ) -> None:
-    """Measure accuracy at granularity 100, 200 and 400 beside the majority class, calibration, and latency."""
+    """Measure accuracy at granularity 100, 200 and 400 against the majority class, calibration, and latency."""
     _require("evaluate", "torch")
     from rich.console import Console
     from rich.progress import Progress
@@ -215,9 +215,9 @@ def _show(console: "Console", evaluation: "Evaluation") -> None:
     console.print(latency)
     if evaluation.skipped_granularities:
         skipped = ", ".join(map(str, evaluation.skipped_granularities))
-        console.print(f"not measured at {skipped}: no multiple of the predictor's {evaluation.granularity}")
+        console.print(f"not measured at {skipped}: not a multiple of the predictor's {evaluation.granularity}")
     if evaluation.truncated:
-        console.print(f"{evaluation.truncated} prompts were longer than the predictor reads and were cut")
+        console.print(f"{evaluation.truncated} prompts were longer than the predictor reads and were truncated")
 
 
 def _require(step: str, *packages: str) -> None:
@@ -227,7 +227,7 @@ def _require(step: str, *packages: str) -> None:
 
 
 def _quiet_transformers() -> None:
-    # Its bars over the loading of weights say nothing that a user of a step wants to know.
+    # Hide the progress bars of weight loading.
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""How good predictions are: accuracy beside the majority class, within one bucket, calibration. Pure."""
+"""Quality of predictions: accuracy against the majority class, within one bucket, calibration. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Accuracy:
     accuracy: float
     """Share of prompts whose answer falls into the most probable bucket."""
     majority: float
-    """The same share for always naming the bucket that is the most frequent among these very answers."""
+    """The same share if the most frequent bucket of these answers were always predicted."""
     within_one: float
     """Share whose answer falls into the most probable bucket or one beside it."""
     calibration_error: float

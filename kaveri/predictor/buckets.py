@@ -10,14 +10,14 @@ from kaveri.domain.length import TokenRange
 
 
 def bucket_of(tokens: int, granularity: int, count: int) -> int:
-    """The bucket that an answer of so many tokens falls into. The last one takes whatever is longer."""
+    """The bucket of an answer of `tokens` tokens. The last bucket also holds all longer answers."""
     return min(tokens // granularity, count - 1)
 
 
 def range_of(bucket: int, granularity: int, count: int, longest_answer_tokens: int) -> TokenRange:
-    """The lengths in a bucket. The last one ends after the longest answer that was seen, or after its granularity.
+    """The lengths in a bucket. The last bucket ends after the longest known answer, or after its granularity.
 
-    Raises IndexError for a bucket that is none.
+    Raises IndexError for a bucket outside [0, count).
     """
     if not 0 <= bucket < count:
         raise IndexError(f"bucket {bucket} of {count}")
@@ -26,5 +26,5 @@ def range_of(bucket: int, granularity: int, count: int, longest_answer_tokens: i
 
 
 def merge_buckets(probabilities: Sequence[float], factor: int) -> list[float]:
-    """The probabilities of buckets `factor` times as wide: sums over as many neighbours."""
+    """The probabilities of buckets `factor` times as wide: sums over `factor` neighbours."""
     return [sum(probabilities[start : start + factor]) for start in range(0, len(probabilities), factor)]

@@ -1,7 +1,7 @@
 """A trained length predictor in its folder, ready to predict. Needs torch, imported when one is loaded.
 
-A Hugging Face sequence classifier (config.json, model.safetensors) beside the manifest; when it reads tokens of its
-own, also its tokenizer and the served model's, in folders of their own.
+The folder holds a Hugging Face sequence classifier (config.json, model.safetensors) and the manifest. If the classifier
+has its own tokenizer, that tokenizer and the served model's are in subfolders.
 """
 
 from collections.abc import Sequence
@@ -24,21 +24,21 @@ SERVED_TOKENIZER = "served_tokenizer"
 
 
 class LengthPredictor:
-    """Says how probable each range of answer lengths is. predict() may be called by one thread at a time."""
+    """Predicts the probability of each range of answer lengths. predict() may be called by one thread at a time."""
 
     def __init__(self, manifest: Manifest, classifier: Any, retokenizer: "Retokenizer | None") -> None:
         """Use load()."""
         self.model = manifest.model
-        """Name under which the model is served that it was made for."""
+        """Served name of the model that it was trained for."""
         self.granularity = manifest.granularity
         """Tokens per bucket."""
         self.bucket_count = manifest.bucket_count
         self.version = manifest.version
         """Changes whenever weights or buckets do."""
         self.vocab_size = manifest.vocab_size
-        """Of the served model: prompts are of token ids in [0, vocab_size)."""
+        """Vocabulary of the served model: prompts have token ids in [0, vocab_size)."""
         self.max_prompt_tokens = manifest.max_prompt_tokens
-        """Longer prompts are cut to this, see cut_prompt()."""
+        """Longer prompts are truncated to this, see cut_prompt()."""
         self._longest_answer_tokens = manifest.longest_answer_tokens
         self._classifier = classifier
         self._retokenizer = retokenizer
@@ -46,11 +46,11 @@ class LengthPredictor:
 
     @classmethod
     def load(cls, path: str, *, device: str = "cpu") -> "LengthPredictor":
-        """Loads from a folder or by a bundled model's name, and checks every file's digest. Blocks for seconds.
+        """Loads a folder or a bundled model's predictor, and checks every file's digest. Blocks for seconds.
 
-        device: where it computes, as torch names it; always in float32.
+        device: torch's name of the device that computes; always in float32.
 
-        Raises ConfigError("predictor"): missing, corrupt, not what its manifest says, or torch is not installed.
+        Raises ConfigError("predictor"): missing, corrupt, different from its manifest, or torch is not installed.
         """
         folder = Path(bundled_predictor(path) or path)
         manifest = read_manifest(folder)
@@ -59,7 +59,7 @@ class LengthPredictor:
             from transformers import AutoModelForSequenceClassification
         except ImportError as error:
             raise ConfigError("predictor", "needs torch: install kaveri[transformers]") from error
-        # transformers and safetensors raise whatever they meet, and a folder is input from outside.
+        # transformers and safetensors raise many types of errors, and the folder is external input.
         try:
             classifier = AutoModelForSequenceClassification.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True
@@ -83,9 +83,8 @@ class LengthPredictor:
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """The probability of each bucket, for each prompt; each row sums to 1. Blocks.
 
-        prompts: token ids of the served model. Those whose lengths lie between the same powers of two are computed as
-        one batch, so that padding at most doubles the work: a short prompt does not pay for a long one. Whoever asks
-        bounds how many come at once.
+        prompts: token ids of the served model. Prompts with lengths between the same powers of two are computed as one
+        batch, so padding at most doubles the work. The caller limits the number of prompts.
 
         Raises InvalidArgument for a prompt that is empty or has ids outside the vocabulary.
         """
@@ -103,7 +102,7 @@ class LengthPredictor:
         return self._classify(rows)
 
     def range_of(self, bucket: int) -> TokenRange:
-        """The answer lengths in a bucket. Raises IndexError for a bucket that is none."""
+        """The answer lengths in a bucket. Raises IndexError for a bucket that does not exist."""
         return buckets.range_of(bucket, self.granularity, self.bucket_count, self._longest_answer_tokens)
 
     def _classify(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -124,10 +123,10 @@ class LengthPredictor:
 
 
 class Retokenizer:
-    """Turns prompts of the served model's tokens into the classifier's own: to text and back."""
+    """Converts token ids of the served model to the classifier's, by way of text."""
 
     def __init__(self, served: Any, own: Any, max_tokens: int) -> None:
-        """served, own: fast tokenizers. max_tokens: the most that the classifier can read."""
+        """served, own: fast tokenizers. max_tokens: the classifier's limit."""
         self._served = served.backend_tokenizer
         self._own = own
         self._max_tokens = max_tokens
@@ -144,18 +143,18 @@ class Retokenizer:
         return cls(served, own, max_input_tokens(config, own))
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Token ids of the classifier, cut to what it can read; at least one each."""
-        # Special tokens go: the classifier knows no roles of the served model's chats.
+        """Token ids of the classifier, truncated to its limit; at least one per prompt."""
+        # Special tokens are dropped: the classifier does not know the roles of the served model's chats.
         texts = self._served.decode_batch([list(prompt) for prompt in prompts], skip_special_tokens=True)
         encoded = self._own(texts, verbose=False)["input_ids"]
         return [cut_prompt(row, self._max_tokens) or [int(self._own.pad_token_id)] for row in encoded]
 
 
 def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
-    """At most `limit` tokens of a prompt: the first and the last half of them.
+    """At most `limit` tokens of a prompt: half of them from its beginning, half from its end.
 
-    What decides an answer's length, the instruction, stands first or last; what is between is material (Sun et al.,
-    arXiv 1905.05583, section 5.3.1, found the same for classifying long documents).
+    The instruction, which decides the answer's length, usually comes first or last (Sun et al., arXiv 1905.05583,
+    section 5.3.1, found the same for classifying long documents).
     """
     if len(token_ids) <= limit:
         return token_ids
@@ -165,8 +164,8 @@ def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
 
 def max_input_tokens(config: Any, tokenizer: Any) -> int:
     """The most tokens that a classifier with this configuration and this tokenizer can read at once."""
-    # Tables of positions have rows that no token may use (RoBERTa's first two), and not every model has a table:
-    # the tokenizer knows the first, and says 1e30 when it knows nothing.
+    # Some position tables have rows that no token may use (RoBERTa's first two), and some models have no table. The
+    # tokenizer's limit accounts for the former; it is 1e30 when unknown.
     positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
     return int(min(positions, tokenizer.model_max_length))
 

@@ -1,6 +1,6 @@
-"""Sequence classifiers to start a training from: of any base on the hub, or small and from scratch. Needs torch.
+"""Untrained sequence classifiers: a pretrained base with a new head, or a small one from scratch. Needs torch.
 
-Whether a prompt has to be tokenized anew is decided here, by comparing the base's tokenizer with the served model's.
+Compares the base's tokenizer with the served model's to decide whether prompts must be tokenized again.
 """
 
 from dataclasses import dataclass
@@ -10,26 +10,25 @@ from kaveri.errors import ConfigError
 from kaveri.models import resolve_model
 
 SCRATCH = "scratch"
-"""The base that is no pretrained model."""
+"""The value of --base that means: no pretrained model."""
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """An untrained classifier and what it reads."""
+    """An untrained classifier and its tokenizer."""
 
     model: Any
     """A transformers *ForSequenceClassification, in float32, with a padding token."""
     own_tokenizer: Any | None
-    """None: it reads the served model's token ids."""
+    """None: it uses the served model's token ids."""
 
 
 def classifier_from_scratch(
     vocab_size: int, pad_token_id: int, bucket_count: int, max_tokens: int, layers: int, width: int
 ) -> Classifier:
-    """A small random decoder over the served model's vocabulary; torch's seed decides its weights.
+    """A small random decoder over the served model's vocabulary; torch's seed determines its weights.
 
-    Its last token, which has seen the whole prompt, tells the bucket. width: of the hidden states, a multiple of 32;
-    heads are 32 wide.
+    It classifies from the hidden state of the last token. width: hidden size, a multiple of 32; heads are 32 wide.
     """
     from transformers import LlamaConfig, LlamaForSequenceClassification
 

@@ -13,7 +13,7 @@ from kaveri.predictor.bundle import LengthPredictor
 from kaveri.predictor.labels import Label, load_tokenizer, token_ids_of
 
 GRANULARITIES = (100, 200, 400)
-"""Those of TetriInfer, section 5.2.2."""
+"""From TetriInfer, section 5.2.2."""
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _BATCH = 32
 _WARM_UP_BATCHES = 2
@@ -21,7 +21,7 @@ _WARM_UP_BATCHES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchLatency:
-    """How long one predict() of so many prompts takes, on this machine, in seconds."""
+    """Time of one predict() of `batch_size` prompts on this machine, in seconds."""
 
     batch_size: int
     repeats: int
@@ -33,17 +33,17 @@ class BatchLatency:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """All figures about one predictor on one set of labels."""
+    """All figures of one predictor on one set of labels."""
 
     model: str
     version: str
     granularity: int
     accuracies: tuple[Accuracy, ...]
-    """One per granularity, rising."""
+    """One per granularity, in ascending order."""
     skipped_granularities: tuple[int, ...]
-    """Those that are no multiple of the predictor's: its buckets do not add up to them."""
+    """Granularities that are not multiples of the predictor's, so its buckets cannot be summed to them."""
     truncated: int
-    """Prompts that the predictor cut."""
+    """Prompts that the predictor truncated."""
     latencies: tuple[BatchLatency, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -59,13 +59,13 @@ def evaluate(
     repeats: int = 20,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Predicts for all labels and measures.
+    """Predicts for all labels and measures the result.
 
     tokenizer: the served model, for its tokenizer; empty: the labels' model. repeats: batches timed per batch size; 0:
-    no latency. advance: called with prompts predicted so far, and how many there are.
+    no latency. advance: called with the number of prompts predicted so far and the total.
 
-    At a granularity above the predictor's own the probabilities of neighbouring buckets are added up, and the most
-    probable sum counts. Raises ConfigError: no labels, labels of another model, or a tokenizer that does not fit.
+    Above the predictor's own granularity, probabilities of neighbouring buckets are summed and the largest sum is the
+    prediction. Raises ConfigError: no labels, labels of another model, or a tokenizer that does not match.
     """
     if not labels:
         raise ConfigError("--labels", "there is none to evaluate on")
@@ -91,7 +91,7 @@ def evaluate(
 def predict_all(
     predictor: LengthPredictor, prompts: Sequence[Sequence[int]], advance: Callable[[int, int], None]
 ) -> list[list[float]]:
-    """predict() for any number of prompts, in their order."""
+    """predict() for any number of prompts, in order."""
     rows: list[list[float]] = []
     while len(rows) < len(prompts):
         rows += predictor.predict(prompts[len(rows) : len(rows) + _BATCH])
@@ -102,7 +102,7 @@ def predict_all(
 def measure_latency(
     predictor: LengthPredictor, prompts: Sequence[Sequence[int]], batch_size: int, repeats: int
 ) -> BatchLatency:
-    """Times batches of prompts in their order, as they would arrive: long and short mixed."""
+    """Times batches of prompts in their order, as they would arrive: long and short ones mixed."""
     times_s, counted = [], []
     for turn in range(-_WARM_UP_BATCHES, repeats):
         batch = [prompts[(turn * batch_size + place) % len(prompts)] for place in range(batch_size)]
@@ -122,9 +122,9 @@ def measure_latency(
 
 
 def plot(evaluation: Evaluation, path: Path) -> None:
-    """Draws accuracy beside its baseline, calibration at the predictor's granularity, and latency by batch size.
+    """Plots accuracy and its baseline, calibration at the predictor's granularity, and latency by batch size.
 
-    The file's suffix says the format. Raises ConfigError("--plot") without matplotlib, or when it cannot be written.
+    The file's suffix sets the format. Raises ConfigError("--plot") without matplotlib, or when it cannot be written.
     """
     try:
         import matplotlib
@@ -171,7 +171,7 @@ def plot(evaluation: Evaluation, path: Path) -> None:
     figure.suptitle(f"length predictor of {evaluation.model}, version {evaluation.version}, {own.count} prompts")
     figure.tight_layout()
     try:
-        # No date in the file, so that drawing the same figures twice gives the same bytes.
+        # No date in the file, so the same figures always give the same bytes.
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         raise ConfigError("--plot", f"{path} cannot be written: {error}") from error

@@ -1,7 +1,7 @@
-"""kaveri predictor label: runs prompts through a served model and notes how long its answers are.
+"""kaveri predictor label: runs prompts through a served model and records how long its answers are.
 
-The first steps of TetriInfer's figure 8. A label is appended to its file as soon as its answer has ended, so that a run
-that was stopped or killed goes on where it was.
+The first steps of TetriInfer's figure 8. A label is appended to its file as soon as its answer has ended, so a run that
+was stopped or killed can continue.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from kaveri.predictor.labels import Label, read_labels
 from kaveri.workload.prompts import Prompt
 
 _RETRY_AFTER_S = 1.0
-"""When the cluster names no time."""
+"""Used when the cluster gives no retry delay."""
 _RETRY_AT_MOST_AFTER_S = 10.0
 
 
 @dataclass(frozen=True)
 class LabelOutcome:
-    """What one run did."""
+    """The result of one run."""
 
     labelled: int
     resumed: int
-    """Prompts that had their label before, or stand twice in the file."""
+    """Prompts that were labelled before, or are in the file twice."""
     refused: tuple[str, ...]
-    """A sentence for each prompt that the cluster refused: its line and why."""
+    """A sentence for each prompt that the cluster refused: its line and the reason."""
 
 
 async def label_prompts(
@@ -44,13 +44,13 @@ async def label_prompts(
     timeout_s: float,
     advance: Callable[[int], None],
 ) -> LabelOutcome:
-    """Labels all prompts that `out` does not hold yet, greedily and up to the model's own end.
+    """Labels all prompts that `out` does not hold yet, greedily and up to the model's end-of-sequence token.
 
-    prompts: each with its line's number. concurrency: so many at once. max_tokens: cuts answers; None: as many as fit.
-    timeout_s: of one prompt, waiting for a busy cluster included. advance: called with the number of prompts done.
+    prompts: each with its line number. concurrency: prompts in flight. max_tokens: limit of an answer; None: no limit.
+    timeout_s: for one prompt, including waits for a busy cluster. advance: called with the number of prompts done.
 
-    Raises ConfigError: `out` is corrupt or of another model, or the model is not served. Any KaveriError that a retry
-    does not cure ends the run; what has its label then keeps it. Cancellation ends all requests in flight.
+    Raises ConfigError: `out` is corrupt or of another model, or the model is not served. A KaveriError that is not
+    retried ends the run; labels written so far are kept. Cancellation ends all requests in flight.
     """
     async with AsyncClient(target, timeout_s=timeout_s) as client:
         info = await _served_model(client, model)
@@ -60,20 +60,20 @@ async def label_prompts(
         advance(len(prompts) - len(waiting))
         run = _Run(client, info, SamplingParams(max_tokens=max_tokens, temperature=0.0), timeout_s, advance)
         with out.open("a", encoding="utf-8") as file:
-            # All of them draw from one iterator, so that there are never more in flight than workers.
+            # All workers share one iterator, so at most one request per worker is in flight.
             source = iter(waiting.values())
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(concurrency, len(waiting))):
                         group.create_task(run.work(source, file))
             except* Exception as errors:
-                # One reason is enough; the others failed for the same or were cancelled.
+                # One reason is enough; the others failed for the same reason or were cancelled.
                 raise _first(errors) from None
     return LabelOutcome(run.labelled, len(prompts) - len(waiting), tuple(run.refused))
 
 
 class _Run:
-    """What the workers of one run share."""
+    """State shared by the workers of one run."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Run:
             except InvalidArgument as error:
                 self.refused.append(f"line {number}: {error}")
             else:
-                # One write per line: whoever kills us tears at most the last one.
+                # One write per line: a kill leaves at most the last line incomplete.
                 file.write(label.as_line())
                 file.flush()
                 self.labelled += 1
@@ -119,7 +119,7 @@ class _Run:
                     raise
                 await asyncio.sleep(wait_s)
         if answer.finish_reason is FinishReason.CANCELLED:
-            # By somebody else, who knows our request's id: its length says nothing.
+            # Another client cancelled it by its id; its length means nothing.
             raise RequestCancelled(answer.request_id)
         return Label(
             prompt=prompt,
@@ -142,7 +142,7 @@ async def _served_model(client: AsyncClient, model: str | None) -> ModelInfo:
 
 
 def _drop_torn_line(out: Path) -> None:
-    """Cuts what a killed run left of its last line."""
+    """Removes an incomplete last line that a killed run left."""
     if not out.exists():
         return
     content = out.read_bytes()

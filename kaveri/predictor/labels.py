@@ -1,4 +1,4 @@
-"""Labels: prompts with the length that a served model's answer had, their file and their split. Needs no torch."""
+"""Labels: prompts with the length of a served model's answer, their file and their split. Needs no torch."""
 
 import enum
 import json
@@ -17,13 +17,13 @@ _HELD_OUT_PERCENT = 10
 
 
 class Split(enum.StrEnum):
-    """What a label is for."""
+    """What a label is used for."""
 
     TRAIN = "train"
     VALIDATION = "validation"
     """Chooses among the epochs of one training."""
     HELD_OUT = "held-out"
-    """Never seen by training: what figures are measured on."""
+    """Never used in training: for evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +32,26 @@ class Label:
 
     prompt: Prompt
     model: str
-    """Name under which the model that answered is served."""
+    """Served name of the model that answered."""
     vocab_size: int
-    """Of that model."""
+    """That model's vocabulary size."""
     prompt_tokens: int
-    """As the cluster counted them."""
+    """Tokens of the prompt, as counted by the cluster."""
     output_tokens: int
-    """Of the answer, as the cluster counted them."""
+    """Tokens of the answer, as counted by the cluster."""
     finish_reason: FinishReason
-    """LENGTH: the answer was cut, and would have been at least so long."""
+    """LENGTH: the answer was cut; without the limit it would have been longer."""
 
     @property
     def split(self) -> Split:
-        """Drawn by the prompt's digest, so always the same, in whichever file the prompt stands."""
+        """Determined by the prompt's digest, so the same in every file."""
         percent = int.from_bytes(self.prompt.digest[:4], "big") % 100
         if percent < _HELD_OUT_PERCENT:
             return Split.HELD_OUT
         return Split.VALIDATION if percent < _HELD_OUT_PERCENT + _VALIDATION_PERCENT else Split.TRAIN
 
     def as_line(self) -> str:
-        """A line of a label file, with its end."""
+        """A line of a label file, with its newline."""
         content = {
             **self.prompt.as_json(),
             "model": self.model,
@@ -64,7 +64,7 @@ class Label:
 
 
 def parse_label(line: str) -> Label:
-    """A line of a label file. Raises MalformedLine."""
+    """Parses a line of a label file. Raises MalformedLine."""
     content = parse_object(line)
     prompt = parse_prompt(content)
     counts = {}
@@ -113,9 +113,9 @@ def load_tokenizer(source: str) -> Any:
 
 
 def token_ids_of(labels: Sequence[Label], tokenizer: Any) -> list[list[int]]:
-    """The prompts as the served model read them, tokenized by its tokenizer as a router does it.
+    """The prompts' token ids, tokenized as a router does.
 
-    Raises ConfigError("--tokenizer") when it counts other tokens than the cluster did.
+    Raises ConfigError("--tokenizer") when the token counts differ from the cluster's.
     """
     prompts = []
     for label in labels:

@@ -1,4 +1,4 @@
-"""The file that says what a predictor's folder holds, and whether it still holds it. Needs no torch."""
+"""The manifest of a predictor's folder: its content and digests, to detect changes. Needs no torch."""
 
 import dataclasses
 import hashlib
@@ -21,18 +21,18 @@ class Manifest:
     """What a predictor predicts, for which model, and the digests of its files."""
 
     model: str
-    """Name under which the model is served whose answers it was trained on."""
+    """Served name of the model whose answers it was trained on."""
     vocab_size: int
-    """Of the served model: its prompts' token ids lie in [0, vocab_size)."""
+    """Vocabulary of the served model: token ids of prompts lie in [0, vocab_size)."""
     granularity: int
     """Tokens per bucket."""
     bucket_count: int
     longest_answer_tokens: int
-    """The longest answer among the labels; the last bucket reaches at least so far."""
+    """The longest answer among the labels; the last bucket includes it."""
     max_prompt_tokens: int
-    """Longer prompts are cut to so many tokens."""
+    """Longer prompts are truncated to this."""
     own_tokenizer: bool
-    """Whether the classifier reads tokens of its own, so that prompts have to be tokenized anew."""
+    """Whether the classifier has its own tokenizer, so prompts must be tokenized again."""
     files: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of every other file, by its path in the folder."""
 
@@ -44,7 +44,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest, files: list[Path]) -> Manifest:
-    """Writes the manifest of a folder that is otherwise complete, with the digests of `files`, and returns it."""
+    """Writes and returns the manifest of an otherwise complete folder, with the digests of `files`."""
     digests = {str(path.relative_to(folder)): _digest(path) for path in sorted(files)}
     manifest = dataclasses.replace(manifest, files=digests)
     content = {"format": _FORMAT, "version": manifest.version, **dataclasses.asdict(manifest)}
@@ -53,9 +53,9 @@ def write_manifest(folder: Path, manifest: Manifest, files: list[Path]) -> Manif
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest and checks every file that it names. Reads all weights: blocks.
+    """Reads the manifest and checks every file that it names. Blocks: it reads all weights.
 
-    Raises ConfigError("predictor"): no manifest, one that is not understood, a file missing or changed.
+    Raises ConfigError("predictor"): no manifest, an invalid manifest, a file missing or changed.
     """
     path = folder / MANIFEST_FILE
     try:

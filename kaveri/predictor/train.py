@@ -1,7 +1,7 @@
 """kaveri predictor train: fine-tunes a sequence classifier on labels and saves it as a predictor. Needs torch.
 
-The last steps of TetriInfer's figure 8. Every epoch leaves a checkpoint in the folder `training` within the predictor's
-own, so that a training that was stopped or killed goes on there; at the end that folder goes and the manifest comes.
+The last steps of TetriInfer's figure 8. Every epoch writes a checkpoint to the subfolder `training`, so a run that was
+stopped or killed can resume. At the end that subfolder is deleted and the manifest written.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from kaveri.predictor.labels import Label, Split, load_tokenizer, read_labels, t
 from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, write_manifest
 
 RECORD_FILE = "training.json"
-"""How a predictor was made: settings, counts, accuracy per epoch. Not needed to serve it."""
+"""How a predictor was trained: settings, counts, accuracy per epoch. Not needed to serve it."""
 _WORK_FOLDER = "training"
 _SETTINGS_FILE = "settings.json"
 _WEIGHT_DECAY = 0.01
@@ -43,7 +43,7 @@ _WARM_UP_SHARE = 0.06
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """What a training is made of. Two trainings with the same settings and labels are the same training."""
+    """The settings of a training. One with equal settings and labels may resume its checkpoints."""
 
     base: str
     """SCRATCH, or a pretrained model: a path, a hub id or a bundled name."""
@@ -54,20 +54,20 @@ class TrainSettings:
     epochs: int
     batch_size: int
     learning_rate: float
-    """At its highest; rises over the first 6 % of the steps, then falls in a straight line."""
+    """The peak; rises over the first 6 % of the steps, then falls linearly."""
     max_prompt_tokens: int
-    """Longer prompts are cut to this."""
+    """Longer prompts are truncated to this."""
     layers: int
     """From scratch only."""
     width: int
-    """From scratch only: of hidden states, a multiple of 32."""
+    """From scratch only: hidden size, a multiple of 32."""
     seed: int
 
 
 def train(labels_path: Path, out: Path, settings: TrainSettings, say: Callable[[str], None]) -> None:
-    """Trains, or goes on with the training whose checkpoints are in `out`, and leaves a whole predictor there.
+    """Trains, or resumes from the checkpoints in `out`, and leaves a complete predictor there.
 
-    Does nothing when `out` holds this very predictor. say: called with sentences for the user.
+    Does nothing when `out` already holds this predictor. say: called with messages for the user.
 
     Raises ConfigError: labels malformed or too few for these buckets, a base or tokenizer that cannot be loaded, or
     `out` holds another predictor or other settings' checkpoints.
@@ -87,7 +87,7 @@ def train(labels_path: Path, out: Path, settings: TrainSettings, say: Callable[[
     trainer = _trainer(data, work, settings)
     checkpoint = _last_whole_checkpoint(work)
     if checkpoint is not None:
-        say(f"going on from {checkpoint.name}")
+        say(f"resuming from {checkpoint.name}")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     history = [
         {"epoch": entry["epoch"], "validation_accuracy": entry["eval_accuracy"], "validation_loss": entry["eval_loss"]}
@@ -110,7 +110,7 @@ def train(labels_path: Path, out: Path, settings: TrainSettings, say: Callable[[
 
 @dataclass(frozen=True)
 class _TrainingData:
-    """Labels as a classifier sees them, and that classifier."""
+    """Labels as examples for a classifier, and that classifier."""
 
     classifier: Classifier
     served_tokenizer: Any
@@ -127,7 +127,7 @@ class _TrainingData:
         model, vocab_size = labels[0].model, labels[0].vocab_size
         served = load_tokenizer(settings.tokenizer or model)
         prompts = token_ids_of(labels, served)
-        # Held-out answers decide nothing here, not even how many buckets there are.
+        # Held-out answers are not used at all, not even for the number of buckets.
         longest = max(label.output_tokens for label in labels if label.split is not Split.HELD_OUT)
         bucket_count = longest // settings.granularity + 1
         if bucket_count < 2:
@@ -193,7 +193,7 @@ def _is_finished(out: Path, identity: dict[str, Any]) -> bool:
 
 
 def _claim(work: Path, identity: dict[str, Any]) -> None:
-    """Notes whose checkpoints `work` is for, or checks that they are of this very training."""
+    """Records which training `work` belongs to, or checks that it belongs to this one."""
     path = work / _SETTINGS_FILE
     try:
         _refuse_other(work, "checkpoints", json.loads(path.read_text()), identity)
@@ -211,7 +211,7 @@ def _refuse_other(folder: Path, held: str, theirs: dict[str, Any], ours: dict[st
     for name, value in ours.items():
         if theirs.get(name) != value:
             reason = f"{name} was {theirs.get(name)!r} there and is {value!r} here"
-            raise ConfigError("--out", f"{folder} holds {held} of another training: {reason}; delete it to start anew")
+            raise ConfigError("--out", f"{folder} holds {held} of another training: {reason}; delete it to start again")
 
 
 def _trainer(data: _TrainingData, work: Path, settings: TrainSettings) -> Any:
@@ -231,7 +231,7 @@ def _trainer(data: _TrainingData, work: Path, settings: TrainSettings) -> Any:
         lr_scheduler_type="linear",
         warmup_steps=_WARM_UP_SHARE,
         weight_decay=_WEIGHT_DECAY,
-        # Prompts differ in length by two orders of magnitude, and padding is computed like anything else.
+        # Prompt lengths differ by two orders of magnitude, and padding costs compute.
         train_sampling_strategy="group_by_length",
         eval_strategy="epoch",
         save_strategy="epoch",
@@ -258,7 +258,7 @@ def _accuracy(prediction: Any) -> dict[str, float]:
 
 
 def _last_whole_checkpoint(work: Path) -> Path | None:
-    # The Trainer writes its state last: a checkpoint without it was being written when the process died.
+    # The Trainer writes its state last: a checkpoint without it is incomplete.
     whole = [path.parent for path in work.glob("checkpoint-*/trainer_state.json")]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
@@ -271,5 +271,5 @@ def _save(out: Path, classifier: Any, data: _TrainingData, record: dict[str, Any
     (out / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n")
     files = [out / "config.json", *out.glob("*.safetensors*")]
     files += [path for name in (OWN_TOKENIZER, SERVED_TOKENIZER) for path in (out / name).glob("*") if path.is_file()]
-    # Last: a folder without a manifest is no predictor.
+    # Last: a folder without a manifest is not a predictor.
     return write_manifest(out, data.manifest, files)

@@ -1,1 +1,1 @@
-"""Measures how long an engine's steps take on this machine, and makes of it the file that services are given."""
+"""Measures how long an engine's steps take on this machine, and writes a profile file for its services."""

@@ -1,4 +1,4 @@
-"""`python -m kaveri.profiling`: what `kaveri profile` runs, in a process of its own."""
+"""`python -m kaveri.profiling`: the process that `kaveri profile` starts."""
 
 import os
 import sys

@@ -10,10 +10,10 @@ from kaveri.profiling.plan import MAX_CHUNK_TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(EngineConfig):
-    """Measures prefill and decode steps of an engine alone on this machine, and writes a profile for its services.
+    """Measures prefill and decode steps of an engine on this machine, and writes a profile for its services.
 
-    Give the model, dtype, device, KV memory and OMP_NUM_THREADS that they will have; `kaveri up` gives each engine one
-    thread unless OMP_NUM_THREADS says otherwise.
+    Use the same model, dtype, device, KV memory and OMP_NUM_THREADS as the services; `kaveri up` gives each engine one
+    thread unless OMP_NUM_THREADS is set. Run nothing else meanwhile.
     """
 
     out: str = setting("profile to write, JSON")
@@ -25,5 +25,5 @@ class ProfileConfig(EngineConfig):
         above=0,
         most=1,
     )
-    quick: bool = setting("fewer steps, each measured less often: a look, with coarser results", False)
+    quick: bool = setting("fewer steps, each measured less often: faster and less accurate", False)
     log_level: str = setting("debug, info, warning or error", "warning", choices=("debug", "info", "warning", "error"))

@@ -1,8 +1,8 @@
-"""Runs the steps of a plan on a model runner, and takes their time.
+"""Runs the steps of a plan on a model runner, and measures their time.
 
-At this seam, and not through requests, because it is where the timed engine spends what a latency model says, and
-because an engine chooses its own steps. What is not in these times: forming the step, and the push of its KV, which
-goes on beside the next one.
+It calls the runner and not an engine with requests, because an engine chooses its own steps, and because the timed
+engine applies a latency model at the same place. Not included: forming the step, and pushing its KV, which overlaps
+with the next step.
 """
 
 import random
@@ -22,18 +22,18 @@ from kaveri.profiling.plan import StepPlan
 _SEED = 20240118
 _ROUND_S = 0.05
 _ROUND_RUNS = 10
-"""In a round a short step runs again until it has taken _ROUND_S in all, at most so many times: the shorter a step, the
-more of it is noise."""
+"""In a round a short step is repeated until its runs add up to _ROUND_S, at most this many times, to average out
+noise."""
 _FILL_TOKENS = 512
-"""Tokens of a step that computes context to be copied; not measured."""
+"""Tokens of a step that computes the context that is copied; not measured."""
 _PARAMS = SamplingParams(max_tokens=1, seed=0)
-"""Drawn as for a client that asks for nothing special."""
+"""A client's default parameters."""
 
 
 @dataclass(slots=True)
 class _Step:
     ranges: tuple[tuple[int, int], ...]
-    """Of each sequence, [start, stop)."""
+    """The chunk of each sequence, [start, stop)."""
     prefill: bool
     taken_s: list[float] = field(default_factory=list)
 
@@ -54,10 +54,10 @@ def measure_steps(
     on_step: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[PrefillPoint, ...], tuple[DecodePoint, ...]]:
-    """Every step in every round, in `rounds` rounds after one that warms up: what slows the machine down for a while
-    then touches many steps a little and no step's median much. The runner is not attached yet.
+    """Runs every step once per round, in `rounds` rounds after a warm-up round. A temporary slowdown of the machine
+    then affects many steps a little, and no step's median much. The runner is not attached to a pool yet.
 
-    on_step: called after each of (rounds + 1) * steps.
+    on_step: called (rounds + 1) * steps times.
     """
     prefills = [_Step(prompts, prefill=True) for prompts in plan.prefill]
     decodes = [_Step(((context - 1, context),) * batch, prefill=False) for batch, context in plan.decode]
@@ -65,7 +65,7 @@ def measure_steps(
     shuffle = random.Random(_SEED).shuffle
     for number in range(rounds + 1):
         shuffle(prefills)
-        # Those that read one context stand together: laying it costs more than the steps do.
+        # Steps with the same context are adjacent: writing the context takes longer than the steps.
         for step in sorted((*prefills, *decodes), key=_context_order):
             taken_s = [bench.run(step, clock)]
             while number > 0 and sum(taken_s) < _ROUND_S and len(taken_s) < _ROUND_RUNS:
@@ -95,10 +95,10 @@ def _token_count(step: _Step) -> int:
 
 
 class _Bench:
-    """One prompt, its KV, and a pool into which that is copied wherever a step wants context.
+    """One prompt, its KV, and a pool into which that KV is copied as the context of steps.
 
-    Every sequence of a step is that prompt, on blocks of its own, so that its KV is real and no cache is warmer than it
-    would be for as many different requests.
+    Every sequence of a step is that prompt on its own blocks: its KV is real, and caches are as cold as for that number
+    of different requests.
     """
 
     def __init__(self, runner: ModelRunner, total_blocks: int, prompt_tokens: int) -> None:
@@ -122,19 +122,19 @@ class _Bench:
             self._lay(len(step.ranges), each)
         else:
             self._laid = (0, 0)
-        # All sequences are of one length, but for the last one, which may be shorter.
+        # All sequences have the same length, except the last, which may be shorter.
         batch = [
             self._slice(start, stop, range(index * each, index * each + self._layout.block_count(stop)))
             for index, (start, stop) in enumerate(step.ranges)
         ]
-        # On a GPU whoever listens pays for bringing the KV down to the host, as a prefill instance does.
+        # With a listener, a GPU also copies the KV to the host, as on a prefill instance.
         listener = _ignore_layer if step.prefill else None
         began_s = clock()
         self._runner.run(batch, listener)
         return clock() - began_s
 
     def _lay(self, count: int, each: int) -> None:
-        """Puts the prompt's first blocks wherever `count` sequences of `each` blocks have theirs."""
+        """Copies the prompt's first blocks to the blocks of `count` sequences of `each` blocks."""
         if self._laid[0] >= count and self._laid[1] == each:
             return
         for index in range(count):
@@ -147,9 +147,9 @@ class _Bench:
         self._runner.run([self._slice(start, stop, block_ids)], _ignore_layer)
 
     def _slice(self, start: int, stop: int, block_ids: Sequence[int]) -> SequenceSlice:
-        # Always drawing: the runner then returns after the arithmetic and not before.
+        # Always draw a token, so the runner returns only after the computation.
         return SequenceSlice(self._prompt[start:stop], start, block_ids, True, 0, _PARAMS)
 
 
 def _ignore_layer(layer: int) -> None:
-    """A listener that listens for its own sake."""
+    """A listener that does nothing."""

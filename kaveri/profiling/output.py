@@ -1,4 +1,4 @@
-"""Whether a file that is wanted at the end can be written, found out before the work that fills it."""
+"""Checks before long work that its output file can be written."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from kaveri.errors import ConfigError
 
 
 def check_output(flag: str, path: Path) -> None:
-    """Raises ConfigError, naming the flag, when no file can be written there. Leaves what is there as it is."""
+    """Raises ConfigError, naming the flag, when no file can be written there. Leaves an existing file unchanged."""
     if not path.parent.is_dir():
         raise ConfigError(flag, f"there is no folder {path.parent}")
     if path.is_dir():
@@ -15,7 +15,7 @@ def check_output(flag: str, path: Path) -> None:
     if existed and not path.is_file():
         return  # Opening a pipe would wait for its reader.
     try:
-        # Tried, as permissions alone tell nothing of the superuser or of a file system that takes no files.
+        # Try it: permissions alone do not tell, for example for root or on a read-only file system.
         path.open("ab").close()
         if not existed:
             path.unlink()
@@ -24,5 +24,5 @@ def check_output(flag: str, path: Path) -> None:
 
 
 def not_written(flag: str, path: Path, error: OSError) -> ConfigError:
-    """What to raise when a file could not be written after all."""
+    """The error for a file that could not be written after all."""
     return ConfigError(flag, f"{path} cannot be written: {error.strerror or error}")

@@ -1,7 +1,7 @@
-"""Which steps are measured. Pure.
+"""Chooses the steps that are measured. Pure.
 
-Chosen so that each term of the latency model changes while the others stand still: chunks of one prompt by size, the
-same tokens as many short prompts, the same chunk behind longer and longer contexts; batches by context.
+Each series varies one term of the latency model: chunks of one prompt by size, the same tokens as several short
+prompts, the same chunk after longer contexts, and batches by context.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from kaveri.errors import ConfigError
 from kaveri.latency.fit import COEFFICIENTS
 
 MAX_CHUNK_TOKENS = 2048
-"""Four times what OPT-13B on an A100 needs by both papers."""
+"""Four times the saturating chunk of OPT-13B on an A100 in both papers."""
 _PACKED_TOKENS = (256, 1024)
 _PACKED_PROMPTS = (16, 64, 256)
 _CHUNKS_BEHIND_CONTEXT = (64, 256, 512)
@@ -24,7 +24,7 @@ Prompts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """What the engine can do."""
+    """The engine's limits."""
 
     max_chunk_tokens: int
     max_batch: int
@@ -39,11 +39,11 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Steps to measure, none twice."""
+    """Steps to measure, without duplicates."""
 
     prefill: tuple[Prompts, ...]
     decode: tuple[tuple[int, int], ...]
-    """(batch, context tokens of each request with the step's own)."""
+    """(batch, context tokens of each request, including the step's own token)."""
 
 
 def plan_steps(limits: StepLimits, quick: bool) -> StepPlan:
@@ -64,7 +64,7 @@ def plan_steps(limits: StepLimits, quick: bool) -> StepPlan:
     ]
     batches = _doubling(limits.max_batch, 4 if quick else 2)
     contexts = [min(context, limits.max_model_len) for context in _DECODE_CONTEXTS[:: 2 if quick else 1]]
-    # A context of one token is a prompt.
+    # A context of one token would be a prompt.
     decode = [
         (batch, context) for context in contexts if context > 1 for batch in batches if limits.holds(batch, context)
     ]
@@ -76,7 +76,7 @@ def plan_steps(limits: StepLimits, quick: bool) -> StepPlan:
 
 
 def chunk_sizes(limits: StepLimits, quick: bool) -> Sequence[int]:
-    """Tokens of the chunks over which throughput is measured: rising by a factor of at most 1.5 from 16 on, or 2."""
+    """Chunk sizes for the throughput curve: from 16 tokens up by a factor of at most 1.5, or 2 if `quick`."""
     longest_prompts = limits.total_blocks // -(-limits.max_model_len // limits.block_tokens)
     most = min(limits.max_chunk_tokens, longest_prompts * limits.max_model_len)
     doubling = _doubling(most, 2)
@@ -93,6 +93,6 @@ def _doubling(most: int, factor: int) -> list[int]:
 
 
 def _as_few_prompts(tokens: int, max_model_len: int) -> Prompts:
-    """One prompt where the model is long enough."""
+    """The fewest prompts with `tokens` in total: one if the model is long enough."""
     full, rest = divmod(tokens, max_model_len)
     return ((0, max_model_len),) * full + (((0, rest),) if rest else ())

@@ -1,4 +1,4 @@
-"""Draws a profile: throughput over chunk size, and measured against predicted time of every step."""
+"""Plots a profile: throughput over chunk size, and measured against predicted time of every step."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError when a profile cannot be drawn there; before anything is measured."""
+    """Raises ConfigError when a plot cannot be written there. Called before measuring."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError("--plot", f"is {path}; it must end in {', '.join(_SUFFIXES)}")
     check_output("--plot", path)
@@ -28,7 +28,7 @@ def check_plot(path: Path) -> None:
 
 def draw_profile(profile: Profile, path: Path) -> None:
     """The format follows the file's suffix. Raises OSError."""
-    # Not at the top: it is not among Kaveri's dependencies, and slow to import.
+    # Not at the top: matplotlib is optional, and slow to import.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2))
@@ -52,7 +52,7 @@ def draw_profile(profile: Profile, path: Path) -> None:
         f"{profile.engine.model}, {profile.engine.engine} engine, {profile.engine.dtype}: {profile.machine}"
     )
     figure.tight_layout()
-    # No date in the file, so that drawing the same profile twice gives the same bytes.
+    # No date in the file, so the same profile always gives the same bytes.
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -1,4 +1,4 @@
-"""From settings to a profile: builds the engine's runner, measures, fits, writes, draws, and says what was found."""
+"""From settings to a profile: builds the engine's runner, measures, fits, writes, plots and prints the findings."""
 
 import importlib.metadata
 import statistics
@@ -27,16 +27,16 @@ from kaveri.profiling.plot import check_plot, draw_profile
 
 _ROUNDS, _QUICK_ROUNDS = 9, 3
 _POOR_FIT = 0.15
-"""Mean error from which on the output warns of the predictions. A choice, not a finding."""
+"""Mean error above which the output warns about the predictions. Chosen, not measured."""
 _UNSTEADY = 1.25
-"""Median over shortest time, in the middle of all steps, from which on the output doubts them. A choice too."""
+"""If the median step's (median time / shortest time) is above this, the output warns. Chosen, not measured."""
 
 
 def run_profile(config: ProfileConfig) -> None:
-    """Takes minutes; prints what it finds to stdout, and its progress to stderr. Raises ConfigError."""
+    """Takes minutes; prints findings to stdout and progress to stderr. Raises ConfigError."""
     out = Path(config.out).expanduser()
     plot = Path(config.plot).expanduser() if config.plot else None
-    # Before minutes of measuring, and not after.
+    # Check the outputs before minutes of measuring.
     check_output("--out", out)
     if plot is not None:
         check_plot(plot)
@@ -48,7 +48,7 @@ def run_profile(config: ProfileConfig) -> None:
         profile = profile_runner(runner, total_blocks, profiled_engine(runner, settings), config, errors)
     except ConfigError as error:
         raise name_flag(error) from error
-    # First, so that a full disk does not take the findings too.
+    # Print first, so a full disk does not lose the findings.
     for line in describe(profile):
         print(line)
     try:
@@ -72,7 +72,7 @@ def profile_runner(
     console: Console,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Measures a runner that no pool is attached to yet, and fits. console: for the progress. Raises ConfigError."""
+    """Measures and fits a runner that has no pool yet. console: for the progress. Raises ConfigError."""
     limits = StepLimits(
         max_chunk_tokens=config.max_chunk_tokens,
         max_batch=config.max_batch,
@@ -110,7 +110,7 @@ def profile_runner(
 
 
 def describe(profile: Profile) -> list[str]:
-    """What a reader of the terminal must know, in a few lines."""
+    """The findings in a few lines for the terminal."""
     engine, found = profile.engine, profile.saturation
     lines = [f"{engine.model} on the {engine.engine} engine, {engine.dtype}, {engine.device}: {profile.machine}"]
     if found.reached:
@@ -139,8 +139,8 @@ def describe(profile: Profile) -> list[str]:
     unsteadiness = statistics.median(entry.median_s / entry.min_s for entry in times)
     if unsteadiness > _UNSTEADY:
         lines.append(
-            f"unsteady: the middle one of the steps usually took {unsteadiness:.1f} times its shortest time; "
-            "is something else running here?"
+            f"unsteady: the median step usually took {unsteadiness:.1f} times its shortest time; "
+            "is something else running on this machine?"
         )
     return lines
 

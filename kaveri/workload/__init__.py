@@ -1,1 +1,1 @@
-"""Which requests come when and how long they are: synthetic, from traces, from files of prompts."""
+"""Arrival times and lengths of requests: synthetic, from traces, or from files of prompts."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one run at one rate has shown."""
+    """The result of one run at one rate."""
 
     rate_per_s: float
     attainment: float
@@ -14,24 +14,24 @@ class Probe:
 
 
 class GoodputSearch:
-    """Chooses the rates of successive runs: doubles or halves until the goodput lies between two, then bisects.
+    """Chooses the rates of successive runs: doubles or halves until the goodput lies between two rates, then bisects.
 
-    Goodput as DistServe defines it (arXiv 2401.09670, section 1): the highest request rate at which the SLOs are
-    attained by a share of at least `target`. It takes attainment to fall as the rate rises.
+    Goodput as DistServe defines it (arXiv 2401.09670, section 1): the highest request rate at which a share of at least
+    `target` meets the SLOs. It assumes that attainment falls as the rate rises.
     """
 
     def __init__(self, start_per_s: float, target: float, max_runs: int, resolution: float) -> None:
-        """start_per_s: the first rate. max_runs: give up after so many. resolution: end when the lowest rate that
-        failed is above the highest that held by no more than this share."""
+        """start_per_s: the first rate. max_runs: stop after this many runs. resolution: stop when the lowest failed
+        rate is at most this share above the highest rate that met the target."""
         self._target = target
         self._max_runs = max_runs
         self._resolution = resolution
         self._next_per_s = start_per_s
         self.probes: list[Probe] = []
         self.held: Probe | None = None
-        """At the highest rate that was attained: the goodput. None: no rate was."""
+        """The run at the highest rate that met the target: the goodput. None: no rate did."""
         self.failed: Probe | None = None
-        """At the lowest rate that was not attained. None: the goodput is at least `held`."""
+        """The run at the lowest rate that missed the target. None: the goodput is at least `held`."""
 
     def next_rate(self) -> float | None:
         """The rate to try next, in requests per second; None when the search is over."""
@@ -44,7 +44,7 @@ class GoodputSearch:
         return self._next_per_s
 
     def note(self, probe: Probe) -> None:
-        """Takes in what the run at next_rate() has shown."""
+        """Records the result of the run at next_rate()."""
         self.probes.append(probe)
         if probe.attainment >= self._target:
             self.held = probe

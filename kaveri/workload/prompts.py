@@ -1,4 +1,4 @@
-"""Files of prompts: what a line may be, and what is wrong with one that is not. Needs no torch."""
+"""Files of prompts: the forms of a line, and errors for malformed lines. Needs no torch."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
 class MalformedLine(ValueError):
-    """A line is not what its file is for; the message says why."""
+    """A line is malformed; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in one of its three forms, as the SDK takes it."""
+    """A prompt in one of its three forms, as the SDK accepts it."""
 
     kind: str
     """One of KINDS: raw text, a conversation, or token ids of the served model."""
@@ -26,12 +26,12 @@ class Prompt:
     """A text, a list of {"role", "content"}, or a list of ids."""
 
     def as_json(self) -> dict[str, Any]:
-        """The form in which a line of a file holds it, and the SDK's keyword argument."""
+        """Its form in a line of a file, and as the SDK's keyword argument."""
         return {self.kind: self.content}
 
     @property
     def digest(self) -> bytes:
-        """The same for the same prompt, on every machine: tells prompts apart and splits them."""
+        """Identifies the prompt; the same on every machine. Also used to split label files."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).digest()
 
 
@@ -59,7 +59,7 @@ def read_lines(path: Path, flag: str) -> Iterator[tuple[int, str]]:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(flag, f"{path} cannot be read: {error.strerror}") from error
-    # Split as bytes: str.splitlines would also split at separators that may stand within a prompt.
+    # Split as bytes: str.splitlines would also split at separators that a prompt may contain.
     for number, line in enumerate(content.split(b"\n"), 1):
         try:
             text = line.decode().removesuffix("\r")
@@ -70,7 +70,7 @@ def read_lines(path: Path, flag: str) -> Iterator[tuple[int, str]]:
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """A line's JSON object. Raises MalformedLine."""
+    """Parses a line's JSON object. Raises MalformedLine."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def parse_object(line: str) -> dict[str, Any]:
 
 
 def parse_prompt(content: dict[str, Any]) -> Prompt:
-    """The prompt in a line's object. Raises MalformedLine."""
+    """Reads the prompt in a line's object. Raises MalformedLine."""
     given = [kind for kind in KINDS if kind in content]
     if len(given) != 1:
         raise MalformedLine(f"has {' and '.join(given) or 'none'} of {', '.join(KINDS)}; it must have one")

@@ -1,4 +1,4 @@
-"""Which requests come when, and how long they are: synthetic classes and arrival processes. Pure: no clock, no I/O."""
+"""Planned requests: synthetic classes of lengths and arrival processes. Pure: no clock, no I/O."""
 
 import enum
 import random
@@ -25,15 +25,15 @@ class WorkloadClass(enum.StrEnum):
     HPLD = "HPLD"
     HPHD = "HPHD"
     MIXED = "Mixed"
-    """Each of the four as likely as the others."""
+    """The four classes with equal probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """One request before anybody has said when it comes."""
+    """The lengths of one request."""
 
     prompt_tokens: int
-    """0: a text that nobody has tokenized yet."""
+    """0: a text that has not been tokenized yet."""
     output_tokens: int
 
     @property
@@ -46,16 +46,16 @@ class RequestLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests of which nobody has planned yet when they come."""
+    """Requests without planned arrival times."""
 
     lengths: Sequence[RequestLengths]
     times_s: Sequence[float] = ()
-    """When each came, of a trace. Empty: it has no times of its own."""
+    """Arrival times from a trace. Empty: no arrival times."""
     prompts: Sequence[Prompt] = ()
-    """Empty: they are made up, of the lengths."""
+    """Empty: random prompts of the given lengths are generated."""
 
     def fitting(self, most_tokens: int) -> "Workload":
-        """The requests of at most so many tokens, prompt and answer together, with their times and prompts."""
+        """The requests with at most `most_tokens` tokens of prompt and answer, with their times and prompts."""
         fits = [entry.prompt_tokens + entry.output_tokens <= most_tokens for entry in self.lengths]
         return Workload(
             lengths=list(compress(self.lengths, fits)),
@@ -69,12 +69,12 @@ class PlannedRequest:
     """One request of a run."""
 
     number: int
-    """From 0, in the order of arrival."""
+    """Number in order of arrival, from 0."""
     arrival_s: float
     """Seconds after the start of the run. Closed loop: 0, it is sent when an earlier one ends."""
     lengths: RequestLengths
     prompt: Prompt | None = None
-    """None: one is made up, of the planned length."""
+    """None: a random prompt of the planned length is generated."""
 
 
 def draw_lengths(
@@ -85,8 +85,8 @@ def draw_lengths(
     # prompts: light [16, 512]   heavy [513, most_prompt_tokens]
     # answers: light [8, 128]    heavy [129, most_output_tokens]
 
-    Limits below a heavy range's beginning are refused for a class that needs it, and cut a light range. Raises
-    ConfigError, naming the flag.
+    A limit below the start of a heavy range is an error if the class needs that range, and shortens a light range.
+    Raises ConfigError, naming the flag.
     """
     drawn = []
     for _ in range(count):
@@ -105,10 +105,10 @@ def draw_lengths(
 
 
 def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Times of `count` arrivals in seconds, from 0 on, `rate_per_s` of them per second on average.
+    """Times of `count` arrivals in seconds, starting at 0, with `rate_per_s` arrivals per second on average.
 
     The gaps are drawn from a gamma distribution whose squared coefficient of variation is `burstiness`: 1 is a Poisson
-    process, more comes in bursts, less is more even.
+    process, a larger value gives bursts, a smaller value more even arrivals.
     """
     shape = 1.0 / burstiness
     times_s: list[float] = []
@@ -122,7 +122,7 @@ def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: random
 def plan_requests(
     lengths: Sequence[RequestLengths], arrivals_s: Sequence[float], prompts: Sequence[Prompt] = ()
 ) -> list[PlannedRequest]:
-    """Pairs lengths with arrivals, and with prompts if there are any; as many of each, arrivals in order."""
+    """Pairs lengths with arrivals, and with prompts if there are any. Equal counts; arrivals in ascending order."""
     texts: Sequence[Prompt | None] = prompts or [None] * len(lengths)
     entries = enumerate(zip(arrivals_s, lengths, texts, strict=True))
     return [PlannedRequest(number, *entry) for number, entry in entries]

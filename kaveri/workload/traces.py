@@ -1,4 +1,4 @@
-"""Reads published traces: when requests came and how long they were. Prompts are not in them."""
+"""Reads published traces: arrival times and lengths of requests. They contain no prompts."""
 
 import csv
 import json
@@ -21,14 +21,14 @@ class TraceEntry:
     """One request of a trace."""
 
     arrival_s: float
-    """Seconds after the first one."""
+    """Seconds after the first request."""
     lengths: RequestLengths
 
 
 def read_trace(path: Path, count: int) -> list[TraceEntry]:
-    """The first `count` requests of a trace, in the order of their times.
+    """The first `count` requests of a trace, in order of arrival.
 
-    Formats, told apart by the first line: the CSV of the Azure LLM inference traces of 2023, and Mooncake's JSON lines
+    Formats, detected by the first line: the CSV of the Azure LLM inference traces of 2023, and Mooncake's JSON lines
     (timestamp in milliseconds, input_length, output_length). Raises ConfigError with the line and the reason.
     """
     try:

@@ -150,7 +150,7 @@ def test_ctrl_c_keeps_the_labels_and_cancels_the_rest(service: AnsweringDouble, 
         process.send_signal(signal.SIGINT)
         _, shown = process.communicate(timeout=RUN_S)
     assert process.returncode == 130
-    assert "the same command goes on from here" in shown
+    assert "run the same command to continue" in shown
     assert "Traceback" not in shown
     assert labels_in(out) == {"a": 1}
     wait_until(lambda: len(service.cancelled) == 1, "the request in flight is cancelled")

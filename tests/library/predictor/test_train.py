@@ -99,7 +99,7 @@ def test_a_killed_training_goes_on_from_its_last_epoch(labels_path: Path, tmp_pa
     record = json.loads((tmp_path / "p" / "training.json").read_text())
     assert record["resumed_from"].startswith("checkpoint-")
     assert record["resumed_from"] != "checkpoint-99999"
-    assert f"going on from {record['resumed_from']}" in said
+    assert f"resuming from {record['resumed_from']}" in said
     assert not work.exists()
     LengthPredictor.load(str(tmp_path / "p"))
 
