@@ -24,8 +24,8 @@ import torch
 from benchmarks.support.harness import Options, Report, run
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import (
-    AttemptKey,
     EngineEvent,
+    EngineKey,
     EngineRequest,
     EngineStopped,
     FirstToken,
@@ -66,10 +66,10 @@ class Lab:
         self._rng = random.Random(1)
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._started_s: dict[AttemptKey, float] = {}
-        self._first_s: dict[AttemptKey, float] = {}
-        self._steps_s: dict[AttemptKey, list[float]] = {}
-        self._errand: tuple[AttemptKey, Callable[[], None]] | None = None
+        self._started_s: dict[EngineKey, float] = {}
+        self._first_s: dict[EngineKey, float] = {}
+        self._steps_s: dict[EngineKey, list[float]] = {}
+        self._errand: tuple[EngineKey, Callable[[], None]] | None = None
         self._failure = ""
         self._engine.start(self._listen)
 
@@ -85,7 +85,7 @@ class Lab:
         """Random ids: what they say does not matter, how many there are does."""
         token_ids = tuple(self._rng.randrange(3, self._vocab_size) for _ in range(prompt_tokens))
         params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True, seed=0)
-        return EngineRequest(AttemptKey(f"request {next(self._numbers)}", 1), token_ids, 0, params)
+        return EngineRequest(EngineKey(f"request {next(self._numbers)}", 1), token_ids, 0, params)
 
     def submit_together(self, requests: Sequence[EngineRequest]) -> float:
         """Submits them between two steps, from the engine's own thread; returns when that was."""

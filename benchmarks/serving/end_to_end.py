@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient, SamplingParams
-from kaveri.engine.contract import AttemptKey, EngineEvent, EngineRequest, EngineStopped, FirstToken, StepTokens
+from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, EngineStopped, FirstToken, StepTokens
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.local.config import StackConfig
@@ -61,8 +61,8 @@ class EngineAlone:
         self._engine = StepwiseEngine(runner, total_blocks=2048, chunk_tokens=CHUNK_TOKENS, max_batch=64)
         self._loop = loop
         self._numbers = itertools.count()
-        self._first_at_s: dict[AttemptKey, float] = {}
-        self._ended: dict[AttemptKey, asyncio.Future[None]] = {}
+        self._first_at_s: dict[EngineKey, float] = {}
+        self._ended: dict[EngineKey, asyncio.Future[None]] = {}
         self._engine.start(self._listen)
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class EngineAlone:
 
     async def ask(self, prompt: tuple[int, ...], params: SamplingParams) -> float:
         """Seconds to the first token, once the whole answer is there."""
-        key = AttemptKey(f"request {next(self._numbers)}", 1)
+        key = EngineKey(f"request {next(self._numbers)}", 1)
         ended = self._ended[key] = self._loop.create_future()
         began_s = time.perf_counter()
         self._engine.prefill(EngineRequest(key, prompt, 0, params))
@@ -93,7 +93,7 @@ class EngineAlone:
         if ended:
             self._loop.call_soon_threadsafe(self._end, ended)
 
-    def _end(self, keys: list[AttemptKey]) -> None:
+    def _end(self, keys: list[EngineKey]) -> None:
         for key in keys:
             self._ended.pop(key).set_result(None)
 

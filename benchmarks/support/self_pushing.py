@@ -8,8 +8,8 @@ from typing import NamedTuple, Self
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import (
-    AttemptKey,
     EngineEvent,
+    EngineKey,
     EngineRequest,
     EngineStopped,
     FirstToken,
@@ -63,8 +63,8 @@ class SelfPushingEngine:
         self._engine = engine
         self.vocab_size = engine.info.vocab_size
         self._changed = threading.Condition()
-        self._answers: dict[AttemptKey, list[int]] = {}
-        self._landed: set[AttemptKey] = set()
+        self._answers: dict[EngineKey, list[int]] = {}
+        self._landed: set[EngineKey] = set()
         self._failures: list[str] = []
         self._started = self._finished = 0
         self._awaited: Callable[[], bool] = bool
@@ -83,7 +83,7 @@ class SelfPushingEngine:
         """All prompts at once, greedily, past the end-of-sequence token."""
         params = SamplingParams(max_tokens=answer_tokens, temperature=0.0, seed=0, ignore_eos=True)
         requests = [
-            EngineRequest(AttemptKey(f"request {index}", 1), tuple(prompt), 0, params)
+            EngineRequest(EngineKey(f"request {index}", 1), tuple(prompt), 0, params)
             for index, prompt in enumerate(prompts)
         ]
         with self._changed:

@@ -12,19 +12,22 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 
 from kaveri.cluster.redis_url import shown
 from kaveri.errors import ConfigError
+from kaveri.telemetry.logs import get_logger
 
 _CONNECT_TIMEOUT_S = 0.7
 _ANSWER_TIMEOUT_S = 0.9
 """Of each answer: what takes several may take longer, so that a distant Redis is slow and not lost."""
-_FIRST_ANSWER_TIMEOUT_S = 3.0
+FIRST_ANSWER_TIMEOUT_S = 3.0
+_REPORT_EVERY_S = 5.0
 _MAX_CONNECTIONS = 16
 _PAUSE_S = 0.25
 
 
-async def connect(url: str, probe_key: str) -> Redis:
-    """A client that has been answered once. Raises ConfigError when that cannot be had within a few seconds.
+async def connect(url: str, probe_key: str, wait_s: float = FIRST_ANSWER_TIMEOUT_S) -> Redis:
+    """A client that has been answered once. Raises ConfigError when Redis does not answer within `wait_s` seconds, and
+    within FIRST_ANSWER_TIMEOUT_S when it answers and refuses. Writes a line to the log every 5 s meanwhile.
 
-    probe_key: written to, for a moment: who cannot write is not to start.
+    probe_key: written to, for a moment: a process that cannot write must not start.
     """
     try:
         pool = BlockingConnectionPool.from_url(
@@ -39,18 +42,27 @@ async def connect(url: str, probe_key: str) -> Redis:
     except ValueError as error:
         raise bad_url(url, error) from None
     client = Redis(connection_pool=pool)
-    give_up_at_s = time.monotonic() + _FIRST_ANSWER_TIMEOUT_S
+    started_at_s = time.monotonic()
+    report_at_s = started_at_s
     while True:
         try:
             await cast(Awaitable[Any], client.set(probe_key, "", px=1000))
             return client
         except (RedisError, OSError) as error:
+            waited_s = time.monotonic() - started_at_s
+            refuses = isinstance(error, ResponseError | AuthenticationError)
             hopeless = isinstance(error, AuthenticationError | NoPermissionError)
-            if hopeless or time.monotonic() > give_up_at_s:
+            if hopeless or waited_s > (min(wait_s, FIRST_ANSWER_TIMEOUT_S) if refuses else wait_s):
                 await client.aclose(close_connection_pool=True)
-                refuses = hopeless or isinstance(error, ResponseError)
-                what = "Redis refuses to serve at" if refuses else "no Redis answers at"
-                raise ConfigError("--redis-url", f"{what} {shown(url)}: {why(error)}") from error
+                reason = f"no Redis answers at {shown(url)} after {waited_s:.0f} s: {why(error)}"
+                if refuses:
+                    reason = f"Redis refuses to serve at {shown(url)}: {why(error)}"
+                raise ConfigError("--redis-url", reason) from error
+            if time.monotonic() >= report_at_s:
+                report_at_s += _REPORT_EVERY_S
+                get_logger().warning(
+                    "redis_awaited", url=shown(url), error=why(error), waited_s=round(waited_s, 1), wait_s=wait_s
+                )
         except BaseException:
             await client.aclose(close_connection_pool=True)
             raise

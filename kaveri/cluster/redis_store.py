@@ -39,7 +39,7 @@ from kaveri.cluster import redis_scripts as scripts
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.cluster.redis_connection import bad_url, connect, why
+from kaveri.cluster.redis_connection import FIRST_ANSWER_TIMEOUT_S, bad_url, connect, why
 from kaveri.cluster.redis_url import database_of, shown
 from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestRecord
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
@@ -67,12 +67,20 @@ _REFUSALS = (ResponseError, AuthenticationError)
 class RedisStore:
     """A ClusterStore on Redis."""
 
-    def __init__(self, url: str, cluster_name: str = DEFAULT_CLUSTER, follow: Follow = Follow.HEARTBEATS) -> None:
+    def __init__(
+        self,
+        url: str,
+        cluster_name: str = DEFAULT_CLUSTER,
+        follow: Follow = Follow.HEARTBEATS,
+        *,
+        wait_s: float = FIRST_ANSWER_TIMEOUT_S,
+    ) -> None:
         """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=...
 
-        Clusters of other names, or in other databases, do not meet.
+        Clusters of other names, or in other databases, do not meet. wait_s: how long entering waits for an answer.
         """
         self._url = url
+        self._wait_s = wait_s
         self._cluster_name = cluster_name
         self._prefix = ""
         self._monitored = MonitoredMembership() if follow is Follow.BROADCASTS else None
@@ -91,7 +99,7 @@ class RedisStore:
             self._prefix = f"kaveri:{self._cluster_name}:{database_of(self._url)}"
         except ValueError as error:
             raise bad_url(self._url, error) from None
-        self._client = await connect(self._url, probe_key=self._key("probe"))
+        self._client = await connect(self._url, self._key("probe"), self._wait_s)
         self._heartbeat_script = self._client.register_script(scripts.HEARTBEAT)
         self._deregister_script = self._client.register_script(scripts.DEREGISTER)
         self._forget_script = self._client.register_script(scripts.FORGET_ENDED)

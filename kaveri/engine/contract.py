@@ -34,18 +34,19 @@ from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 
-class AttemptKey(NamedTuple):
-    """One placement of one request. Engines compare keys for equality only; services order attempts."""
+class EngineKey(NamedTuple):
+    """Names a request inside one engine. Engines compare keys for equality only."""
 
     request_id: str
-    attempt: int
+    serial: int
+    """The service's own count, so that no two requests of a process share a key. Not the router's attempt number."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """What an engine must know of a request, on either side."""
 
-    key: AttemptKey
+    key: EngineKey
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that earlier attempts have generated. At least one."""
     generated_count: int
@@ -105,14 +106,14 @@ class EngineStats:
 class PrefillStarted:
     """The request's first chunk begins."""
 
-    key: AttemptKey
+    key: EngineKey
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
     """A chunk of the request is computed; not sent for the last chunk, which FirstToken ends."""
 
-    key: AttemptKey
+    key: EngineKey
     computed_tokens: int
 
 
@@ -120,7 +121,7 @@ class PrefillProgress:
 class FirstToken:
     """The prompt is computed and the next token drawn. With `finish` the request is done and its blocks are free."""
 
-    key: AttemptKey
+    key: EngineKey
     token_id: int
     logprobs: Logprobs | None
     finish: FinishReason | None
@@ -130,7 +131,7 @@ class FirstToken:
 class KvPushed:
     """The receiver has accepted the KV, the hand-over with it. The request is done here and its blocks are free."""
 
-    key: AttemptKey
+    key: EngineKey
     kv_bytes: int
     transport: str
 
@@ -139,7 +140,7 @@ class KvPushed:
 class KvPushFailed:
     """The push ended without acceptance. The KV is kept: push_to may be called again with another ticket."""
 
-    key: AttemptKey
+    key: EngineKey
     reason: str
 
 
@@ -147,7 +148,7 @@ class KvPushFailed:
 class Landed:
     """All KV of a reserved request has arrived and is verified. It waits for admit()."""
 
-    key: AttemptKey
+    key: EngineKey
     kv_bytes: int
 
 
@@ -155,7 +156,7 @@ class Landed:
 class LandingFailed:
     """The KV will not come (sender gone, digest wrong, ticket expired). The request is done here."""
 
-    key: AttemptKey
+    key: EngineKey
     reason: str
 
 
@@ -163,7 +164,7 @@ class LandingFailed:
 class TokenStep:
     """One token of one request."""
 
-    key: AttemptKey
+    key: EngineKey
     index: int
     """Position within the answer. The first one after a landing is generated_count + 1: prefill drew the one before."""
     token_id: int
@@ -186,14 +187,14 @@ class Preempted:
     Also for a landed request that is not admitted yet: it still waits for admit().
     """
 
-    key: AttemptKey
+    key: EngineKey
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
     """The engine cannot go on with this request. It is done and its blocks are free."""
 
-    key: AttemptKey
+    key: EngineKey
     reason: str
 
 
@@ -241,7 +242,7 @@ class Engine(Protocol):
     def kv_flow(self) -> KvFlow:
         """What KV is under way from here and to here. Never blocks on a step."""
 
-    def abort(self, key: AttemptKey) -> None:
+    def abort(self, key: EngineKey) -> None:
         """Ends a request in any phase. Idempotent; unknown keys are ignored. Events on their way may still follow."""
 
     def check_integrity(self) -> None:
@@ -259,7 +260,7 @@ class PrefillEngine(Engine, Protocol):
         side, and EngineError once the engine has stopped.
         """
 
-    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         """Pushes what is computed, and what will be, layer by layer, to the ticket's blocks; then hands over.
 
         Raises LayoutMismatch, InvalidArgument while an earlier push of the request is open, and EngineError once the
@@ -280,7 +281,7 @@ class DecodeEngine(Engine, Protocol):
         `expires_in_s` seconds (LandingFailed).
         """
 
-    def adopt(self, key: AttemptKey) -> None:
+    def adopt(self, key: EngineKey) -> None:
         """Decodes here a request that was prefilled here: after its FirstToken it counts as landed, without a transfer.
 
         For an engine that plays both sides. Unknown keys, and requests whose push is open, are ignored.
@@ -290,7 +291,7 @@ class DecodeEngine(Engine, Protocol):
         blocks keep every reservation here refused until then.
         """
 
-    def admit(self, key: AttemptKey) -> None:
+    def admit(self, key: EngineKey) -> None:
         """Lets a landed request join the running batch with the next step. Unknown keys are ignored.
 
         Raises EngineError once the engine has stopped.

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from kaveri.engine.contract import (
-    AttemptKey,
     EngineInfo,
+    EngineKey,
     EngineRequest,
     KvPushed,
     KvPushFailed,
@@ -41,7 +41,7 @@ class TransferOwner(Protocol):
     """A request, as its transfers see it. Hashed by identity."""
 
     @property
-    def key(self) -> AttemptKey: ...
+    def key(self) -> EngineKey: ...
 
     @property
     def done(self) -> bool:
@@ -65,7 +65,7 @@ OwnerT = TypeVar("OwnerT", bound=TransferOwner)
 class TransferAccount(Protocol[OwnerT]):
     """The engine's requests and their blocks. Every call is made with the engine's lock held."""
 
-    def find_prefill(self, key: AttemptKey) -> OwnerT | None:
+    def find_prefill(self, key: EngineKey) -> OwnerT | None:
         """The live request of the prefill side."""
 
     def open_decode(self, request: EngineRequest) -> OwnerT:
@@ -83,7 +83,7 @@ class TransferAccount(Protocol[OwnerT]):
     def end(self, owner: OwnerT) -> None:
         """The request is done."""
 
-    def abort(self, key: AttemptKey) -> tuple[OwnerT | None, OwnerT | None]:
+    def abort(self, key: EngineKey) -> tuple[OwnerT | None, OwnerT | None]:
         """Ends the request on both sides. Returns those that were live: prefill's and decode's."""
 
 
@@ -142,7 +142,7 @@ class Transfers(Generic[OwnerT]):
         self._landings.clear()
         self._awaited.clear()
 
-    def abort(self, key: AttemptKey) -> None:
+    def abort(self, key: EngineKey) -> None:
         """See Engine.abort()."""
         awaited: _AwaitedTicket | None = None
         with self._shared.lock:
@@ -162,7 +162,7 @@ class Transfers(Generic[OwnerT]):
 
     # Pushes.
 
-    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         """See PrefillEngine.push_to()."""
         self._plane.require_fit(ticket)
         with self._shared.lock:

@@ -11,9 +11,9 @@ from typing import Any
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import (
-    AttemptKey,
     Engine,
     EngineEvent,
+    EngineKey,
     EngineRequest,
     EngineStopped,
     FirstToken,
@@ -38,7 +38,7 @@ class Trial:
         # An engine that only decodes cannot compute a prompt, and is not tried.
         self._engine: Any = engine if hasattr(engine, "prefill") else None
         self._decodes = decodes
-        self._running: set[AttemptKey] = set()
+        self._running: set[EngineKey] = set()
         self._failure: str | None = None
         self._over = asyncio.Event()
 
@@ -83,7 +83,7 @@ class Trial:
         for prompt_tokens, answer_tokens in ((2, 2 if self._decodes else 1), (1, 1)):
             token_ids = (token_id,) * min(prompt_tokens, info.max_model_len - 1)
             params = SamplingParams(max_tokens=answer_tokens, seed=0, ignore_eos=True)
-            key = AttemptKey(_NAME, prompt_tokens)
+            key = EngineKey(_NAME, prompt_tokens)
             self._running.add(key)
             try:
                 self._engine.prefill(EngineRequest(key, token_ids, 0, params))
@@ -93,7 +93,7 @@ class Trial:
         if not self._running:
             self._fail("its pool has no room for a prompt of two tokens")
 
-    def _decode(self, key: AttemptKey) -> None:
+    def _decode(self, key: EngineKey) -> None:
         try:
             self._engine.adopt(key)
             self._engine.admit(key)
@@ -105,7 +105,7 @@ class Trial:
         total_blocks: int = self._engine.info.total_blocks
         return free_blocks == total_blocks
 
-    def _end(self, key: AttemptKey) -> None:
+    def _end(self, key: EngineKey) -> None:
         self._running.discard(key)
         if not self._running:
             self._over.set()

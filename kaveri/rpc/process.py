@@ -29,6 +29,7 @@ ALL_ADDRESSES = ("0.0.0.0", "::", "[::]")
 """Values of --host under which nobody can be reached."""
 MAX_DRAIN_S = 7 * 86_400.0
 MAX_LEASE_S = 86_400.0
+MAX_REDIS_WAIT_S = 7 * 86_400.0
 CONFIG_ERROR_STATUS = 2
 """Exit status of a process that could not start with the settings it was given."""
 
@@ -60,6 +61,12 @@ class ServiceConfig:
         "redis://127.0.0.1:6379/0",
         present,
         mask=shown,
+    )
+    redis_wait_s: float = setting(
+        "seconds to wait at the start for a Redis that does not answer; health is NOT_SERVING meanwhile",
+        60.0,
+        least=0,
+        most=MAX_REDIS_WAIT_S,
     )
     metrics_port: int = setting("port for Prometheus metrics and health over HTTP; 0: none", 0, least=0, most=MAX_PORT)
     log_level: str = setting("debug, info, warning or error", "info", choices=("debug", "info", "warning", "error"))

@@ -17,10 +17,10 @@ import pytest
 
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import (
-    AttemptKey,
     DecodeEngine,
     Engine,
     EngineEvent,
+    EngineKey,
     EngineRequest,
     FirstToken,
     KvPushed,
@@ -146,7 +146,7 @@ def make_request(
     wanted = SamplingParams(
         **{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, "ignore_eos": True} | params  # type: ignore[arg-type]
     )
-    return EngineRequest(AttemptKey(name, 1), token_ids, 0, wanted)
+    return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)
 
 
 def _request_that_draws(
@@ -254,7 +254,7 @@ class EngineConformance:
             for name, placed, expected in (("later", request, whole), ("first", first, whole[end:])):
                 for ignores in (True, False):
                     params = replace(request.params, ignore_eos=ignores)
-                    asked = replace(placed, key=AttemptKey(f"{name}-{ignores}", 1), params=params)
+                    asked = replace(placed, key=EngineKey(f"{name}-{ignores}", 1), params=params)
                     pair.hand_over(asked)
                     ended = expected if ignores else expected[: expected.index(whole[end]) + 1]
                     assert pair.answer(asked) == ended
@@ -329,7 +329,7 @@ class EngineConformance:
     def test_failed_push_keeps_the_kv_for_another_ticket(self, harness: EngineHarness, prompt_tokens: int) -> None:
         with running_pair(harness) as pair:
             request = make_request(pair.prefill, "r", prompt_tokens, 8)
-            refused = replace(request, key=AttemptKey("refused", 1))
+            refused = replace(request, key=EngineKey("refused", 1))
             ticket = pair.reserve(refused)
             pair.decode.abort(refused.key)
             pair.prefill.prefill(request)
@@ -444,7 +444,7 @@ class EngineConformance:
 
     def test_unknown_requests_are_ignored(self, harness: EngineHarness) -> None:
         with running_pair(harness) as pair:
-            unknown = AttemptKey("unknown", 1)
+            unknown = EngineKey("unknown", 1)
             ticket = pair.reserve(make_request(pair.prefill, "r", 10, 5))
             pair.prefill.abort(unknown)
             pair.decode.abort(unknown)
@@ -546,6 +546,17 @@ class EngineConformance:
                 with pytest.raises(InvalidArgument):
                     pair.decode.reserve(request, 60.0).result(SOON_S)
             wait_until_free(pair.prefill, pair.decode)
+
+    @pytest.mark.parametrize("expires_in_s", [float("nan"), -1.0, 1e9])
+    def test_reservation_for_no_duration_is_refused_and_the_engine_goes_on(
+        self, harness: EngineHarness, expires_in_s: float
+    ) -> None:
+        with running_pair(harness) as pair:
+            request = make_request(pair.prefill, "r", 10, 5)
+            with pytest.raises(InvalidArgument, match="expires_in_s"):
+                pair.decode.reserve(request, expires_in_s).result(SOON_S)
+            pair.hand_over(request)
+            assert pair.answer(request) == harness.answer(request.token_ids, 5)
 
     def test_request_that_is_live_already_is_refused(self, harness: EngineHarness) -> None:
         with running_pair(harness) as pair:

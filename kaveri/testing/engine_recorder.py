@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import (
-    AttemptKey,
     DecodeEngine,
     Engine,
     EngineEvent,
+    EngineKey,
     EngineStopped,
     FirstToken,
     KvPushed,
@@ -38,12 +38,12 @@ class EngineRecorder:
         self.events: list[EngineEvent] = []
         self.calls: list[tuple[EngineEvent, ...]] = []
         """The events of each call of the listener."""
-        self.token_ids: dict[AttemptKey, list[int]] = {}
+        self.token_ids: dict[EngineKey, list[int]] = {}
         """What was drawn for each request, on this side."""
-        self.finished: dict[AttemptKey, FinishReason] = {}
+        self.finished: dict[EngineKey, FinishReason] = {}
         self.problems: list[str] = []
-        self._first_index: dict[AttemptKey, int] = {}
-        self._ended_by_first_token: set[AttemptKey] = set()
+        self._first_index: dict[EngineKey, int] = {}
+        self._ended_by_first_token: set[EngineKey] = set()
         self._changed = threading.Condition()
         self._admit_to = admit_to
         self.on_event = on_event
@@ -75,23 +75,23 @@ class EngineRecorder:
                 self._changed.wait(remaining_s)
             assert not self.problems, self.problems
 
-    def wait_for(self, kind: type[EventT], key: AttemptKey) -> EventT:
+    def wait_for(self, kind: type[EventT], key: EngineKey) -> EventT:
         """The first event of this kind about this request."""
         self.wait_until(lambda: bool(self.of(kind, key)), f"{kind.__name__} of {key}")
         return self.of(kind, key)[0]
 
-    def wait_for_tokens(self, key: AttemptKey, token_count: int) -> list[int]:
+    def wait_for_tokens(self, key: EngineKey, token_count: int) -> list[int]:
         """The tokens of this request, once there are at least `token_count`."""
         drawn = f"{token_count} tokens of {key}"
         self.wait_until(lambda: len(self.token_ids.get(key, ())) >= token_count, drawn)
         return self.token_ids[key]
 
-    def wait_for_finish(self, key: AttemptKey) -> FinishReason:
+    def wait_for_finish(self, key: EngineKey) -> FinishReason:
         """Why this request ended."""
         self.wait_until(lambda: key in self.finished, f"end of {key}")
         return self.finished[key]
 
-    def of(self, kind: type[EventT], key: AttemptKey | None = None) -> list[EventT]:
+    def of(self, kind: type[EventT], key: EngineKey | None = None) -> list[EventT]:
         """The events of this kind, about this request if one is given."""
         return [
             event
@@ -119,7 +119,7 @@ class EngineRecorder:
         ):
             self.problems.append(f"{event} after the end of the request")
 
-    def _draw(self, key: AttemptKey, index: int | None, token_id: int, finish: FinishReason | None) -> None:
+    def _draw(self, key: EngineKey, index: int | None, token_id: int, finish: FinishReason | None) -> None:
         drawn = self.token_ids.setdefault(key, [])
         if index is not None and index != self._first_index.setdefault(key, index - len(drawn)) + len(drawn):
             self.problems.append(f"{key}: token {index} came after {len(drawn)} tokens")

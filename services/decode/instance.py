@@ -9,9 +9,9 @@ from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import (
-    AttemptKey,
     DecodeEngine,
     EngineEvent,
+    EngineKey,
     EngineRequest,
     EngineStopped,
     Landed,
@@ -90,7 +90,7 @@ class DecodeInstance:
         self._requests = DecodeRequests()
         self._attempts = KnownAttempts(_ATTEMPTS_REMEMBERED_S, _ATTEMPTS_REMEMBERED_COUNT)
         self.streams = TokenStreams(ROUTER_GRACE_S, self._router_gone)
-        self._numbers = itertools.count(1)
+        self._serials = itertools.count(1)
         self._landing_numbers = itertools.count(1)
         self._landed: dict[int, DecodeRequest] = {}
         self._running_count = 0
@@ -129,7 +129,7 @@ class DecodeInstance:
         if self._draining:
             raise Unavailable("the decode instance is draining", retry_after_s=1.0)
         self._info.layout.require_mappable(layout)
-        key = AttemptKey(request_id, next(self._numbers))
+        key = EngineKey(request_id, next(self._serials))
         engine_request = EngineRequest(key, token_ids, generated_count, params)
         # Before it can get a place in line: it would wait there for ever.
         self._info.require_servable(engine_request)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
-from kaveri.engine.contract import AttemptKey
+from kaveri.engine.contract import EngineKey
 from kaveri.errors import StaleAttempt
 
 
@@ -27,9 +27,8 @@ class DecodeRequest:
     """One reservation of one attempt, until its end. Times are time.monotonic()'s: uvloop's own clock
     counts in milliseconds."""
 
-    key: AttemptKey
-    """The request's id, and a number that is unique in this process: what the engine knows it by. Not the attempt, so
-    that events of a former reservation of the same attempt are never taken for this one's."""
+    key: EngineKey
+    """What the engine knows it by. Its serial is new here, so no event of an earlier one is taken for this one's."""
     attempt: int
     router_id: str
     token_count: int
@@ -75,7 +74,7 @@ class DecodeRequests:
     """All requests here, found by engine key, by request id and by router; counted by phase."""
 
     def __init__(self) -> None:
-        self._by_key: dict[AttemptKey, DecodeRequest] = {}
+        self._by_key: dict[EngineKey, DecodeRequest] = {}
         self._by_request_id: dict[str, DecodeRequest] = {}
         # Ordered: what ends one by one ends in the order in which it came.
         self._by_router: dict[str, dict[DecodeRequest, None]] = {}
@@ -104,7 +103,7 @@ class DecodeRequests:
             del self._by_router[request.router_id]
         return True
 
-    def by_key(self, key: AttemptKey) -> DecodeRequest | None:
+    def by_key(self, key: EngineKey) -> DecodeRequest | None:
         """The request that the engine knows as `key`."""
         return self._by_key.get(key)
 

@@ -5,12 +5,12 @@ from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import Role
 from kaveri.engine.contract import DecodeEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.hosting import InstanceHost, new_incarnation
+from kaveri.hosting.store import open_store
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from services.decode.config import DecodeConfig
 from services.decode.instance import DecodeInstance
@@ -20,7 +20,9 @@ from services.decode.server import SERVICE_NAME, DecodeServer
 
 async def serve(config: DecodeConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    async with RedisStore(config.redis_url, config.cluster_name) as store:
+    async with open_store(config, stopping) as store:
+        if store is None:
+            return 0
         # The engine before the lease: nobody should be sent here while a model loads.
         engine = await load_engine(config.engine_settings(), stopping)
         if engine is None:

@@ -6,12 +6,12 @@ import random
 from grpc import aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore, Follow
 from kaveri.domain.view import Role
 from kaveri.engine.factory import BuiltEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.hosting import InstanceHost, new_incarnation
+from kaveri.hosting.store import open_store
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.decode import server as decode_server
@@ -31,7 +31,9 @@ from services.prefill.metrics import PrefillMetrics
 async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
     # It calls predictors only, and the broadcasts name these.
-    async with RedisStore(config.redis_url, config.cluster_name, follow=Follow.BROADCASTS) as store:
+    async with open_store(config, stopping, Follow.BROADCASTS) as store:
+        if store is None:
+            return 0
         # Load before registering: routers must not find this instance while the model loads.
         engine = await load_engine(config.engine_settings(receives=False), stopping)
         if engine is None:

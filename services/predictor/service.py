@@ -9,10 +9,10 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.heartbeat import Heartbeat
-from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.errors import ConfigError
+from kaveri.hosting.store import open_store
 from kaveri.rpc.server import RpcServer
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.predictor_pb2_grpc import add_LengthPredictorServiceServicer_to_server
@@ -30,7 +30,9 @@ async def serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
     worker = WorkerThread("predictor")
     try:
-        async with RedisStore(config.redis_url, config.cluster_name) as store:
+        async with open_store(config, stopping) as store:
+            if store is None:
+                return 0
             # Load before registering: callers must not find this instance while the model loads.
             model = await _load_unless_stopped(config, worker, stopping)
             if model is not None:

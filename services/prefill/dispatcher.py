@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import ClusterView, InstanceStatus, Role
-from kaveri.engine.contract import AttemptKey, KvPushFailed, PrefillEngine
+from kaveri.engine.contract import EngineKey, KvPushFailed, PrefillEngine
 from kaveri.errors import (
     EngineError,
     InvalidArgument,
@@ -102,8 +102,8 @@ class Dispatcher:
         self._placements: dict[PrefillRequest, _Placement] = {}
         # Those that found no room, in that order.
         self._line: dict[PrefillRequest, None] = {}
-        self._unconfirmed_blocks: UnconfirmedWork[AttemptKey] = UnconfirmedWork()
-        self._unconfirmed_heavy: UnconfirmedWork[AttemptKey] = UnconfirmedWork()
+        self._unconfirmed_blocks: UnconfirmedWork[EngineKey] = UnconfirmedWork()
+        self._unconfirmed_heavy: UnconfirmedWork[EngineKey] = UnconfirmedWork()
         self._resting_until_s: dict[str, float] = {}
         self._waiters: dict[PrefillRequest, asyncio.Future[None]] = {}
         self._tasks = asyncio.TaskGroup()

@@ -9,8 +9,8 @@ from kaveri.domain.length import settled_length
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import (
-    AttemptKey,
     EngineEvent,
+    EngineKey,
     EngineRequest,
     EngineStopped,
     FirstToken,
@@ -83,8 +83,8 @@ class PrefillInstance:
         self._queue = PrefillQueue(engine, policy, chunk_tokens, max_queue, scheduling_batch, has_room)
         self._hand_over = hand_over
         self._forecaster = forecaster
-        self._numbers = itertools.count(1)
-        self._requests: dict[AttemptKey, PrefillRequest] = {}
+        self._serials = itertools.count(1)
+        self._requests: dict[EngineKey, PrefillRequest] = {}
         self._by_request_id: dict[str, PrefillRequest] = {}
         self._started_count = 0
         self._draining = False
@@ -124,7 +124,7 @@ class PrefillInstance:
             raise StaleAttempt(request_id, attempt, former.attempt)
         loop = asyncio.get_running_loop()
         now_s = time.monotonic()
-        key = AttemptKey(request_id, next(self._numbers))
+        key = EngineKey(request_id, next(self._serials))
         request = PrefillRequest(
             key=key,
             attempt=attempt,

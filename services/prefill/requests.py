@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.sampling import FinishReason, Logprobs
-from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.errors import KaveriError
 
 
@@ -108,9 +108,8 @@ class PrefillRequest:
     """One attempt of one request, from its arrival to its hand-over. Times are time.monotonic()'s: uvloop's own clock
     counts in milliseconds."""
 
-    key: AttemptKey
-    """The request's id, and a number that is unique in this process: what the engine knows it by. Not the attempt, so
-    that an id which comes back is never taken for the one whose blocks the engine is still fencing."""
+    key: EngineKey
+    """What the engine knows it by. Its serial is new here, so no event of an earlier one is taken for this one's."""
     attempt: int
     router_id: str
     engine_request: EngineRequest

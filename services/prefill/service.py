@@ -6,12 +6,12 @@ from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore, Follow
 from kaveri.domain.view import Role
 from kaveri.engine.contract import PrefillEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.hosting import InstanceHost, new_incarnation
+from kaveri.hosting.store import open_store
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.prefill.config import PrefillConfig
 from services.prefill.dispatcher import Dispatcher
@@ -23,7 +23,9 @@ from services.prefill.server import SERVICE_NAME, PrefillServer
 
 async def serve(config: PrefillConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    async with RedisStore(config.redis_url, config.cluster_name, follow=Follow.BROADCASTS) as store:
+    async with open_store(config, stopping, Follow.BROADCASTS) as store:
+        if store is None:
+            return 0
         # The engine before the lease: nobody should be sent here while a model loads.
         engine = await load_engine(config.engine_settings(receives=False), stopping)
         if engine is None:

@@ -14,11 +14,11 @@ from typing import Any
 from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
-from kaveri.cluster.redis_store import RedisStore
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, Unavailable
+from kaveri.hosting.store import open_store
 from kaveri.rpc.server import RpcServer
 from kaveri.telemetry.logs import get_logger
 from kaveri.text.tokenizer import ModelTokenizer
@@ -53,7 +53,9 @@ ServicerContext = aio.ServicerContext[Any, Any]
 async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
     """Runs a router until `stopping` is set and the requests in flight have ended. Raises ConfigError."""
     async with contextlib.AsyncExitStack() as stack:
-        store = await stack.enter_async_context(RedisStore(config.redis_url, config.cluster_name))
+        store = await stack.enter_async_context(open_store(config, stopping))
+        if store is None:
+            return 0
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model)
         stack.callback(tokenizer.close)
         await serve_requests(config, store, tokenizer, stopping)

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kaveri.engine.contract import (
-    AttemptKey,
     EngineEvent,
     EngineInfo,
+    EngineKey,
     EngineListener,
     EngineRequest,
     EngineStats,
@@ -169,7 +169,7 @@ class RemoteEngine:
         flow: KvFlow = self._call("kv_flow")
         return flow
 
-    def abort(self, key: AttemptKey) -> None:
+    def abort(self, key: EngineKey) -> None:
         self._call("abort", key)
 
     def check_integrity(self) -> None:
@@ -178,16 +178,16 @@ class RemoteEngine:
     def prefill(self, request: EngineRequest) -> None:
         self._call("prefill", request)
 
-    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._call("push_to", key, ticket)
 
     def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
         return self.process.call("reserve", request, expires_in_s)
 
-    def adopt(self, key: AttemptKey) -> None:
+    def adopt(self, key: EngineKey) -> None:
         self._call("adopt", key)
 
-    def admit(self, key: AttemptKey) -> None:
+    def admit(self, key: EngineKey) -> None:
         self._call("admit", key)
 
     def _call(self, method: str, *arguments: object) -> Any:

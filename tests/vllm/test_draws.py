@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.vllm.draws import KeyedDraws
@@ -48,7 +48,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 def random_request(rng: random.Random, name: str = "r") -> EngineRequest:
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9)))
-    return EngineRequest(AttemptKey(name, 1), prompt, 0, random_params(rng))
+    return EngineRequest(EngineKey(name, 1), prompt, 0, random_params(rng))
 
 
 def logits_after(token_ids: list[int]) -> Tensor:
@@ -210,7 +210,7 @@ def test_other_requests_logits_are_left_alone() -> None:
     changes = BatchUpdateBuilder()
     foreign = SimpleNamespace(extra_args=None)
     greedy = decode_params(
-        EngineRequest(AttemptKey("r", 1), (1,), 0, SamplingParams(max_tokens=3, temperature=0)), NO_EOS
+        EngineRequest(EngineKey("r", 1), (1,), 0, SamplingParams(max_tokens=3, temperature=0)), NO_EOS
     )
     changes.added += [(0, foreign, [1], []), (1, greedy, [1], [])]
     processor.update_state(changes.get_and_reset(2))

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from kaveri.domain.sampling import FinishReason, SamplingParams
-from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.vllm.sampling import decode_params, finish_reason_of, logprobs_of, prefill_params, refusal_of
 from kaveri.errors import EngineError, InvalidArgument
@@ -21,7 +21,7 @@ EOS = frozenset({7, 8})
 
 
 def request(generated_count: int = 0, **params: Any) -> EngineRequest:
-    return EngineRequest(AttemptKey("r", 1), (1, 2, 3, 4), generated_count, SamplingParams(**params))
+    return EngineRequest(EngineKey("r", 1), (1, 2, 3, 4), generated_count, SamplingParams(**params))
 
 
 def test_vllm_is_greedy_keeps_no_generator_and_writes_no_text() -> None:

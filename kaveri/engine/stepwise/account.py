@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 
-from kaveri.engine.contract import AttemptKey, EngineStats
+from kaveri.engine.contract import EngineKey, EngineStats
 from kaveri.engine.phase import Phase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.sequence import Sequence
@@ -21,10 +21,10 @@ class Account:
     """
 
     def __init__(self, layout: KvLayout, total_blocks: int, max_batch: int, on_free: Callable[[], None]) -> None:
-        self.prefills: dict[AttemptKey, Sequence] = {}
+        self.prefills: dict[EngineKey, Sequence] = {}
         self.prefilling: deque[Sequence] = deque()
         """Those of `prefills` that are not fully computed, in the order of submission."""
-        self.decodes: dict[AttemptKey, Sequence] = {}
+        self.decodes: dict[EngineKey, Sequence] = {}
         # Ended, but a step or a transfer can still touch their blocks.
         self._quarantined: set[Sequence] = set()
         self._layout = layout
@@ -107,7 +107,7 @@ class Account:
         assert all(sequence.done and sequence.touched for sequence in self._quarantined), "quarantined without a reason"
         self.residency.check_integrity(self.decodes.values())
 
-    def _open(self, table: dict[AttemptKey, Sequence], role: str, sequence: Sequence, token_count: int) -> None:
+    def _open(self, table: dict[EngineKey, Sequence], role: str, sequence: Sequence, token_count: int) -> None:
         if sequence.key in table:
             raise RequestAlreadyExists(sequence.key.request_id)
         # New requests would take the blocks that a preempted one waits for.

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Ordered
 from concurrent.futures import Future
 from dataclasses import replace
 
-from kaveri.engine.contract import AttemptKey, EngineInfo, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
@@ -126,7 +126,7 @@ class StepwiseEngine:
     def kv_flow(self) -> KvFlow:
         return self._transfers.flow()
 
-    def abort(self, key: AttemptKey) -> None:
+    def abort(self, key: EngineKey) -> None:
         self._transfers.abort(key)
 
     def check_integrity(self) -> None:
@@ -141,7 +141,7 @@ class StepwiseEngine:
             self._shared.require_alive()
             self._lifecycle.open_prefill(request)
 
-    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._transfers.push_to(key, ticket)
 
     # The decode side.
@@ -153,13 +153,13 @@ class StepwiseEngine:
             self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
         return granted
 
-    def adopt(self, key: AttemptKey) -> None:
+    def adopt(self, key: EngineKey) -> None:
         with self._shared.lock:
             self._shared.require_alive()
             self._lifecycle.adopt(key)
         self._shared.outbox.publish()
 
-    def admit(self, key: AttemptKey) -> None:
+    def admit(self, key: EngineKey) -> None:
         """As the contract; also ignores a request that is not landed."""
         with self._shared.lock:
             self._shared.require_alive()

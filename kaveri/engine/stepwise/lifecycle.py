@@ -7,9 +7,9 @@ with threads (stepwise.py) and one that runs on a simulated clock share all deci
 from collections.abc import Callable, Iterable
 
 from kaveri.engine.contract import (
-    AttemptKey,
     EngineEvent,
     EngineInfo,
+    EngineKey,
     EngineRequest,
     EngineStats,
     FirstToken,
@@ -61,7 +61,7 @@ class Lifecycle:
         """The blocks of a reserved request that its prompt's KV lands in."""
         return sequence.block_ids[: self._info.layout.block_count(sequence.prompt_tokens)]
 
-    def adopt(self, key: AttemptKey) -> None:
+    def adopt(self, key: EngineKey) -> None:
         """A computed prompt without an open push becomes a landed request here. Others are ignored."""
         sequence = self._account.prefills.get(key)
         if sequence is not None and sequence.phase is Phase.COMPUTED and sequence.transfer_id is None:
@@ -70,7 +70,7 @@ class Lifecycle:
             # A preempted request may take the blocks of one that is not admitted yet.
             self._on_work()
 
-    def admit(self, key: AttemptKey) -> None:
+    def admit(self, key: EngineKey) -> None:
         """A landed request may run from the next step on. Others are ignored."""
         sequence = self._account.decodes.get(key)
         if sequence is not None and sequence.phase is Phase.LANDED:
@@ -79,7 +79,7 @@ class Lifecycle:
 
     # For its transfers; see TransferAccount (transfers.py).
 
-    def find_prefill(self, key: AttemptKey) -> Sequence | None:
+    def find_prefill(self, key: EngineKey) -> Sequence | None:
         return self._account.prefills.get(key)
 
     def open_decode(self, request: EngineRequest) -> Sequence:
@@ -109,7 +109,7 @@ class Lifecycle:
     def end(self, sequence: Sequence) -> None:
         self._account.end(sequence)
 
-    def abort(self, key: AttemptKey) -> tuple[Sequence | None, Sequence | None]:
+    def abort(self, key: EngineKey) -> tuple[Sequence | None, Sequence | None]:
         prefill, decode = self._account.prefills.get(key), self._account.decodes.get(key)
         for sequence in (prefill, decode):
             if sequence is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.phase import Phase
 from kaveri.engine.pushes import Source
 from kaveri.engine.stepwise.runner import SequenceSlice
@@ -16,7 +16,7 @@ class Sequence:
     # [0, computed) KV is in the blocks   [computed, len(token_ids)) to be computed; the next token is drawn at the end
     """
 
-    key: AttemptKey
+    key: EngineKey
     params: SamplingParams
     token_ids: list[int]
     """Prompt and every token drawn so far; grows in place."""

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 
-from kaveri.engine.contract import AttemptKey, EngineStats
+from kaveri.engine.contract import EngineKey, EngineStats
 from kaveri.engine.phase import Phase
 from kaveri.engine.vllm.hosted import Hosted
 from kaveri.errors import NoCapacity, RequestAlreadyExists
@@ -15,8 +15,8 @@ class Account:
     """Requests from their submission until vLLM has their blocks back."""
 
     def __init__(self, total_blocks: int) -> None:
-        self.prefills: dict[AttemptKey, Hosted] = {}
-        self.decodes: dict[AttemptKey, Hosted] = {}
+        self.prefills: dict[EngineKey, Hosted] = {}
+        self.decodes: dict[EngineKey, Hosted] = {}
         self.waiting: deque[Hosted] = deque()
         """Those of `decodes` that are admitted and not in the running batch, in the order of admission."""
         self.by_number: dict[str, Hosted] = {}

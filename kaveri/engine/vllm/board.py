@@ -3,7 +3,7 @@
 import itertools
 from concurrent.futures import Future
 
-from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.phase import Phase
 from kaveri.engine.shared import Shared
 from kaveri.engine.vllm.account import Account
@@ -35,7 +35,7 @@ class Board(Shared):
         self.require_alive()
         self._open(Hosted.prefill(f"kaveri-{next(_NUMBERS)}", request, self._layout))
 
-    def adopt(self, key: AttemptKey) -> None:
+    def adopt(self, key: EngineKey) -> None:
         """A computed prompt without an open push becomes a landed request. Others are ignored."""
         self.require_alive()
         hosted = self.account.prefills.get(key)
@@ -44,7 +44,7 @@ class Board(Shared):
             hosted.claim_next(self._layout.block_tokens)
             self.wake()
 
-    def admit(self, key: AttemptKey) -> None:
+    def admit(self, key: EngineKey) -> None:
         """A landed request may run. Others are ignored."""
         self.require_alive()
         hosted = self.account.decodes.get(key)
@@ -60,7 +60,7 @@ class Board(Shared):
 
     # For transfers; see TransferAccount.
 
-    def find_prefill(self, key: AttemptKey) -> Hosted | None:
+    def find_prefill(self, key: EngineKey) -> Hosted | None:
         return self.account.prefills.get(key)
 
     def open_decode(self, request: EngineRequest) -> Hosted:
@@ -88,7 +88,7 @@ class Board(Shared):
         self.account.end(hosted)
         self.wake()
 
-    def abort(self, key: AttemptKey) -> tuple[Hosted | None, Hosted | None]:
+    def abort(self, key: EngineKey) -> tuple[Hosted | None, Hosted | None]:
         prefill, decode = self.account.prefills.get(key), self.account.decodes.get(key)
         for hosted in (prefill, decode):
             if hosted is not None:

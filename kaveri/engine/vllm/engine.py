@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from kaveri.engine.contract import AttemptKey, EngineInfo, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.limits import require_room
 from kaveri.engine.transfers import Transfers
 from kaveri.engine.vllm.board import Board
@@ -115,7 +115,7 @@ class VllmEngine:
     def kv_flow(self) -> KvFlow:
         return self._transfers.flow()
 
-    def abort(self, key: AttemptKey) -> None:
+    def abort(self, key: EngineKey) -> None:
         self._transfers.abort(key)
 
     def check_integrity(self) -> None:
@@ -141,7 +141,7 @@ class VllmEngine:
         with self._board.lock:
             self._board.open_prefill(request)
 
-    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._transfers.push_to(key, ticket)
 
     # The decode side.
@@ -150,11 +150,11 @@ class VllmEngine:
         """As the contract; the engine thread grants the ticket, when vLLM has given it blocks."""
         return self._transfers.reserve(request, expires_in_s)[1]
 
-    def adopt(self, key: AttemptKey) -> None:
+    def adopt(self, key: EngineKey) -> None:
         with self._board.lock:
             self._board.adopt(key)
 
-    def admit(self, key: AttemptKey) -> None:
+    def admit(self, key: EngineKey) -> None:
         """As the contract; also ignores a request that is not landed."""
         with self._board.lock:
             self._board.admit(key)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.phase import Phase
 from kaveri.kv.layout.layout import KvLayout
 
@@ -80,7 +80,7 @@ class Hosted:
         return cls(number, request, phase, needed_blocks, list(request.token_ids), request.generated_count)
 
     @property
-    def key(self) -> AttemptKey:
+    def key(self) -> EngineKey:
         """What the service calls it."""
         return self.request.key
 

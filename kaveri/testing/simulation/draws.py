@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import AttemptKey
+from kaveri.engine.contract import EngineKey
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MASK = 2**64 - 1
@@ -14,7 +14,7 @@ class DrawRun(NamedTuple):
     """One request on one life of an engine: all its tokens are drawn on one set of KV blocks."""
 
     epoch: int
-    key: AttemptKey
+    key: EngineKey
 
 
 class DrawRecord:
@@ -55,4 +55,4 @@ def seed_salt(params: SamplingParams) -> int:
 
 def life_salt(run: DrawRun) -> int:
     """What a draw depends on as well where lives diverge."""
-    return (run.epoch + run.key.attempt) * _GOLDEN & _MASK
+    return (run.epoch + run.key.serial) * _GOLDEN & _MASK

@@ -10,7 +10,7 @@ import random
 from concurrent.futures import Future
 from dataclasses import replace
 
-from kaveri.engine.contract import AttemptKey, EngineInfo, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PoolPlane
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.batch import PlannedSlice
@@ -114,7 +114,7 @@ class SimulatedEngine:
     def kv_flow(self) -> KvFlow:
         return self._transfers.flow()
 
-    def abort(self, key: AttemptKey) -> None:
+    def abort(self, key: EngineKey) -> None:
         self._transfers.abort(key)
         self._outbox.publish()
 
@@ -128,7 +128,7 @@ class SimulatedEngine:
         self._shared.require_alive()
         self._lifecycle.open_prefill(request)
 
-    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._transfers.push_to(key, ticket)
 
     # The decode side.
@@ -141,12 +141,12 @@ class SimulatedEngine:
             self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
         return granted
 
-    def adopt(self, key: AttemptKey) -> None:
+    def adopt(self, key: EngineKey) -> None:
         self._shared.require_alive()
         self._lifecycle.adopt(key)
         self._outbox.publish()
 
-    def admit(self, key: AttemptKey) -> None:
+    def admit(self, key: EngineKey) -> None:
         self._shared.require_alive()
         self._lifecycle.admit(key)
 
@@ -206,7 +206,7 @@ class SimulatedEngine:
         for transfer_id in unwanted:
             self._transfers.abort_push(transfer_id)
 
-    def _compute(self, key: AttemptKey, part: SequenceSlice) -> DrawnToken | None:
+    def _compute(self, key: EngineKey, part: SequenceSlice) -> DrawnToken | None:
         try:
             chain = self._memory.write(part)
         except StaleKv as error:

@@ -3,11 +3,11 @@
 import threading
 from collections.abc import Sequence
 
-from kaveri.engine.contract import AttemptKey, EngineEvent, EngineStopped, Preempted, PrefillStarted
+from kaveri.engine.contract import EngineEvent, EngineKey, EngineStopped, Preempted, PrefillStarted
 from kaveri.engine.outbox import Outbox
 from kaveri.testing.engine_recorder import SOON_S
 
-_FIRST, _SECOND = PrefillStarted(AttemptKey("a", 1)), Preempted(AttemptKey("b", 1))
+_FIRST, _SECOND = PrefillStarted(EngineKey("a", 1)), Preempted(EngineKey("b", 1))
 
 
 class _Failed(Exception):

@@ -12,8 +12,8 @@ import pytest
 
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import (
-    AttemptKey,
     EngineEvent,
+    EngineKey,
     EngineRequest,
     EngineStopped,
     FirstToken,
@@ -116,7 +116,7 @@ def bench(tmp_path: Path) -> Iterator[_Bench]:
 def _request(name: str, prompt_tokens: int, max_tokens: int, **params: object) -> EngineRequest:
     token_ids = tuple(random.Random(name).randrange(1, 1000) for _ in range(prompt_tokens))
     wanted = SamplingParams(**{"max_tokens": max_tokens, "seed": 1} | params)
-    return EngineRequest(AttemptKey(name, 1), token_ids, 0, wanted)
+    return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)
 
 
 def _start(engine: StepwiseEngine, *, admit: bool = False) -> EngineRecorder:
@@ -220,8 +220,8 @@ def test_calls_do_not_wait_for_a_running_step(bench: _Bench) -> None:
     recorder.wait_for(Landed, request.key)
     engine.prefill(_request("another", 10, 5))
     assert engine.stats().running_requests == 3
-    engine.abort(AttemptKey("another", 1))
-    engine.abort(AttemptKey("long", 1))
+    engine.abort(EngineKey("another", 1))
+    engine.abort(EngineKey("long", 1))
     engine.check_integrity()
     runner.let_go()
     recorder.wait_for_finish(request.key)
@@ -392,7 +392,7 @@ class _BrokenRunner(FakeRunner):
 def test_error_of_the_runner_stops_the_engine_loudly(bench: _Bench) -> None:
     prefill, decode = bench.engine(_BrokenRunner(_MODEL)), bench.engine()
     prefilled, decoded = _start(prefill), _start(decode)
-    computed, unlucky = _request("computed", 10, 5), EngineRequest(AttemptKey("u", 1), (13, 1), 0, SamplingParams())
+    computed, unlucky = _request("computed", 10, 5), EngineRequest(EngineKey("u", 1), (13, 1), 0, SamplingParams())
     prefill.prefill(computed)
     prefilled.wait_for(FirstToken, computed.key)
     decode.reserve(computed, 60.0).result()
@@ -557,7 +557,7 @@ def test_second_ticket_while_a_push_is_open_is_refused(bench: _Bench) -> None:
     runner.hold()
     prefill.prefill(request)
     prefill.push_to(request.key, decode.reserve(request, 60.0).result())
-    second = decode.reserve(EngineRequest(AttemptKey("r", 2), request.token_ids, 0, request.params), 60.0).result()
+    second = decode.reserve(EngineRequest(EngineKey("r", 2), request.token_ids, 0, request.params), 60.0).result()
     with pytest.raises(InvalidArgument, match="ticket"):
         prefill.push_to(request.key, second)
     runner.let_go()

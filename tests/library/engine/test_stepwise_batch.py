@@ -1,7 +1,7 @@
 """What goes into one step, and in which order."""
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import AttemptKey
+from kaveri.engine.contract import EngineKey
 from kaveri.engine.phase import Phase
 from kaveri.engine.stepwise.batch import form_step
 from kaveri.engine.stepwise.sequence import Sequence
@@ -9,7 +9,7 @@ from kaveri.engine.stepwise.sequence import Sequence
 
 def _sequence(name: str, token_count: int, computed: int = 0) -> Sequence:
     return Sequence(
-        AttemptKey(name, 1), SamplingParams(), [1] * token_count, 0, Phase.RUNNING, [*range(100)], computed=computed
+        EngineKey(name, 1), SamplingParams(), [1] * token_count, 0, Phase.RUNNING, [*range(100)], computed=computed
     )
 
 

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import AttemptKey
+from kaveri.engine.contract import EngineKey
 from kaveri.engine.phase import Phase
 from kaveri.engine.stepwise.batch import form_step
 from kaveri.engine.stepwise.residency import Residency
@@ -38,7 +38,7 @@ class _Pool:
         if self.residency.short_of_blocks:
             raise NoCapacity("decode", 0.1)
         params = SamplingParams(max_tokens=answer_tokens)
-        sequence = Sequence(AttemptKey(f"r{next(self._names)}", 1), params, [0] * prompt_tokens, 0, Phase.RESERVED)
+        sequence = Sequence(EngineKey(f"r{next(self._names)}", 1), params, [0] * prompt_tokens, 0, Phase.RESERVED)
         sequence.block_ids += self.allocator.allocate(sequence, _LAYOUT.block_count(prompt_tokens + 1))
         self.live.append(sequence)
         return sequence

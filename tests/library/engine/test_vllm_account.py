@@ -3,7 +3,7 @@
 import pytest
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.phase import Phase
 from kaveri.engine.vllm.account import Account
 from kaveri.engine.vllm.hosted import Hosted
@@ -14,7 +14,7 @@ _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 
 
 def _request(name: str, prompt_tokens: int) -> EngineRequest:
-    return EngineRequest(AttemptKey(name, 1), (0,) * prompt_tokens, 0, SamplingParams(max_tokens=5, seed=0))
+    return EngineRequest(EngineKey(name, 1), (0,) * prompt_tokens, 0, SamplingParams(max_tokens=5, seed=0))
 
 
 def _prefill(name: str, prompt_tokens: int) -> Hosted:

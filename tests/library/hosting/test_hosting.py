@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad, Role
-from kaveri.engine.contract import AttemptKey, EngineEvent, EngineRequest
+from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeRunner
 from kaveri.hosting.config import InstanceConfig
@@ -50,7 +50,7 @@ async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves(
         )
         serving = asyncio.create_task(host.serve(asyncio.Event()))
         await asyncio.wait_for(host.started.wait(), SOON_S)
-        engine.prefill(EngineRequest(AttemptKey("a", 1), (1, 2, 3), 0, SamplingParams(max_tokens=1, seed=0)))
+        engine.prefill(EngineRequest(EngineKey("a", 1), (1, 2, 3), 0, SamplingParams(max_tokens=1, seed=0)))
         assert await asyncio.wait_for(serving, SOON_S) == BROKEN_STATUS
         assert "LookupError" in role.failed_with
         assert "prefill-0" not in store.view().instances

@@ -6,7 +6,7 @@ import pytest
 
 from kaveri.client.answer import Chunk, Usage
 from kaveri.domain.sampling import FinishReason, SamplingParams
-from kaveri.engine.contract import AttemptKey
+from kaveri.engine.contract import EngineKey
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.testing.simulation.answer_checks import AnswerChecker, expected_answer
 from kaveri.testing.simulation.draws import DrawRecord, DrawRun, life_salt
@@ -18,7 +18,7 @@ _BACKEND = _TOKENIZER.backend_tokenizer
 _MODEL = FakeModel(vocab_size=len(_TOKENIZER), layer_count=1, eos_token_id=EOS_TOKEN_ID)
 _PROMPT = (5, 9, 13, 2)
 _GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
-_OLD, _NEW = DrawRun(71, AttemptKey("r", 1)), DrawRun(72, AttemptKey("r", 1))
+_OLD, _NEW = DrawRun(71, EngineKey("r", 1)), DrawRun(72, EngineKey("r", 1))
 
 
 def _outcome(token_ids: tuple[int, ...], params: SamplingParams = _GREEDY) -> RequestOutcome:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import AttemptKey, EngineRequest, FirstToken, Landed, PrefillProgress
+from kaveri.engine.contract import EngineKey, EngineRequest, FirstToken, Landed, PrefillProgress
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.kv.transfer.ticket import Ticket
@@ -75,7 +75,7 @@ async def test_blocks_stay_in_quarantine_until_the_sender_has_stopped() -> None:
     prefilled, decoded = EngineRecorder(), EngineRecorder()
     prefill.start(prefilled)
     decode.start(decoded)
-    request = EngineRequest(AttemptKey("r", 1), tuple(range(1, 41)), 0, _PARAMS)
+    request = EngineRequest(EngineKey("r", 1), tuple(range(1, 41)), 0, _PARAMS)
     ticket = await _ticket(decode, request)
     # The push opens before the first of five steps ends, and the abort comes after that step.
     prefill.prefill(request)
@@ -99,7 +99,7 @@ async def test_write_of_a_revoked_transfer_is_found_when_its_blocks_were_given_a
     prefilled, decoded = EngineRecorder(), EngineRecorder()
     prefill.start(prefilled)
     decode.start(decoded)
-    request = EngineRequest(AttemptKey("r", 1), tuple(range(1, 18)), 0, _PARAMS)
+    request = EngineRequest(EngineKey("r", 1), tuple(range(1, 18)), 0, _PARAMS)
     ticket = await _ticket(decode, request)
     prefill.prefill(request)
     prefill.push_to(request.key, ticket)
@@ -120,7 +120,7 @@ async def test_ticket_of_a_former_life_is_refused() -> None:
     prefill, former = _engine(wire, 1, receives=False), _engine(wire, 2, receives=True)
     prefilled = EngineRecorder()
     prefill.start(prefilled)
-    request = EngineRequest(AttemptKey("r", 1), tuple(range(1, 18)), 0, _PARAMS)
+    request = EngineRequest(EngineKey("r", 1), tuple(range(1, 18)), 0, _PARAMS)
     ticket = await _ticket(former, request)
     address = ticket.endpoints[0].address
     former.close()
@@ -141,7 +141,7 @@ async def test_lives_draw_different_tokens_from_one_prompt_only_where_they_diver
         engine = _engine(LoopWire(), seed, receives=False, divergent=divergent)
         recorder = EngineRecorder()
         engine.start(recorder)
-        engine.prefill(EngineRequest(AttemptKey("r", 1), (1, 2, 3), 0, _PARAMS))
+        engine.prefill(EngineRequest(EngineKey("r", 1), (1, 2, 3), 0, _PARAMS))
         await _until(lambda recorder=recorder: recorder.of(FirstToken))
         drawn.append(recorder.of(FirstToken)[0].token_id)
         engine.close()

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from kaveri.engine.contract import AttemptKey, EngineInfo, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
@@ -70,7 +70,7 @@ class _EngineOnThread:
     def kv_flow(self) -> KvFlow:
         return self._thread.call(self._engine.kv_flow)
 
-    def abort(self, key: AttemptKey) -> None:
+    def abort(self, key: EngineKey) -> None:
         self._thread.call(lambda: self._engine.abort(key))
 
     def check_integrity(self) -> None:
@@ -79,16 +79,16 @@ class _EngineOnThread:
     def prefill(self, request: EngineRequest) -> None:
         self._thread.call(lambda: self._engine.prefill(request))
 
-    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._thread.call(lambda: self._engine.push_to(key, ticket))
 
     def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
         return self._thread.call(lambda: self._engine.reserve(request, expires_in_s))
 
-    def adopt(self, key: AttemptKey) -> None:
+    def adopt(self, key: EngineKey) -> None:
         self._thread.call(lambda: self._engine.adopt(key))
 
-    def admit(self, key: AttemptKey) -> None:
+    def admit(self, key: EngineKey) -> None:
         self._thread.call(lambda: self._engine.admit(key))
 
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from kaveri.cluster.memory_store import MemoryStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
-from kaveri.engine.contract import AttemptKey, EngineEvent, EngineInfo, EngineRequest, EngineStats
+from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, EngineStats
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
@@ -43,9 +43,9 @@ class ScriptedEngine:
         self.free_blocks = total_blocks
         self.asked_count = 0
         """Calls of prefill()."""
-        self.submitted: list[AttemptKey] = []
-        self.aborted: list[AttemptKey] = []
-        self.pushes: list[tuple[AttemptKey, Ticket]] = []
+        self.submitted: list[EngineKey] = []
+        self.aborted: list[EngineKey] = []
+        self.pushes: list[tuple[EngineKey, Ticket]] = []
         self.refuses_push: list[KaveriError] = []
         """Of the next push_to() calls, one each."""
         self.most_tokens = 10_000
@@ -63,12 +63,12 @@ class ScriptedEngine:
         self.free_blocks -= needed
         self.submitted.append(request.key)
 
-    def push_to(self, key: AttemptKey, ticket: Ticket) -> None:
+    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         if self.refuses_push:
             raise self.refuses_push.pop(0)
         self.pushes.append((key, ticket))
 
-    def abort(self, key: AttemptKey) -> None:
+    def abort(self, key: EngineKey) -> None:
         self.aborted.append(key)
 
     def stats(self) -> EngineStats:

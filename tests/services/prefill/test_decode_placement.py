@@ -10,7 +10,7 @@ import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.length import TokenRange
-from kaveri.engine.contract import AttemptKey, EngineRequest, KvPushFailed
+from kaveri.engine.contract import EngineKey, EngineRequest, KvPushFailed
 from kaveri.errors import (
     EngineError,
     InvalidArgument,
@@ -74,7 +74,7 @@ class World:
     def begin(self, request_id: str, token_count: int = 20, timeout_s: float = 60.0, **fields: Any) -> PrefillRequest:
         """A computed prompt looks for its place."""
         self._number += 1
-        key = AttemptKey(request_id, self._number)
+        key = EngineKey(request_id, self._number)
         now_s = time.monotonic()
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
         request = PrefillRequest(key, 3, "router", engine_request, now_s, now_s + timeout_s, self.reported, **fields)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.v1 import predictor_pb2
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
@@ -414,7 +414,7 @@ async def forecaster(cluster: Any, registry: CollectorRegistry) -> AsyncIterator
 
 
 def request(number: int, tokens: int = 5) -> PrefillRequest:
-    key = AttemptKey(f"r{number}", number)
+    key = EngineKey(f"r{number}", number)
     engine_request = EngineRequest(key, tuple(prompt(number, tokens)), 0, SamplingParams(max_tokens=400, seed=0))
     now_s = time.monotonic()
     return PrefillRequest(key, 1, "router", engine_request, now_s, now_s + 60.0, lambda *_: None)
@@ -444,7 +444,7 @@ async def test_whoever_breaks_over_an_answer_keeps_nobody_else_from_theirs(
     settled: list[PrefillRequest] = []
 
     def take(entry: PrefillRequest) -> None:
-        if entry.key.attempt == 0:
+        if entry.key.serial == 0:
             raise RuntimeError("broken")
         settled.append(entry)
 

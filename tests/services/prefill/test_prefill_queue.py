@@ -5,7 +5,7 @@ from collections.abc import Collection
 import pytest
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import AttemptKey, EngineRequest
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.errors import InvalidArgument, NoCapacity
 from kaveri.policy.ordering import OrderingPolicy
 from services.prefill.queue import PrefillQueue
@@ -36,7 +36,7 @@ def queue_of(
 
 
 def request(number: int, token_count: int) -> PrefillRequest:
-    key = AttemptKey(f"r{number}", number)
+    key = EngineKey(f"r{number}", number)
     params = SamplingParams(max_tokens=2, seed=0)
     return PrefillRequest(
         key, 1, "router", EngineRequest(key, (1,) * token_count, 0, params), 0.0, 1.0, lambda *_: None

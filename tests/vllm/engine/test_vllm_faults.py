@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kaveri.engine.contract import (
-    AttemptKey,
+    EngineKey,
     EngineStopped,
     FirstToken,
     KvPushed,
@@ -106,7 +106,7 @@ def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
         first = make_request(pair.prefill, "first", 100, 12)
         tail = make_request(pair.prefill, "tail", 20, 8).token_ids
         # Its first two blocks are in the prefix caches of both.
-        second = replace(first, key=AttemptKey("second", 1), token_ids=first.token_ids[:70] + tail)
+        second = replace(first, key=EngineKey("second", 1), token_ids=first.token_ids[:70] + tail)
         for request in (first, second, make_request(pair.prefill, "third", 33, 12)):
             pair.hand_over(request)
             assert pair.answer(request) == reference.answer(request.token_ids, 12)
@@ -117,7 +117,7 @@ def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
         decode = _Bench(mirrored_prefills, mirrored_decodes, tmp_path, stack).decode(decoded, "tcp")
         decoded.on_event = lambda event: decode.admit(event.key) if isinstance(event, Landed) else None
         again = Pair(pair.prefill, decode, pair.prefilled, decoded)
-        third = replace(first, key=AttemptKey("third", 2))
+        third = replace(first, key=EngineKey("third", 2))
         again.hand_over(third)
         assert again.answer(third) == reference.answer(first.token_ids, 12)
         wait_until_free(again.prefill, again.decode)
@@ -130,7 +130,7 @@ def test_blocks_that_decode_has_cached_are_not_pushed(bench: _Bench, reference: 
     assert pair.answer(first) == reference.answer(first.token_ids, 8)
     wait_until_free(pair.prefill, pair.decode)
     tail = make_request(pair.prefill, "tail", 20, 8).token_ids
-    second = replace(first, key=AttemptKey("second", 1), token_ids=first.token_ids[:70] + tail)
+    second = replace(first, key=EngineKey("second", 1), token_ids=first.token_ids[:70] + tail)
     ticket = pair.reserve(second)
     assert (ticket.first_block, len(ticket.block_ids), ticket.token_count) == (2, 1, 90)
     pair.prefill.prefill(second)
@@ -147,7 +147,7 @@ def test_what_prefill_has_cached_is_pushed_without_being_computed(bench: _Bench,
     first = make_request(pair.prefill, "first", 97, 1)
     pair.prefill.prefill(first)
     pair.prefilled.wait_for_finish(first.key)
-    second = replace(first, key=AttemptKey("second", 1), params=replace(first.params, max_tokens=9))
+    second = replace(first, key=EngineKey("second", 1), params=replace(first.params, max_tokens=9))
     pair.hand_over(second)
     assert pair.answer(second) == reference.answer(second.token_ids, 9)
     assert pair.prefilled.of(PrefillProgress, first.key)
@@ -170,7 +170,7 @@ def test_killed_prefill_costs_decode_nothing_but_the_request(bench: _Bench, refe
     wait_until_free(pair.decode)
     prefilled = EngineRecorder()
     again = Pair(bench.prefill(prefilled), pair.decode, prefilled, pair.decoded)
-    retried = replace(request, key=AttemptKey("r", 2))
+    retried = replace(request, key=EngineKey("r", 2))
     again.hand_over(retried)
     assert again.answer(retried) == reference.answer(request.token_ids, 8)
     wait_until_free(again.prefill, again.decode)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.engine.contract import AttemptKey, KvPushed, Landed
+from kaveri.engine.contract import EngineKey, KvPushed, Landed
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import Pair, make_request
 from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
@@ -63,7 +63,7 @@ def test_each_rank_has_a_copy_of_its_heads_where_vllms_memory_is_on_devices(
         first = make_request(pair.prefill, "first", 100, 6)
         # Its first two blocks are in the prefix caches of both.
         tail = make_request(pair.prefill, "tail", 20, 6).token_ids
-        second = replace(first, key=AttemptKey("second", 1), token_ids=first.token_ids[:70] + tail)
+        second = replace(first, key=EngineKey("second", 1), token_ids=first.token_ids[:70] + tail)
         for request in (first, second):
             pair.hand_over(request)
             assert pair.answer(request) == reference.answer(request.token_ids, 6)

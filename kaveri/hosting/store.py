@@ -1,0 +1,53 @@
+"""Opens the cluster's state for a service that starts, and waits while Redis does not answer."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from kaveri.cluster.redis_store import RedisStore
+from kaveri.cluster.store import Follow
+from kaveri.rpc.process import ServiceConfig
+from kaveri.rpc.server import RpcServer
+
+_STAND_BY_AFTER_S = 1.0
+"""Without an answer for so long, the service's port says NOT_SERVING."""
+
+
+@contextlib.asynccontextmanager
+async def open_store(
+    config: ServiceConfig, stopping: asyncio.Event, follow: Follow = Follow.HEARTBEATS
+) -> AsyncIterator[RedisStore | None]:
+    """The store while the context lasts; None when `stopping` was set while Redis was away.
+
+    Raises ConfigError when Redis does not answer within `redis_wait_s`.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        store = RedisStore(config.redis_url, config.cluster_name, follow, wait_s=config.redis_wait_s)
+        opening = asyncio.ensure_future(stack.enter_async_context(store))
+        stopped = asyncio.ensure_future(stopping.wait())
+        either = (opening, stopped)
+        try:
+            await asyncio.wait(either, timeout=_STAND_BY_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done() and not stopped.done():
+                async with _not_serving(config):
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            found = opening.result() if opening.done() else None
+        finally:
+            stopped.cancel()
+            opening.cancel()
+            await asyncio.gather(opening, stopped, return_exceptions=True)
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def _not_serving(config: ServiceConfig) -> AsyncIterator[None]:
+    """Health on the service's port says NOT_SERVING while the context lasts. Nobody knows a port that is free."""
+    if config.port == 0:
+        yield
+        return
+    server = RpcServer(config.host, config.port, [])
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
