@@ -11,7 +11,7 @@ from kaveri.domain.view import ClusterView, Role
 from kaveri.errors import InvalidArgument, ModelNotFound
 from kaveri.policy.placement import largest_prompt, missing_roles
 from kaveri.text.tokenizer import ModelTokenizer, Turn
-from services.router.dispatcher import Dispatcher
+from services.router.request_placer import RequestPlacer
 from services.router.requests import AcceptedRequest
 
 _SLICE_TOKENS = 65_536
@@ -48,10 +48,10 @@ class OfferedRequest:
 class Intake:
     """Turns offered requests into accepted ones."""
 
-    def __init__(self, model: str, tokenizer: ModelTokenizer, dispatcher: Dispatcher) -> None:
+    def __init__(self, model: str, tokenizer: ModelTokenizer, placer: RequestPlacer) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._dispatcher = dispatcher
+        self._placer = placer
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound unless `model` is empty or the one served."""
@@ -65,7 +65,7 @@ class Intake:
             self._check_token_id("params.stop_token_ids", token_id)
         _check_given(offered.prompt)
         deadline_s = offered.arrived_s + offered.timeout_s
-        view = await self._dispatcher.wait_for_instances(deadline_s)
+        view = await self._placer.wait_for_instances(deadline_s)
         limit = max_model_len(view, self._model)
         token_ids = await self._tokenize(offered.prompt, limit - 1, deadline_s)
         largest = largest_prompt(view, self._model, (Role.DECODE, Role.COLOCATED))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import secrets
 import time
@@ -27,9 +28,9 @@ from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
 from kaveri.wire.messages import finish_to_proto, params_from_proto, status_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
+from services.router.answer import Answer
 from services.router.channels import Channels
 from services.router.config import RouterConfig
-from services.router.dispatcher import Dispatcher
 from services.router.intake import (
     Conversation,
     Intake,
@@ -39,8 +40,9 @@ from services.router.intake import (
     max_model_len,
 )
 from services.router.monitor import Monitor
+from services.router.request_placer import RequestPlacer
 from services.router.requests import RequestEntry, RequestTable
-from services.router.token_streams import TokenStreams
+from services.router.token_feeds import TokenFeeds
 
 _WATCH_TIMEOUT_S = 0.5
 """Longest time until a lease that ran out is acted upon, when nothing else changes."""
@@ -91,8 +93,8 @@ class Router:
         self.draining = False
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
-        self.streams = TokenStreams(stream_id, self.channels, self.table, metrics.RELAYED_TOKENS.inc)
-        self.dispatcher = Dispatcher(
+        self.feeds = TokenFeeds(stream_id, self.channels, self.table, metrics.RELAYED_TOKENS.inc)
+        self.placer = RequestPlacer(
             model=config.model_name,
             router_id=config.instance_id,
             router_incarnation=incarnation,
@@ -102,11 +104,11 @@ class Router:
             unavailable_after_s=config.unavailable_after_s,
             store=store,
             channels=self.channels,
-            streams=self.streams,
+            feeds=self.feeds,
             rng=random.Random(incarnation),
         )
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
-        self.intake = Intake(config.model_name, tokenizer, self.dispatcher)
+        self.intake = Intake(config.model_name, tokenizer, self.placer)
         self._incarnation = incarnation
         services = (inference_pb2.DESCRIPTOR, cluster_pb2.DESCRIPTOR)
         names = [service.full_name for file in services for service in file.services_by_name.values()]
@@ -137,8 +139,8 @@ class Router:
                     watch.cancel()
         finally:
             await router._server.stop(0)
-            await router.dispatcher.close()
-            await router.streams.close()
+            await router.placer.close()
+            await router.feeds.close()
             await router.channels.close()
 
     @property
@@ -167,8 +169,8 @@ class Router:
         addresses: set[str] = set()
         while True:
             view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)
-            self.streams.update(view)
-            self.dispatcher.update(view)
+            self.feeds.update(view)
+            self.placer.update(view)
             self.monitor.update(view)
             present = {status.record.address for status in view.instances.values()}
             if not addresses <= present:
@@ -199,11 +201,10 @@ class _Progress:
     entry: RequestEntry | None = None
 
     def log_fields(self) -> dict[str, object]:
-        attempt = self.entry.attempt if self.entry is not None else None
         # The id is the caller's, and may be of any length as long as it is not checked.
         return {
             "request_id": self.request_id[:MAX_REQUEST_ID_BYTES],
-            "attempt": attempt.number if attempt is not None else 0,
+            "attempt": self.entry.attempt_number if self.entry is not None else 0,
         }
 
 
@@ -295,9 +296,9 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
         try:
             accepted = await router.intake.accept(offered)
             claiming = True
-            await router.dispatcher.claim_request(request_id, offered.timeout_s)
+            await router.placer.claim_request(request_id, offered.timeout_s)
             detokenizer = router.tokenizer.detokenizer(accepted.prompt_token_ids, accepted.params.stop)
-            entry = RequestEntry(accepted, detokenizer)
+            entry = RequestEntry(accepted, Answer(detokenizer), router.placer.act)
             progress.entry = entry
             router.table.enter(place, entry)
             await self._dispatch(entry, context)
@@ -311,7 +312,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             if claiming:
                 # Also when the claim was refused or interrupted: only this router's own claim is closed.
-                router.dispatcher.close_request(request_id)
+                router.placer.close_request(request_id)
             router.table.release(place)
             metrics.IN_FLIGHT.dec()
 
@@ -319,7 +320,7 @@ class _Inference(inference_pb2_grpc.InferenceServiceServicer):
         router = self._router
         try:
             async with asyncio.TaskGroup() as group:
-                dispatch = group.create_task(router.dispatcher.run(entry), name=f"request {entry.request_id}")
+                dispatch = group.create_task(router.placer.run(entry), name=f"request {entry.request_id}")
                 await _relay(entry, context)
                 dispatch.cancel()
         finally:
@@ -349,8 +350,11 @@ async def _relay(entry: RequestEntry, context: ServicerContext) -> None:
         await entry.wait_for_output()
         if entry.error is not None:
             return
-        response = entry.take()
-        ended = entry.ended and not entry.has_output
+        part = entry.answer.take()
+        response = inference_pb2.GenerateResponse(
+            index=part.first_index, token_ids=part.token_ids, text=part.text, logprobs=part.logprobs
+        )
+        ended = entry.ended and not entry.answer.has_output
         if first:
             response.request_id = entry.request_id
             first = False
@@ -376,29 +380,30 @@ def _cancelled_early(request_id: str) -> inference_pb2.GenerateResponse:
 
 def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> None:
     """Fills in what the last response carries, and reports the request."""
-    timing, accepted = entry.timing, entry.accepted
-    token_count = len(entry.token_ids)
-    if entry.first_token_s is not None:
-        timing.ttft_s = entry.first_token_s - accepted.arrived_s
-        timing.e2e_s = entry.last_token_s - accepted.arrived_s
-        metrics.TTFT_S.observe(timing.ttft_s)
-        metrics.E2E_S.observe(timing.e2e_s)
+    answer, accepted, finish = entry.answer, entry.accepted, entry.finish
+    assert finish is not None
+    token_count = len(answer.token_ids)
+    timing = {field: value for field, value in dataclasses.asdict(entry.timing).items() if value}
+    if answer.first_token_s is not None:
+        timing["ttft_s"] = answer.first_token_s - accepted.arrived_s
+        timing["e2e_s"] = answer.last_token_s - accepted.arrived_s
+        metrics.TTFT_S.observe(timing["ttft_s"])
+        metrics.E2E_S.observe(timing["e2e_s"])
         if token_count > 1:
-            metrics.TPOT_S.observe((entry.last_token_s - entry.first_token_s) / (token_count - 1))
-    response.finish_reason = finish_to_proto(entry.finish)
+            metrics.TPOT_S.observe((answer.last_token_s - answer.first_token_s) / (token_count - 1))
+    response.finish_reason = finish_to_proto(finish)
     response.usage.prompt_tokens = len(accepted.prompt_token_ids)
     response.usage.completion_tokens = token_count
-    response.timing.CopyFrom(timing)
-    assert entry.finish is not None
-    metrics.REQUESTS.labels(outcome=entry.finish.value).inc()
+    response.timing.CopyFrom(inference_pb2.Timing(**timing))
+    metrics.REQUESTS.labels(outcome=finish.value).inc()
     get_logger().info(
         "request_finished",
         request_id=entry.request_id,
-        attempt=entry.attempt.number if entry.attempt is not None else 0,
-        finish_reason=entry.finish.value,
+        attempt=entry.attempt_number,
+        finish_reason=finish.value,
         prompt_tokens=len(accepted.prompt_token_ids),
         completion_tokens=token_count,
-        **{field.name: value for field, value in timing.ListFields()},
+        **timing,
     )
 
 

@@ -21,9 +21,9 @@ from kaveri.text import detokenizer as router_detokenizer
 from services.decode import instance as decode_instance
 from services.decode import token_streams as decode_streams
 from services.prefill import dispatcher as prefill_dispatcher
-from services.router import dispatcher as router_dispatcher
+from services.router import lifecycle, request_placer, token_feeds
+from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
-from services.router import token_streams as router_streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,31 @@ def _nothing(*_: object, **__: object) -> None:
     """Stands for a function that should have done something."""
 
 
-def _forget_owner(original: Any) -> Any:
-    """Wraps Attempt.place_on: another placement of the attempt loses nothing."""
+def _step_changed(change: Callable[[Any, Any], tuple[Any, Any]]) -> AbstractContextManager[None]:
+    """The router takes change(state, event) into account, not what happened."""
 
-    def place_on(self: Any, *args: Any) -> None:
-        self.drawing_instance_id = ""
-        original(self, *args)
+    def make(original: Any) -> Any:
+        def step(state: Any, event: Any, now_s: float) -> Any:
+            return original(*change(state, event), now_s)
 
-    return place_on
+        return step
+
+    return _replaced(router_requests, "step", make)
+
+
+_OWNED = (lives.Placed, lives.Decoding)
+
+
+def _of_the_place(state: Any, event: Any) -> Any:
+    """The event as if the decode instance that the attempt is placed on had sent it."""
+    return event._replace(source=state.place) if isinstance(state, _OWNED) else event
+
+
+def _moved(state: Any, event: Any) -> Any:
+    """The state as if decode had begun on the instance that is named now."""
+    if isinstance(state, lives.Decoding) and isinstance(event, lives.PlaceNamed):
+        return lives.Decoding(state.attempt, state.next_index, event.place, state.leg)
+    return state
 
 
 async def _nothing_async(*_: object, **__: object) -> None:
@@ -82,33 +99,12 @@ async def _nothing_async(*_: object, **__: object) -> None:
 def attempt_check_removed() -> Iterator[None]:
     """The router takes the tokens of former attempts, wherever they were placed."""
 
-    def make_deliver(original: Any) -> Any:
-        def deliver(self: Any, record: Any, update: Any) -> None:
-            entry = self._table.get(update.request_id)
-            if entry is not None and entry.attempt is not None and not update.error:
-                update.attempt = entry.attempt.number
-            original(self, record, update)
+    def change(state: Any, event: Any) -> Any:
+        if isinstance(event, lives.Tokens) and isinstance(state, _OWNED):
+            event = _of_the_place(state, event._replace(attempt=state.attempt.number))
+        return _moved(state, event), event
 
-        return deliver
-
-    def make(original: Any) -> Any:
-        def take_tokens(self: Any, instance_id: str, update: Any) -> None:
-            attempt = self.attempt
-            if attempt is None or (update.error and update.attempt != attempt.number):
-                return
-            update.attempt = attempt.number
-            placed, attempt.drawing_instance_id = attempt.decode_instance_id, ""
-            attempt.decode_instance_id = placed and instance_id
-            original(self, instance_id, update)
-            attempt.decode_instance_id = placed
-
-        return take_tokens
-
-    with (
-        _replaced(router_streams.TokenStreams, "_deliver", make_deliver),
-        _replaced(router_requests.RequestEntry, "take_tokens", make),
-        _replaced(router_requests.Attempt, "place_on", _forget_owner),
-    ):
+    with _step_changed(change):
         yield
 
 
@@ -116,21 +112,19 @@ def attempt_check_removed() -> Iterator[None]:
 def index_ignored() -> Iterator[None]:
     """The router appends tokens in the order in which they come, wherever they belong."""
 
-    def make(original: Any) -> Any:
-        def take_tokens(self: Any, instance_id: str, update: Any) -> None:
-            update.index = len(self.token_ids)
-            original(self, instance_id, update)
+    def change(state: Any, event: Any) -> Any:
+        if isinstance(event, lives.Tokens) and isinstance(state, _OWNED):
+            event = event._replace(first_index=state.next_index)
+        return state, event
 
-        return take_tokens
-
-    with _replaced(router_requests.RequestEntry, "take_tokens", make):
+    with _step_changed(change):
         yield
 
 
 @_planted
 def aborts_never_sent() -> Iterator[None]:
     """The router does not tell decode that a request has ended."""
-    with _replaced(router_streams.TokenStreams, "_abort_at", lambda _: _nothing_async):
+    with _replaced(token_feeds.TokenFeeds, "_abort_at", lambda _: _nothing_async):
         yield
 
 
@@ -144,7 +138,7 @@ def broken_stream_loses_no_attempt() -> Iterator[None]:
 
         return disconnect
 
-    with _replaced(router_streams._Subscription, "disconnect", make):
+    with _replaced(token_feeds._Subscription, "disconnect", make):
         yield
 
 
@@ -167,14 +161,12 @@ def end_wakes_no_client() -> Iterator[None]:
 def early_tokens_dropped() -> Iterator[None]:
     """The router forgets tokens of decode that come before the first token of prefill."""
 
-    def make(original: Any) -> Any:
-        def take_first_token(self: Any, *args: Any) -> None:
-            self._early = []
-            original(self, *args)
+    def change(state: Any, event: Any) -> Any:
+        if isinstance(event, lives.FirstToken) and isinstance(state, lives.Prefilling | lives.Placed):
+            state = replace(state, held=lives.NOTHING_HELD)
+        return state, event
 
-        return take_first_token
-
-    with _replaced(router_requests.RequestEntry, "take_first_token", make):
+    with _step_changed(change):
         yield
 
 
@@ -191,7 +183,7 @@ def retry_draws_another_seed() -> Iterator[None]:
 
         return prefill
 
-    with _replaced(router_dispatcher.Dispatcher, "_prefill", make):
+    with _replaced(request_placer.RequestPlacer, "_prefill", make):
         yield
 
 
@@ -206,14 +198,14 @@ def retry_forgets_generated_tokens() -> Iterator[None]:
 
         return SimpleNamespace(PrefillRequest=prefill_request)
 
-    with _replaced(router_dispatcher, "prefill_pb2", make):
+    with _replaced(request_placer, "prefill_pb2", make):
         yield
 
 
 @_planted
 def ended_request_keeps_its_claim() -> Iterator[None]:
     """The router leaves ended requests in the store's table."""
-    with _replaced(router_dispatcher.Dispatcher, "close_request", lambda _: _nothing):
+    with _replaced(request_placer.RequestPlacer, "close_request", lambda _: _nothing):
         yield
 
 
@@ -332,14 +324,14 @@ def replaced_owner_not_told() -> Iterator[None]:
 @_planted
 def late_placement_without_incarnation() -> Iterator[None]:
     """The router ties an attempt to the present life of a decode instance, although a former one has reserved room."""
-    with _replaced(router_streams._Subscription, "_check_life", lambda _: _nothing):
+    with _replaced(token_feeds._Subscription, "_check_life", lambda _: _nothing):
         yield
 
 
 @_planted
 def lost_tokens_not_counted() -> Iterator[None]:
     """The router waits for tokens that decode has dropped before the router's stream stood."""
-    with _replaced(router_streams._Subscription, "_check_losses", lambda _: _nothing):
+    with _replaced(token_feeds._Subscription, "_check_losses", lambda _: _nothing):
         yield
 
 
@@ -347,24 +339,12 @@ def lost_tokens_not_counted() -> Iterator[None]:
 def two_instances_in_one_attempt() -> Iterator[None]:
     """The router takes the tokens of two decode instances that both have the KV of one attempt."""
 
-    def make_take(original: Any) -> Any:
-        def take_tokens(self: Any, instance_id: str, *args: Any) -> None:
-            attempt = self.attempt
-            if attempt is None:
-                return
-            placed = attempt.decode_instance_id
-            if args[0].error and placed not in ("", instance_id):
-                return
-            attempt.drawing_instance_id, attempt.decode_instance_id = "", placed and instance_id
-            original(self, instance_id, *args)
-            attempt.decode_instance_id = placed
+    def change(state: Any, event: Any) -> Any:
+        if isinstance(event, lives.Tokens):
+            event = _of_the_place(state, event)
+        return _moved(state, event), event
 
-        return take_tokens
-
-    with (
-        _replaced(router_requests.RequestEntry, "take_tokens", make_take),
-        _replaced(router_requests.Attempt, "place_on", _forget_owner),
-    ):
+    with _step_changed(change):
         yield
 
 
@@ -396,14 +376,23 @@ def refused_writes_end_leases() -> Iterator[None]:
 @_planted
 def refused_connections_cost_attempts() -> Iterator[None]:
     """Attempts run out while the only prefill instance is away, or its queue is full."""
-    with _replaced(router_dispatcher, "_setback", lambda _: lambda _: Setback.LOST):
+    with _replaced(lifecycle, "_setback", lambda _: lambda *_: Setback.LOST):
         yield
 
 
 @_planted
 def loss_of_the_first_token_ignored() -> Iterator[None]:
     """The router takes the end of a prefill stream for no loss once decode has drawn, first token or not."""
-    with _replaced(router_requests.Attempt, "is_decodes_alone", lambda _: property(lambda self: self.decoding)):
+
+    def make(original: Any) -> Any:
+        def step(state: Any, event: Any, now_s: float) -> Any:
+            if isinstance(event, lives.PrefillEnded) and isinstance(state, lives.Placed) and state.held.events:
+                return state, ()
+            return original(state, event, now_s)
+
+        return step
+
+    with _replaced(router_requests, "step", make):
         yield
 
 

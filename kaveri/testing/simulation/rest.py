@@ -57,8 +57,8 @@ def _of_router(life: Life) -> list[str]:
         found.append(f"{len(router.table)} requests in the table")
     else:
         try:
-            router.dispatcher.check_integrity()
-            router.streams.check_integrity()
+            router.placer.check_integrity()
+            router.feeds.check_integrity()
         except AssertionError as error:
             found.append(f"something of ended requests is left: {error}")
     return found

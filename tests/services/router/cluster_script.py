@@ -32,6 +32,8 @@ from kaveri.v1 import (
 )
 from kaveri.wire.status import abort
 from services.router.config import RouterConfig
+from services.router.lifecycle_values import Placed
+from services.router.requests import RequestEntry
 from services.router.server import Router
 
 MODEL = "kaveri-tiny"
@@ -105,6 +107,11 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> N
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not come true in time"
         await asyncio.sleep(0.005)
+
+
+def holds_the_last_token(entry: RequestEntry) -> bool:
+    """Whether all tokens of decode have come to the router and wait there."""
+    return isinstance(entry.state, Placed) and any(getattr(held, "finish", None) for held in entry.state.held.events)
 
 
 @dataclass
@@ -255,6 +262,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.release = asyncio.Event()
         self.decode_first = False
         """Let decode begin before the first token is told."""
+        self.decode_has_begun = False
+        """The test has let decode begin."""
         self.break_after_hold = False
         """Fail every request that was held, once it is released."""
         self.open_requests = 0
@@ -317,7 +326,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             yield prefill_pb2.PrefillResponse(first_token=first)
             if finish:
                 return
-            if not self.decode_first:
+            if not self.decode_first and not self.decode_has_begun:
                 decode.start(request)
             await self._before("handed_over", context)
             handed_over = prefill_pb2.PrefillHandedOver(kv_bytes=4096, kv_transfer_s=0.0625, kv_transport="tcp")
@@ -515,8 +524,8 @@ class RouterUnderTest:
     async def check_integrity(self) -> None:
         """Nothing of ended requests is left: table, counts, timers, errands, attempts tied to streams."""
         await eventually(lambda: len(self.router.table) == 0)
-        await self.router.dispatcher.close()
+        await self.router.placer.close()
         await eventually(lambda: not any(task.get_name().startswith("request ") for task in asyncio.all_tasks()))
-        self.router.dispatcher.check_integrity()
-        self.router.streams.check_integrity()
+        self.router.placer.check_integrity()
+        self.router.feeds.check_integrity()
         assert await self.router.store.requests() == ()

@@ -139,7 +139,7 @@ async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
     async with cluster.router() as router:
         call = router.stub.Generate(ask(request_id="held", stop=(text[-1] + "\x00 never",)), timeout=10)
         responses = [await call.read()]
-        await eventually(lambda: len(router.router.table.get("held").token_ids) == 7)
+        await eventually(lambda: len(router.router.table.get("held").answer.token_ids) == 7)
         await router.stub.Cancel(inference_pb2.CancelRequest(request_id="held"))
         responses += await rest_of(call)
         assert text_of(responses) == text

@@ -13,7 +13,8 @@ from kaveri.errors import InvalidArgument, NoCapacity, StaleAttempt
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
-from services.router import token_streams
+from services.router import token_feeds
+from services.router.lifecycle_values import Placed
 from tests.services.router.cluster_script import (
     PROMPT,
     RouterUnderTest,
@@ -22,6 +23,7 @@ from tests.services.router.cluster_script import (
     ask,
     collect,
     eventually,
+    holds_the_last_token,
     rest_of,
     tokens_of,
 )
@@ -32,21 +34,16 @@ CODES = grpc.StatusCode
 async def read_once_placed(
     cluster: ScriptedCluster, router: RouterUnderTest, request_id: str, instance_id: str
 ) -> tuple[Any, list[inference_pb2.GenerateResponse]]:
-    """Starts a request; returns its call and first response. No token is drawn before the router has read the last
-    placement: placements and tokens come on different streams, and tokens that overtake a second placement cost an
-    attempt."""
-    for prefill in cluster.prefills.values():
-        prefill.hold.add("first_token")
+    """Starts a request; returns its call and first response, once the router has read the placement on the instance."""
     call = router.stub.Generate(ask(request_id=request_id), timeout=10)
+    responses = [await call.read()]
 
     def is_placed() -> bool:
         entry = router.router.table.get(request_id)
-        return entry is not None and entry.attempt is not None and entry.attempt.decode_instance_id == instance_id
+        return entry is not None and getattr(entry.state, "place", ("",))[0] == instance_id
 
     await eventually(is_placed)
-    for prefill in cluster.prefills.values():
-        prefill.release.set()
-    return call, [await call.read()]
+    return call, responses
 
 
 def code_of(caught: "pytest.ExceptionInfo[aio.AioRpcError]") -> grpc.StatusCode:
@@ -146,7 +143,7 @@ async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_pla
         former.start(cluster.taken()[0])
         await eventually(lambda: not former.running)
         await cluster.kill("decode-0")
-        await eventually(lambda: "decode-0" not in router.router.streams._subscriptions)
+        await eventually(lambda: "decode-0" not in router.router.feeds._subscriptions)
         cluster.let_all_go()
         responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 20)
@@ -156,7 +153,7 @@ async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_pla
 async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an_unknown_instance(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_streams, "CONNECT_GRACE_S", 0.1)
+    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 0.1)
     for prefill in cluster.prefills.values():
         prefill.placed_in_vain = "nobody"
     cluster.decodes["decode-0"].pause_at = 7
@@ -164,12 +161,34 @@ async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an
         call, responses = await read_once_placed(cluster, router, "moved", "decode-0")
         # Set behind the router's own timer.
         grace_is_over = asyncio.Event()
-        asyncio.get_running_loop().call_later(token_streams.CONNECT_GRACE_S, grace_is_over.set)
+        asyncio.get_running_loop().call_later(token_feeds.CONNECT_GRACE_S, grace_is_over.set)
         await grace_is_over.wait()
         cluster.let_all_go()
         responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 20)
         assert responses[-1].timing.attempts == 1
+
+
+async def test_tokens_that_overtake_the_placement_on_their_instance_cost_no_attempt(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain = "decode-0"
+        prefill.hold.add("placed")
+    cluster.place_on = "decode-1"
+    async with cluster.router() as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=10)))
+        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        # Decode has the KV, and draws the whole answer before the router reads that the request was placed there.
+        (request,) = cluster.taken()
+        cluster.decodes["decode-1"].start(request)
+        entry = router.router.table.get("moved")
+        assert entry is not None
+        await eventually(lambda: holds_the_last_token(entry))
+        for prefill in cluster.prefills.values():
+            prefill.decode_has_begun = True
+        cluster.let_all_go()
+        responses = await collecting
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (1, "decode-1")
 
 
 async def test_a_prefill_that_dies_behind_a_new_placement_is_a_loss_though_the_former_instance_has_drawn(
@@ -186,12 +205,11 @@ async def test_a_prefill_that_dies_behind_a_new_placement_is_a_loss_though_the_f
         cluster.decodes["decode-0"].start(cluster.taken()[0])
         entry = router.router.table.get("moved")
         assert entry is not None
-        await eventually(lambda: entry.attempt is not None and entry.attempt.decoding)
+        await eventually(lambda: isinstance(entry.state, Placed) and bool(entry.state.held.events))
         (breaks,) = [prefill for prefill in cluster.prefills.values() if prefill.waiting_requests]
         for prefill in cluster.prefills.values():
             if prefill is not breaks:
-                # The second attempt has one placement: tokens may overtake the second of two, which costs an attempt.
-                prefill.break_before = prefill.placed_in_vain = ""
+                prefill.break_before = ""
         cluster.let_all_go()
         responses = await collecting
         assert tokens_of(responses) == answer(PROMPT, 20)
@@ -284,7 +302,9 @@ async def test_an_attempt_number_beyond_the_limit_is_not_believed(cluster: Scrip
         assert tokens_of(await collect(router.stub.Generate(ask(), timeout=5))) == answer(PROMPT, 20)
 
 
-@pytest.mark.parametrize("broken", ["services.router.dispatcher.choose_prefill", "kaveri.text.tokenizer.Detokenizer"])
+@pytest.mark.parametrize(
+    "broken", ["services.router.request_placer.choose_prefill", "kaveri.text.tokenizer.Detokenizer"]
+)
 async def test_a_bug_fails_its_request_with_one_sentence_and_a_traceback_in_the_log(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -324,17 +344,17 @@ async def test_a_bad_answer_of_a_decode_instance_fails_its_own_request_only(clus
 async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_again(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router() as router:
-        relayed = router.router.streams._relayed
+        relayed = router.router.feeds._relayed
 
         def breaks_once(count: int) -> None:
-            router.router.streams._relayed = relayed
+            router.router.feeds._relayed = relayed
             raise ZeroDivisionError("planted")
 
         with structlog.testing.capture_logs() as entries:
             call = router.stub.Generate(ask(), timeout=10)
             responses = [await call.read()]
             await eventually(lambda: cluster.decodes["decode-0"].is_paused)
-            router.router.streams._relayed = breaks_once
+            router.router.feeds._relayed = breaks_once
             cluster.let_all_go()
             responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 20)
@@ -348,7 +368,7 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
 async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost_at_once(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_streams, "CONNECT_GRACE_S", 60.0)
+    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 60.0)
     cluster.place_on = "decode-0"
     for prefill in cluster.prefills.values():
         prefill.hold.add("placed")
@@ -367,30 +387,28 @@ async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost
 async def test_an_instance_that_no_view_ever_names_is_forgotten_with_its_last_request(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_streams, "CONNECT_GRACE_S", 0.05)
+    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 0.05)
     for prefill in cluster.prefills.values():
         prefill.placed_in_vain = "decode-9"
     cluster.place_on = "decode-1"
     async with cluster.router() as router:
         responses = await collect(router.stub.Generate(ask(), timeout=10))
         assert tokens_of(responses) == answer(PROMPT, 20)
-        await eventually(lambda: "decode-9" not in router.router.streams._subscriptions)
+        await eventually(lambda: "decode-9" not in router.router.feeds._subscriptions)
 
 
 async def test_a_placement_is_lost_when_the_view_then_names_another_life(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_streams, "CONNECT_GRACE_S", 60.0)
+    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 60.0)
     await cluster.kill("decode-0")
     async with cluster.router() as router:
         await eventually(lambda: "decode-0" not in router.router.store.view().instances)
         cluster.place_on = "decode-0"
         collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="lives"), timeout=10)))
         # Placed on a life that the view does not name any more.
-        streams = router.router.streams
-        await eventually(
-            lambda: "decode-0" in streams._subscriptions and bool(streams._subscriptions["decode-0"].attempts)
-        )
+        feeds = router.router.feeds
+        await eventually(lambda: "decode-0" in feeds._subscriptions and bool(feeds._subscriptions["decode-0"].ties))
         await cluster.add_decode("decode-0")
         responses = await collecting
         assert tokens_of(responses) == answer(PROMPT, 20)
@@ -400,7 +418,7 @@ async def test_a_placement_is_lost_when_the_view_then_names_another_life(
 async def test_an_attempt_that_begins_after_its_abort_is_aborted_again(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_streams, "_ABORT_AGAIN_S", 0.05)
+    monkeypatch.setattr(token_feeds, "_ABORT_AGAIN_S", 0.05)
     async with cluster.router() as router:
         await collect(router.stub.Generate(ask(request_id="late"), timeout=10))
         late = cluster.taken()[0]

@@ -17,6 +17,7 @@ from tests.services.router.cluster_script import (
     ask,
     collect,
     eventually,
+    holds_the_last_token,
     logprobs_at,
     rest_of,
     text_of,
@@ -65,8 +66,8 @@ async def test_tokens_that_decode_sends_before_the_first_token_wait_for_it(clust
         collecting = asyncio.create_task(collect(call))
         await eventually(lambda: router.router.table.get("early") is not None)
         entry = router.router.table.get("early")
-        await eventually(lambda: entry.attempt is not None and entry.attempt.decode_done)
-        assert entry.token_ids == []
+        await eventually(lambda: holds_the_last_token(entry))
+        assert entry.answer.token_ids == []
         assert not collecting.done()
         cluster.let_all_go()
         responses = await collecting
@@ -110,7 +111,7 @@ async def test_an_answer_of_one_token_needs_no_decode_instance(cluster: Scripted
 async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.router.requests.HAND_OVER_GRACE_S", 60.0)
+    monkeypatch.setattr("services.router.lifecycle.HAND_OVER_GRACE_S", 60.0)
     for prefill in cluster.prefills.values():
         prefill.hold.add("handed_over")
     async with cluster.router() as router:
@@ -129,7 +130,7 @@ async def test_a_slow_reader_gets_a_long_answer_in_responses_of_a_bounded_size(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 4_000
-    monkeypatch.setattr("services.router.requests.MAX_OUTPUT_BYTES", limit)
+    monkeypatch.setattr("services.router.answer.MAX_OUTPUT_BYTES", limit)
     cluster.decodes["decode-0"].pause_at = 3
     async with cluster.router() as router:
         call = router.stub.Generate(ask(request_id="long", max_tokens=400, logprobs=5), timeout=20)

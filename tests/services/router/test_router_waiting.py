@@ -51,7 +51,7 @@ async def set_limit(single: ScriptedCluster, router: Any, limit: int) -> None:
 
 def in_line(router: Any) -> list[str]:
     """Ids of the requests that wait for room, in their order."""
-    return [entry.request_id for entry in router.router.dispatcher._line._line]
+    return [entry.request_id for entry in router.router.placer._line._line]
 
 
 def ask_many(router: Any, count: int, timeout: float = 30) -> list[asyncio.Task[Any]]:
@@ -158,7 +158,7 @@ async def test_an_instance_that_is_back_at_its_address_within_its_lease_costs_no
     await instance.die()
     async with single.router(max_attempts=1) as router:
         tasks = ask_many(router, 10)
-        await eventually(lambda: len(router.router.dispatcher._line._resting) == 10)
+        await eventually(lambda: len(router.router.placer._line._resting) == 10)
         await instance.come_back()
         await check_answers(tasks)
     assert not [line for line in lines if line["event"] == "attempt_lost"]
@@ -173,7 +173,7 @@ async def test_requests_in_flight_outlive_the_restart_of_the_only_prefill_instan
         await eventually(lambda: sent(single) == 10)
         await single.kill("prefill-0")
         # Its lease goes on. It comes back at another address, in a new life.
-        await eventually(lambda: len(router.router.dispatcher._line) == 10)
+        await eventually(lambda: len(router.router.placer._line) == 10)
         await single.add_prefill("prefill-0")
         for number, responses in enumerate(await asyncio.gather(*tasks)):
             assert tokens_of(responses) == answer((300 + number,), 20)
@@ -184,7 +184,7 @@ async def test_a_new_life_is_asked_at_once_although_the_former_one_has_just_fail
     await single.instances["prefill-0"].die()
     async with single.router(max_attempts=1) as router:
         tasks = ask_many(router, 1)
-        await eventually(lambda: len(router.router.dispatcher._line._resting) == 1)
+        await eventually(lambda: len(router.router.placer._line._resting) == 1)
         former = single.instances["prefill-0"]
         await single.add_prefill("prefill-0")
         former.task.cancel()

@@ -1,33 +1,37 @@
-"""One StreamTokens subscription per decode instance: demultiplexes tokens to requests, and tells whose stream broke."""
+"""One StreamTokens subscription per decode instance: passes its tokens on to requests, and says whose stream broke."""
 
 import asyncio
 import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 
 from grpc import aio
 
+from kaveri.domain.sampling import FinishReason
 from kaveri.domain.view import ClusterView, InstanceRecord, Role
-from kaveri.errors import InternalError, KaveriError, Unavailable
+from kaveri.errors import InternalError, KaveriError, RequestAlreadyExists, Unavailable
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
+from kaveri.wire.messages import finish_from_proto
 from kaveri.wire.status import error_of
 from services.router.channels import Channels
-from services.router.requests import Attempt, RequestTable
+from services.router.lifecycle_values import GivenUp, Life, PlaceLost, Tokens
+from services.router.requests import RequestEntry, RequestTable
 
 CONNECT_GRACE_S = 2.0
-"""A request may be placed on an instance before its stream stands, for so long; then the attempt counts as lost."""
+"""How long a request may be placed on an instance that has no open stream. Then the attempt is lost."""
 ABORT_TIMEOUT_S = 2.0
 _ABORT_AGAIN_S = ABORT_TIMEOUT_S
-"""Tokens that come so long after an Abort show that it was lost, or came before the request."""
+"""Tokens that come this long after an Abort show that it was lost, or came before the request."""
 _ABORTED_COUNT = 4096
 """Aborts that are remembered: more than are on their way at once."""
 _RECONNECT_MIN_S = 0.05
 _RECONNECT_MAX_S = 1.0
 
 
-class TokenStreams:
+class TokenFeeds:
     """The subscriptions of one router, one for each instance in the view that decodes."""
 
     def __init__(
@@ -43,6 +47,7 @@ class TokenStreams:
         self._table = table
         self._relayed = relayed
         self._subscriptions: dict[str, _Subscription] = {}
+        self._followed: dict[RequestEntry, _Subscription] = {}
         # When each of the newest aborts was sent, by (instance, request, attempt), and those under way that no request
         # waits for.
         self._aborted: OrderedDict[tuple[str, str, int], float] = OrderedDict()
@@ -59,7 +64,7 @@ class TokenStreams:
             record = records.get(instance_id)
             if record is None:
                 # Without a record prefill has named it. Its attempts are lost after the grace.
-                if subscription.record is not None or not subscription.attempts:
+                if subscription.record is not None or not subscription.ties:
                     subscription.stop("has left the cluster")
                     del self._subscriptions[instance_id]
             elif subscription.record is None:
@@ -72,41 +77,46 @@ class TokenStreams:
                 subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
                 subscription.start(record, self._follow(subscription, record))
 
-    def place(self, attempt: Attempt, instance_id: str, incarnation: int, stream_losses: int | None = None) -> None:
-        """Ties an attempt to the life of a decode instance that reserved room: if its stream breaks, the attempt is
-        lost. So it is, at once, when the view names another life, or the stream began after a loss of tokens.
+    def follow(self, entry: RequestEntry, life: Life, stream_losses: int | None = None) -> None:
+        """Ties the attempt of a request to the life of a decode instance that reserved room, and to no other: when its
+        stream breaks, the attempt is lost. It is lost at once when the view names another life, and when the stream
+        began after a loss of tokens.
 
         stream_losses: the instance's count when it reserved. None: it has reserved nothing yet.
         """
-        former = self._subscriptions.get(attempt.decode_instance_id)
-        if former is not None and former.instance_id != instance_id:
-            # Its push there has failed: what becomes of that instance is nothing to the attempt any more.
-            former.attempts.pop(attempt, None)
-        subscription = self._subscriptions.get(instance_id)
+        subscription = self._subscriptions.get(life.instance_id)
         if subscription is None:
             # Prefill saw the instance first; the view will name it here as well, or the grace ends.
-            subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
-        attempt.place_on(instance_id, incarnation, subscription.losses if stream_losses is None else stream_losses)
-        subscription.place(attempt)
+            subscription = self._subscriptions[life.instance_id] = _Subscription(life.instance_id)
+        if self._followed.get(entry) is not subscription:
+            self.unfollow(entry)
+        self._followed[entry] = subscription
+        subscription.tie(_Tie(entry, life, subscription.losses if stream_losses is None else stream_losses))
 
-    async def abort(self, attempt: Attempt) -> None:
-        """Tells the decode instance of an attempt to end it, or all of them when nobody has said which it is. Best
-        effort: a lost instance has ended it already."""
-        named = attempt.decode_instance_id
+    def unfollow(self, entry: RequestEntry) -> None:
+        """The request does not depend on any stream any more. Idempotent."""
+        former = self._followed.pop(entry, None)
+        if former is not None:
+            former.ties.pop(entry, None)
+
+    async def abort(self, request_id: str, attempt: int, place: Life | None) -> None:
+        """Tells a decode instance to end an attempt; all of them when the place is not known. Best effort: an instance
+        that is lost has ended it already."""
         records = [
             subscription.record
             for subscription in self._subscriptions.values()
-            if subscription.record is not None and named in ("", subscription.instance_id)
+            if subscription.record is not None and (place is None or place.instance_id == subscription.instance_id)
         ]
-        await asyncio.gather(*(self._abort_at(record, attempt.request_id, attempt.number) for record in records))
+        await asyncio.gather(*(self._abort_at(record, request_id, attempt) for record in records))
 
-    def _disown(self, record: InstanceRecord, update: decode_pb2.RequestTokens) -> None:
-        """Has an instance end an attempt that is of no use here any more, unless that has just been asked of it."""
-        if update.finish_reason or update.error:
+    def disown(self, request_id: str, attempt: int, instance_id: str) -> None:
+        """Tells an instance to end an attempt whose tokens have no use here, unless it was told so just now."""
+        sent_s = self._aborted.get((instance_id, request_id, attempt))
+        subscription = self._subscriptions.get(instance_id)
+        if subscription is None or subscription.record is None:
             return
-        sent_s = self._aborted.get((record.instance_id, update.request_id, update.attempt))
         if sent_s is None or time.monotonic() - sent_s > _ABORT_AGAIN_S:
-            task = asyncio.create_task(self._abort_at(record, update.request_id, update.attempt))
+            task = asyncio.create_task(self._abort_at(subscription.record, request_id, attempt))
             self._disowning[task] = None
             task.add_done_callback(lambda ended: self._disowning.pop(ended, None))
 
@@ -122,7 +132,8 @@ class TokenStreams:
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that no attempt is tied to any stream."""
         for subscription in self._subscriptions.values():
-            assert not subscription.attempts, (subscription.instance_id, subscription.attempts)
+            assert not subscription.ties, (subscription.instance_id, subscription.ties)
+        assert not self._followed, self._followed
 
     async def close(self) -> None:
         """Ends all subscriptions; their attempts are lost."""
@@ -145,11 +156,11 @@ class TokenStreams:
                     raise
                 error = Unavailable(f"the channel to decode instance {record.instance_id} was closed")
             except Exception as unexpected:
-                log.exception("token_stream_failed", requests=len(subscription.attempts))
+                log.exception("token_stream_failed", requests=len(subscription.ties))
                 error = Unavailable(f"the token stream failed in the router: {unexpected!r}")
             if subscription.connected:
                 backoff_s = _RECONNECT_MIN_S
-                log.warning("token_stream_broken", error=str(error), requests=len(subscription.attempts))
+                log.warning("token_stream_broken", error=str(error), requests=len(subscription.ties))
             subscription.disconnect(f"broke its token stream: {error}")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _RECONNECT_MAX_S)
@@ -158,6 +169,7 @@ class TokenStreams:
         call = self._channels.decode(record.address).StreamTokens(
             decode_pb2.StreamTokensRequest(router_id=self._stream_id)
         )
+        life = Life(record.instance_id, record.incarnation)
         try:
             async for message in call:
                 if not subscription.connected:
@@ -166,30 +178,67 @@ class TokenStreams:
                         return
                     subscription.connect(message.stream_losses)
                 token_count = 0
+                now_s = time.monotonic()
                 for update in message.requests:
                     token_count += len(update.token_ids)
-                    self._deliver(record, update)
+                    self._deliver(life, update, now_s)
                 if token_count:
                     self._relayed(token_count)
         finally:
             call.cancel()
 
-    def _deliver(self, record: InstanceRecord, update: decode_pb2.RequestTokens) -> None:
+    def _deliver(self, life: Life, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)
-        if entry is None or (entry.attempt is not None and update.attempt < entry.attempt.number):
-            # Its placement may have come after the request or the attempt had ended.
-            self._disown(record, update)
+        if entry is None:
+            # Its placement may have come after the request had ended.
+            if not update.finish_reason and not update.error:
+                self.disown(update.request_id, update.attempt, life.instance_id)
             return
         try:
-            entry.take_tokens(record.instance_id, update)
+            entry.handle(_event_of(life, update), now_s)
         except Exception:  # One bad answer must not end the stream of all others.
             get_logger().exception(
                 "request_failed_unexpectedly",
                 request_id=update.request_id,
                 attempt=update.attempt,
-                decode_instance_id=record.instance_id,
+                decode_instance_id=life.instance_id,
             )
             entry.fail(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
+
+
+def _event_of(life: Life, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
+    finish = finish_from_proto(update.finish_reason)
+    if finish is None and not update.error:
+        return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
+    if update.replaced:
+        return GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
+    if update.error or finish is FinishReason.CANCELLED:
+        # Only this router cancels its requests: an instance that did has given the request up.
+        reason = update.error or "gave the request up"
+        return GivenUp(update.attempt, life, Unavailable(f"decode instance {life.instance_id}: {reason}"))
+    timing = update.timing
+    return Tokens(
+        update.attempt,
+        life,
+        update.index,
+        update.token_ids,
+        update.logprobs,
+        finish,
+        timing.queue_s,
+        timing.decode_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tie:
+    """An attempt that needs a token stream."""
+
+    entry: RequestEntry
+    place: Life
+    stream_losses: int
+
+    def lose(self, reason: str) -> None:
+        self.entry.handle(PlaceLost(Unavailable(reason)), time.monotonic())
 
 
 class _Subscription:
@@ -202,13 +251,13 @@ class _Subscription:
         self.losses = 0
         """The instance's count of stream losses when the last stream began."""
         # Ordered: they are lost in the order in which they were placed.
-        self.attempts: dict[Attempt, None] = {}
+        self.ties: dict[RequestEntry, _Tie] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self, record: InstanceRecord, follow: Coroutine[None, None, None]) -> None:
         self.record = record
-        for attempt in tuple(self.attempts):
-            self._check_life(attempt)
+        for tie in tuple(self.ties.values()):
+            self._check_life(tie)
         self._task = asyncio.create_task(follow, name=f"tokens of {self.instance_id}")
 
     def stop(self, reason: str) -> asyncio.Task[None] | None:
@@ -221,33 +270,37 @@ class _Subscription:
     def connect(self, losses: int) -> None:
         self.connected = True
         self.losses = losses
-        for attempt in tuple(self.attempts):
-            self._check_losses(attempt)
+        for tie in tuple(self.ties.values()):
+            self._check_losses(tie)
 
     def disconnect(self, reason: str) -> None:
         self.connected = False
-        lost, self.attempts = self.attempts, {}
-        for attempt in lost:
-            attempt.lose(Unavailable(f"decode instance {self.instance_id} {reason}"))
+        lost, self.ties = self.ties, {}
+        for tie in lost.values():
+            tie.lose(f"decode instance {self.instance_id} {reason}")
 
-    def place(self, attempt: Attempt) -> None:
-        self.attempts[attempt] = None
-        attempt.over.add_done_callback(lambda _: self.attempts.pop(attempt, None))
-        self._check_life(attempt)
-        self._check_losses(attempt)
+    def tie(self, tie: _Tie) -> None:
+        self.ties[tie.entry] = tie
+        self._check_life(tie)
+        self._check_losses(tie)
         if not self.connected:
-            asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check, attempt)
+            asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
 
-    def _check_life(self, attempt: Attempt) -> None:
-        if self.record is not None and attempt.decode_incarnation != self.record.incarnation:
+    def _check_life(self, tie: _Tie) -> None:
+        if self.record is not None and tie.place.incarnation != self.record.incarnation:
             # The tokens would come on no stream.
-            attempt.lose(Unavailable(f"decode instance {self.instance_id} has restarted since it reserved room"))
+            self._lose(tie, f"decode instance {self.instance_id} has restarted since it reserved room")
 
-    def _check_losses(self, attempt: Attempt) -> None:
-        if self.connected and attempt.stream_losses < self.losses:
+    def _check_losses(self, tie: _Tie) -> None:
+        if self.connected and tie.stream_losses < self.losses:
             # The instance may have ended it already, and its last tokens were dropped or lost on their way.
-            attempt.lose(Unavailable(f"tokens of decode instance {self.instance_id} were lost before the stream stood"))
+            self._lose(tie, f"tokens of decode instance {self.instance_id} were lost before the stream stood")
 
-    def _check(self, attempt: Attempt) -> None:
-        if not self.connected and attempt in self.attempts:
-            attempt.lose(Unavailable(f"no token stream from decode instance {self.instance_id}"))
+    def _check_connection(self, tie: _Tie) -> None:
+        if not self.connected:
+            self._lose(tie, f"no token stream from decode instance {self.instance_id}")
+
+    def _lose(self, tie: _Tie, reason: str) -> None:
+        if self.ties.get(tie.entry) is tie:
+            del self.ties[tie.entry]
+            tie.lose(reason)

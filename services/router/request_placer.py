@@ -1,4 +1,4 @@
-"""Places requests on prefill instances, follows each attempt to its end, and places anew what was lost."""
+"""Places requests on prefill instances, follows each attempt to its end, and places requests again that lost theirs."""
 
 import asyncio
 import contextlib
@@ -29,14 +29,31 @@ from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
 from kaveri.wire.attempts import MAX_ATTEMPT
-from kaveri.wire.messages import params_to_proto
+from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.attempt_numbers import AttemptNumbers
 from services.router.channels import Channels
+from services.router.lifecycle_values import (
+    Abort,
+    Action,
+    Attempt,
+    Disown,
+    Ended,
+    Exhausted,
+    FirstToken,
+    Follow,
+    HandedOver,
+    LeaveAttempt,
+    Life,
+    Lost,
+    PlaceNamed,
+    PrefillEnded,
+    Unfollow,
+)
 from services.router.placement_line import PlacementLine
-from services.router.requests import Attempt, RequestEntry
-from services.router.token_streams import TokenStreams
+from services.router.requests import RequestEntry
+from services.router.token_feeds import TokenFeeds
 
 _LONGEST_WAIT_S = 1.0
 """Between two looks for an instance, when nothing wakes the request."""
@@ -49,7 +66,7 @@ _MAX_UNCLOSED = 65_536
 _CLOSED_AT_ONCE = 100
 
 
-class Dispatcher:
+class RequestPlacer:
     """Runs the attempts of every request of one router."""
 
     def __init__(
@@ -64,7 +81,7 @@ class Dispatcher:
         unavailable_after_s: float,
         store: ClusterStore,
         channels: Channels,
-        streams: TokenStreams,
+        feeds: TokenFeeds,
         rng: random.Random,
     ) -> None:
         """stream_id: the router_id of the prefill and decode protocols: unique over the router's lives, and secret."""
@@ -76,11 +93,11 @@ class Dispatcher:
         self._limits = RetryLimits(max_attempts, unavailable_after_s)
         self._store = store
         self._channels = channels
-        self._streams = streams
+        self._feeds = feeds
         self._rng = rng
         self._turn = 0
         self._numbers = AttemptNumbers()
-        self._unconfirmed: UnconfirmedWork[Attempt] = UnconfirmedWork()
+        self._unconfirmed: UnconfirmedWork[tuple[str, int]] = UnconfirmedWork()
         self._view_changed = asyncio.Event()
         self._line: PlacementLine[RequestEntry] = PlacementLine()
         self._members: frozenset[tuple[str, int, InstanceState]] = frozenset()
@@ -125,10 +142,8 @@ class Dispatcher:
                 raise Unavailable(f"no {missing[0]} instance serves {self._model!r}", retry_after_s=1.0) from error
 
     async def run(self, entry: RequestEntry) -> None:
-        """Follows a request until it has ended; what goes wrong ends the entry with an error.
-
-        When cancelled, the prefill stream and the decode instance are told at once, by errands that outlive the call.
-        """
+        """Follows a request until it has ended; what goes wrong ends the entry with an error. Cancelled, it ends the
+        prefill stream; releasing the entry then aborts the request at decode."""
         try:
             await self._serve(entry)
         except KaveriError as error:
@@ -137,7 +152,7 @@ class Dispatcher:
             get_logger().exception(
                 "request_failed_unexpectedly",
                 request_id=entry.request_id,
-                attempt=entry.attempt.number if entry.attempt is not None else 0,
+                attempt=entry.attempt_number,
             )
             entry.fail(InternalError(f"the router failed while it served request {entry.request_id!r}"))
 
@@ -197,63 +212,73 @@ class Dispatcher:
         assert not len(self._unconfirmed), len(self._unconfirmed)
         assert not len(self._line), len(self._line)
 
+    def act(self, entry: RequestEntry, action: Action) -> None:
+        """Carries out what a request's life asks of instances."""
+        match action:
+            case Follow(_, place, stream_losses):
+                self._feeds.follow(entry, place, stream_losses)
+            case Unfollow() | LeaveAttempt():
+                self._feeds.unfollow(entry)
+            case Abort(attempt, place):
+                self._start_errand(self._feeds.abort(entry.request_id, attempt, place))
+            case Disown(attempt, source):
+                self._feeds.disown(entry.request_id, attempt, source.instance_id)
+            case _:
+                raise AssertionError(f"{action} concerns no instance")
+
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.last(entry.request_id)
-        state = RetryState()
+        retry = RetryState()
         while True:
-            if len(entry.token_ids) >= self._most_tokens(entry):
-                entry.finish_with_length()
-                return
-            await asyncio.sleep(state.pause_until_s - time.monotonic())
-            target = await self._choose(entry, state)
+            await asyncio.sleep(retry.pause_until_s - time.monotonic())
+            target = await self._choose(entry, retry)
             number += 1
-            attempt = entry.begin_attempt(number, target.record.instance_id, target.record.incarnation)
             self._numbers.note(entry.request_id, number, time.monotonic())
             metrics.ATTEMPTS.inc()
-            await self._follow(entry, attempt, target)
-            if entry.finish is not None or entry.error is not None:
-                return
-            state = self._after_loss(entry, attempt, target, state)
-            if isinstance(attempt.lost, StaleAttempt):
-                number = max(number, attempt.lost.newest_attempt)
+            await self._follow(entry, number, target)
+            match entry.state:
+                case Lost() as lost:
+                    retry = self._after_loss(entry, lost, target, retry)
+                case state:
+                    assert isinstance(state, Ended), state
+                    return
+            if isinstance(lost.error, StaleAttempt):
+                number = max(number, lost.error.newest_attempt)
                 if number >= MAX_ATTEMPT:
-                    raise attempt.lost
+                    raise lost.error
+            if lost.next_index >= entry.accepted.most_tokens:
+                entry.handle(Exhausted(), time.monotonic())
+                return
 
-    def _after_loss(
-        self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus, state: RetryState
-    ) -> RetryState:
+    def _after_loss(self, entry: RequestEntry, lost: Lost, target: InstanceStatus, retry: RetryState) -> RetryState:
         """What holds for the next attempt. Raises the error that has ended this one when there is to be none."""
-        lost = attempt.lost
-        assert lost is not None
-        setback = _setback(attempt)
-        if setback is Setback.LOST:
+        if lost.setback is Setback.LOST:
             metrics.LOST_ATTEMPTS.inc()
             get_logger().warning(
                 "attempt_lost",
                 request_id=entry.request_id,
-                attempt=attempt.number,
-                prefill_instance_id=attempt.prefill_instance_id,
-                decode_instance_id=attempt.decode_instance_id,
-                generated_tokens=len(entry.token_ids),
-                error=str(lost),
+                attempt=lost.attempt.number,
+                prefill_instance_id=lost.attempt.prefill.instance_id,
+                decode_instance_id=lost.place.instance_id if lost.place is not None else "",
+                generated_tokens=lost.next_index,
+                error=str(lost.error),
             )
         else:
             entry.timing.attempts -= 1
-            self._note_delay(entry, str(lost))
-        if isinstance(lost, _HOPELESS):
-            raise lost
-        prefill_did_its_part = attempt.handed_over and attempt.decode_instance_id != attempt.prefill_instance_id
+            self._note_delay(entry, str(lost.error))
+        if isinstance(lost.error, _HOPELESS):
+            raise lost.error
         after = after_setback(
-            state,
+            retry,
             self._limits,
-            setback,
-            None if prefill_did_its_part else target.record,
+            lost.setback,
+            target.record if lost.is_prefills_fault else None,
             time.monotonic(),
             self._rng.random(),
-            lost.retry_after_s if isinstance(lost, NoCapacity) else 0.0,
+            lost.error.retry_after_s if isinstance(lost.error, NoCapacity) else 0.0,
         )
         if after is None:
-            raise lost
+            raise lost.error
         return after
 
     def _note_delay(self, entry: RequestEntry, reason: str) -> None:
@@ -262,12 +287,7 @@ class Dispatcher:
             entry.delay_noted = True
             get_logger().info("placement_delayed", request_id=entry.request_id, attempt=0, reason=reason)
 
-    def _most_tokens(self, entry: RequestEntry) -> int:
-        accepted = entry.accepted
-        assert accepted.params.max_tokens is not None
-        return min(accepted.params.max_tokens, accepted.max_model_len - len(accepted.prompt_token_ids))
-
-    async def _choose(self, entry: RequestEntry, state: RetryState) -> InstanceStatus:
+    async def _choose(self, entry: RequestEntry, retry: RetryState) -> InstanceStatus:
         """Waits until an instance takes the request: until a rest ends, room appears or the view changes.
 
         Nothing may be awaited before the choice is entered as unconfirmed work, so that no two count on one place.
@@ -276,7 +296,7 @@ class Dispatcher:
             while True:
                 view = await self.wait_for_instances(entry.accepted.deadline_s)
                 now_s = time.monotonic()
-                resting = state.resting(view, now_s)
+                resting = retry.resting(view, now_s)
                 if not self._line.must_join(entry):
                     self._turn += 1
                     target = choose_prefill(
@@ -286,7 +306,7 @@ class Dispatcher:
                         self._policy,
                         self._rng,
                         turn=self._turn,
-                        avoid=state.failed(view),
+                        avoid=retry.failed(view),
                         exclude=resting,
                     )
                     if target is not None:
@@ -303,33 +323,30 @@ class Dispatcher:
             self._line.leave(entry)
             metrics.WAITING.set(len(self._line))
 
-    async def _follow(self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus) -> None:
-        """Runs one attempt until it is over. It leaves nothing behind, whichever way it ends."""
-        try:
-            await self._prefill(entry, attempt, target)
-            await attempt.over
-        finally:
-            attempt.over.cancel()
-            # What a prefill instance had reserved when it died, and where, is known to nobody.
-            untold = not attempt.decode_instance_id and isinstance(attempt.lost, Unavailable) and not attempt.unsent
-            if untold or (attempt.decode_instance_id and not attempt.decode_done):
-                self._start_errand(self._streams.abort(attempt))
+    async def _follow(self, entry: RequestEntry, number: int, target: InstanceStatus) -> None:
+        """Runs one attempt until it is over."""
+        record = target.record
+        prefill = Life(record.instance_id, record.incarnation)
+        attempt = Attempt(number, prefill, len(entry.answer.token_ids), entry.accepted.most_tokens)
+        # One that does both phases will decode the request too: an abort or a broken stream misses no moment.
+        over = entry.begin(attempt, prefill if record.role is Role.COLOCATED else None)
+        await self._prefill(entry, attempt, target, over)
+        await over
 
-    async def _prefill(self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus) -> None:
-        """Sends the request to prefill and takes in what it reports; loses the attempt if that ends too soon."""
+    async def _prefill(
+        self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus, over: asyncio.Future[None]
+    ) -> None:
+        """Sends the request to prefill, and passes on what it reports until its stream ends or the attempt is over."""
         accepted = entry.accepted
         request = prefill_pb2.PrefillRequest(
             request_id=entry.request_id,
             attempt=attempt.number,
             router_id=self._stream_id,
-            token_ids=(*accepted.prompt_token_ids, *entry.token_ids),
+            token_ids=(*accepted.prompt_token_ids, *entry.answer.token_ids),
             generated_count=attempt.first_index,
             params=params_to_proto(accepted.params),
         )
-        self._unconfirmed.add(attempt, target, len(request.token_ids))
-        if target.record.role is Role.COLOCATED:
-            # It will decode the request too: known from here on, an abort or a broken stream misses no moment.
-            self._streams.place(attempt, target.record.instance_id, target.record.incarnation)
+        self._unconfirmed.add((entry.request_id, attempt.number), target, len(request.token_ids))
         now_s = time.monotonic()
         if entry.timing.attempts == 1:
             entry.timing.router_s = now_s - accepted.arrived_s
@@ -338,68 +355,71 @@ class Dispatcher:
         def stop_reading(_: object) -> None:
             call.cancel()
 
-        attempt.over.add_done_callback(stop_reading)
+        over.add_done_callback(stop_reading)
+        ended = PrefillEnded()
         try:
             async for event in call:
+                if over.done():
+                    break
                 self._take(entry, attempt, event)
-            if not attempt.handed_over:
-                attempt.lose(Unavailable(f"prefill instance {attempt.prefill_instance_id} ended without hand-over"))
         except aio.AioRpcError as rpc_error:
-            # Prefill's death is no loss once decode needs nothing of it: neither its token nor the name of the place.
-            if not attempt.is_decodes_alone:
-                error = error_of(rpc_error)
-                # gRPC's own words for a channel that has no connection: nothing has left this process.
-                attempt.unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
-                known = not isinstance(error, RequestCancelled)
-                attempt.lose(error if known else Unavailable(f"prefill instance gave the request up: {error}"))
+            error = error_of(rpc_error)
+            if isinstance(error, RequestCancelled):
+                error = Unavailable(f"prefill instance gave the request up: {error}")
+            # gRPC's own words for a channel that has no connection: nothing has left this process.
+            is_unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
+            ended = PrefillEnded(error, was_reached=not is_unsent)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Not this task but the call was cancelled: the attempt is over, or the channel was closed.
-            if not attempt.is_decodes_alone:
-                attempt.lose(Unavailable(f"prefill instance {attempt.prefill_instance_id} has left the cluster"))
+            ended = PrefillEnded(Unavailable(f"prefill instance {attempt.prefill.instance_id} has left the cluster"))
         finally:
             call.cancel()
-            self._settle(attempt)
-            entry.prefill_closed(attempt)
+            self._settle(entry, attempt)
+        if not over.done():
+            entry.handle(ended, time.monotonic())
 
-    def _settle(self, attempt: Attempt) -> None:
-        self._unconfirmed.settle(attempt, attempt.prefill_instance_id)
+    def _settle(self, entry: RequestEntry, attempt: Attempt) -> None:
+        self._unconfirmed.settle((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._line.wake_first()
 
     def _take(self, entry: RequestEntry, attempt: Attempt, event: prefill_pb2.PrefillResponse) -> None:
-        timing = entry.timing
+        timing, now_s = entry.timing, time.monotonic()
         match event.WhichOneof("event"):
             case "started":
-                self._settle(attempt)
+                self._settle(entry, attempt)
                 timing.prefill_queue_s = event.started.queue_s
             case "placed":
-                timing.decode_instance_id = event.placed.decode_instance_id
                 placed = event.placed
-                self._streams.place(attempt, placed.decode_instance_id, placed.decode_incarnation, placed.stream_losses)
-                self._start_errand(self._store.update_request(self._record(attempt, phase="decode")))
+                timing.decode_instance_id = placed.decode_instance_id
+                life = Life(placed.decode_instance_id, placed.decode_incarnation)
+                self._start_errand(self._store.update_request(self._record(entry, attempt, life)))
+                entry.handle(PlaceNamed(life, placed.stream_losses), now_s)
             case "first_token":
-                timing.prefill_s = event.first_token.prefill_s
-                entry.take_first_token(attempt, event.first_token)
+                first = event.first_token
+                timing.prefill_s = first.prefill_s
+                logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
+                entry.handle(FirstToken((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s)
             case "handed_over":
-                attempt.handed_over = True
                 timing.kv_bytes = event.handed_over.kv_bytes
                 timing.kv_transfer_s = event.handed_over.kv_transfer_s
                 timing.kv_tail_s = event.handed_over.kv_tail_s
                 timing.kv_transport = event.handed_over.kv_transport
+                entry.handle(HandedOver(), now_s)
 
-    def _record(self, attempt: Attempt, phase: str) -> RequestRecord:
+    def _record(self, entry: RequestEntry, attempt: Attempt, decode: Life) -> RequestRecord:
         return RequestRecord(
-            request_id=attempt.request_id,
+            request_id=entry.request_id,
             router_id=self._router_id,
             router_incarnation=self._router_incarnation,
-            phase=phase,
+            phase="decode",
             attempt=attempt.number,
-            prefill_instance_id=attempt.prefill_instance_id,
-            decode_instance_id=attempt.decode_instance_id,
-            prefill_incarnation=attempt.prefill_incarnation,
-            decode_incarnation=attempt.decode_incarnation,
+            prefill_instance_id=attempt.prefill.instance_id,
+            decode_instance_id=decode.instance_id,
+            prefill_incarnation=attempt.prefill.incarnation,
+            decode_incarnation=decode.incarnation,
         )
 
     def _start_errand(self, errand: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -412,9 +432,3 @@ class Dispatcher:
         self._errands.discard(task)
         if not task.cancelled() and task.exception() is not None:
             get_logger().error("errand_failed", exc_info=task.exception())
-
-
-def _setback(attempt: Attempt) -> Setback:
-    if isinstance(attempt.lost, NoCapacity):
-        return Setback.FULL
-    return Setback.UNREACHED if attempt.unsent else Setback.LOST

@@ -1,0 +1,115 @@
+"""One answer as it grows: its tokens, their text, and what its client has not taken yet.
+
+Tokens that the client has not taken yet are joined in its next response, so what waits is bounded by the answer's own
+length.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kaveri.domain.sampling import FinishReason
+from kaveri.rpc.server import MAX_MESSAGE_BYTES
+from kaveri.text.detokenizer import Detokenizer
+
+MAX_OUTPUT_BYTES = MAX_MESSAGE_BYTES // 4
+"""Of one response, by an estimate from above. A quarter, so that a wrong estimate does no harm."""
+_TOKEN_BYTES = 5
+_LOGPROB_BYTES = 24
+_CHARACTER_BYTES = 4
+
+
+class AnswerPart(NamedTuple):
+    """A piece of an answer, small enough for one response."""
+
+    first_index: int
+    """Index of the first token."""
+    token_ids: list[int]
+    text: str
+    logprobs: Sequence[Any]
+
+
+class Answer:
+    """The answer over all attempts. Tokens are appended in order, each once."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self.token_ids: list[int] = []
+        self.first_token_s: float | None = None
+        self.last_token_s = 0.0
+        self._detokenizer = detokenizer
+        self._taken_count = 0
+        self._text: deque[tuple[int, str]] = deque()
+        """Pieces with the number of tokens that had come when each was decided."""
+        self._logprobs: list[Any] = []
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text has met a stop text. Nothing is appended any more."""
+        return self._detokenizer.stopped
+
+    def append(
+        self, token_ids: Sequence[int], logprobs: Sequence[Any], finish: FinishReason | None, now_s: float
+    ) -> None:
+        """Takes the next tokens, up to the one whose text completes a stop text. finish: they end the answer."""
+        if self._detokenizer.stopped:
+            return
+        self.last_token_s = now_s
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        # The stop token is part of the answer's tokens and logprobs, not of its text, like with vLLM.
+        text_count = len(token_ids) - (finish is FinishReason.STOP)
+        for position, token_id in enumerate(token_ids):
+            self.token_ids.append(token_id)
+            if logprobs:
+                self._logprobs.append(logprobs[position])
+            if position < text_count:
+                self._add_text(self._detokenizer.push(token_id))
+                if self._detokenizer.stopped:
+                    return
+
+    def flush(self) -> None:
+        """Releases the text that is held back: no more tokens come."""
+        self._add_text(self._detokenizer.flush())
+
+    @property
+    def has_output(self) -> bool:
+        """Whether take() has something."""
+        return self._taken_count < len(self.token_ids) or bool(self._text)
+
+    def take(self) -> AnswerPart:
+        """What was not taken yet; the first part of it when that would be too large for a response."""
+        index = self._taken_count
+        count = self._fitting_count()
+        self._taken_count += count
+        part = AnswerPart(index, self.token_ids[index : self._taken_count], self._take_text(), self._logprobs[:count])
+        del self._logprobs[:count]
+        return part
+
+    def _fitting_count(self) -> int:
+        """How many of the tokens that were not taken fit into a response, with their logprobs."""
+        untaken = len(self.token_ids) - self._taken_count
+        room = MAX_OUTPUT_BYTES // 2
+        if not self._logprobs:
+            return min(untaken, room // _TOKEN_BYTES)
+        for position, logprobs in enumerate(self._logprobs):
+            room -= _TOKEN_BYTES + _LOGPROB_BYTES * (1 + len(logprobs.top))
+            if room < 0:
+                return max(1, position)
+        return untaken
+
+    def _take_text(self) -> str:
+        """The text of the tokens that were taken, as far as it fits into a response."""
+        pieces: list[str] = []
+        room = MAX_OUTPUT_BYTES // 2 // _CHARACTER_BYTES
+        while self._text and self._text[0][0] <= self._taken_count and room > 0:
+            count, piece = self._text.popleft()
+            if len(piece) > room:
+                self._text.appendleft((count, piece[room:]))
+                piece = piece[:room]
+            pieces.append(piece)
+            room -= len(piece)
+        return "".join(pieces)
+
+    def _add_text(self, piece: str) -> None:
+        if piece:
+            self._text.append((len(self.token_ids), piece))

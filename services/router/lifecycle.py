@@ -1,0 +1,378 @@
+"""A request's life on the router, as a value. Pure: no clock, no waiting, no I/O, no protobuf.
+
+    Unplaced -> Prefilling -> Placed -> Decoding -> Finishing -> Ended
+       ^            |           |          |
+       +--- Lost <--+-----------+----------+        from every state but Ended: Ended, by a cancel or an error
+
+An attempt is one placement of the request on a prefill instance. step() returns the next state and the actions that the
+service has to carry out, in order. Text is not known here: the service appends tokens to the answer and reports
+TextStopped.
+
+Tokens of a decode instance that no placement has named yet are held until one names it. Tokens of an instance that the
+attempt has left are dropped. The tokens of two instances are never mixed: after the first token of one, a placement on
+another loses the attempt.
+"""
+
+from dataclasses import replace
+
+from kaveri.domain.sampling import FinishReason
+from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.policy.retry import Setback
+from services.router.lifecycle_values import (
+    Abort,
+    Action,
+    Append,
+    Attempt,
+    AwaitReport,
+    Cancelled,
+    Complete,
+    Decoding,
+    Disown,
+    Ended,
+    Event,
+    Exhausted,
+    Failed,
+    Finishing,
+    FirstToken,
+    Follow,
+    GivenUp,
+    GraceOver,
+    HandedOver,
+    Held,
+    LeaveAttempt,
+    Lost,
+    Placed,
+    PlaceLost,
+    PlaceNamed,
+    PrefillEnded,
+    Prefilling,
+    PrefillLeg,
+    Sent,
+    State,
+    TextStopped,
+    Tokens,
+    Unfollow,
+    Unplaced,
+)
+
+HAND_OVER_GRACE_S = 0.25
+"""An answer of two tokens can end before prefill reports its hand-over. Its timing waits this long for the report."""
+
+Step = tuple[State, tuple[Action, ...]]
+
+
+def step(state: State, event: Event, now_s: float) -> Step:
+    """The next state, and what to do. Events of peers are taken in every state; an event of the service itself that is
+    impossible in `state` is an AssertionError that names both."""
+    match event:
+        case Tokens():
+            return _tokens(state, event, now_s)
+        case GivenUp():
+            return _given_up(state, event)
+        case Sent():
+            return _sent(state, event)
+        case PlaceNamed():
+            return _place_named(state, event, now_s)
+        case FirstToken():
+            return _first_token(state, event, now_s)
+        case HandedOver():
+            return _handed_over(state, event)
+        case PrefillEnded():
+            return _prefill_ended(state, event)
+        case PlaceLost():
+            return _place_lost(state, event)
+        case TextStopped():
+            return _text_stopped(state, event)
+        case Exhausted():
+            return _exhausted(state, event)
+        case GraceOver():
+            return _grace_over(state, event)
+        case Cancelled():
+            return _ended_early(state, FinishReason.CANCELLED)
+        case Failed():
+            return _ended_early(state, event.error)
+
+
+def _tokens(state: State, event: Tokens, now_s: float) -> Step:
+    match state:
+        case Decoding(attempt, next_index, place, _):
+            if event.attempt != attempt.number:
+                return _of_another_attempt(state, attempt, event)
+            if event.source != place:
+                return state, ()
+            if event.first_index > next_index:
+                return _lost_by_gap(state, event)
+            return _taken(state, event, now_s)
+        case Placed(attempt, next_index, place):
+            if event.attempt != attempt.number:
+                return _of_another_attempt(state, attempt, event)
+            if event.source in state.left:
+                return state, ()
+            if event.source != place:
+                return _held(state, event)
+            if event.first_index <= next_index:
+                return _taken(state, event, now_s)
+            if next_index == attempt.first_index:
+                # The first token comes by another road.
+                return _held(state, event)
+            return _lost_by_gap(state, event)
+        case Prefilling(attempt):
+            if event.attempt == attempt.number:
+                return _held(state, event)
+            return _of_another_attempt(state, attempt, event)
+        case Lost(attempt):
+            return _of_another_attempt(state, attempt, event)
+        case Unplaced() | Finishing() | Ended():
+            return state, ()
+
+
+def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:
+    """Drops tokens. An instance that draws for a former attempt has not been told to end it, or has not heard that."""
+    if event.attempt < attempt.number and event.finish is None:
+        return state, (Disown(event.attempt, event.source),)
+    return state, ()
+
+
+def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
+    """Takes tokens in that follow the answer's last one, but for those that it has already."""
+    seen = state.next_index - event.first_index
+    added = len(event.token_ids) - seen
+    append: tuple[Action, ...] = ()
+    if added > 0:
+        if seen:
+            append = (Append(event.token_ids[seen:], event.logprobs[seen:], event.finish),)
+        else:
+            append = (Append(event.token_ids, event.logprobs, event.finish),)
+    if event.finish is None:
+        return Decoding(state.attempt, state.next_index + max(0, added), state.place, state.leg), append
+    complete = Complete(event.decode_queue_s, event.decode_s)
+    if state.leg.is_open:
+        wait = AwaitReport(now_s + HAND_OVER_GRACE_S)
+        return Finishing(state.attempt, event.finish), (*append, complete, Unfollow(), wait)
+    return Ended(event.finish, state.attempt), (*append, complete, LeaveAttempt())
+
+
+def _held(state: Prefilling | Placed, event: Tokens | GivenUp) -> Step:
+    token_count = state.held.token_count + (len(event.token_ids) if isinstance(event, Tokens) else 1)
+    if token_count > state.attempt.most_tokens:
+        return _lost(state, Unavailable(f"decode instance {event.source.instance_id} sent tokens, and no placement"))
+    return replace(state, held=Held((*state.held.events, event), token_count)), ()
+
+
+def _given_up(state: State, event: GivenUp) -> Step:
+    match state:
+        case Decoding(attempt, _, place, _):
+            if event.attempt == attempt.number and event.source == place:
+                return _lost(state, event.error, decode_has_ended=True)
+            return state, ()
+        case Placed(attempt, _, place):
+            if event.attempt != attempt.number or event.source in state.left:
+                return state, ()
+            if event.source == place:
+                return _lost(state, event.error, decode_has_ended=True)
+            return _held(state, event)
+        case Prefilling(attempt):
+            return _held(state, event) if event.attempt == attempt.number else (state, ())
+        case Unplaced() | Lost() | Finishing() | Ended():
+            return state, ()
+
+
+def _sent(state: State, event: Sent) -> Step:
+    match state:
+        case Unplaced(next_index) | Lost(_, next_index):
+            attempt = event.attempt
+            assert attempt.first_index == next_index, (state, event)
+            if event.place is None:
+                return Prefilling(attempt, next_index), ()
+            return Placed(attempt, next_index, event.place), (Follow(attempt.number, event.place, None),)
+        case _:
+            raise _impossible(state, event)
+
+
+def _place_named(state: State, event: PlaceNamed, now_s: float) -> Step:
+    match state:
+        case Prefilling(attempt, next_index, held):
+            placed = Placed(attempt, next_index, event.place, held=held)
+        case Placed(attempt, next_index, place, leg, left, held):
+            if event.place != place:
+                events = tuple(former for former in held.events if former.source != place)
+                held = _held_of(events)
+                left = (*(former for former in left if former != event.place), place)
+            placed = Placed(attempt, next_index, event.place, leg, left, held)
+        case Decoding(attempt, _, place, _):
+            if event.place != place:
+                where = event.place.instance_id
+                return _lost(state, Unavailable(f"it was placed on {where} after decode had begun elsewhere"))
+            return state, (Follow(attempt.number, event.place, event.stream_losses),)
+        case Finishing(attempt, finish):
+            # Prefill places a request that has its whole answer.
+            return Ended(finish, attempt), (LeaveAttempt(), Abort(attempt.number, event.place))
+        case _:
+            raise _impossible(state, event)
+    now, actions = _replayed(placed, (), now_s)
+    if isinstance(now, Placed | Decoding):
+        # Last: the service may find at once that the place is lost.
+        actions = (*actions, Follow(attempt.number, event.place, event.stream_losses))
+    return now, actions
+
+
+def _first_token(state: State, event: FirstToken, now_s: float) -> Step:
+    match state:
+        case Prefilling(attempt, next_index) | Placed(attempt, next_index):
+            if next_index != attempt.first_index:
+                return state, ()
+            append = Append(event.token_ids, event.logprobs, event.finish)
+            if event.finish is not None:
+                return Ended(event.finish, attempt), (append, Complete(), *_left(state))
+            taken = replace(state, next_index=next_index + 1)
+            return _replayed(taken, (append,), now_s) if isinstance(taken, Placed) else (taken, (append,))
+        case Decoding() | Finishing():
+            return state, ()
+        case _:
+            raise _impossible(state, event)
+
+
+def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
+    """Takes in what was held of the place."""
+    own = [event for event in state.held.events if event.source == state.place]
+    if not own:
+        return state, actions
+    others = tuple(event for event in state.held.events if event.source != state.place)
+    now: State = replace(state, held=_held_of(others))
+    for event in own:
+        now, more = step(now, event, now_s)
+        actions += more
+    return now, actions
+
+
+def _handed_over(state: State, event: HandedOver) -> Step:
+    match state:
+        case Placed():
+            return replace(state, leg=PrefillLeg.HANDED_OVER), ()
+        case Decoding():
+            return state._replace(leg=PrefillLeg.HANDED_OVER), ()
+        case Prefilling(attempt):
+            return _lost(state, Unavailable(f"prefill instance {attempt.prefill.instance_id} has named no place"))
+        case Finishing():
+            return state, ()
+        case _:
+            raise _impossible(state, event)
+
+
+def _prefill_ended(state: State, event: PrefillEnded) -> Step:
+    match state:
+        case Decoding(_, _, _, leg):
+            if event.error is None and leg is not PrefillLeg.HANDED_OVER:
+                return _lost(state, _without_hand_over(state.attempt))
+            # Its end is no loss: decode needs nothing more of it, neither its token nor the name of the place.
+            ended = PrefillLeg.COMPLETE if leg is PrefillLeg.HANDED_OVER else PrefillLeg.BROKEN
+            return state._replace(leg=ended), ()
+        case Placed(attempt, _, _, leg):
+            if event.error is None and leg is PrefillLeg.HANDED_OVER:
+                return replace(state, leg=PrefillLeg.COMPLETE), ()
+            return _lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
+        case Prefilling(attempt):
+            return _lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
+        case Finishing(attempt, finish):
+            return Ended(finish, attempt), (LeaveAttempt(),)
+        case _:
+            raise _impossible(state, event)
+
+
+def _without_hand_over(attempt: Attempt) -> KaveriError:
+    return Unavailable(f"prefill instance {attempt.prefill.instance_id} ended without hand-over")
+
+
+def _place_lost(state: State, event: PlaceLost) -> Step:
+    match state:
+        case Placed() | Decoding():
+            return _lost(state, event.error)
+        case _:
+            raise _impossible(state, event)
+
+
+def _text_stopped(state: State, event: TextStopped) -> Step:
+    match state:
+        case Prefilling(attempt) | Placed(attempt) | Decoding(attempt):
+            return Ended(FinishReason.STOP, attempt), _left(state)
+        case Lost(attempt):
+            # The attempt was lost behind the tokens that hold the stop text.
+            return Ended(FinishReason.STOP, attempt), ()
+        case _:
+            raise _impossible(state, event)
+
+
+def _exhausted(state: State, event: Exhausted) -> Step:
+    match state:
+        case Lost(attempt):
+            return Ended(FinishReason.LENGTH, attempt), (Complete(),)
+        case _:
+            raise _impossible(state, event)
+
+
+def _grace_over(state: State, event: GraceOver) -> Step:
+    match state:
+        case Finishing(attempt, finish):
+            return Ended(finish, attempt), (LeaveAttempt(),)
+        case _:
+            raise _impossible(state, event)
+
+
+def _ended_early(state: State, outcome: FinishReason | KaveriError) -> Step:
+    complete = (Complete(),) if isinstance(outcome, FinishReason) else ()
+    match state:
+        case Ended():
+            return state, ()
+        case Finishing(attempt, finish):
+            return Ended(finish, attempt), (LeaveAttempt(),)
+        case Unplaced():
+            return Ended(outcome, None), complete
+        case Lost(attempt):
+            return Ended(outcome, attempt), complete
+        case Prefilling(attempt) | Placed(attempt) | Decoding(attempt):
+            return Ended(outcome, attempt), (*complete, *_left(state))
+
+
+def _lost_by_gap(state: Placed | Decoding, event: Tokens) -> Step:
+    missing = f"tokens {state.next_index} to {event.first_index - 1} are missing"
+    # One that has ended by itself has nothing to abort.
+    error = Unavailable(f"decode instance {state.place.instance_id}: {missing}")
+    return _lost(state, error, decode_has_ended=event.finish is not None)
+
+
+def _lost(
+    state: Prefilling | Placed | Decoding,
+    error: KaveriError,
+    *,
+    was_reached: bool = True,
+    decode_has_ended: bool = False,
+) -> Step:
+    place, leg = (None, PrefillLeg.WORKING) if isinstance(state, Prefilling) else (state.place, state.leg)
+    lost = Lost(state.attempt, state.next_index, error, _setback(error, was_reached), place, leg)
+    if decode_has_ended:
+        return lost, (LeaveAttempt(),)
+    if place is None and isinstance(error, Unavailable) and was_reached:
+        # A prefill instance that dies takes the name of the place with it.
+        return lost, (LeaveAttempt(), Abort(state.attempt.number, None))
+    return lost, _left(state)
+
+
+def _setback(error: KaveriError, was_reached: bool) -> Setback:
+    if isinstance(error, NoCapacity):
+        return Setback.FULL
+    return Setback.LOST if was_reached else Setback.UNREACHED
+
+
+def _left(state: Prefilling | Placed | Decoding) -> tuple[Action, ...]:
+    """Leaves an attempt that decode has not ended. Prefill itself aborts a place that it has not named."""
+    if isinstance(state, Prefilling):
+        return (LeaveAttempt(),)
+    return LeaveAttempt(), Abort(state.attempt.number, state.place)
+
+
+def _held_of(events: tuple[Tokens | GivenUp, ...]) -> Held:
+    return Held(events, sum(len(event.token_ids) if isinstance(event, Tokens) else 1 for event in events))
+
+
+def _impossible(state: State, event: Event) -> AssertionError:
+    return AssertionError(f"{type(event).__name__} is impossible in {type(state).__name__}: {event}, {state}")

@@ -1,0 +1,330 @@
+"""The values of a request's life on the router: its states, what happens to it, and what is then to be done.
+
+lifecycle.py says how they follow from one another. Tokens, Decoding and Append are named tuples because one of each is
+made for every batch of tokens; all others are frozen dataclasses.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kaveri.domain.sampling import FinishReason
+from kaveri.errors import KaveriError
+from kaveri.policy.retry import Setback
+
+
+class Life(NamedTuple):
+    """One life of an instance."""
+
+    instance_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One placement of the request on a prefill instance."""
+
+    number: int
+    prefill: Life
+    first_index: int
+    """Index of the token that prefill draws."""
+    most_tokens: int
+    """Most tokens of the whole answer. At most this many tokens are held."""
+
+
+class PrefillLeg(enum.Enum):
+    """How far the prefill instance has come with an attempt that has a decode instance."""
+
+    WORKING = enum.auto()
+    HANDED_OVER = enum.auto()
+    """Decode has accepted the KV. The stream is still open."""
+    COMPLETE = enum.auto()
+    """The stream has ended after the hand-over."""
+    BROKEN = enum.auto()
+    """The stream has ended before the hand-over was reported."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the prefill stream is open."""
+        return self in (PrefillLeg.WORKING, PrefillLeg.HANDED_OVER)
+
+    @property
+    def has_handed_over(self) -> bool:
+        """Whether prefill has done its part."""
+        return self in (PrefillLeg.HANDED_OVER, PrefillLeg.COMPLETE)
+
+
+# ---- events ----
+
+
+class Tokens(NamedTuple):
+    """Tokens that a decode instance drew, as one batch."""
+
+    attempt: int
+    source: Life
+    first_index: int
+    """Index of the first of them within the answer."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[object] = ()
+    """One for each token, or none at all; not looked into."""
+    finish: FinishReason | None = None
+    """Set when decode has ended the request by itself."""
+    decode_queue_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A decode instance will not finish the request."""
+
+    attempt: int
+    source: Life
+    error: KaveriError
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The request goes to a prefill instance."""
+
+    attempt: Attempt
+    place: Life | None = None
+    """The instance that will decode, where that is known already: one that does both phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceNamed:
+    """Prefill says which decode instance has reserved room."""
+
+    place: Life
+    stream_losses: int = 0
+    """The instance's count of lost token streams when it reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The token that prefill drew."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[object] = ()
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """Decode has accepted the KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnded:
+    """The prefill stream is over."""
+
+    error: KaveriError | None = None
+    was_reached: bool = True
+    """False: there was no connection, so the instance knows nothing of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLost:
+    """The token stream of the decode instance broke, or the instance left the cluster or restarted."""
+
+    error: KaveriError
+
+
+@dataclass(frozen=True, slots=True)
+class TextStopped:
+    """The text of the answer has met a stop text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """The answer has all the tokens that it may have, and no instance is working on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraceOver:
+    """The time of AwaitReport is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Somebody has cancelled the request by its id. What it has produced is still delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request cannot be answered: its deadline has passed, say."""
+
+    error: KaveriError
+
+
+Event = (
+    Tokens
+    | GivenUp
+    | Sent
+    | PlaceNamed
+    | FirstToken
+    | HandedOver
+    | PrefillEnded
+    | PlaceLost
+    | TextStopped
+    | Exhausted
+    | GraceOver
+    | Cancelled
+    | Failed
+)
+
+
+class Held(NamedTuple):
+    """Events of decode instances that cannot be taken yet, in the order in which they came."""
+
+    events: tuple[Tokens | GivenUp, ...] = ()
+    token_count: int = 0
+
+
+NOTHING_HELD = Held()
+
+
+# ---- states ----
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """No instance has the request yet."""
+
+    next_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    """A prefill instance has the request. It has not named a decode instance."""
+
+    attempt: Attempt
+    next_index: int
+    held: Held = NOTHING_HELD
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A decode instance has reserved room. None of its tokens is part of the answer."""
+
+    attempt: Attempt
+    next_index: int
+    place: Life
+    leg: PrefillLeg = PrefillLeg.WORKING
+    left: tuple[Life, ...] = ()
+    """Decode instances that this attempt was placed on before."""
+    held: Held = NOTHING_HELD
+
+
+class Decoding(NamedTuple):
+    """A decode instance draws the tokens, and the answer has some of them."""
+
+    attempt: Attempt
+    next_index: int
+    place: Life
+    leg: PrefillLeg
+
+
+@dataclass(frozen=True, slots=True)
+class Finishing:
+    """The answer is complete. Its timing waits for the end of the prefill stream."""
+
+    attempt: Attempt
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The attempt cannot go on. The request may be sent again."""
+
+    attempt: Attempt
+    next_index: int
+    error: KaveriError
+    setback: Setback
+    place: Life | None
+    leg: PrefillLeg
+
+    @property
+    def is_prefills_fault(self) -> bool:
+        """Whether the prefill instance had not done its part, or was to decode as well."""
+        same = self.place is not None and self.place.instance_id == self.attempt.prefill.instance_id
+        return same or not self.leg.has_handed_over
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Nothing is taken in any more."""
+
+    outcome: FinishReason | KaveriError
+    attempt: Attempt | None
+    """The last one; None: there was none."""
+
+
+State = Unplaced | Prefilling | Placed | Decoding | Finishing | Lost | Ended
+
+
+# ---- actions ----
+
+
+class Append(NamedTuple):
+    """Append tokens to the answer. They follow the last one."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[object]
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """No more tokens will come: release the text that is held back."""
+
+    decode_queue_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Report PlaceLost when the token stream of this decode instance breaks; of this one only, from now on."""
+
+    attempt: int
+    place: Life
+    stream_losses: int | None
+    """None: it has reserved nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfollow:
+    """The attempt does not depend on a token stream any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitReport:
+    """Report GraceOver at `until_s`, unless the request ends earlier."""
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAttempt:
+    """The attempt is over: stop reading its prefill stream, and unfollow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Tell decode instances to end an attempt."""
+
+    attempt: int
+    place: Life | None
+    """None: nobody has said which instance it is, so all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disown:
+    """A decode instance draws tokens for an attempt that has ended: tell it to end that attempt."""
+
+    attempt: int
+    source: Life
+
+
+Action = Append | Complete | Follow | Unfollow | AwaitReport | LeaveAttempt | Abort | Disown

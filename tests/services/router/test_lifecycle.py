@@ -1,0 +1,407 @@
+"""A request's life on the router: what follows from each event, and what holds in any order of events."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kaveri.domain.sampling import FinishReason
+from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.policy.retry import Setback
+from services.router.lifecycle import HAND_OVER_GRACE_S, step
+from services.router.lifecycle_values import (
+    Abort,
+    Action,
+    Append,
+    Attempt,
+    AwaitReport,
+    Cancelled,
+    Complete,
+    Decoding,
+    Disown,
+    Ended,
+    Event,
+    Exhausted,
+    Failed,
+    Finishing,
+    FirstToken,
+    Follow,
+    GivenUp,
+    GraceOver,
+    HandedOver,
+    LeaveAttempt,
+    Life,
+    Lost,
+    Placed,
+    PlaceLost,
+    PlaceNamed,
+    PrefillEnded,
+    Prefilling,
+    PrefillLeg,
+    Sent,
+    State,
+    TextStopped,
+    Tokens,
+    Unfollow,
+    Unplaced,
+)
+
+PREFILL = Life("prefill-0", 1)
+ONE, OTHER = Life("decode-0", 11), Life("decode-1", 12)
+ATTEMPT = Attempt(1, PREFILL, 0, 20)
+GONE = Unavailable("gone")
+
+
+def run(*events: Event, state: State | None = None) -> tuple[State, list[Action]]:
+    """The state after the events, and all actions; an attempt has begun."""
+    now = Prefilling(ATTEMPT, 0) if state is None else state
+    actions: list[Action] = []
+    for event in events:
+        now, more = step(now, event, 100.0)
+        actions += more
+    return now, actions
+
+
+def appended(actions: list[Action]) -> list[int]:
+    return [token_id for action in actions if isinstance(action, Append) for token_id in action.token_ids]
+
+
+def tokens(source: Life, first_index: int, *token_ids: int, finish: FinishReason | None = None) -> Tokens:
+    return Tokens(1, source, first_index, token_ids, (), finish)
+
+
+FIRST = FirstToken((7,))
+
+
+def test_tokens_of_a_second_instance_are_not_put_behind_those_of_the_first() -> None:
+    state, actions = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8, 9), PlaceNamed(OTHER), tokens(OTHER, 1, 80, 90, 100))
+    assert appended(actions) == [7, 8, 9]
+    assert isinstance(state, Lost)
+    assert (state.next_index, state.place, state.setback) == (3, ONE, Setback.LOST)
+    assert actions[-1] == Abort(1, ONE)
+
+
+def test_tokens_of_an_instance_that_is_not_named_yet_wait_for_its_placement() -> None:
+    state, actions = run(tokens(ONE, 1, 8), tokens(OTHER, 1, 80), FIRST)
+    assert appended(actions) == [7]
+    state, actions = run(PlaceNamed(OTHER), state=state)
+    assert appended(actions) == [80]
+    assert state == Decoding(ATTEMPT, 2, OTHER, PrefillLeg.WORKING)
+    assert actions[-1] == Follow(1, OTHER, 0)
+
+
+def test_tokens_that_overtake_a_second_placement_are_taken_and_those_of_the_place_that_was_left_are_dropped() -> None:
+    state, actions = run(
+        PlaceNamed(ONE), FIRST, tokens(OTHER, 1, 80, 90), PlaceNamed(OTHER), tokens(ONE, 1, 8), tokens(OTHER, 3, 100)
+    )
+    assert appended(actions) == [7, 80, 90, 100]
+    assert state == Decoding(ATTEMPT, 4, OTHER, PrefillLeg.WORKING)
+
+
+def test_tokens_that_wait_for_the_first_token_are_dropped_when_the_attempt_moves() -> None:
+    state, actions = run(PlaceNamed(ONE), tokens(ONE, 1, 8), PlaceNamed(OTHER), FIRST, tokens(OTHER, 1, 80))
+    assert appended(actions) == [7, 80]
+    assert isinstance(state, Decoding)
+
+
+def test_what_a_former_instance_gives_up_is_nothing_to_an_attempt_that_has_moved() -> None:
+    state, actions = run(
+        PlaceNamed(ONE), PlaceNamed(OTHER), FIRST, tokens(ONE, 1, 80), GivenUp(1, ONE, GONE), tokens(OTHER, 1, 8)
+    )
+    assert appended(actions) == [7, 8]
+    assert isinstance(state, Decoding)
+
+
+def test_an_end_that_overtakes_its_placement_is_taken_with_the_placement() -> None:
+    state, actions = run(FIRST, tokens(ONE, 1, 8), GivenUp(1, ONE, GONE), PlaceNamed(ONE))
+    assert appended(actions) == [7, 8]
+    assert isinstance(state, Lost)
+    assert state.next_index == 2
+    assert not any(isinstance(action, Abort | Follow) for action in actions), "decode has ended it by itself"
+
+
+def test_tokens_of_another_life_of_the_named_instance_are_not_taken() -> None:
+    former = ONE._replace(incarnation=10)
+    state, actions = run(tokens(former, 1, 80), PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8))
+    assert appended(actions) == [7, 8]
+    assert isinstance(state, Decoding)
+
+
+def test_no_more_tokens_are_held_than_the_answer_may_have() -> None:
+    state, _ = run(tokens(ONE, 1, *range(20)))
+    assert isinstance(state, Prefilling)
+    state, actions = run(tokens(ONE, 21, 1), state=state)
+    assert isinstance(state, Lost)
+    assert actions == [LeaveAttempt(), Abort(1, None)]
+
+
+def test_a_gap_loses_the_attempt() -> None:
+    state, actions = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8), tokens(ONE, 3, 10))
+    assert isinstance(state, Lost)
+    assert "tokens 2 to 2 are missing" in str(state.error)
+    assert appended(actions) == [7, 8]
+
+
+def test_tokens_of_a_former_attempt_are_disowned_unless_they_are_the_last() -> None:
+    second = replace(ATTEMPT, number=2)
+    for state in (Prefilling(second, 0), Lost(second, 0, GONE, Setback.LOST, None, PrefillLeg.WORKING)):
+        after, actions = run(tokens(ONE, 1, 8), state=state)
+        assert (after, actions) == (state, [Disown(1, ONE)])
+        assert run(tokens(ONE, 1, 8, finish=FinishReason.LENGTH), state=state) == (state, [])
+
+
+def test_an_answer_whose_hand_over_is_not_reported_waits_for_the_report() -> None:
+    state, actions = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8, finish=FinishReason.LENGTH))
+    assert isinstance(state, Finishing)
+    assert actions[-2:] == [Unfollow(), AwaitReport(100.0 + HAND_OVER_GRACE_S)]
+    for last in (PrefillEnded(), PrefillEnded(GONE), GraceOver(), Cancelled(), Failed(GONE)):
+        ended, actions = run(HandedOver(), last, state=state)
+        assert ended == Ended(FinishReason.LENGTH, ATTEMPT)
+        assert not any(isinstance(action, Abort) for action in actions)
+
+
+@pytest.mark.parametrize(
+    ("error", "was_reached", "setback", "aborts"),
+    [
+        (GONE, True, Setback.LOST, [Abort(1, None)]),
+        (GONE, False, Setback.UNREACHED, []),
+        (NoCapacity("prefill", 0.1), True, Setback.FULL, []),
+    ],
+)
+def test_a_prefill_that_fails_before_it_has_named_a_place(
+    error: KaveriError, was_reached: bool, setback: Setback, aborts: list[Action]
+) -> None:
+    state, actions = run(PrefillEnded(error, was_reached))
+    assert isinstance(state, Lost)
+    assert (state.setback, state.is_prefills_fault) == (setback, True)
+    assert [action for action in actions if isinstance(action, Abort)] == aborts
+
+
+def test_prefill_may_die_once_the_answer_has_a_token_of_decode_and_not_before() -> None:
+    dies = PrefillEnded(GONE)
+    assert isinstance(run(PlaceNamed(ONE), FIRST, dies)[0], Lost)
+    assert isinstance(run(PlaceNamed(ONE), tokens(ONE, 1, 8), dies)[0], Lost), "its token is missing"
+    state, _ = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8), dies)
+    assert state == Decoding(ATTEMPT, 2, ONE, PrefillLeg.BROKEN)
+    lost, _ = run(PlaceLost(GONE), state=state)
+    assert isinstance(lost, Lost)
+    assert lost.is_prefills_fault
+    lost, _ = run(PlaceNamed(ONE), FIRST, HandedOver(), PrefillEnded(), PlaceLost(GONE))
+    assert isinstance(lost, Lost)
+    assert not lost.is_prefills_fault
+
+
+def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
+    both = replace(ATTEMPT, prefill=ONE)
+    state, actions = run(Sent(both, ONE), state=Unplaced())
+    assert (state, actions) == (Placed(both, 0, ONE), [Follow(1, ONE, None)])
+    lost, _ = run(FIRST, HandedOver(), PlaceLost(GONE), state=state)
+    assert isinstance(lost, Lost)
+    assert lost.is_prefills_fault
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (Unplaced(), PlaceNamed(ONE)),
+        (Unplaced(), Exhausted()),
+        (Prefilling(ATTEMPT, 0), Sent(ATTEMPT)),
+        (Prefilling(ATTEMPT, 0), PlaceLost(GONE)),
+        (Prefilling(ATTEMPT, 0), GraceOver()),
+        (Decoding(ATTEMPT, 2, ONE, PrefillLeg.WORKING), Exhausted()),
+        (Ended(FinishReason.LENGTH, ATTEMPT), FIRST),
+        (Ended(FinishReason.LENGTH, ATTEMPT), TextStopped()),
+    ],
+)
+def test_an_impossible_pair_is_an_assertion_that_names_both(state: State, event: Event) -> None:
+    with pytest.raises(AssertionError, match=f"{type(event).__name__} is impossible in {type(state).__name__}"):
+        step(state, event, 0.0)
+
+
+MOST_TOKENS = 8
+DECODES = [Life("decode-0", 1), Life("decode-0", 2), Life("decode-1", 1)]
+FINISHES = st.sampled_from([None, None, None, FinishReason.LENGTH, FinishReason.STOP])
+
+
+def token_of(attempt: int, source: Life, index: int) -> Any:
+    """A token that says who drew it."""
+    return attempt, source, index
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Peers send what they like, in any order; the service sends what is possible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: State = Unplaced()
+        self.answer: list[Any] = []
+        self.number = 0
+        self.named: list[Life] = []
+        """The places of this attempt, in order."""
+        self.followed: Life | None = None
+        self.ended_at: int | None = None
+        self.flushed = 0
+
+    def take(self, event: Event) -> None:
+        before = self.state
+        self.state, actions = step(before, event, 1.0)
+        for action in actions:
+            match action:
+                case Append(token_ids, logprobs, _):
+                    assert not logprobs or len(logprobs) == len(token_ids)
+                    self.answer += token_ids
+                case Complete():
+                    self.flushed += 1
+                case Follow(number, place, _):
+                    assert number == self.number
+                    self.followed = place
+                case Unfollow() | LeaveAttempt():
+                    self.followed = None
+                case Abort(number, place):
+                    assert number == self.number
+                    assert place is None or place in self.named
+                case Disown(number, _):
+                    assert number < self.number
+                case AwaitReport(until_s):
+                    assert until_s > 1.0
+        if isinstance(before, Ended):
+            assert (self.state, actions) == (before, ())
+        if isinstance(self.state, Ended) and not isinstance(before, Ended):
+            self.ended_at = len(self.answer)
+
+    # Peers.
+
+    @rule(
+        back=st.integers(0, 2),
+        source=st.sampled_from(DECODES),
+        first_index=st.integers(0, MOST_TOKENS),
+        count=st.integers(0, 3),
+        finish=FINISHES,
+        with_logprobs=st.booleans(),
+    )
+    def tokens(
+        self, back: int, source: Life, first_index: int, count: int, finish: FinishReason | None, with_logprobs: bool
+    ) -> None:
+        number = max(1, self.number - back)
+        batch = [token_of(number, source, first_index + offset) for offset in range(count)]
+        self.take(Tokens(number, source, first_index, batch, batch if with_logprobs else (), finish))
+
+    @rule(source=st.sampled_from(DECODES), count=st.integers(1, 3), finish=FINISHES)
+    def tokens_that_follow(self, source: Life, count: int, finish: FinishReason | None) -> None:
+        self.tokens(0, source, max(1, len(self.answer)), count, finish, True)
+
+    @rule(back=st.integers(0, 1), source=st.sampled_from(DECODES))
+    def given_up(self, back: int, source: Life) -> None:
+        self.take(GivenUp(max(1, self.number - back), source, GONE))
+
+    @precondition(lambda self: self.reads_prefill)
+    @rule(place=st.sampled_from(DECODES))
+    def place_named(self, place: Life) -> None:
+        self.named.append(place)
+        self.take(PlaceNamed(place))
+
+    @precondition(lambda self: self.reads_prefill)
+    @rule(finish=FINISHES)
+    def first_token(self, finish: FinishReason | None) -> None:
+        assert not isinstance(self.state, Unplaced)
+        first_index = getattr(self.state, "attempt", ATTEMPT).first_index
+        self.take(FirstToken((token_of(self.number, PREFILL, first_index),), (), finish))
+
+    @precondition(lambda self: self.reads_prefill)
+    @rule()
+    def handed_over(self) -> None:
+        self.take(HandedOver())
+
+    @precondition(lambda self: self.reads_prefill)
+    @rule(error=st.sampled_from([None, GONE, NoCapacity("prefill", 0.1)]), was_reached=st.booleans())
+    def prefill_ended(self, error: KaveriError | None, was_reached: bool) -> None:
+        self.take(PrefillEnded(error, was_reached or error is not GONE))
+
+    # The service.
+
+    @precondition(lambda self: isinstance(self.state, Unplaced | Lost))
+    @rule(both=st.booleans())
+    def sent(self, both: bool) -> None:
+        self.number += 1
+        place = DECODES[0] if both else None
+        self.named = [] if place is None else [place]
+        self.take(Sent(Attempt(self.number, place or PREFILL, len(self.answer), MOST_TOKENS), place))
+
+    @precondition(lambda self: self.followed is not None)
+    @rule()
+    def place_lost(self) -> None:
+        self.take(PlaceLost(GONE))
+
+    @precondition(lambda self: isinstance(self.state, Prefilling | Placed | Decoding | Lost) and self.answer)
+    @rule()
+    def text_stopped(self) -> None:
+        self.take(TextStopped())
+
+    @precondition(lambda self: isinstance(self.state, Finishing))
+    @rule()
+    def grace_over(self) -> None:
+        self.take(GraceOver())
+
+    @precondition(lambda self: isinstance(self.state, Lost))
+    @rule()
+    def exhausted(self) -> None:
+        self.take(Exhausted())
+
+    @precondition(lambda self: self.number > 2)
+    @rule(event=st.sampled_from([Cancelled(), Failed(GONE)]))
+    def ends_early(self, event: Event) -> None:
+        self.take(event)
+
+    @property
+    def reads_prefill(self) -> bool:
+        """Whether the service reads a prefill stream."""
+        match self.state:
+            case Prefilling() | Finishing():
+                return True
+            case Placed(_, _, _, leg) | Decoding(_, _, _, leg):
+                return leg.is_open
+            case _:
+                return False
+
+    @invariant()
+    def every_token_has_its_index(self) -> None:
+        assert [index for _, _, index in self.answer] == list(range(len(self.answer)))
+        if isinstance(self.state, Prefilling | Placed | Decoding | Lost | Unplaced):
+            assert self.state.next_index == len(self.answer)
+
+    @invariant()
+    def an_attempt_has_tokens_of_one_decode_instance_that_was_named(self) -> None:
+        for number in range(1, self.number + 1):
+            sources = {source for attempt, source, _ in self.answer if attempt == number and source != PREFILL}
+            assert len(sources) <= 1
+            if number == self.number:
+                assert sources <= set(self.named)
+
+    @invariant()
+    def the_place_is_followed(self) -> None:
+        place = self.state.place if isinstance(self.state, Placed | Decoding) else None
+        assert self.followed == place
+
+    @invariant()
+    def what_is_held_is_bounded_and_of_no_place_that_was_left(self) -> None:
+        if isinstance(self.state, Prefilling | Placed):
+            held = self.state.held
+            weights = [len(event.token_ids) if isinstance(event, Tokens) else 1 for event in held.events]
+            assert sum(weights) == held.token_count <= MOST_TOKENS
+            if isinstance(self.state, Placed):
+                assert not {event.source for event in held.events} & set(self.state.left)
+                assert self.state.place not in self.state.left
+
+    @invariant()
+    def an_ended_request_takes_nothing_more_and_releases_its_text_once(self) -> None:
+        if self.ended_at is not None:
+            assert isinstance(self.state, Ended)
+            assert len(self.answer) == self.ended_at
+        assert self.flushed <= 1
+
+
+AnyOrder.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+test_any_order_of_events = AnyOrder.TestCase
