@@ -386,7 +386,8 @@ def loss_of_the_first_token_ignored() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def step(state: Any, event: Any, now_s: float) -> Any:
-            if isinstance(event, lives.PrefillEnded) and isinstance(state, lives.Placed) and state.held.events:
+            waits = isinstance(state, lives.Prefilling | lives.Placed) and state.held.events
+            if waits and isinstance(event, lives.PrefillEnded):
                 return state, ()
             return original(state, event, now_s)
 
