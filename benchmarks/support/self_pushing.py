@@ -19,7 +19,8 @@ from kaveri.engine.contract import (
     RequestFailed,
     StepTokens,
 )
-from kaveri.engine.factory import BuiltEngine, EngineSettings, build_engine
+from kaveri.engine.factory import BuiltEngine, build_engine
+from kaveri.engine.settings import EngineSettings
 from kaveri.errors import EngineError
 
 KV_CACHE_BYTES = 256 * 2**20
@@ -35,7 +36,7 @@ def build_both_sides(engine: str, model: str, dtype: str, chunk_tokens: int, max
             model=model,
             dtype=dtype,
             device="cpu",
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
+            kv_cache_memory=KV_CACHE_BYTES,
             chunk_tokens=chunk_tokens,
             max_batch=max_batch,
             kv_transports=("unix",),

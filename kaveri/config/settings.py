@@ -38,6 +38,7 @@ from kaveri.errors import ConfigError
 ConfigT = TypeVar("ConfigT")
 
 MAX_NAME_LENGTH = 128
+MAX_PORT = 65_535
 _HELP_WIDTH = 78
 _HELP_COLUMN = 30
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -166,7 +167,10 @@ def read_settings(
 
 
 def setting_names(config_type: type[Any]) -> frozenset[str]:
-    """The names of the settings that a dataclass declares."""
+    """The names of the settings that a program with these takes.
+
+    Other fields of the dataclass, and those that its class attribute NOT_TAKEN names, are for its code to set.
+    """
     return frozenset(entry.name for entry in _declared(config_type))
 
 
@@ -177,8 +181,8 @@ def taken_names(config_type: type[Any]) -> frozenset[str]:
 
 
 def _declared(config_type: type[Any]) -> list[Field[Any]]:
-    # Other fields are the program's own.
-    return [entry for entry in fields(config_type) if "help" in entry.metadata]
+    not_taken = getattr(config_type, "NOT_TAKEN", ())
+    return [entry for entry in fields(config_type) if "help" in entry.metadata and entry.name not in not_taken]
 
 
 def _print_help(config_type: type[Any], program: str) -> None:

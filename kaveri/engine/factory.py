@@ -8,34 +8,29 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from kaveri.engine.contract import DecodeEngine, PrefillEngine
 from kaveri.engine.limits import SHORTEST_MODEL_LEN, has_gpu, require_device, require_memory, require_model_len
+from kaveri.engine.settings import DEFAULT_BLOCK_TOKENS, DEFAULT_CHUNK_TOKENS, EngineSettings
 from kaveri.engine.stepwise.engine import StepwiseEngine
-from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.engine.stepwise.fake import FakeRunner
 from kaveri.engine.stepwise.runner import ModelRunner
 from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.transfer.receiver import CREDIT_BYTES
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
-from kaveri.kv.transports import MOCK, PATH_NAMES, TRANSPORT_NAMES, make_transports, slowed
-from kaveri.kv.transports.tls import TlsFiles
+from kaveri.kv.transports import MOCK, PATH_NAMES, make_transports, slowed
 from kaveri.latency.machine import this_machine
 from kaveri.latency.model import load_latency_model
-from kaveri.latency.profile import Profile, ProfiledEngine
+from kaveri.latency.profile import ProfiledEngine
 from kaveri.models import resolve_model
 from kaveri.telemetry.logs import get_logger
 
-DEFAULT_CHUNK_TOKENS = 512
-"""What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
-DEFAULT_BLOCK_TOKENS = 16
 _VLLM_CPU_BLOCK_TOKENS = 32
 """The least that its attention takes there; its own default of 128 leaves much of a small pool unused."""
 _SOCKET_PREFIX = "kaveri-kv-"
@@ -43,60 +38,6 @@ _SOCKET_PREFIX = "kaveri-kv-"
 
 class BuiltEngine(PrefillEngine, DecodeEngine, Protocol):
     """What build_engine builds: an engine for either side, or for both."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Which engine, on which model, with which memory. build_engine checks the values."""
-
-    receives: bool
-    """Whether to listen for pushes of KV."""
-    decodes: bool = True
-    """False: prompts only, which saves the vllm engine what a running batch needs."""
-    engine: str = "transformers"
-    """"transformers", "vllm", "fake" or "timed"."""
-    model: str = "kaveri-tiny"
-    """A folder, a hub id or a bundled name. The fake and the timed engine take the size of its vocabulary, so that they
-    take what its tokenizer makes of a text, and nothing else."""
-    dtype: str = "auto"
-    """"auto" (the checkpoint's), "float32", "bfloat16" or "float16"."""
-    device: str = "auto"
-    """"auto", "cpu" or "cuda"."""
-    max_model_len: int = 0
-    """Most tokens of prompt and answer together. 0: the model's own length, or less when the pool holds less."""
-    kv_cache_memory_bytes: int = 128 * 2**20
-    """Size of the KV pool, over all layers; rounded down to whole blocks."""
-    block_tokens: int | None = None
-    """Tokens per KV block; instances may differ, but those of vLLM. None: DEFAULT_BLOCK_TOKENS; on
-    vLLM 32 on CPUs, and what it prefers elsewhere."""
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-    """Most prompt tokens computed in one step."""
-    profile: Profile | None = None
-    """Where chunk_tokens comes from; checked against the engine that is built. None: from somewhere else."""
-    max_batch: int = 64
-    """Most decode requests computed in one step."""
-    kv_host: str = "127.0.0.1"
-    """Where the TCP listener for KV binds. "0.0.0.0": all interfaces; set kv_advertise_host then."""
-    kv_port: int = 0
-    """0: any free port."""
-    kv_advertise_host: str | None = None
-    """The host in tickets. None: kv_host."""
-    kv_transports: tuple[str, ...] = TRANSPORT_NAMES
-    """Where it receives: those on which it listens. Where it sends: those that it tries, the preferred first."""
-    kv_tls: TlsFiles | None = None
-    """For the transport "tls"."""
-    kv_credit_bytes: int = CREDIT_BYTES
-    """Where it receives: what all who push to it may have under way together."""
-    kv_link: str = ""
-    """The emulated link over which it sends; see kaveri.kv.transports.link_speed. Empty: none."""
-    fake_model: FakeModel = field(default_factory=FakeModel)
-    """Shape, vocabulary and timing of the fake engine; its block_tokens and max_model_len give way to those here,
-    its vocab_size to the model's where that is a folder with a config.json. The timed engine takes all but the timing,
-    and does not verify KV."""
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's own options, for the vllm engine: the fields of its EngineArgs."""
-    latency_model: str = ""
-    """A bundled latency model, a file of one or a profile, for the timed engine."""
 
 
 def build_engine(settings: EngineSettings) -> BuiltEngine:
@@ -142,21 +83,10 @@ def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
     if settings.device not in ("auto", current_platform.device_type):
         reason = f"is {settings.device}; this vLLM computes on {current_platform.device_type}"
         raise ConfigError("device", reason)
-    require_known(settings.engine_args)
-    return load_engine(
-        settings.model,
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len or None,
-        block_tokens=settings.block_tokens or (_VLLM_CPU_BLOCK_TOKENS if current_platform.is_cpu() else 0),
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-        chunk_tokens=settings.chunk_tokens,
-        max_batch=settings.max_batch,
-        decodes=settings.decodes,
-        listen=listen,
-        transports=transports,
-        kv_credit_bytes=settings.kv_credit_bytes,
-        engine_args=settings.engine_args,
-    )
+    require_known(settings.engine_args or {})
+    if settings.block_tokens is None and current_platform.is_cpu():
+        settings = replace(settings, block_tokens=_VLLM_CPU_BLOCK_TOKENS)
+    return load_engine(settings, listen, transports)
 
 
 def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
@@ -168,7 +98,7 @@ def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
     if settings.engine in ("fake", "timed"):
         return _made_up_runner(settings)
     runner = _load_runner(settings)
-    total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory_bytes)
+    total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory)
     runner.max_model_len = _fitting_model_len(runner.layout, runner.max_model_len, settings, total_blocks)
     return runner, total_blocks
 
@@ -206,7 +136,7 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
 
 
 def _transports(settings: EngineSettings) -> tuple[Transport, ...]:
-    reads_kv = settings.engine in ("transformers", "vllm") or (settings.engine == "fake" and settings.fake_model.verify)
+    reads_kv = settings.engine in ("transformers", "vllm") or (settings.engine == "fake" and settings.fake_verify_kv)
     if MOCK in settings.kv_transports and reads_kv:
         reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"
         raise ConfigError("kv_transports", reason)
@@ -226,18 +156,19 @@ def _require_sensible(settings: EngineSettings) -> None:
     require_device(settings.device)
     # vLLM's pool lies where it computes. That a GPU has the memory vLLM finds out itself.
     if settings.engine != "vllm" or settings.device == "cpu" or not has_gpu():
-        require_memory(settings.kv_cache_memory_bytes)
+        require_memory(settings.kv_cache_memory)
 
 
 def _made_up_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
     """That of the fake or the timed engine, and the number of its blocks."""
+    model = settings.fake_model
     model = replace(
-        settings.fake_model,
-        vocab_size=_served_vocab_size(settings.model) or settings.fake_model.vocab_size,
+        model,
+        vocab_size=_served_vocab_size(settings.model) or model.vocab_size,
         block_tokens=settings.block_tokens or DEFAULT_BLOCK_TOKENS,
-        max_model_len=settings.max_model_len or settings.fake_model.max_model_len,
+        max_model_len=settings.max_model_len or model.max_model_len,
     )
-    total_blocks = _total_blocks(model.layout, settings.kv_cache_memory_bytes)
+    total_blocks = _total_blocks(model.layout, settings.kv_cache_memory)
     # Before the runner, whose memory grows with the length.
     model = replace(model, max_model_len=_fitting_model_len(model.layout, model.max_model_len, settings, total_blocks))
     if settings.engine == "fake":
@@ -280,12 +211,12 @@ def _served_vocab_size(model: str) -> int | None:
     return None
 
 
-def _total_blocks(layout: KvLayout, kv_cache_memory_bytes: int) -> int:
+def _total_blocks(layout: KvLayout, kv_cache_memory: int) -> int:
     block_bytes = layout.layer_count * layout.block_bytes
-    if kv_cache_memory_bytes < block_bytes:
-        reason = f"is {kv_cache_memory_bytes} bytes; one block of this model takes {block_bytes}"
-        raise ConfigError("kv_cache_memory_bytes", reason)
-    return kv_cache_memory_bytes // block_bytes
+    if kv_cache_memory < block_bytes:
+        reason = f"is {kv_cache_memory} bytes; one block of this model takes {block_bytes}"
+        raise ConfigError("kv_cache_memory", reason)
+    return kv_cache_memory // block_bytes
 
 
 def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSettings, total_blocks: int) -> int:
@@ -297,17 +228,17 @@ def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSett
     if settings.max_model_len != 0:
         reason = (
             f"is {settings.max_model_len}, which takes {needed_bytes} bytes of KV cache; "
-            f"kv_cache_memory_bytes is {settings.kv_cache_memory_bytes}, enough for {pool_tokens} tokens"
+            f"kv_cache_memory is {settings.kv_cache_memory}, enough for {pool_tokens} tokens"
         )
         raise ConfigError("max_model_len", reason)
     if pool_tokens < SHORTEST_MODEL_LEN:
-        reason = f"is {settings.kv_cache_memory_bytes}, enough for {pool_tokens} token; no request fits into it"
-        raise ConfigError("kv_cache_memory_bytes", reason)
+        reason = f"is {settings.kv_cache_memory}, enough for {pool_tokens} token; no request fits into it"
+        raise ConfigError("kv_cache_memory", reason)
     get_logger().warning(
         "max_model_len is reduced to what the KV cache holds",
         model_tokens=model_tokens,
         served_tokens=pool_tokens,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        kv_cache_memory=settings.kv_cache_memory,
         wanted_bytes=needed_bytes,
     )
     return pool_tokens
@@ -327,7 +258,7 @@ def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
 
 def _listen_address(transport: str, settings: EngineSettings) -> str:
     if transport not in PATH_NAMES:
-        return f"{settings.kv_host}:{settings.kv_port}"
+        return f"{settings.kv_listen_host}:{settings.kv_port}"
     return os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
 
 

@@ -34,15 +34,15 @@ def require_room(max_model_len: int, layout: KvLayout, total_blocks: int) -> Non
         raise ConfigError("max_model_len", reason)
 
 
-def require_memory(kv_cache_memory_bytes: int) -> None:
+def require_memory(kv_cache_memory: int) -> None:
     """Raises ConfigError for a pool that is larger than this machine's memory, or than this container's."""
     available_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # No container, or one without a limit ("max"): no number to read.
     with contextlib.suppress(OSError, ValueError):
         available_bytes = min(available_bytes, int(_CGROUP_LIMIT.read_text()))
-    if kv_cache_memory_bytes > available_bytes:
-        reason = f"is {kv_cache_memory_bytes} bytes; this machine has {available_bytes}"
-        raise ConfigError("kv_cache_memory_bytes", reason)
+    if kv_cache_memory > available_bytes:
+        reason = f"is {kv_cache_memory} bytes; this machine has {available_bytes}"
+        raise ConfigError("kv_cache_memory", reason)
 
 
 def has_gpu() -> bool:

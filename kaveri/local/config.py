@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
+from kaveri.config.settings import MAX_PORT
 from kaveri.domain.view import Role
 from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY
-from kaveri.rpc.process import ALL_ADDRESSES, MAX_PORT
+from kaveri.rpc.process import ALL_ADDRESSES
 
 LOOPBACK = "127.0.0.1"
 ROLES = (Role.ROUTER, Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.PREDICTOR)

@@ -3,19 +3,20 @@
 from dataclasses import dataclass
 
 from kaveri.config.settings import setting
-from kaveri.hosting.config import EngineConfig
+from kaveri.engine.settings import OF_TRANSFERS, EngineSettings
 from kaveri.latency.saturation import DEFAULT_SHARE
 from kaveri.profiling.plan import MAX_CHUNK_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig(EngineConfig):
+class ProfileConfig(EngineSettings):
     """Measures prefill and decode steps of an engine on this machine, and writes a profile for its services.
 
     Use the same model, dtype, device, KV memory and OMP_NUM_THREADS as the services; `kaveri up` gives each engine one
     thread unless OMP_NUM_THREADS is set. Run nothing else meanwhile.
     """
 
+    NOT_TAKEN = ("chunk_tokens", "profile", *OF_TRANSFERS)
     out: str = setting("profile to write, JSON")
     plot: str = setting("also draw it: a file that ends in .svg, .png or .pdf; empty: no plot", "")
     max_chunk_tokens: int = setting("largest chunk that is measured", MAX_CHUNK_TOKENS, least=1)

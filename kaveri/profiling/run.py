@@ -43,9 +43,8 @@ def run_profile(config: ProfileConfig) -> None:
     errors = Console(stderr=True, highlight=False)
     try:
         with errors.status("loading"):
-            settings = config.engine_settings(receives=False)
-            runner, total_blocks = build_runner(settings)
-        profile = profile_runner(runner, total_blocks, profiled_engine(runner, settings), config, errors)
+            runner, total_blocks = build_runner(config)
+        profile = profile_runner(runner, total_blocks, profiled_engine(runner, config), config, errors)
     except ConfigError as error:
         raise name_flag(error) from error
     # Print first, so a full disk does not lose the findings.

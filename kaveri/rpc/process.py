@@ -16,7 +16,7 @@ import uvloop
 from kaveri.cluster.redis_url import shown
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.services import setting_sections
-from kaveri.config.settings import name_text, present, read_settings, setting
+from kaveri.config.settings import MAX_PORT, name_text, present, read_settings, setting
 from kaveri.config.sources import SERVICE_LINKS_ADVICE
 from kaveri.errors import ConfigError
 from kaveri.rpc.server import check_address
@@ -24,7 +24,6 @@ from kaveri.telemetry.logs import configure_logs, get_logger
 from kaveri.telemetry.metrics import serve_metrics
 from kaveri.telemetry.readiness import is_ready
 
-MAX_PORT = 65_535
 ALL_ADDRESSES = ("0.0.0.0", "::", "[::]")
 """Values of --host under which nobody can be reached."""
 MAX_DRAIN_S = 7 * 86_400.0

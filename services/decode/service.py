@@ -24,7 +24,7 @@ async def serve(config: DecodeConfig, stopping: asyncio.Event) -> int:
         if store is None:
             return 0
         # The engine before the lease: nobody should be sent here while a model loads.
-        engine = await load_engine(config.engine_settings(), stopping)
+        engine = await load_engine(config, stopping)
         if engine is None:
             return 0
         return await decode_host(config, engine, store).serve(stopping)

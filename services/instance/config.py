@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kaveri.engine.settings import OF_TRANSFERS
 from services.decode.config import BatchConfig
 from services.prefill.config import PromptConfig
 
@@ -9,3 +10,5 @@ from services.prefill.config import PromptConfig
 @dataclass(frozen=True, kw_only=True)
 class ColocatedConfig(PromptConfig, BatchConfig):
     """Computes prompts and generates their tokens on one engine; chunks of prompts are mixed into decode steps."""
+
+    NOT_TAKEN = OF_TRANSFERS

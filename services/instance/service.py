@@ -35,7 +35,7 @@ async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
         if store is None:
             return 0
         # Load before registering: routers must not find this instance while the model loads.
-        engine = await load_engine(config.engine_settings(receives=False), stopping)
+        engine = await load_engine(config, stopping)
         if engine is None:
             return 0
         return await colocated_host(config, engine, store, random.Random()).serve(stopping)

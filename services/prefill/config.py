@@ -1,13 +1,10 @@
 """The prefill service's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kaveri.config.settings import setting
-from kaveri.engine.factory import EngineSettings
+from kaveri.engine.settings import OF_LANDINGS
 from kaveri.hosting.config import InstanceConfig
-from kaveri.hosting.kv_tls import KvTlsConfig
-from kaveri.kv.transports import TRANSPORT_NAMES, transport_names
-from kaveri.kv.transports.link_speed import link_text
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill.prediction import PredictionMode
@@ -36,28 +33,12 @@ class PromptConfig(InstanceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(KvTlsConfig, PromptConfig):
+class PrefillConfig(PromptConfig):
     """Computes prompts in chunks and pushes their KV cache to decode instances."""
 
-    kv_transports: tuple[str, ...] = setting(
-        "how KV is pushed, the preferred first; one that cannot connect is passed over",
-        TRANSPORT_NAMES,
-        transport_names,
-    )
-
-    kv_link: str = setting(
-        "emulated link to push over, for studies: 25Gbps,50us or 200Gbps,800KiB/token; empty: none", "", link_text
-    )
+    NOT_TAKEN = OF_LANDINGS
+    decodes: bool = False
     decode_placement: DecodePlacementPolicy = setting(  # noqa: RUF009
         "power-of-two, heavy-light, least-loaded, round-robin, random or imbalance (the worst case)",
         DecodePlacementPolicy.POWER_OF_TWO,
     )
-
-    def engine_settings(self, receives: bool = False) -> EngineSettings:
-        return replace(
-            super().engine_settings(receives),
-            decodes=False,
-            kv_transports=self.kv_transports,
-            kv_tls=self.tls_files(self.kv_transports),
-            kv_link=self.kv_link,
-        )

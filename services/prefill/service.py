@@ -27,7 +27,7 @@ async def serve(config: PrefillConfig, stopping: asyncio.Event) -> int:
         if store is None:
             return 0
         # The engine before the lease: nobody should be sent here while a model loads.
-        engine = await load_engine(config.engine_settings(receives=False), stopping)
+        engine = await load_engine(config, stopping)
         if engine is None:
             return 0
         return await prefill_host(config, engine, store, random.Random()).serve(stopping)

@@ -113,7 +113,7 @@ def test_the_services_take_the_settings_and_are_reached_under_their_names(
     assert config.port > 0
     assert config.redis_url == "redis://redis:6379/0"
     if isinstance(config, DecodeConfig):
-        settings = config.engine_settings()
+        settings = config
         assert (settings.kv_host, settings.kv_advertise_host) == ("0.0.0.0", name)
         assert settings.kv_port > 0
     # SIGKILL must not come before the drain is over.

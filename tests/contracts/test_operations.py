@@ -9,7 +9,8 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import services.router.metrics
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
-from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.engine.factory import build_engine
+from kaveri.engine.settings import EngineSettings
 from services.decode.metrics import DecodeMetrics
 from services.predictor.metrics import PredictorMetrics
 from services.prefill.metrics import PrefillMetrics
@@ -30,7 +31,7 @@ def _facts(registry: CollectorRegistry) -> Iterator[Facts]:
 
 
 def _registered() -> dict[str, set[Facts]]:
-    engine = build_engine(EngineSettings(receives=False, engine="fake", kv_cache_memory_bytes=2**20))
+    engine = build_engine(EngineSettings(engine="fake", kv_cache_memory=2**20))
     try:
         of = {role: CollectorRegistry() for role in ("prefill", "decode", "predictor")}
         PrefillMetrics(engine, of["prefill"])

@@ -1,12 +1,15 @@
 """Every service's settings are found by name, and the file in docs/operations.md is one that all services take."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from kaveri.config.services import setting_sections, settings_types
-from kaveri.config.settings import read_settings
+from kaveri.config.settings import read_settings, setting_names
+from kaveri.engine.settings import EngineSettings
+from kaveri.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,3 +33,26 @@ def test_every_service_takes_the_documented_file(section: str, tmp_path: Path) -
     assert read.config.model == "kaveri-tiny"
     if section == "decode":
         assert (read.config.max_batch, read.config.redis_url) == (128, "redis://redis:6379/0")
+
+
+@pytest.mark.parametrize(
+    ("section", "flag"),
+    [
+        ("prefill", "--kv-port"),
+        ("prefill", "--kv-credit-bytes"),
+        ("decode", "--kv-link"),
+        ("colocated", "--kv-transports"),
+        ("profile", "--chunk-tokens"),
+    ],
+)
+def test_a_service_refuses_what_would_change_nothing_there(section: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: is no flag of kaveri {section}"):
+        read_settings(settings_types()[section], f"kaveri {section}", (flag, "1"), {}, setting_sections)
+
+
+def test_every_setting_of_an_engine_is_declared_once() -> None:
+    with_engine = [settings for settings in settings_types().values() if issubclass(settings, EngineSettings)]
+    classes = {base for settings in with_engine for base in settings.__mro__}
+    declared = Counter(name for found in classes for name in vars(found).get("__annotations__", ()))
+    assert len(with_engine) == 4
+    assert {name for name in setting_names(EngineSettings) if declared[name] != 1} == set()

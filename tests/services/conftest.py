@@ -236,7 +236,7 @@ class InProcessCluster:
     async def prefill(self, instance_id: str = "prefill-0", **settings: Any) -> RunningInstance:
         settings = {"kv_transports": self.kv_transports, **settings}
         config = PrefillConfig(instance_id=instance_id, **_small(settings))
-        engine = self.engines.make(config.engine_settings(receives=False))
+        engine = self.engines.make(config)
         registry = CollectorRegistry()
         host = prefill_host(config, engine, await self.store(), random.Random(0), registry)
         return await self._run(instance_id, engine, host, registry)
@@ -244,14 +244,14 @@ class InProcessCluster:
     async def decode(self, instance_id: str = "decode-0", **settings: Any) -> RunningInstance:
         settings = {"kv_transports": self.kv_transports, **settings}
         config = DecodeConfig(instance_id=instance_id, **_small(settings))
-        engine = self.engines.make(config.engine_settings())
+        engine = self.engines.make(config)
         registry = CollectorRegistry()
         host = decode_host(config, engine, await self.store(), registry)
         return await self._run(instance_id, engine, host, registry)
 
     async def colocated(self, instance_id: str = "colocated-0", **settings: Any) -> RunningInstance:
         config = ColocatedConfig(instance_id=instance_id, **_small(settings))
-        engine = self.engines.make(config.engine_settings(receives=False))
+        engine = self.engines.make(config)
         registry = CollectorRegistry()
         host = colocated_host(config, engine, await self.store(), random.Random(0), registry)
         return await self._run(instance_id, engine, host, registry)

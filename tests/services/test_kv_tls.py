@@ -71,7 +71,7 @@ async def test_what_tls_refuses_is_pushed_elsewhere(
 @pytest.mark.parametrize("config_type", [PrefillConfig, DecodeConfig])
 def test_the_flags_are_read_and_incomplete_or_idle_ones_are_named(config_type: type[DecodeConfig]) -> None:
     def files(*flags: str) -> TlsFiles | None:
-        return parse_config(config_type, "test", flags, {}).engine_settings().kv_tls
+        return parse_config(config_type, "test", flags, {}).kv_tls
 
     over_tls = ("--kv-transports", "shm,tls")
     all_three = ("--kv-tls-cert", "a.pem", "--kv-tls-key", "a.key", "--kv-tls-ca", "ca.pem")

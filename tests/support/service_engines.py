@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.factory import BuiltEngine, EngineSettings, build_engine, listen_endpoints
+from kaveri.engine.factory import BuiltEngine, build_engine, listen_endpoints
+from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from tests.support.engine_process import EngineProcess
@@ -21,7 +22,7 @@ _VLLM_LOADING = {
     "dtype": "float32",
     "max_model_len": 512,
     "block_tokens": 32,
-    "kv_cache_memory_bytes": 2**27,
+    "kv_cache_memory": 2**27,
     "chunk_tokens": 512,
     "max_batch": 64,
     "engine_args": {"num_gpu_blocks_override": _VLLM_BLOCKS},
@@ -74,13 +75,13 @@ class VllmEngines:
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def make(self, settings: EngineSettings) -> BuiltEngine:
-        tokens = settings.kv_cache_memory_bytes // _FAKE_TOKEN_BYTES
+        tokens = settings.kv_cache_memory // _FAKE_TOKEN_BYTES
         engine = self._lend().open(
             total_blocks=min(_VLLM_BLOCKS - 1, tokens // self.block_tokens),
             max_model_len=settings.max_model_len,
             chunk_tokens=settings.chunk_tokens,
             max_batch=settings.max_batch,
-            step_s=settings.fake_model.step_s,
+            step_s=settings.fake_step_s,
             listen=listen_endpoints(settings),
             transports=settings.kv_transports,
             advertise_host=settings.kv_advertise_host,

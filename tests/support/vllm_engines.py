@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from kaveri.engine.settings import EngineSettings
 from kaveri.engine.vllm.engine import VllmEngine
 from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.loading import load_host
@@ -16,9 +17,13 @@ _VACATE_STEPS = 100
 
 
 def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
-    """For EngineProcess: loads the model, with these arguments of load_host, and returns what makes engines of it."""
+    """For EngineProcess: loads the model and returns what makes engines of it.
+
+    loading: of EngineSettings, and "mirrored" of load_host.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    host = load_host(model, **loading)
+    mirrored = loading.pop("mirrored", False)
+    host = load_host(EngineSettings(model=model, **loading), mirrored)
 
     def make(
         total_blocks: int,

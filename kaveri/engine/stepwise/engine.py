@@ -227,4 +227,4 @@ def _allocated(layout: KvLayout, total_blocks: int) -> KvPool:
         return KvPool(layout, total_blocks)
     except (OSError, MemoryError, OverflowError, ValueError) as error:
         pool_bytes = layout.layer_count * total_blocks * layout.block_bytes
-        raise ConfigError("kv_cache_memory_bytes", f"{pool_bytes} bytes cannot be allocated here: {error}") from error
+        raise ConfigError("kv_cache_memory", f"{pool_bytes} bytes cannot be allocated here: {error}") from error

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
-from kaveri.kv.transfer.receiver import CREDIT_BYTES
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
 from kaveri.models import resolve_model
@@ -31,7 +31,7 @@ _OURS = {
     "disable_log_stats": "load goes out in heartbeats",
     "distributed_executor_backend": "Kaveri drives vLLM within its own process",
     "dtype": "set dtype",
-    "kv_cache_memory_bytes": "set kv_cache_memory_bytes",
+    "kv_cache_memory_bytes": "set kv_cache_memory",
     "kv_transfer_config": "KV is pushed by Kaveri's own connector",
     "logits_processors": "Kaveri draws the tokens",
     "max_model_len": "set max_model_len",
@@ -65,67 +65,37 @@ _OF_THE_MODEL = (
 
 
 def load_engine(
-    model: str,
-    *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    block_tokens: int = 0,
-    kv_cache_memory_bytes: int,
-    chunk_tokens: int,
-    max_batch: int,
-    decodes: bool = True,
-    listen: Sequence[KvEndpoint] = (),
-    transports: Callable[[], Sequence[Transport]] | None = None,
-    kv_credit_bytes: int = CREDIT_BYTES,
-    engine_args: Mapping[str, Any] | None = None,
+    settings: EngineSettings, listen: Sequence[KvEndpoint], transports: Callable[[], Sequence[Transport]]
 ) -> "VllmEngine":
     """Loads weights, allocates the KV cache, opens the KV listener; takes seconds. start() is the caller's.
 
     Must be called by the thread that imports vLLM, once in a process: vLLM's state is the process's.
-    model: a folder, a hub id or a bundled name. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-    max_model_len: None for as many positions as the model was made for. block_tokens: 0 for what the platform prefers.
-    decodes: False for an engine that only prefills. listen: where it takes pushes. transports: see VllmEngine.
-    engine_args: further fields of vLLM's EngineArgs.
-    Raises ConfigError.
+    listen: where it takes pushes. transports: see VllmEngine. Raises ConfigError.
     """
-    host = load_host(
-        model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        block_tokens=block_tokens,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        chunk_tokens=chunk_tokens,
-        max_batch=max_batch if decodes else 0,
-        engine_args=engine_args,
-    )
+    host = load_host(settings)
     from kaveri.engine.vllm.engine import VllmEngine
 
     try:
         return VllmEngine(
-            host, max_batch=max_batch, listen=listen, transports=transports, kv_credit_bytes=kv_credit_bytes
+            host,
+            max_batch=settings.max_batch,
+            listen=listen,
+            transports=transports,
+            kv_credit_bytes=settings.kv_credit_bytes,
         )
     except BaseException:
         host.shutdown()
         raise
 
 
-def load_host(
-    model: str,
-    *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    block_tokens: int = 0,
-    kv_cache_memory_bytes: int,
-    chunk_tokens: int,
-    max_batch: int,
-    engine_args: Mapping[str, Any] | None = None,
-    mirrored: bool = False,
-) -> "Host":
-    """vLLM with our connector in it; see load_engine. max_batch: 0 for an engine that only prefills.
+def load_host(settings: EngineSettings, mirrored: bool = False) -> "Host":
+    """vLLM with our connector in it; see load_engine.
 
     mirrored: push and land by way of a copy, as on a device, where there is no need to; for tests.
     """
-    for key, value in (engine_args or {}).items():
+    engine_args = settings.engine_args or {}
+    max_batch = settings.max_batch if settings.decodes else 0
+    for key, value in engine_args.items():
         if key in _OURS:
             raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
         if key == "tensor_parallel_size" and (type(value) is not int or value < 1):
@@ -148,19 +118,19 @@ def load_host(
     from kaveri.engine.vllm.draws import KeyedDraws
     from kaveri.engine.vllm.host import Host
 
-    rank_count = (engine_args or {}).get("tensor_parallel_size", 1)
-    folder = local_folder(resolve_model(model))
+    rank_count = engine_args.get("tensor_parallel_size", 1)
+    folder = local_folder(resolve_model(settings.model))
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "disable_hybrid_kv_cache_manager": True,
-        **(engine_args or {}),
+        **engine_args,
         "model": str(folder),
-        "dtype": dtype,
+        "dtype": settings.dtype,
         # -1: what the model was made for, or less when the cache holds less.
-        "max_model_len": max_model_len or -1,
-        "kv_cache_memory_bytes": kv_cache_memory_bytes,
-        "max_num_batched_tokens": chunk_tokens + max_batch,
-        "max_num_seqs": min(chunk_tokens, _PREFILLS_AT_ONCE) + max_batch,
+        "max_model_len": settings.max_model_len or -1,
+        "kv_cache_memory_bytes": settings.kv_cache_memory,
+        "max_num_batched_tokens": settings.chunk_tokens + max_batch,
+        "max_num_seqs": min(settings.chunk_tokens, _PREFILLS_AT_ONCE) + max_batch,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "async_scheduling": False,
@@ -172,14 +142,14 @@ def load_host(
             kv_connector_module_path="kaveri.engine.vllm.connector",
             kv_role="kv_both",
             kv_connector_extra_config={
-                "model_fingerprint": model_fingerprint(fingerprint(folder), engine_args or {}),
+                "model_fingerprint": model_fingerprint(fingerprint(folder), engine_args),
                 "mirrored": mirrored,
             },
         ),
     }
-    if block_tokens:
-        arguments["block_size"] = block_tokens
-    llm, ranks = _start(model, arguments, rank_count)
+    if settings.block_tokens is not None:
+        arguments["block_size"] = settings.block_tokens
+    llm, ranks = _start(settings.model, arguments, rank_count)
     config = llm.model_config
     host = Host(
         llm,
@@ -189,15 +159,15 @@ def load_host(
         eos_token_ids=_eos_token_ids(config),
     )
     pool_tokens = host.free_blocks * ranks[0].layout.block_tokens
-    if max_model_len is None and host.max_model_len > pool_tokens:
+    if settings.max_model_len == 0 and host.max_model_len > pool_tokens:
         # vLLM has counted the block that it keeps for itself.
         host.max_model_len = pool_tokens
-    if max_model_len is None and host.max_model_len < (made_for := config.hf_text_config.max_position_embeddings):
+    if settings.max_model_len == 0 and host.max_model_len < (made_for := config.hf_text_config.max_position_embeddings):
         get_logger().warning(
             "max_model_len is reduced to what the KV cache holds",
             model_tokens=made_for,
             served_tokens=host.max_model_len,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_memory=settings.kv_cache_memory,
         )
     return host
 

@@ -8,18 +8,26 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from kaveri.engine import limits
-from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.engine.factory import build_engine
+from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
 
-_FAKE = EngineSettings(receives=True, engine="fake", kv_cache_memory_bytes=2**20)
+_FAKE = EngineSettings(receives=True, engine="fake", kv_cache_memory=2**20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Advertised(EngineSettings):
+    @property
+    def kv_advertise_host(self) -> str:
+        return "decode.example"
 
 
 def test_decode_engine_listens_for_every_transport_and_cleans_up() -> None:
@@ -37,14 +45,12 @@ def test_decode_engine_listens_for_every_transport_and_cleans_up() -> None:
 
 def test_two_transports_over_tcp_cannot_have_one_port() -> None:
     with pytest.raises(ConfigError, match="one port, and tcp and mock need one each") as raised:
-        build_engine(
-            replace(_FAKE, kv_transports=("shm", "tcp", "mock"), kv_port=50123, fake_model=FakeModel(verify=False))
-        )
+        build_engine(replace(_FAKE, kv_transports=("shm", "tcp", "mock"), kv_port=50123, fake_verify_kv=False))
     assert raised.value.field == "kv_port"
 
 
 def test_endpoints_follow_the_settings() -> None:
-    engine = build_engine(replace(_FAKE, kv_transports=("tcp",), kv_host="0.0.0.0", kv_advertise_host="decode.example"))
+    engine = build_engine(_Advertised(**{**vars(_FAKE), "kv_transports": ("tcp",), "kv_host": "0.0.0.0"}))
     (tcp,) = engine.info.kv_endpoints
     assert tcp.address.startswith("decode.example:")
     engine.close()
@@ -61,10 +67,10 @@ def test_pool_is_as_large_as_the_memory_given_for_it() -> None:
 
 
 def test_model_length_is_the_models_own_unless_the_pool_holds_less() -> None:
-    engine = build_engine(replace(_FAKE, fake_model=FakeModel(max_model_len=500)))
+    engine = build_engine(replace(_FAKE, fake_shape=FakeModel(max_model_len=500)))
     assert engine.info.max_model_len == 500
     engine.close()
-    engine = build_engine(replace(_FAKE, fake_model=FakeModel(max_model_len=10**5)))
+    engine = build_engine(replace(_FAKE, fake_shape=FakeModel(max_model_len=10**5)))
     assert engine.info.max_model_len == engine.info.total_blocks * engine.info.layout.block_tokens < 10**5
     engine.close()
 
@@ -81,15 +87,15 @@ def test_model_length_that_was_asked_for_and_does_not_fit_is_refused_with_the_nu
         ("engine", "abacus"),
         ("max_model_len", -1),
         ("max_model_len", 1),
-        ("kv_cache_memory_bytes", 10),
+        ("kv_cache_memory", 10),
         # More than any machine has, more than an int64, and more than a float.
-        ("kv_cache_memory_bytes", 999_999 * 2**30),
-        ("kv_cache_memory_bytes", 2**70),
-        ("kv_cache_memory_bytes", 10**400),
+        ("kv_cache_memory", 999_999 * 2**30),
+        ("kv_cache_memory", 2**70),
+        ("kv_cache_memory", 10**400),
         ("device", "tpu"),
         ("device", "cuda:x"),
         ("block_tokens", 0),
-        ("chunk_tokens", 0),
+        ("chunk_tokens", -1),
         ("max_batch", 0),
     ],
 )
@@ -103,13 +109,13 @@ def test_pool_that_holds_no_request_is_refused() -> None:
     layout = FakeModel(block_tokens=1).layout
     one_block = layout.layer_count * layout.block_bytes
     with pytest.raises(ConfigError, match="enough for 1 token; no request fits") as raised:
-        build_engine(replace(_FAKE, block_tokens=1, kv_cache_memory_bytes=one_block))
-    assert raised.value.field == "kv_cache_memory_bytes"
-    build_engine(replace(_FAKE, block_tokens=1, kv_cache_memory_bytes=2 * one_block)).close()
+        build_engine(replace(_FAKE, block_tokens=1, kv_cache_memory=one_block))
+    assert raised.value.field == "kv_cache_memory"
+    build_engine(replace(_FAKE, block_tokens=1, kv_cache_memory=2 * one_block)).close()
 
 
 def test_model_length_beyond_every_pool_costs_no_memory() -> None:
-    engine = build_engine(replace(_FAKE, fake_model=FakeModel(max_model_len=10**15)))
+    engine = build_engine(replace(_FAKE, fake_shape=FakeModel(max_model_len=10**15)))
     assert engine.info.max_model_len == engine.info.total_blocks * engine.info.layout.block_tokens
     engine.close()
     with pytest.raises(ConfigError, match="enough for 4096"):
@@ -123,7 +129,7 @@ def test_pool_that_cannot_be_allocated_is_refused_by_its_setting(monkeypatch: py
     monkeypatch.setattr(KvPool, "__init__", fail)
     with pytest.raises(ConfigError, match=r"1048576 bytes cannot be allocated.*Cannot allocate memory") as raised:
         build_engine(_FAKE)
-    assert raised.value.field == "kv_cache_memory_bytes"
+    assert raised.value.field == "kv_cache_memory"
 
 
 @pytest.mark.parametrize(("engine", "device"), [("fake", "auto"), ("vllm", "cpu"), ("vllm", "auto")])
@@ -134,20 +140,20 @@ def test_only_a_pool_that_may_lie_in_a_gpu_may_be_larger_than_the_host(
     # Past the size, vLLM is "not installed".
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as raised:
-        build_engine(replace(_FAKE, engine=engine, device=device, kv_cache_memory_bytes=999_999 * 2**30))
-    assert raised.value.field == ("engine" if device == "auto" and engine == "vllm" else "kv_cache_memory_bytes")
+        build_engine(replace(_FAKE, engine=engine, device=device, kv_cache_memory=999_999 * 2**30))
+    assert raised.value.field == ("engine" if device == "auto" and engine == "vllm" else "kv_cache_memory")
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm", "fake"])
 @pytest.mark.parametrize(
-    ("field", "value"), [("device", "tpu"), ("kv_cache_memory_bytes", 999_999 * 2**30), ("max_model_len", 1)]
+    ("field", "value"), [("device", "tpu"), ("kv_cache_memory", 999_999 * 2**30), ("max_model_len", 1)]
 )
 def test_setting_that_no_engine_can_serve_is_refused_before_torch_is_loaded(
     engine: str, field: str, value: object
 ) -> None:
     program = (
         "import sys; from kaveri.engine.factory import *\n"
-        f"try: build_engine(EngineSettings(receives=False, engine={engine!r}, {field}={value!r}))\n"
+        f"try: build_engine(EngineSettings(engine={engine!r}, {field}={value!r}))\n"
         f"except ConfigError as error: sys.exit(error.field != {field!r} or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
@@ -219,7 +225,7 @@ def test_socket_of_a_killed_process_goes_at_the_next_start_and_those_in_use_stay
 def test_fake_engine_needs_no_torch() -> None:
     program = (
         "import sys; from kaveri.engine.factory import *; "
-        "build_engine(EngineSettings(receives=True, engine='fake', kv_cache_memory_bytes=2**20)).close(); "
+        "build_engine(EngineSettings(receives=True, engine='fake', kv_cache_memory=2**20)).close(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

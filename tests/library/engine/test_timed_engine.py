@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.engine.factory import build_engine
+from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.stepwise.timed import TimedRunner
@@ -98,7 +99,7 @@ def test_a_file_nested_too_deeply_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "no-such-model"])
 def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match="opt-13b-a100-tp1"):
-        build_engine(EngineSettings(receives=False, engine="timed", latency_model=name))
+        build_engine(EngineSettings(engine="timed", latency_model=name))
 
 
 def test_a_step_takes_the_models_time_and_draws_the_fake_models_tokens(tmp_path: Path) -> None:
@@ -119,15 +120,13 @@ def test_a_step_takes_the_models_time_and_draws_the_fake_models_tokens(tmp_path:
 
 
 def test_the_flag_reaches_the_engine() -> None:
-    settings = PrefillConfig(engine="timed", latency_model="opt-66b-a100-tp4").engine_settings(receives=False)
+    settings = PrefillConfig(engine="timed", latency_model="opt-66b-a100-tp4")
     assert (settings.engine, settings.latency_model) == ("timed", "opt-66b-a100-tp4")
 
 
 def test_the_factory_builds_it_with_blocks_as_any_engine() -> None:
     engine = build_engine(
-        EngineSettings(
-            receives=False, engine="timed", latency_model="opt-13b-a100-tp1", kv_cache_memory_bytes=57_344 * 256
-        )
+        EngineSettings(engine="timed", latency_model="opt-13b-a100-tp1", kv_cache_memory=57_344 * 256)
     )
     assert engine.info.engine == "timed"
     assert engine.info.total_blocks * engine.info.layout.block_tokens == 57_344

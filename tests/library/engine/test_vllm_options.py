@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kaveri.config.settings import parse_config
-from kaveri.engine.factory import EngineSettings, build_engine, build_runner
+from kaveri.engine.factory import build_engine, build_runner
+from kaveri.engine.settings import EngineSettings
 from kaveri.engine.vllm.loading import model_fingerprint
 from kaveri.engine.vllm.options import parse_engine_args
 from kaveri.errors import ConfigError
@@ -54,12 +55,12 @@ def test_a_file_without_a_mapping_of_names_is_refused(tmp_path: Path, text: str)
 
 def test_options_reach_the_engines_settings() -> None:
     config = parse_config(DecodeConfig, "decode", ["--engine", "vllm", "--engine-args", '{"max-num-seqs": 64}'], {})
-    assert config.engine_settings().engine_args == {"max_num_seqs": 64}
-    assert DecodeConfig().engine_settings().engine_args == {}
+    assert config.engine_args == {"max_num_seqs": 64}
+    assert DecodeConfig().engine_args is None
 
 
 def test_another_engine_refuses_them() -> None:
-    settings = EngineSettings(receives=False, engine="fake", engine_args={"max_num_seqs": 64})
+    settings = EngineSettings(engine="fake", engine_args={"max_num_seqs": 64})
     with pytest.raises(ConfigError, match="are vLLM's options; the engine is fake") as raised:
         build_engine(settings)
     assert raised.value.field == "engine_args"
@@ -68,13 +69,13 @@ def test_another_engine_refuses_them() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_the_error_says_how_to_install_it() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'kaveri\[vllm\]'") as raised:
-        build_engine(EngineSettings(receives=False, engine="vllm"))
+        build_engine(EngineSettings(engine="vllm"))
     assert raised.value.field == "engine"
 
 
 def test_vllm_is_not_profiled() -> None:
     with pytest.raises(ConfigError, match="forms its steps by itself"):
-        build_runner(EngineSettings(receives=False, engine="vllm"))
+        build_runner(EngineSettings(engine="vllm"))
 
 
 def test_options_that_make_another_model_of_a_checkpoint_change_what_its_kv_is_called() -> None:

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from kaveri.engine.factory import EngineSettings
+from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.hosting import config
 from kaveri.hosting.config import load_engine
 
-FAKE = EngineSettings(receives=False, engine="fake", kv_cache_memory_bytes=2**20)
+FAKE = EngineSettings(engine="fake", kv_cache_memory=2**20)
 
 
 async def test_an_engine_that_is_loaded_is_returned() -> None:
@@ -41,7 +41,7 @@ async def test_stopping_while_it_loads_ends_the_wait_at_once(monkeypatch: pytest
 
 async def test_a_setting_that_cannot_be_is_named_by_its_flag() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
-        await load_engine(EngineSettings(receives=False, engine="fake", kv_cache_memory_bytes=1), asyncio.Event())
+        await load_engine(EngineSettings(engine="fake", kv_cache_memory=1), asyncio.Event())
 
 
 async def test_loading_that_ends_its_thread_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

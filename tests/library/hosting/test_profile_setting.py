@@ -28,26 +28,26 @@ def written(folder: Path, profile: Profile | None = None) -> str:
 
 def logs_of_building(config: PrefillConfig) -> list[str]:
     with capture_logs() as logs:
-        build_engine(config.engine_settings(receives=False)).close()
+        build_engine(config).close()
     return [str(entry["event"]) for entry in logs]
 
 
 def test_the_profile_says_how_long_chunks_are(tmp_path: Path) -> None:
     config = prefill_config("--profile", written(tmp_path))
     assert config.chunk_tokens == 96
-    assert config.engine_settings(receives=False).chunk_tokens == 96
+    assert config.chunk_tokens == 96
     assert "chunks by profile" in logs_of_building(config)
 
 
 def test_decode_instances_take_it_too_and_from_the_environment(tmp_path: Path) -> None:
     environment = {"KAVERI_PROFILE": written(tmp_path)}
     config = parse_config(DecodeConfig, "decode", FAKE, environment)
-    assert config.engine_settings(receives=True).chunk_tokens == 96
+    assert config.chunk_tokens == 96
 
 
 def test_a_chunk_size_that_is_given_wins(tmp_path: Path) -> None:
     config = prefill_config("--profile", written(tmp_path), "--chunk-tokens", "64")
-    assert config.engine_settings(receives=False).chunk_tokens == 64
+    assert config.chunk_tokens == 64
 
 
 def test_without_a_profile_it_is_the_default_and_the_log_says_how_to_do_better() -> None:
@@ -80,7 +80,7 @@ def test_a_file_that_is_no_profile_is_named_by_its_flag(tmp_path: Path) -> None:
 def test_a_profile_of_another_engine_model_or_dtype_is_refused(tmp_path: Path, profile: Profile) -> None:
     config = prefill_config("--profile", written(tmp_path, profile))
     with pytest.raises(ConfigError, match="profile: was measured on"):
-        build_engine(config.engine_settings(receives=False))
+        build_engine(config)
 
 
 def test_a_timed_engine_takes_both_time_and_chunks_from_one_profile(tmp_path: Path) -> None:
@@ -88,6 +88,6 @@ def test_a_timed_engine_takes_both_time_and_chunks_from_one_profile(tmp_path: Pa
     config = parse_config(
         PrefillConfig, "prefill", ["--engine", "timed", "--latency-model", path, "--profile", path], {}
     )
-    engine = build_engine(config.engine_settings(receives=False))
+    engine = build_engine(config)
     assert engine.info.engine == "timed"
     engine.close()

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from kaveri.engine.factory import EngineSettings, build_engine
+from kaveri.engine.factory import build_engine
+from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
@@ -258,7 +259,7 @@ def test_gloo_and_nixl_are_used_only_when_asked_for() -> None:
 
 def test_an_engine_listens_for_gloo_beside_tcp() -> None:
     settings = EngineSettings(
-        receives=True, engine="fake", kv_transports=("gloo", "tcp"), kv_host="127.0.0.1", kv_cache_memory_bytes=2**20
+        receives=True, engine="fake", kv_transports=("gloo", "tcp"), kv_host="127.0.0.1", kv_cache_memory=2**20
     )
     with contextlib.closing(build_engine(settings)) as engine:
         assert [endpoint.transport for endpoint in engine.info.kv_endpoints] == ["gloo", "tcp"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.engine.factory import EngineSettings, build_engine
-from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.engine.factory import build_engine
+from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
@@ -156,10 +156,10 @@ def test_the_mock_lands_transfers_and_moves_no_bytes() -> None:
 
 
 def test_the_mock_is_refused_to_engines_that_read_their_kv() -> None:
-    settings = EngineSettings(receives=True, engine="fake", kv_transports=("mock",), kv_cache_memory_bytes=2**20)
+    settings = EngineSettings(receives=True, engine="fake", kv_transports=("mock",), kv_cache_memory=2**20)
     with pytest.raises(ConfigError, match="moves no bytes") as raised:
         build_engine(settings)
     assert raised.value.field == "kv_transports"
-    engine = build_engine(replace(settings, fake_model=FakeModel(verify=False)))
+    engine = build_engine(replace(settings, fake_verify_kv=False))
     assert [endpoint.transport for endpoint in engine.info.kv_endpoints] == ["mock"]
     engine.close()

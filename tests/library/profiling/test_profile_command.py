@@ -68,7 +68,7 @@ def test_a_timed_engine_is_profiled_in_a_process_of_its_own(tmp_path: Path) -> N
     assert "<svg" in plot.read_text()
     again = ("--engine", "timed", "--latency-model", str(latency_file), "--profile", str(out))
     config = parse_config(PrefillConfig, "prefill", again, {})
-    build_engine(config.engine_settings(receives=False)).close()
+    build_engine(config).close()
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_real_model_is_profiled_and_its_instances_take_the_profile(tiny_profil
     assert min(point.times.repeats for point in found.decode) >= 3
     flags = ["--model", str(model), "--kv-cache-memory", "8MiB", "--profile", str(out)]
     config = parse_config(PrefillConfig, "prefill", flags, {})
-    engine = build_engine(config.engine_settings(receives=False))
+    engine = build_engine(config)
     engine.close()
     assert config.chunk_tokens == found.chunk_tokens
 
@@ -99,7 +99,7 @@ def test_another_model_refuses_the_profile(tiny_profile: tuple[Path, Path], tmp_
     other = make_tiny_model(tmp_path / "other", seed=1, max_positions=512)
     flags = ["--model", str(other), "--kv-cache-memory", "8MiB", "--profile", str(tiny_profile[1])]
     with pytest.raises(ConfigError, match=r"profile: was measured on model .*tiny .*; here it is .*other"):
-        build_engine(parse_config(PrefillConfig, "prefill", flags, {}).engine_settings(receives=False))
+        build_engine(parse_config(PrefillConfig, "prefill", flags, {}))
 
 
 @pytest.mark.parametrize(

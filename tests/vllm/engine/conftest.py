@@ -39,9 +39,10 @@ class Lender:
             "dtype": "float32",
             "max_model_len": MAX_MODEL_LEN,
             "block_tokens": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": 2**27,
+            "kv_cache_memory": 2**27,
             "chunk_tokens": CHUNK_TOKENS,
             "max_batch": self._max_batch,
+            "decodes": self._max_batch > 0,
             "engine_args": {"num_gpu_blocks_override": _BLOCKS, "tensor_parallel_size": self._tensor_ranks},
             "mirrored": self._mirrored,
         }

@@ -33,9 +33,9 @@ def load() -> Iterator[Callable[..., EngineProcess]]:
         def start(folder: Path, max_model_len: int | None = 128) -> EngineProcess:
             loading = {
                 "dtype": "float32",
-                "max_model_len": max_model_len,
+                "max_model_len": max_model_len or 0,
                 "block_tokens": 32,
-                "kv_cache_memory_bytes": 2**24,
+                "kv_cache_memory": 2**24,
                 "chunk_tokens": 16,
                 "max_batch": 4,
                 "engine_args": {"num_gpu_blocks_override": 33},

@@ -1,0 +1,168 @@
+"""The settings of an engine: each declared once, read by the service's flags and by what builds the engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kaveri.config.settings import MAX_PORT, hidden, present, setting, size_bytes
+from kaveri.engine.limits import SHORTEST_MODEL_LEN
+from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.engine.vllm.options import parse_engine_args
+from kaveri.errors import ConfigError
+from kaveri.kv.transfer.receiver import CREDIT_BYTES
+from kaveri.kv.transports import TLS, TRANSPORT_NAMES, transport_names
+from kaveri.kv.transports.link_speed import link_text
+from kaveri.kv.transports.tls import TlsFiles
+from kaveri.latency.profile import Profile, read_profile
+from kaveri.models import KAVERI_TINY
+
+DEFAULT_CHUNK_TOKENS = 512
+"""What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
+DEFAULT_BLOCK_TOKENS = 16
+OF_PUSHES = ("kv_link",)
+OF_LANDINGS = ("kv_host", "kv_port", "kv_credit_bytes")
+OF_TRANSFERS = (*OF_PUSHES, *OF_LANDINGS, "kv_transports", "kv_tls_cert", "kv_tls_key", "kv_tls_ca")
+"""Settings that a program without transfers does not take."""
+
+
+def model_len(text: str) -> int:
+    """For `setting`: 0, or a length that a request can have. Raises ValueError."""
+    try:
+        length = int(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no whole number") from error
+    if length != 0 and length < SHORTEST_MODEL_LEN:
+        raise ValueError(
+            f"is {length}; it must be 0 or at least {SHORTEST_MODEL_LEN}: one token of prompt, one of answer"
+        )
+    return length
+
+
+def _profile_at(path: str) -> Profile | None:
+    """For `setting`. Raises ValueError."""
+    try:
+        return read_profile(path) if path else None
+    except ConfigError as error:
+        raise ValueError(error.reason) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeUpSettings:
+    """Settings of the engines without a model: fake and timed."""
+
+    latency_model: str = setting(
+        "timed engine: whose time it takes, a bundled name, a JSON file or a file of `kaveri profile`", ""
+    )
+    fake_step_s: float = setting("fake engine: seconds that a step takes", 0.0, least=0)
+    fake_prefill_token_s: float = setting("fake engine: seconds that a prompt token adds to its step", 0.0, least=0)
+    fake_eos_probability: float = setting("fake engine: chance of each token to end its answer", 0.0, least=0, most=1)
+    fake_verify_kv: bool = setting("fake engine: check all earlier KV in every step", True)
+    fake_shape: FakeModel = FakeModel()  # noqa: RUF009 - it is frozen
+    """What no flag says of the model that they pretend to have: its layers, heads and positions."""
+
+    @property
+    def fake_model(self) -> FakeModel:
+        """The model that they pretend to have."""
+        return replace(
+            self.fake_shape,
+            eos_probability=self.fake_eos_probability,
+            step_s=self.fake_step_s,
+            prefill_token_s=self.fake_prefill_token_s,
+            verify=self.fake_verify_kv,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(MadeUpSettings):
+    """Which engine, on which model, with which memory, and how its KV travels. build_engine checks them together."""
+
+    model: str = setting("model to serve: a path, a hub id or a bundled name", KAVERI_TINY, present)
+    engine: str = setting("transformers, vllm, fake (made-up tokens) or timed (--latency-model)", "transformers")
+    engine_args: Mapping[str, Any] | None = setting(
+        "vllm engine: its own options, a JSON object or a YAML or JSON file; None: vLLM's defaults",
+        None,
+        parse_engine_args,
+        mask=hidden,
+    )
+    dtype: str = setting(
+        "element type: auto (the checkpoint's), float32, bfloat16 or float16",
+        "auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = setting("where the model computes: auto, cpu, cuda or cuda:N", "auto")
+    max_model_len: int = setting(
+        f"most tokens of prompt and answer together, at least {SHORTEST_MODEL_LEN}; 0: what model and KV pool allow",
+        0,
+        model_len,
+    )
+    kv_cache_memory: int = setting(
+        "size of the KV pool, all of it resident from the start: 512MiB, 2GB or a number of bytes",
+        128 * 2**20,
+        size_bytes,
+    )
+    block_tokens: int | None = setting(
+        f"tokens per KV block, alike on all vllm instances; None: {DEFAULT_BLOCK_TOKENS}, with vllm on CPUs 32",
+        None,
+        least=1,
+    )
+    max_batch: int = setting("most requests in one decode step", 64, least=1)
+    chunk_tokens: int = setting(
+        f"most prompt tokens computed in one step; 0: the profile's, {DEFAULT_CHUNK_TOKENS} without one", 0, least=0
+    )
+    """Never 0 once the settings are made, so that its readers find the value in use."""
+    profile: Profile | None = setting(  # noqa: RUF009
+        "file of `kaveri profile`, measured on this model, dtype, device and engine", None, _profile_at
+    )
+    kv_transports: tuple[str, ...] = setting(
+        "how KV is pushed (the preferred first; one that cannot connect is passed over) or taken: some of shm and unix "
+        "(same machine and user only), tcp and tls, and, where they are installed, nixl, gloo and nccl",
+        TRANSPORT_NAMES,
+        transport_names,
+    )
+    kv_tls_cert: str = setting("transport tls: PEM file of this instance's certificate, shown to its peers", "")
+    kv_tls_key: str = setting("transport tls: PEM file of its key, unencrypted", "")
+    kv_tls_ca: str = setting("transport tls: PEM file of the authority that all peers' certificates are of", "")
+    kv_host: str = setting("address on which pushed KV is taken; empty: the value of --host", "")
+    kv_port: int = setting("port on which pushed KV is taken; 0: a free one", 0, least=0, most=MAX_PORT)
+    kv_credit_bytes: int = setting(
+        "KV that all prefill instances together may have under way to this one: 128MiB or a number of bytes",
+        CREDIT_BYTES,
+        size_bytes,
+    )
+    kv_link: str = setting(
+        "emulated link to push over, for studies: 25Gbps,50us or 200Gbps,800KiB/token; empty: none", "", link_text
+    )
+    receives: bool = False
+    """Whether to listen for pushes of KV. Not a flag: the program knows."""
+    decodes: bool = True
+    """False: prompts only, which saves the vllm engine what a running batch needs."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens == 0:
+            profiled = self.profile.chunk_tokens if self.profile is not None else DEFAULT_CHUNK_TOKENS
+            object.__setattr__(self, "chunk_tokens", profiled)
+
+    @property
+    def kv_listen_host(self) -> str:
+        """Where listeners for KV bind. "0.0.0.0": all interfaces."""
+        return self.kv_host or "127.0.0.1"
+
+    @property
+    def kv_advertise_host(self) -> str | None:
+        """The host in tickets. None: kv_listen_host."""
+        return None
+
+    @property
+    def kv_tls(self) -> TlsFiles | None:
+        """None where no file is given. Raises ConfigError when one is missing, or they would change nothing."""
+        paths = {"kv_tls_cert": self.kv_tls_cert, "kv_tls_key": self.kv_tls_key, "kv_tls_ca": self.kv_tls_ca}
+        given = [name for name, path in paths.items() if path]
+        if not given:
+            return None
+        for name, path in paths.items():
+            if not path:
+                raise ConfigError(name, f"is not given, but {' and '.join(given)}: TLS takes all three")
+        if TLS not in self.kv_transports:
+            transports = ",".join(self.kv_transports)
+            raise ConfigError(given[0], f"would change nothing: tls is not in kv_transports, {transports}")
+        return TlsFiles(*paths.values())
