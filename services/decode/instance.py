@@ -62,7 +62,7 @@ ask every tenth of a second."""
 
 
 class DecodeInstance:
-    """The HostedRole of a decode instance. For one event loop."""
+    """The EngineRole of a decode instance. For one event loop."""
 
     def __init__(
         self,

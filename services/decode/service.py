@@ -9,7 +9,8 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import Role
 from kaveri.engine.contract import DecodeEngine
 from kaveri.hosting.config import load_engine
-from kaveri.hosting.hosting import InstanceHost, new_incarnation
+from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from services.decode.config import DecodeConfig
@@ -32,7 +33,7 @@ async def serve(config: DecodeConfig, stopping: asyncio.Event) -> int:
 
 def decode_host(
     config: DecodeConfig, engine: DecodeEngine, store: ClusterStore, registry: CollectorRegistry = REGISTRY
-) -> InstanceHost:
+) -> EngineHost:
     """A decode instance around `engine`, which it owns from now on."""
     instance = DecodeInstance(
         engine,
@@ -45,4 +46,4 @@ def decode_host(
     )
     incarnation = new_incarnation()
     register = partial(add_DecodeServiceServicer_to_server, DecodeServer(instance, incarnation))
-    return InstanceHost(config, Role.DECODE, engine, store, instance, [SERVICE_NAME], register, incarnation)
+    return EngineHost(config, Role.DECODE, engine, store, instance, [SERVICE_NAME], register, incarnation)

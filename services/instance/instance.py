@@ -11,7 +11,7 @@ from services.prefill.instance import PrefillInstance
 
 
 class ColocatedInstance:
-    """The HostedRole of a colocated instance. For one event loop.
+    """The EngineRole of a colocated instance. For one event loop.
 
     Prefill owns a request until its first token, decode from then on. Prefill hands it over in the same event-loop turn
     in which it receives that token, so exactly one phase owns it at any time.

@@ -10,7 +10,8 @@ from kaveri.cluster.store import ClusterStore, Follow
 from kaveri.domain.view import Role
 from kaveri.engine.factory import BuiltEngine
 from kaveri.hosting.config import load_engine
-from kaveri.hosting.hosting import InstanceHost, new_incarnation
+from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
@@ -47,7 +48,7 @@ def colocated_host(
     store: ClusterStore,
     rng: random.Random,
     registry: CollectorRegistry = REGISTRY,
-) -> InstanceHost:
+) -> EngineHost:
     """A colocated instance around `engine`, which it owns from now on. rng: chooses predictors."""
     incarnation = new_incarnation()
     decode = DecodeInstance(
@@ -78,4 +79,4 @@ def colocated_host(
 
     names = [prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]
     hosted = ColocatedInstance(prefill, decode)
-    return InstanceHost(config, Role.COLOCATED, engine, store, hosted, names, register, incarnation)
+    return EngineHost(config, Role.COLOCATED, engine, store, hosted, names, register, incarnation)

@@ -57,7 +57,7 @@ LONGEST_REQUEST_S = 86_400.0
 
 
 class PrefillInstance:
-    """The HostedRole of a prefill instance. For one event loop."""
+    """The EngineRole of a prefill instance. For one event loop."""
 
     def __init__(
         self,

@@ -10,7 +10,8 @@ from kaveri.cluster.store import ClusterStore, Follow
 from kaveri.domain.view import Role
 from kaveri.engine.contract import PrefillEngine
 from kaveri.hosting.config import load_engine
-from kaveri.hosting.hosting import InstanceHost, new_incarnation
+from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.prefill.config import PrefillConfig
@@ -39,7 +40,7 @@ def prefill_host(
     store: ClusterStore,
     rng: random.Random,
     registry: CollectorRegistry = REGISTRY,
-) -> InstanceHost:
+) -> EngineHost:
     """A prefill instance around `engine`, which it owns from now on. rng: for its choices of peers."""
     metrics = PrefillMetrics(engine, registry)
 
@@ -63,4 +64,4 @@ def prefill_host(
         forecaster=LengthForecaster.configured(config, store, engine, metrics, rng),
     )
     register = partial(add_PrefillServiceServicer_to_server, PrefillServer(instance))
-    return InstanceHost(config, Role.PREFILL, engine, store, instance, [SERVICE_NAME], register, new_incarnation())
+    return EngineHost(config, Role.PREFILL, engine, store, instance, [SERVICE_NAME], register, new_incarnation())

@@ -18,7 +18,7 @@ from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.factory import BuiltEngine
-from kaveri.hosting.hosting import InstanceHost
+from kaveri.hosting.engine_host import EngineHost
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transports import TRANSPORT_NAMES
 from kaveri.rpc.server import open_channel
@@ -52,7 +52,7 @@ class RunningInstance:
 
     instance_id: str
     engine: BuiltEngine
-    host: InstanceHost
+    host: EngineHost
     stopping: asyncio.Event
     serving: asyncio.Task[int]
     channel: aio.Channel
@@ -306,7 +306,7 @@ class InProcessCluster:
         return store
 
     async def _run(
-        self, instance_id: str, engine: BuiltEngine, host: InstanceHost, registry: CollectorRegistry
+        self, instance_id: str, engine: BuiltEngine, host: EngineHost, registry: CollectorRegistry
     ) -> RunningInstance:
         stopping = asyncio.Event()
         serving = asyncio.create_task(host.serve(stopping))

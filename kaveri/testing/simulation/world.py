@@ -13,7 +13,7 @@ from kaveri.cluster.store import Follow
 from kaveri.domain.view import Role
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
-from kaveri.hosting.hosting import InstanceHost
+from kaveri.hosting.engine_host import EngineHost
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.engine import SimulatedEngine
 from kaveri.testing.simulation.kv_network import NetworkWire
@@ -49,7 +49,7 @@ class Life:
     stopping: asyncio.Event
     port: int
     engine: SimulatedEngine | None = None
-    host: InstanceHost | None = None
+    host: EngineHost | None = None
     router: Router | None = None
     ended: bool = False
     """It was killed, or its main function has returned."""

@@ -10,7 +10,8 @@ from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeRunner
 from kaveri.hosting.config import InstanceConfig
-from kaveri.hosting.hosting import BROKEN_STATUS, InstanceHost
+from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.service_host import BROKEN_STATUS
 
 SOON_S = 20.0
 
@@ -45,7 +46,7 @@ async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves(
     engine = StepwiseEngine(FakeRunner(), 1024)
     config = InstanceConfig(instance_id="prefill-0", engine="fake")
     async with MemoryStore(MemoryCluster()) as store:
-        host = InstanceHost(
+        host = EngineHost(
             config, Role.PREFILL, engine, store, role, ["kaveri.v1.PrefillService"], lambda _: None, incarnation=1
         )
         serving = asyncio.create_task(host.serve(asyncio.Event()))

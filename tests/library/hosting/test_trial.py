@@ -16,7 +16,8 @@ from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, SequenceSlice
 from kaveri.errors import ConfigError
 from kaveri.hosting.config import InstanceConfig
-from kaveri.hosting.hosting import BROKEN_STATUS, InstanceHost
+from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.service_host import BROKEN_STATUS
 from kaveri.hosting.trial import Trial
 from kaveri.kv.transfer.ticket import KvEndpoint
 
@@ -76,13 +77,13 @@ class _Incapable(_Runner):
         return [NoToken("not a number") if failed else each for each, failed in zip(drawn, fails, strict=True)]
 
 
-def _host(store: MemoryStore, role: Role, engine: StepwiseEngine, hosted: _Role) -> InstanceHost:
+def _host(store: MemoryStore, role: Role, engine: StepwiseEngine, hosted: _Role) -> EngineHost:
     config = InstanceConfig(instance_id="a", engine="fake")
-    return InstanceHost(config, role, engine, store, hosted, ["kaveri.v1.X"], lambda _: None, incarnation=1)
+    return EngineHost(config, role, engine, store, hosted, ["kaveri.v1.X"], lambda _: None, incarnation=1)
 
 
 @asynccontextmanager
-async def _serving(role: Role, engine: StepwiseEngine, hosted: _Role) -> AsyncIterator[InstanceHost]:
+async def _serving(role: Role, engine: StepwiseEngine, hosted: _Role) -> AsyncIterator[EngineHost]:
     stopping = asyncio.Event()
     async with MemoryStore(MemoryCluster()) as store:
         host = _host(store, role, engine, hosted)

@@ -14,12 +14,13 @@ from prometheus_client import CollectorRegistry
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.domain.length import TokenRange
 from kaveri.domain.view import InstanceStatus
+from kaveri.hosting.service_host import ServiceHost
 from kaveri.predictor.manifest import Manifest, write_manifest
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import predictor_pb2
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
 from services.predictor.config import PredictorConfig
-from services.predictor.service import PredictorHost
+from services.predictor.service import predictor_host
 from services.predictor.worker import WorkerThread
 from tests.support.redis_fixture import run_redis
 
@@ -63,7 +64,7 @@ class LastTokenModel:
 class RunningPredictor:
     """One predictor service in this process."""
 
-    host: PredictorHost
+    host: ServiceHost
     channel: aio.Channel
     registry: CollectorRegistry
     store: RedisStore
@@ -134,7 +135,7 @@ async def predictor(model: LastTokenModel, worker: WorkerThread) -> AsyncIterato
     )
     async with run_redis() as redis, RedisStore(redis.url) as store:
         registry, stopping = CollectorRegistry(), asyncio.Event()
-        host = PredictorHost(config, model, worker, store, registry)
+        host = predictor_host(config, model, worker, store, registry)
         serving = asyncio.create_task(host.serve(stopping))
         await eventually(lambda: host.started.is_set() or serving.done(), "it starts")
         running = RunningPredictor(host, open_channel(host.address), registry, store, stopping, serving)

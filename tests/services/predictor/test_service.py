@@ -96,7 +96,9 @@ async def test_a_full_queue_refuses_with_a_delay(
     predictor: RunningPredictor, model: LastTokenModel, wait_until: Callable[..., Any]
 ) -> None:
     model.free.clear()
-    accepted = [predictor.ask(*[[1]] * 6), predictor.ask(*[[2]] * 6)]
+    accepted = [predictor.ask(*[[1]] * 6)]
+    await wait_until(lambda: len(model.batches) == 1, "the first four are computed")
+    accepted.append(predictor.ask(*[[2]] * 6))
     await wait_until(lambda: predictor.metric("kaveri_predictor_waiting_prompts") == 8, "four are computed, eight wait")
     error = await refusal(predictor.ask([3]))
     assert isinstance(error, NoCapacity)

@@ -1,0 +1,127 @@
+"""The life of one engine instance: start the engine, try it, serve a role around it, close it. Knows no role.
+
+The engine's events come to the role on the event loop, each batch by one call, so that neither the loop nor the engine
+waits for the other.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from grpc import aio
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.view import InstanceLoad, InstanceState, Role
+from kaveri.engine.contract import Engine, EngineEvent, EngineStopped
+from kaveri.hosting.config import InstanceConfig
+from kaveri.hosting.service_host import HostedService, ServiceHost, first_of, service_record
+from kaveri.hosting.trial import Trial
+from kaveri.telemetry.logs import get_logger
+
+
+class EngineRole(HostedService, Protocol):
+    """What an instance does with its engine. Every method is called on the event loop."""
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        """Takes one batch of the engine's events. Does not block."""
+
+
+class EngineHost:
+    """Runs one role around one engine. Owns the engine, and a ServiceHost with everything else."""
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        role: Role,
+        engine: Engine,
+        store: ClusterStore,
+        hosted: EngineRole,
+        service_names: Sequence[str],
+        register: Callable[[aio.Server], None],
+        incarnation: int,
+    ) -> None:
+        """Arguments as ServiceHost's."""
+        info = engine.info
+        record = replace(
+            service_record(config, role, config.model_name, incarnation),
+            engine=info.engine,
+            layout=info.layout,
+            kv_endpoints=info.kv_endpoints,
+            max_model_len=info.max_model_len,
+        )
+        self._role = role
+        self._engine = engine
+        self._hosted = hosted
+        self._service = ServiceHost(config, store, record, hosted, service_names, register)
+        self._trial: Trial | None = None
+        """Takes the engine's events until it has shown that it can run its model."""
+
+    @property
+    def address(self) -> str:
+        """Where others reach it; empty before it listens."""
+        return self._service.address
+
+    @property
+    def started(self) -> asyncio.Event:
+        """Set once requests are taken."""
+        return self._service.started
+
+    @property
+    def state(self) -> InstanceState:
+        """What the heartbeats say."""
+        return self._service.state
+
+    def load(self) -> InstanceLoad:
+        """What a heartbeat says now."""
+        return self._service.load()
+
+    async def serve(self, stopping: asyncio.Event) -> int:
+        """Serves until `stopping` is set, then drains; or until it breaks. Returns the exit status.
+
+        Raises ConfigError when the engine cannot run its model, which is tried before the instance registers, and when
+        the address cannot be had. The engine is closed when this returns, however it ends.
+        """
+        loop = asyncio.get_running_loop()
+        self._trial = Trial(self._engine, self._role is not Role.PREFILL)
+        self._engine.start(lambda events: _forward(loop, self._handle, events))
+        try:
+            if not await self._engine_works(stopping):
+                return 0
+            return await self._service.serve(stopping)
+        finally:
+            await asyncio.to_thread(self._engine.close)
+
+    async def _engine_works(self, stopping: asyncio.Event) -> bool:
+        """Tries the engine; False when `stopping` was set first. Raises ConfigError."""
+        assert self._trial is not None
+        trying = asyncio.ensure_future(self._trial.run())
+        await first_of(stopping.wait(), asyncio.wait((trying,)), timeout_s=None)
+        if not trying.done():
+            trying.cancel()
+            return False
+        trying.result()
+        self._trial = None
+        return not stopping.is_set()
+
+    def _handle(self, events: Sequence[EngineEvent]) -> None:
+        try:
+            if self._trial is not None:
+                self._trial.handle(events)
+            else:
+                self._hosted.handle(events)
+        except Exception as error:
+            # Which events were lost is unknown, and a request without them would wait for ever.
+            self._service.break_off(f"the instance lost its engine's events: {error!r}")
+            get_logger().exception("engine_events_lost", error=repr(error))
+        # By contract the last event that an engine ever sends.
+        if events and isinstance(last := events[-1], EngineStopped):
+            self._service.break_off(f"the engine stopped: {last.reason}")
+            get_logger().error("engine_stopped", reason=last.reason)
+
+
+def _forward(
+    loop: asyncio.AbstractEventLoop, handle: Callable[[Sequence[EngineEvent]], None], events: Sequence[EngineEvent]
+) -> None:
+    """From the engine's thread to the loop."""
+    loop.call_soon_threadsafe(handle, events)

@@ -1,0 +1,160 @@
+"""The life of every service process around its own work: listen, register, serve, drain, stop."""
+
+import asyncio
+import importlib.metadata
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from grpc import aio
+
+from kaveri.cluster.heartbeat import Heartbeat
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.rpc.process import ServiceConfig
+from kaveri.rpc.server import RpcServer
+from kaveri.telemetry.logs import get_logger
+
+BROKEN_STATUS = 1
+"""Exit status of a service that could not go on: its engine broke, or its work failed."""
+_STOP_GRACE_S = 1.0
+"""Seconds for last messages to leave once nothing is in flight."""
+
+
+class HostedService(Protocol):
+    """What a process does while it serves. Every method is called on the event loop."""
+
+    async def run(self) -> None:
+        """Works in the background until cancelled."""
+
+    def load(self) -> InstanceLoad:
+        """How busy the service is. The host fills in the state."""
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is left."""
+
+    def fail_all(self, reason: str) -> None:
+        """Ends every request that is left as unavailable."""
+
+
+def new_incarnation() -> int:
+    """A random number that names one life of an instance."""
+    return secrets.randbits(63)
+
+
+def service_record(config: ServiceConfig, role: Role, model: str, incarnation: int) -> InstanceRecord:
+    """The part of a record that every service fills in; the host adds the address."""
+    return InstanceRecord(
+        instance_id=config.instance_id,
+        incarnation=incarnation,
+        role=role,
+        address="",
+        model=model,
+        lease_ttl_s=config.lease_ttl_s,
+        version=importlib.metadata.version("kaveri"),
+    )
+
+
+class ServiceHost:
+    """Runs one service: owns its server, its lease and its background work."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        store: ClusterStore,
+        record: InstanceRecord,
+        hosted: HostedService,
+        service_names: Sequence[str],
+        register: Callable[[aio.Server], None],
+    ) -> None:
+        """service_names: full names of the gRPC services; register adds their servicers. store: connected already."""
+        self.record = record
+        """Its address is known once `started`."""
+        self.state = InstanceState.READY
+        """What the heartbeats say."""
+        self.started = asyncio.Event()
+        """Set once requests are taken."""
+        self._config = config
+        self._store = store
+        self._hosted = hosted
+        self._server = RpcServer(config.host, config.port, service_names)
+        self._server.add(register)
+        self._broken: asyncio.Future[str] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where others reach it; empty before it listens."""
+        return self.record.address
+
+    async def serve(self, stopping: asyncio.Event) -> int:
+        """Serves until `stopping` is set, then drains; or until break_off(). Returns the exit status.
+
+        Raises ConfigError when the address cannot be had.
+        """
+        self._broken = self._broken or asyncio.get_running_loop().create_future()
+        try:
+            await self._server.start()
+            self.record = replace(self.record, address=self._config.advertised_address(self._server.port))
+            heartbeat = Heartbeat(self._store, self.record, self.load, self._config.heartbeat_interval_s)
+            async with asyncio.TaskGroup() as tasks:
+                working = tasks.create_task(self._hosted.run())
+                beating = tasks.create_task(heartbeat.run())
+                try:
+                    await self._server.ready()
+                    self.started.set()
+                    get_logger().info(
+                        "service_started",
+                        address=self.address,
+                        model=self.record.model,
+                        engine=self.record.engine,
+                        incarnation=self.record.incarnation,
+                    )
+                    status = await self._until_stopped(stopping, heartbeat)
+                    await self._server.stop(_STOP_GRACE_S)
+                    heartbeat.stop()
+                    await beating
+                    return status
+                finally:
+                    heartbeat.stop()
+                    beating.cancel()
+                    working.cancel()
+        finally:
+            await self._server.stop(0)
+
+    def break_off(self, reason: str) -> None:
+        """Ends the service without a drain, with BROKEN_STATUS. The first reason counts."""
+        if self._broken is None:
+            self._broken = asyncio.get_running_loop().create_future()
+        if not self._broken.done():
+            self._broken.set_result(reason)
+
+    def load(self) -> InstanceLoad:
+        """What a heartbeat says now."""
+        return replace(self._hosted.load(), state=self.state)
+
+    async def _until_stopped(self, stopping: asyncio.Event, heartbeat: Heartbeat) -> int:
+        assert self._broken is not None
+        broken = self._broken
+        await first_of(stopping.wait(), asyncio.wait((broken,)), timeout_s=None)
+        self.state = InstanceState.DRAINING
+        self._hosted.drain()
+        if not broken.done():
+            heartbeat.beat_now()
+            await self._server.drain()
+            await first_of(self._hosted.wait_idle(), asyncio.wait((broken,)), timeout_s=self._config.drain_timeout_s)
+        self._hosted.fail_all(broken.result() if broken.done() else "the instance is stopping")
+        return BROKEN_STATUS if broken.done() else 0
+
+
+async def first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None) -> None:
+    """Returns when one of them does, or after the timeout; cancels the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
