@@ -83,6 +83,7 @@ class SimulatedServer:
         for connection in list(self.connections):
             connection.go_away()
         if self.calls and grace_s > 0:
+            self._empty.clear()
             try:
                 async with asyncio.timeout(grace_s):
                     await self._empty.wait()
