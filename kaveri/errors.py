@@ -5,17 +5,17 @@ KaveriError
 ├── ModelNotFound         no such model: model, served
 ├── RequestAlreadyExists  the request id is in flight: request_id
 ├── NoCapacity            a queue or a pool is full now: role, retry_after_s
-├── Unavailable           nothing is left, or reachable, to do it: retry_after_s
+├── Unavailable           no instance can serve this now: retry_after_s
 ├── StaleAttempt          a newer attempt of the request is known: request_id, attempt, newest_attempt
-├── DeadlineExceeded      the request's time is over
-├── RequestCancelled      the request was cancelled by somebody else than its caller: request_id
+├── DeadlineExceeded      the request's deadline has passed
+├── RequestCancelled      the request was cancelled, but not by this caller: request_id
 ├── LayoutMismatch        two KV pools cannot exchange blocks: field, ours, theirs
 ├── TransferFailed        a KV push ended without acceptance: reason
-├── EngineError           the engine broke: reason
+├── EngineError           the engine failed: reason
 ├── InternalError         a bug in this process, written to its log: reason
-└── ConfigError           a process cannot start like this: field, reason
+└── ConfigError           a setting is invalid; the process cannot start: field, reason
 
-How each travels as a gRPC status is said in one place, kaveri/wire/status.py.
+kaveri/wire/status.py maps them to gRPC statuses.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class NoCapacity(KaveriError):
 
 
 class Unavailable(KaveriError):
-    """Nothing is left, or reachable, to do it."""
+    """No instance can serve this now."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -90,7 +90,7 @@ class StaleAttempt(KaveriError):
 
 
 class DeadlineExceeded(KaveriError):
-    """The request's time is over."""
+    """The request's deadline has passed."""
 
     def __init__(self, what: str = "the request") -> None:
         super().__init__(f"{what} passed its deadline")
@@ -98,7 +98,7 @@ class DeadlineExceeded(KaveriError):
 
 
 class RequestCancelled(KaveriError):
-    """The request was cancelled by somebody else than the caller who sees this."""
+    """The request was cancelled, but not by the caller that sees this error."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request {request_id!r} was cancelled")
@@ -124,7 +124,7 @@ class TransferFailed(KaveriError):
 
 
 class EngineError(KaveriError):
-    """The engine broke; the process that hosts it should end."""
+    """The engine failed; the process that hosts it should end."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"engine failed: {reason}")
@@ -132,7 +132,7 @@ class EngineError(KaveriError):
 
 
 class InternalError(KaveriError):
-    """Something that should not happen; the process that raises it has written the cause to its log."""
+    """A bug; the process that raises it has logged the cause."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -140,7 +140,7 @@ class InternalError(KaveriError):
 
 
 class ConfigError(KaveriError):
-    """A process cannot start like this; shown as one line, without a traceback."""
+    """A setting is invalid, and the process cannot start; shown as one line, without a traceback."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")

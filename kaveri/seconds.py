@@ -1,4 +1,4 @@
-"""Checks durations that come from elsewhere. One that is infinite or no number stops a clock, or a lock's wait."""
+"""Checks durations from external input. An infinite one or NaN would break a clock or a lock's wait."""
 
 import math
 

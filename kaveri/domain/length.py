@@ -1,4 +1,4 @@
-"""What is known of an answer's length before it ends. Pure: no clock, no I/O."""
+"""What is known about an answer's length before it ends. Pure: no clock, no I/O."""
 
 import enum
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class TokenRange:
             raise ValueError(f"[{self.low}, {self.high}) is no range of tokens")
 
     def after(self, drawn_tokens: int) -> "TokenRange | None":
-        """What is left of an answer of this length when `drawn_tokens` of it are drawn and it goes on.
+        """The remaining range of an answer that has `drawn_tokens` tokens and continues.
 
-        None when it has outlived the range: the prediction was wrong and says nothing any more.
+        None when the answer is longer than the range: the prediction was wrong and is no longer used.
         """
         if self.high - drawn_tokens <= 1:
             return None
@@ -45,7 +45,7 @@ class TokenRange:
 
 
 def settled_length(params: SamplingParams) -> TokenRange | None:
-    """The length of an answer that nothing but max_tokens can end; None for all others."""
+    """The length of an answer that only max_tokens can end; None for all others."""
     if params.max_tokens is None or not params.ignore_eos or params.stop or params.stop_token_ids:
         return None
     return TokenRange(params.max_tokens, params.max_tokens + 1)

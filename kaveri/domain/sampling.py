@@ -38,7 +38,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate, at least 1. None: as many as the model's length leaves after the prompt."""
+    """Most tokens to generate, at least 1. None: all that the model's length leaves after the prompt."""
     temperature: float = 1.0
     """Divides the logits. 0 is greedy."""
     top_p: float = 1.0
@@ -52,12 +52,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the answer, beside the model's own."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence ids."""
+    """Continue past the model's end-of-sequence ids."""
     logprobs: int | None = None
     """Report the log-probability of each token and of this many most likely ones. None: no report."""
 
     def __post_init__(self) -> None:
-        # One plain string is the commonest slip, and a tuple of its letters the worst reading of it.
+        # A plain string is a common mistake; it must not become a tuple of its letters.
         stop = (
             (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "a text or a sequence of texts")
         )
@@ -142,7 +142,7 @@ def _check_stop_text(text: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """What the model thought of one generated position, before temperature, top_k and top_p."""
+    """The model's log-probabilities at one generated position, before temperature, top_k and top_p."""
 
     logprob: float
     """Natural logarithm of the drawn token's probability."""

@@ -25,7 +25,7 @@ from kaveri.telemetry.metrics import serve_metrics
 from kaveri.telemetry.readiness import is_ready
 
 ALL_ADDRESSES = ("0.0.0.0", "::", "[::]")
-"""Values of --host under which nobody can be reached."""
+"""Values of --host that are not addresses of a peer."""
 MAX_DRAIN_S = 7 * 86_400.0
 MAX_LEASE_S = 86_400.0
 MAX_REDIS_WAIT_S = 7 * 86_400.0
@@ -109,7 +109,7 @@ def run_service(
     serve: Callable[[ConfigT, asyncio.Event], Awaitable[int]],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Runs a service until it ends by itself or is told to, and returns the process's exit status.
+    """Runs a service until it ends by itself or by a signal, and returns the process's exit status.
 
     serve(config, stopping) does the work and returns the status; `stopping` is set by the first SIGTERM or SIGINT, upon
     which it drains. A second signal cancels it. ConfigError, from the flags or from serve, becomes one line on stderr.

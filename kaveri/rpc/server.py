@@ -18,20 +18,20 @@ MAX_MESSAGE_BYTES = 4 * 2**20
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A frozen peer is found within about 15 s even on a stream that carries nothing.
+    # Detects a hanging peer within about 15 s, also on an idle stream.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Peers are called by the address they registered; a proxy of the environment is not meant for them.
+    # Peers are called at the address they registered, never through a proxy from the environment.
     ("grpc.enable_http_proxy", 0),
 )
 _CHANNEL_OPTIONS = (
     *_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # How long one attempt to connect may take, in spite of the option's name; a busy peer needs more than a moment.
+    # Despite its name this option limits one attempt to connect; a busy peer needs some time.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     # Instances that share one address over time must not share a channel's back-off.
     ("grpc.use_local_subchannel_pool", 1),
@@ -63,7 +63,7 @@ class RpcServer:
         register(self._server)
 
     async def start(self) -> None:
-        """Listens. Raises ConfigError when the address cannot be had."""
+        """Listens. Raises ConfigError when the address cannot be bound."""
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         # Asked of a plain socket first: gRPC says less in its error, and prints a line of its own.
@@ -75,18 +75,18 @@ class RpcServer:
         await self._server.start()
 
     async def ready(self) -> None:
-        """Health says SERVING from now on, and the process is ready."""
+        """Health reports SERVING from now on, and the process is ready."""
         set_ready(True)
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self) -> None:
-        """Health says NOT_SERVING for good, and the process is not ready; RPCs go on."""
+        """Health reports NOT_SERVING from now on, and the process is not ready. RPCs continue."""
         set_ready(False)
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new RPCs, gives those in flight `grace_s` seconds, then cancels them."""
+        """Refuses new RPCs, gives those in flight `grace_s` seconds, then cancels them."""
         set_ready(False)
         await self._server.stop(grace_s)
 
@@ -97,7 +97,7 @@ def open_channel(address: str) -> aio.Channel:
 
 
 async def check_health(address: str, timeout_s: float) -> bool:
-    """Whether the server at `address` says SERVING within `timeout_s` seconds."""
+    """Whether the server at `address` reports SERVING within `timeout_s` seconds."""
     async with open_channel(address) as channel:
         try:
             request = health_pb2.HealthCheckRequest()

@@ -1,4 +1,4 @@
-"""Keeps text that merely looks like a control token from becoming one: a message cannot open another role's turn."""
+"""Keeps text that looks like a control token from becoming one, so a message cannot start another role's turn."""
 
 import json
 import re
@@ -18,7 +18,7 @@ class ControlTokens:
     """
 
     def __init__(self, backend: Tokenizer, rendered: Sequence[str]) -> None:
-        """backend: left as it is. rendered: conversations of harmless text, as the chat template renders them."""
+        """backend: not modified. rendered: conversations of harmless text, rendered by the chat template."""
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         control = {token.content for token in added.values() if token.special or _is_written(token.content, rendered)}
         self._pattern = re.compile(_alternatives(control)) if control else None
@@ -29,14 +29,15 @@ class ControlTokens:
         if any(token.normalized for token in added.values() if token.content in control):
             self._normalizer = backend.normalizer
         self.backend = _without_marker(backend, control, self._marker)
-        """Encodes as the original does, but leaves out markers after it has looked for control tokens."""
+        """Encodes as the original does, but removes markers after it has looked for control tokens."""
 
     def mark(self, text: str) -> tuple[str, bool]:
-        """Puts a marker into each control token of `text`. Whether there was any: then use `backend` to encode."""
+        """Puts a marker into each control token of `text`. Returns the text and whether it has any; then encode with
+        `backend`."""
         pieces: list[str] = []
         taken = 0
         for position in self._positions(text):
-            # Behind the first character of the token; a token that overlaps it is found and broken as well.
+            # After the first character of the token, so an overlapping token is found and broken as well.
             pieces += text[taken : position + 1], self._marker
             taken = position + 1
         if pieces:

@@ -5,22 +5,22 @@ from collections.abc import Collection, Sequence
 from tokenizers import Tokenizer
 
 _UNDECIDED_TOKENS = 8
-"""Tokens that may wait for the end of a character. The longest one has four bytes, so four tokens."""
+"""Tokens that may wait for the end of a character. The longest character has four bytes, so four tokens."""
 _CONTEXT_TOKENS = 4
-"""Tokens kept for context where text is cut off amid undecodable bytes; tokens of a prompt: as many or a few more."""
+"""Tokens kept as context where text is cut off between undecodable bytes; for a prompt, this many or a few more."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
     """Text of one answer: what its tokens add to the text of the prompt.
 
-    The pieces joined equal the tokenizer's decoding of prompt and answer without that of the prompt, up to a stop text.
-    Two exceptions. A character that the prompt leaves unfinished is not finished by the answer. And bytes that are no
-    UTF-8 can change how a tokenizer decodes the characters before them, which may have left already: then the text goes
-    on with the decoding of the new tokens alone.
+    The pieces joined equal the tokenizer's decoding of prompt and answer minus that of the prompt, up to a stop text.
+    Two exceptions. The answer does not complete a character that the prompt leaves unfinished. And invalid UTF-8 can
+    change how a tokenizer decodes the characters before it, which may have been sent already: then the text continues
+    with the decoding of the new tokens alone.
 
-    Held back until decided: an unfinished UTF-8 sequence, and a possible beginning of a stop text. The work for a token
-    is bounded, whatever the tokens before it were.
+    Text is held back while it is undecided: an unfinished UTF-8 sequence, or a possible beginning of a stop text. The
+    work per token is bounded.
     """
 
     def __init__(
@@ -36,18 +36,19 @@ class Detokenizer:
         self._backend = backend
         self._stop = tuple(stop)
         self._skipped_ids = skipped_ids
-        # Decoded together: [0, new) have left, and are the context of the others     [new, end) have not, or not wholly
+        # Decoded together: [0, new) are sent, and are the context of the others     [new, end) are not sent, or not
+        # completely
         self._window: list[int] = []
         self._new = 0
         self._left = ""
-        """The text of the window that has left, or is the prompt's."""
+        """The text of the window that was sent, or belongs to the prompt."""
         self._held = ""
         self.stopped = False
         """Whether a stop text was found; nothing more may be pushed."""
         self._begin_after(prompt_token_ids)
 
     def push(self, token_id: int) -> str:
-        """Takes the next token and returns the text that is decided now, often empty."""
+        """Adds the next token and returns the text that is decided now, often empty."""
         if not self._has_text(token_id):
             return ""
         self._window.append(token_id)
@@ -66,19 +67,19 @@ class Detokenizer:
 
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
         tail = [token_id for token_id in prompt_token_ids[-4 * _UNDECIDED_TOKENS :] if self._has_text(token_id)]
-        # A character that the prompt leaves unfinished is the prompt's: the answer's bytes stand for themselves.
+        # A character that the prompt leaves unfinished belongs to the prompt; the answer's bytes are decoded alone.
         while self._decode(tail[-_CONTEXT_TOKENS:]).endswith(_REPLACEMENT):
             tail.pop()
         for count in range(_CONTEXT_TOKENS, 2 * _CONTEXT_TOKENS):
             window = tail[-count:]
             text = self._decode(window)
-            # Begun within a character, the context would spoil what comes after it.
+            # A context that begins inside a character would corrupt the text after it.
             if not text.startswith(_REPLACEMENT):
                 self._window, self._new, self._left = window, len(window), text
                 return
 
     def _decided(self) -> str:
-        """The text that the window has decided. What has left becomes context, and older context is dropped."""
+        """The newly decided text of the window. Sent text becomes context; older context is dropped."""
         overdue = len(self._window) - self._new > _UNDECIDED_TOKENS
         text = self._decode(self._window)
         if not overdue and (text.endswith(_REPLACEMENT) or text == self._left):
@@ -88,7 +89,7 @@ class Detokenizer:
             return ""
         left = self._left
         if text.endswith(_REPLACEMENT):
-            # Only the end can become another character.
+            # Only the end can still change.
             self._window = self._window[-_CONTEXT_TOKENS:]
             self._new = 1
             self._left = self._decode(self._window)
@@ -101,7 +102,7 @@ class Detokenizer:
         return text[len(left) :]
 
     def _continued(self, text: str) -> str:
-        """`text`, which is the window's, if it still begins with what has left. Else the new tokens begin a window."""
+        """`text`, the window's, if it still begins with the sent text. Otherwise the new tokens start a window."""
         if text.startswith(self._left):
             return text
         self._window, self._new, self._left = self._window[self._new :], 0, ""
@@ -115,7 +116,7 @@ class Detokenizer:
 
     def _scan(self, piece: str) -> str:
         text = self._held + piece
-        # The match that ends first is the one that text coming letter by letter would meet first.
+        # The match that ends first: the first one if the text arrived letter by letter.
         ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if ends:
             self.stopped = True

@@ -45,13 +45,13 @@ class ModelTokenizer:
     """The tokenizer of one model. close() ends its threads.
 
     Work on the event loop is bounded, whatever the input. Longer input goes to a thread, which shares the interpreter:
-    no single call there holds it for longer than a few milliseconds, but for the list of an accepted prompt's ids.
+    a single call there holds it for at most a few milliseconds, except to list an accepted prompt's ids.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self.backend: Tokenizer = tokenizer.backend_tokenizer
-        # A tokenizer.json may carry both from its training. They would cut prompts, or fill them up.
+        # A tokenizer.json may have both from its training. They would truncate or pad prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size = vocab_size
