@@ -250,10 +250,9 @@ def choose_line(
     avoid: Collection[str] = (),
 ) -> InstanceStatus | None:
     """The ready decode instance of `model` to wait at when none has room for `needed_tokens`: of those whose pool is
-    large enough, the one with the most room. None when there is none.
+    large enough, the one where the fewest requests wait, and of these the one with the most room. None: there is none.
 
-    Parameters as of choose_decode, but that instances to avoid are not taken at all. An instance that keeps what comes
-    free for somebody shows no room, so those who wait spread over the instances.
+    Parameters as of choose_decode, but that instances to avoid are not taken at all.
     """
     candidates = [
         status
@@ -262,7 +261,11 @@ def choose_line(
         and (layout is None or layout.is_mappable(status.record.layout))
         and status.load.total_blocks >= blocks_there(status, needed_tokens)
     ]
-    return max(candidates, key=lambda status: status.load.free_blocks - unconfirmed_blocks.amount(status), default=None)
+
+    def attraction(status: InstanceStatus) -> tuple[int, int]:
+        return -status.load.waiting_requests, status.load.free_blocks - unconfirmed_blocks.amount(status)
+
+    return max(candidates, key=attraction, default=None)
 
 
 def largest_prompt(

@@ -57,10 +57,14 @@ class DecodeServiceServicer(object):
     """
 
     def Reserve(self, request, context):
-        """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. The
-        reservation ends by landing, by Abort, by expiry, or when the router's token stream ends. Errors:
-        RESOURCE_EXHAUSTED (no room now), INVALID_ARGUMENT (can never fit), FAILED_PRECONDITION (the layouts differ),
-        ABORTED (a newer attempt is known), CANCELLED (aborted meanwhile), UNAVAILABLE (draining, or its engine broke).
+        """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. With `wait` a
+        request without room waits here in line until it has room: the answer comes then. Ending the RPC, by cancellation or
+        by its deadline, gives the place in line up, or the room that was just granted. The reservation ends by landing, by
+        Abort, by expiry, or when the router's token stream ends. A client that cancels sends Abort too: the answer may have
+        been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
+        never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
+        router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
+        UNAVAILABLE (draining, or its engine broke; those who wait hear it at once).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

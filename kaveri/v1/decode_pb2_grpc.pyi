@@ -34,10 +34,14 @@ class DecodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Reserve: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]
-    """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. The
-    reservation ends by landing, by Abort, by expiry, or when the router's token stream ends. Errors:
-    RESOURCE_EXHAUSTED (no room now), INVALID_ARGUMENT (can never fit), FAILED_PRECONDITION (the layouts differ),
-    ABORTED (a newer attempt is known), CANCELLED (aborted meanwhile), UNAVAILABLE (draining, or its engine broke).
+    """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. With `wait` a
+    request without room waits here in line until it has room: the answer comes then. Ending the RPC, by cancellation or
+    by its deadline, gives the place in line up, or the room that was just granted. The reservation ends by landing, by
+    Abort, by expiry, or when the router's token stream ends. A client that cancels sends Abort too: the answer may have
+    been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
+    never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
+    router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
+    UNAVAILABLE (draining, or its engine broke; those who wait hear it at once).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
     """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
@@ -54,10 +58,14 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. The
-    reservation ends by landing, by Abort, by expiry, or when the router's token stream ends. Errors:
-    RESOURCE_EXHAUSTED (no room now), INVALID_ARGUMENT (can never fit), FAILED_PRECONDITION (the layouts differ),
-    ABORTED (a newer attempt is known), CANCELLED (aborted meanwhile), UNAVAILABLE (draining, or its engine broke).
+    """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. With `wait` a
+    request without room waits here in line until it has room: the answer comes then. Ending the RPC, by cancellation or
+    by its deadline, gives the place in line up, or the room that was just granted. The reservation ends by landing, by
+    Abort, by expiry, or when the router's token stream ends. A client that cancels sends Abort too: the answer may have
+    been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
+    never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
+    router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
+    UNAVAILABLE (draining, or its engine broke; those who wait hear it at once).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
@@ -77,10 +85,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.ReserveResponse, _abc.Awaitable[_decode_pb2.ReserveResponse]]:
-        """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. The
-        reservation ends by landing, by Abort, by expiry, or when the router's token stream ends. Errors:
-        RESOURCE_EXHAUSTED (no room now), INVALID_ARGUMENT (can never fit), FAILED_PRECONDITION (the layouts differ),
-        ABORTED (a newer attempt is known), CANCELLED (aborted meanwhile), UNAVAILABLE (draining, or its engine broke).
+        """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. With `wait` a
+        request without room waits here in line until it has room: the answer comes then. Ending the RPC, by cancellation or
+        by its deadline, gives the place in line up, or the room that was just granted. The reservation ends by landing, by
+        Abort, by expiry, or when the router's token stream ends. A client that cancels sends Abort too: the answer may have
+        been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
+        never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
+        router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
+        UNAVAILABLE (draining, or its engine broke; those who wait hear it at once).
         """
 
     @_abc_1.abstractmethod

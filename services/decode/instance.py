@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.sampling import SamplingParams
@@ -22,10 +24,12 @@ from kaveri.engine.contract import (
     TokenStep,
 )
 from kaveri.errors import (
+    DeadlineExceeded,
     EngineError,
     InvalidArgument,
     KaveriError,
     NoCapacity,
+    RequestAlreadyExists,
     RequestCancelled,
     StaleAttempt,
     Unavailable,
@@ -41,7 +45,7 @@ from kaveri.policy.admission import (
     kept_blocks,
 )
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
-from kaveri.policy.room_line import RoomLine
+from kaveri.policy.room_line import Place, RoomLine
 from kaveri.telemetry.logs import get_logger
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts, Phase
@@ -56,9 +60,8 @@ _LONGEST_REQUEST_S = 86_400.0
 _RETRY_AFTER_S = 0.1
 _UNLANDED_KEEPS_S = 2.0
 """How long blocks are kept for the growth of an answer whose KV has not landed: longer than most pushes take."""
-_PLACE_KEPT_S = 2.0
-"""How long a request that was refused for want of room keeps its place in line without asking again. Prefill instances
-ask every tenth of a second."""
+_LOOK_AGAIN_S = 0.002
+"""Blocks of aborted requests come free without an event: while requests wait, free blocks are looked at this often."""
 
 
 class DecodeInstance:
@@ -97,6 +100,7 @@ class DecodeInstance:
         self._line = RoomLine()
         # Read by the threads that serve metrics.
         metrics.in_line.set_function(lambda: self._line.length)
+        self._look_again: asyncio.TimerHandle | None = None
         self._last_step_s: float | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -116,53 +120,41 @@ class DecodeInstance:
         timeout_s: float,
         layout: KvLayout,
         predicted_length: TokenRange | None = None,
+        waits: bool = False,
     ) -> Ticket:
-        """Reserves room. An older reservation of the same request, or of the same attempt, is ended first; and so is a
-        request of another router with the same id.
+        """Reserves room. With `waits` a request without room waits in line until it has room; otherwise it is refused.
+
+        An older reservation of the same request, or of the same attempt, is ended first, waiting or not; and so is a
+        request of another router with the same id. A newer attempt takes over the place in line of an older one.
 
         timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
-        (draining), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit), and RequestCancelled when
-        it was aborted meanwhile. Cancelled, it leaves nothing reserved.
-
-        With NoCapacity the request has a place in line, which it keeps by asking again, and gives up by abort().
+        (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit),
+        RequestAlreadyExists (another router's request has replaced it while it waited), DeadlineExceeded, and
+        RequestCancelled when it was aborted meanwhile. Cancelled, it leaves nothing reserved, and no place in line.
         """
         if self._draining:
             raise Unavailable("the decode instance is draining", retry_after_s=1.0)
         self._info.layout.require_mappable(layout)
-        key = EngineKey(request_id, next(self._serials))
-        engine_request = EngineRequest(key, token_ids, generated_count, params)
+        engine_request = EngineRequest(EngineKey(request_id, next(self._serials)), token_ids, generated_count, params)
         # Before it can get a place in line: it would wait there for ever.
         self._info.require_servable(engine_request)
         needed_blocks = self._info.layout.block_count(len(token_ids) + 1)
         if needed_blocks > self._info.total_blocks:
             limit = f"at most {self._info.total_blocks * self._info.layout.block_tokens - 1} tokens (the KV pool here)"
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", limit)
-        self._end_former(request_id, attempt, router_id)
-        kept = self.kept_blocks()
+        place = self._end_former(request_id, attempt, router_id)
         request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length)
+        request.waits = waits
+        answer = request.answer = asyncio.get_running_loop().create_future()
+        self._line.join(request_id, needed_blocks, len(token_ids), place)
+        self._give_room()
+        if request.phase is Phase.WAITING and (not waits or self._line.is_over_limit()):
+            self._refuse(request, NoCapacity("decode", _RETRY_AFTER_S, self._why_no_room()))
         try:
-            self._require_room(request_id, needed_blocks, kept)
-            granting = self._engine.reserve(engine_request, min(timeout_s, self._reservation_ttl_s))
-            # Shielded: the engine's future is not ours to cancel; _end() tells the engine.
-            ticket = await asyncio.shield(asyncio.wrap_future(granting))
-        except NoCapacity:
-            # Told once, not each time that it asks.
-            self._end(request, "no_room", told=not self._join_line(request, needed_blocks, timeout_s))
-            raise
-        except EngineError as error:
-            self._end(request, "failed")
-            raise Unavailable(str(error)) from error
-        except KaveriError:
-            self._end(request, "refused")
-            raise
+            ticket: Ticket = await answer
         except asyncio.CancelledError:
-            self._end(request, "aborted")
+            self._end(request, "left_line" if request.phase is Phase.WAITING else "aborted")
             raise
-        if self._requests.by_key(key) is None:
-            # Ended while the engine was granting: what it granted since is taken back.
-            self._engine.abort(key)
-            raise RequestCancelled(request_id)
-        self._line.take(request_id)
         return ticket
 
     def adopt(
@@ -180,6 +172,8 @@ class DecodeInstance:
         """
         self._end_former(engine_request.key.request_id, attempt, router_id)
         request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length)
+        request.phase = Phase.RESERVED
+        self.streams.expect(router_id)
         try:
             self._engine.adopt(engine_request.key)
         except EngineError as error:
@@ -193,11 +187,13 @@ class DecodeInstance:
         by_router: whether the router itself asks. When a prefill instance ends a request that has landed, the router
         gets an error: it may wait for nothing but this instance's tokens by then.
         """
-        self._line.leave(request_id, attempt)
         request = self._requests.by_request_id(request_id)
         if request is None or request.attempt > attempt or request.router_id != router_id:
             return
-        silent = by_router or request.phase is Phase.RESERVED
+        if request.phase is Phase.WAITING:
+            self._end(request, "left_line")
+            return
+        silent = by_router or request.phase in (Phase.ASKED, Phase.RESERVED)
         self._end(request, "aborted", error=None if silent else "its prefill instance has given the request up")
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
@@ -208,13 +204,15 @@ class DecodeInstance:
             elif not isinstance(event, EngineStopped) and (request := self._requests.by_key(event.key)) is not None:
                 self._handle_one(request, event, now_s)
         self._admit()
+        self._give_room()
         self.streams.flush()
 
     def load(self) -> InstanceLoad:
         stats = self._engine.stats()
-        heavy_count = sum(request.heavy for request in self._requests)
-        # What is for the first in line is for nobody else.
-        is_open = self._line.may_take(None, time.monotonic())
+        placed = [request for request in self._requests if request.phase is not Phase.WAITING]
+        heavy_count = sum(request.heavy for request in placed)
+        # What is kept for the first in line no other request can have.
+        is_open = self._line.is_open(self._attainable_blocks())
         return InstanceLoad(
             waiting_requests=len(self._requests) - self._running_count,
             running_requests=self._running_count,
@@ -222,7 +220,7 @@ class DecodeInstance:
             total_blocks=self._info.total_blocks,
             context_tokens=stats.context_tokens,
             heavy_requests=heavy_count,
-            light_requests=len(self._requests) - heavy_count,
+            light_requests=len(placed) - heavy_count,
         )
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
@@ -243,6 +241,8 @@ class DecodeInstance:
 
     def drain(self) -> None:
         self._draining = True
+        for request in self._waiting():
+            self._refuse(request, Unavailable("the decode instance is draining", retry_after_s=1.0))
 
     async def wait_idle(self) -> None:
         # What the streams have not sent yet they send when they are closed.
@@ -293,23 +293,35 @@ class DecodeInstance:
             case RequestFailed():
                 self._fail(request, event.reason)
 
-    def _end_former(self, request_id: str, attempt: int, router_id: str) -> None:
-        """Ends what is here of the request, unless that is newer: then raises StaleAttempt."""
+    def _end_former(self, request_id: str, attempt: int, router_id: str) -> Place | None:
+        """Ends what is here of the request, unless that is newer: then raises StaleAttempt.
+
+        Returns the place in line that an older attempt of the same router had.
+        """
         former = self._requests.by_request_id(request_id)
         same_router = former is not None and former.router_id == router_id
         if former is not None and same_router and attempt < former.attempt:
             raise StaleAttempt(request_id, attempt, former.attempt)
         self._attempts.note(router_id, request_id, attempt, time.monotonic())
         if former is None:
-            return
+            return None
+        place = self._line.leave(request_id)
         if not same_router:
             # In whatever phase: its router would place it again, and the two would replace each other in turn.
-            self._end(former, "replaced", error="another router has begun a request with the same id", replaced=True)
-        else:
-            # A newer attempt is the router's own doing. That room for the same one is asked for again says that prefill
-            # did not hear of the landing; the router may have got tokens, and wait for more of them.
-            unheard = former.attempt == attempt and former.phase is not Phase.RESERVED
-            self._end(former, "replaced", error="its room was asked for again" if unheard else None)
+            self._end(
+                former,
+                "replaced",
+                error="another router has begun a request with the same id",
+                replaced=True,
+                answer=RequestAlreadyExists(request_id),
+            )
+            return None
+        # A newer attempt is the router's own doing. That room for the same one is asked for again says that prefill
+        # did not hear of the landing; the router may have got tokens, and wait for more of them.
+        unheard = former.attempt == attempt and former.phase in (Phase.LANDED, Phase.RUNNING)
+        answer = StaleAttempt(request_id, former.attempt, attempt) if former.attempt < attempt else None
+        self._end(former, "replaced", error="its room was asked for again" if unheard else None, answer=answer)
+        return place
 
     def _open(
         self,
@@ -321,27 +333,99 @@ class DecodeInstance:
     ) -> DecodeRequest:
         request = self._request(engine_request, attempt, router_id, predicted_length)
         timeout_s = min(timeout_s, _LONGEST_REQUEST_S)
+        request.expires_s = time.monotonic() + timeout_s
         request.deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, request)
         self._requests.add(request)
         self._idle.clear()
-        self.streams.expect(router_id)
         return request
 
     def _request(
         self, engine_request: EngineRequest, attempt: int, router_id: str, predicted: TokenRange | None
     ) -> DecodeRequest:
-        token_count, generated_count = len(engine_request.token_ids), engine_request.generated_count
-        prompt_tokens = token_count - generated_count
+        prompt_tokens = len(engine_request.token_ids) - engine_request.generated_count
         return DecodeRequest(
-            key=engine_request.key,
+            engine_request=engine_request,
             attempt=attempt,
             router_id=router_id,
-            token_count=token_count,
-            generated_count=generated_count,
             predicted_length=self._cut(predicted, prompt_tokens, engine_request.params),
             heavy=self._thresholds.is_heavy(predicted, prompt_tokens),
             reserved_s=time.monotonic(),
         )
+
+    def _waiting(self) -> tuple[DecodeRequest, ...]:
+        return tuple(request for request in self._requests if request.phase is Phase.WAITING)
+
+    def _give_room(self) -> None:
+        """Asks the engine for room for the requests in line that there is room for."""
+        while self._line.length:
+            room_blocks = self._engine.stats().free_blocks - self.kept_blocks()
+            request_id = self._line.next_to_ask(room_blocks, self._attainable_blocks())
+            if request_id is None:
+                break
+            request = self._requests.by_request_id(request_id)
+            assert request is not None, request_id
+            self._ask(request)
+            if request.phase is Phase.WAITING:
+                break  # the engine keeps its free blocks for preempted requests
+        if self._line.length and self._look_again is None:
+            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look)
+
+    def _look(self) -> None:
+        self._look_again = None
+        self._give_room()
+
+    def _ask(self, request: DecodeRequest) -> None:
+        assert request.phase is Phase.WAITING, request
+        request.reserved_s = time.monotonic()
+        request.phase = Phase.ASKED
+        self._line.asked(request.request_id)
+        self.streams.expect(request.router_id)
+        left_s = request.expires_s - request.reserved_s
+        if left_s <= 0:
+            self._expire(request)
+            return
+        granting = self._engine.reserve(request.engine_request, min(left_s, self._reservation_ttl_s))
+        if granting.done():
+            self._answered(request, granting)
+        else:
+            loop = asyncio.get_running_loop()
+            asyncio.wrap_future(granting, loop=loop).add_done_callback(partial(self._answered, request))
+
+    def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
+        """The engine has granted or refused the room of a request that may have ended meanwhile."""
+        error = granting.exception()
+        if self._requests.by_key(request.key) is None:
+            if error is None:
+                self._engine.abort(request.key)
+            return
+        assert request.answer is not None
+        if error is None:
+            request.phase = Phase.RESERVED
+            self._line.leave(request.request_id)
+            if not request.answer.done():
+                request.answer.set_result(granting.result())
+        elif isinstance(error, NoCapacity):
+            request.phase = Phase.WAITING
+            self._line.refused(request.request_id)
+            if not request.waits:
+                self._refuse(request, error)
+        elif isinstance(error, KaveriError) and not isinstance(error, EngineError):
+            self._end(request, "refused", answer=error)
+        else:
+            self._end(request, "failed", answer=Unavailable(str(error)))
+
+    def _refuse(self, request: DecodeRequest, error: KaveriError) -> None:
+        self._end(request, "no_room" if isinstance(error, NoCapacity) else "refused", answer=error)
+
+    def _why_no_room(self) -> str:
+        if not self._line.is_open(self._attainable_blocks()):
+            return "what comes free is for a request that has waited longer"
+        kept = self.kept_blocks()
+        return f"{kept} free KV blocks are kept for other requests" if kept else ""
+
+    def _attainable_blocks(self) -> int:
+        """Blocks that can come free: nobody knows when frozen senders wake, and their blocks leave quarantine."""
+        return self._info.total_blocks - self._engine.kv_flow().receiving.quarantined_block_count
 
     def _land(self, request: DecodeRequest, now_s: float) -> None:
         request.phase = Phase.LANDED
@@ -366,32 +450,18 @@ class DecodeInstance:
             request.phase = Phase.RUNNING
             self._running_count += 1
 
-    def _join_line(self, request: DecodeRequest, needed_blocks: int, timeout_s: float) -> bool:
-        """The request was refused for want of room: it gets a place in line. False when it had that before."""
-        quarantined_blocks = self._engine.kv_flow().receiving.quarantined_block_count
-        if needed_blocks > self._info.total_blocks - quarantined_blocks:
-            # Nobody knows when frozen senders wake, and everybody else would wait for that with it.
-            self._line.leave(request.request_id, request.attempt)
-            return True
-        now_s = time.monotonic()
-        return self._line.refuse(request.request_id, request.attempt, now_s, now_s + min(timeout_s, _PLACE_KEPT_S))
-
-    def _require_room(self, request_id: str, needed_blocks: int, kept: int) -> None:
-        """Raises NoCapacity when a reservation would take blocks that are kept for others."""
-        if not self._line.may_take(request_id, time.monotonic()):
-            raise NoCapacity("decode", _RETRY_AFTER_S, "what comes free is for a request that has waited longer")
-        if kept and needed_blocks > self._engine.stats().free_blocks - kept:
-            raise NoCapacity("decode", _RETRY_AFTER_S, f"{kept} free KV blocks are kept for other requests")
-
     def _running(self) -> tuple[RunningRequest, ...]:
         return tuple(self._running_request(request) for request in self._requests if request.phase is Phase.RUNNING)
 
     def _first_to_run(self, now_s: float) -> DecodeRequest | None:
         if self._landed:
             return next(iter(self._landed.values()))
-        # In the order of their reservation.
-        expected = (request for request in self._requests if now_s - request.reserved_s < _UNLANDED_KEEPS_S)
-        return next(expected, None)
+        expected = (
+            request
+            for request in self._requests
+            if request.phase is not Phase.WAITING and now_s - request.reserved_s < _UNLANDED_KEEPS_S
+        )
+        return min(expected, key=lambda request: request.reserved_s, default=None)
 
     def _running_request(self, request: DecodeRequest) -> RunningRequest:
         return RunningRequest(request.context_tokens, self._held_blocks(request), request.remaining)
@@ -428,27 +498,29 @@ class DecodeInstance:
 
     def _router_gone(self, router_id: str) -> None:
         for request in self._requests.of_router(router_id):
+            if request.phase is Phase.WAITING:
+                continue  # it has no tokens here yet
             self._end(request, "router_gone", error="the router's token stream ended")
 
     def _expire(self, request: DecodeRequest) -> None:
-        self._end(request, "deadline")
+        self._end(request, "deadline", answer=DeadlineExceeded())
 
     def _fail(self, request: DecodeRequest, reason: str) -> None:
-        self._end(request, "failed", reason, error=reason)
+        self._end(request, "failed", reason, error=reason, answer=Unavailable(reason))
 
     def _end(
         self,
         request: DecodeRequest,
         outcome: str,
         reason: str | None = None,
-        told: bool = False,
         error: str | None = None,
         replaced: bool = False,
+        answer: KaveriError | None = None,
     ) -> None:
-        """Ends a request in any phase, once; later calls do nothing. told: log and metrics know of it already.
+        """Ends a request in any phase, once; later calls do nothing.
 
-        error: what its router hears. None: nothing, because it has ended the request itself or another instance tells
-        it. replaced: as in RequestTokens.
+        error: what its router gets. None: nothing, because it has ended the request itself or another instance tells
+        it. replaced: as in RequestTokens. answer: what reserve() raises if it has not returned; None: RequestCancelled.
         """
         if not self._requests.remove(request):
             return
@@ -458,18 +530,23 @@ class DecodeInstance:
         if request.phase is Phase.RUNNING:
             self._running_count -= 1
         loop = asyncio.get_running_loop()
-        if outcome != "finished":
+        self._line.leave(request.request_id)
+        if request.answer is not None and not request.answer.done():
+            request.answer.set_exception(answer or RequestCancelled(request.request_id))
+        if request.phase is Phase.WAITING:
+            # What was kept for it may be for others now.
+            loop.call_soon(self._give_room)
+        elif outcome != "finished":
             self._engine.abort(request.key)
             if error is None:
                 self.streams.drop(request)
             else:
                 self.streams.fail(request, error, replaced)
-            # Its seat in the batch may be what a landed request waits for.
+            # Its seat in the batch may be what a landed request waits for, its blocks what a waiting one does.
             loop.call_soon(self._admit)
+            loop.call_soon(self._give_room)
         if not len(self._requests):
             self._idle.set()
-        if told:
-            return
         self._metrics.requests.labels(outcome).inc()
         get_logger().info(
             "request ended",

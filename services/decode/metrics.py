@@ -52,13 +52,13 @@ class DecodeMetrics:
         )
         self.in_line = Gauge(
             "kaveri_decode_line_requests",
-            "Requests that were refused for want of room and ask again and again.",
+            "Requests that wait for room.",
             registry=registry,
         )
         self.requests = Counter(
             "kaveri_decode_requests",
-            "Reservations by outcome: finished, aborted, replaced, deadline, no_room, refused, not_landed, router_gone "
-            "or failed.",
+            "Requests by outcome: finished, aborted, replaced, deadline, no_room, left_line, refused, not_landed, "
+            "router_gone or failed.",
             ["outcome"],
             registry=registry,
         )

@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
-from kaveri.engine.contract import EngineKey
+from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.errors import StaleAttempt
+from kaveri.kv.transfer.ticket import Ticket
 
 
 class Phase(enum.Enum):
     """Where a request is."""
 
+    WAITING = "waiting"
+    """It waits in line for room."""
+    ASKED = "asked"
+    """The engine is asked for its room."""
     RESERVED = "reserved"
-    """Room is asked for or taken; its KV is expected."""
+    """Room is taken; its KV is expected."""
     LANDED = "landed"
     """Its KV is here."""
     RUNNING = "running"
@@ -27,20 +32,21 @@ class DecodeRequest:
     """One reservation of one attempt, until its end. Times are time.monotonic()'s: uvloop's own clock
     counts in milliseconds."""
 
-    key: EngineKey
-    """What the engine knows it by. Its serial is new here, so no event of an earlier one is taken for this one's."""
+    engine_request: EngineRequest
     attempt: int
     router_id: str
-    token_count: int
-    """Tokens whose KV is pushed."""
     reserved_s: float
+    """When the engine was asked for its room; until then, when it came."""
+    expires_s: float = 0.0
+    waits: bool = False
+    """Whether it stays in line when there is no room."""
+    answer: asyncio.Future[Ticket] | None = None
+    """What reserve() waits for. None: it was prefilled here."""
     heavy: bool = False
     """Long in decode, by the thresholds here."""
-    generated_count: int = 0
-    """How many of the pushed tokens are tokens of the answer."""
     predicted_length: TokenRange | None = None
     """Tokens of the whole answer, cut to what may be generated. None: unknown."""
-    phase: Phase = Phase.RESERVED
+    phase: Phase = Phase.WAITING
     deadline: asyncio.TimerHandle | None = None
     """Ends the request when its time is over."""
     landing_number: int = 0
@@ -53,8 +59,19 @@ class DecodeRequest:
     """It was preempted and has drawn no token since."""
 
     @property
+    def key(self) -> EngineKey:
+        """The request's id, and a number that is unique in this process: what the engine knows it by. Not the attempt,
+        so that events of a former reservation of the same attempt are never taken for this one's."""
+        return self.engine_request.key
+
+    @property
     def request_id(self) -> str:
         return self.key.request_id
+
+    @property
+    def token_count(self) -> int:
+        """Tokens whose KV is pushed."""
+        return len(self.engine_request.token_ids)
 
     @property
     def context_tokens(self) -> int:
@@ -67,7 +84,7 @@ class DecodeRequest:
         if self.predicted_length is None:
             return None
         # Prefill drew the first one of this attempt.
-        return self.predicted_length.after(self.generated_count + 1 + self.drawn_here)
+        return self.predicted_length.after(self.engine_request.generated_count + 1 + self.drawn_here)
 
 
 class DecodeRequests:

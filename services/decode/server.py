@@ -53,6 +53,7 @@ class DecodeServer(DecodeServiceServicer):
                 predicted_length=(
                     length_from_proto(request.predicted_length) if request.HasField("predicted_length") else None
                 ),
+                waits=request.wait,
             )
         except KaveriError as error:
             await abort(context, error)

@@ -20,7 +20,8 @@ from services.prefill.requests import PrefillRequest
 if TYPE_CHECKING:
     from kaveri.v1.decode_pb2_grpc import DecodeServiceAsyncStub
 
-_RESERVE_TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 2.0
+"""For the answer of an instance that is not asked to wait for room."""
 _ABORT_TIMEOUT_S = 1.0
 
 
@@ -56,11 +57,15 @@ class DecodePeers:
         self._layout = layout_to_proto(layout)
         self._peers: dict[str, _Peer] = {}
 
-    async def reserve(self, target: InstanceStatus, request: PrefillRequest, timeout_s: float) -> Reservation:
-        """Asks `target` for room. timeout_s: what is left of the request's time.
+    async def reserve(
+        self, target: InstanceStatus, request: PrefillRequest, timeout_s: float, waits: bool
+    ) -> Reservation:
+        """Asks `target` for room; with `waits`, waits there in line until it has room. timeout_s: what is left of the
+        request's time.
 
-        Raises what the instance answers, or Unavailable or DeadlineExceeded when it does not. Cancelled, or without an
-        answer, the room may have been granted all the same: abort() takes it back.
+        Raises what the instance answers, or Unavailable or DeadlineExceeded when it does not. A frozen instance is
+        found by the channel's keep-alive. Cancelled, or without an answer, the room may have been granted all the same:
+        abort() takes it back.
         """
         predicted = request.predicted_length
         message = decode_pb2.ReserveRequest(
@@ -73,14 +78,16 @@ class DecodePeers:
             timeout_s=timeout_s,
             layout=self._layout,
             predicted_length=length_to_proto(predicted) if predicted is not None else None,
+            wait=waits,
         )
+        answer_s = timeout_s if waits else min(timeout_s, _ANSWER_TIMEOUT_S)
         with self._peer(target.record.address) as stub:
             try:
-                response = await stub.Reserve(message, timeout=min(timeout_s, _RESERVE_TIMEOUT_S))
+                response = await stub.Reserve(message, timeout=answer_s)
             except aio.AioRpcError as error:
-                if error.code() is StatusCode.DEADLINE_EXCEEDED and timeout_s > _RESERVE_TIMEOUT_S:
+                if error.code() is StatusCode.DEADLINE_EXCEEDED and answer_s < timeout_s:
                     # The request has time left: it is this instance that does not answer.
-                    reason = f"the decode instance gave no answer within {_RESERVE_TIMEOUT_S} s"
+                    reason = f"the decode instance gave no answer within {answer_s} s"
                     raise Unavailable(reason) from error
                 raise error_of(error) from error
         try:

@@ -86,6 +86,8 @@ async def reserve(
     router_id: str = "router-0",
     timeout_s: float = DEADLINE_S,
     layout: KvLayout | None = None,
+    wait: bool = False,
+    rpc_timeout_s: float = DEADLINE_S,
 ) -> decode_pb2.ReserveResponse:
     """Reserves room by hand, as a prefill instance does that then pushes nothing."""
     message = decode_pb2.ReserveRequest(
@@ -96,9 +98,10 @@ async def reserve(
         params=params_to_proto(SamplingParams(max_tokens=5, seed=0)),
         timeout_s=timeout_s,
         layout=layout_to_proto(layout or instance.engine.info.layout),
+        wait=wait,
     )
     response: decode_pb2.ReserveResponse = await DecodeServiceStub(instance.channel).Reserve(
-        message, timeout=DEADLINE_S
+        message, timeout=rpc_timeout_s
     )
     return response
 

@@ -1,5 +1,6 @@
 """Requests that no pool can hold are refused at once; a push that stands still keeps little from others."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -67,30 +68,29 @@ async def test_a_request_that_one_of_two_pools_can_hold_goes_there(cluster: Any)
     assert call.get("placed").decode_instance_id == "decode-1"
 
 
-async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.decode.instance._PLACE_KEPT_S", 1e6)
+async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(cluster: Any, by_hand: Any) -> None:
     decode = await cluster.decode(**TIGHT)
     await cluster.router()
     await by_hand.reserve(decode, "taken", 79)
+    waits = asyncio.create_task(by_hand.reserve(decode, "large", 127, wait=True))
+    await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") == 1, "it waits")
     # What comes free is for one that has waited: all others must wait.
-    for number in range(MAX_OVERTAKES + 1):
-        with pytest.raises(aio.AioRpcError):
-            await by_hand.reserve(decode, "large", 127)
-        if number < MAX_OVERTAKES:
-            await by_hand.reserve(decode, f"overtakes {number}", 1)
-            await by_hand.abort(decode, f"overtakes {number}")
-            await by_hand.eventually(lambda: decode.held_blocks == 5, "its block is free")
-    with pytest.raises(aio.AioRpcError) as waits:
+    for number in range(MAX_OVERTAKES):
+        await by_hand.reserve(decode, f"overtakes {number}", 1)
+        await by_hand.abort(decode, f"overtakes {number}")
+        await by_hand.eventually(lambda: decode.held_blocks == 5, "its block is free")
+    with pytest.raises(aio.AioRpcError) as full:
         await by_hand.reserve(decode, "fits", 1)
-    assert waits.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     with pytest.raises(aio.AioRpcError) as hopeless:
-        await by_hand.reserve(decode, "hopeless", 160)
+        await by_hand.reserve(decode, "hopeless", 160, wait=True)
     assert hopeless.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "159" in (hopeless.value.details() or "")
-    await by_hand.abort(decode, "fits")
     assert decode.metric("kaveri_decode_line_requests") == 1
+    waits.cancel()
+    await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") == 0, "it waits no more")
+    await by_hand.abort(decode, "taken")
+    await cluster.all_free()
 
 
 async def test_a_reservation_whose_push_stands_still_keeps_blocks_from_others_for_a_short_time_only(

@@ -1,15 +1,19 @@
-"""Room on a decode instance that has too little for everybody: who is overtaken, how often, and who is waited for."""
+"""Room on a decode instance that has too little for all: who waits, who is overtaken and how often, who is answered."""
 
 import asyncio
 import itertools
 import random
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
 
+from kaveri.errors import NoCapacity
 from kaveri.policy.room_line import MAX_OVERTAKES
+from services.prefill.decode_peers import DecodePeers
 
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
@@ -21,7 +25,7 @@ def prompt(seed: int, token_count: int) -> list[int]:
 
 
 async def is_refused(by_hand: Any, decode: Any, request_id: str, token_count: int) -> bool:
-    """Asks for room by hand; whether there is none."""
+    """Asks for room by hand, and does not wait for it; whether there is none."""
     try:
         await by_hand.reserve(decode, request_id, token_count)
     except aio.AioRpcError as error:
@@ -29,6 +33,48 @@ async def is_refused(by_hand: Any, decode: Any, request_id: str, token_count: in
             raise
         return True
     return False
+
+
+def in_line(decode: Any) -> int:
+    return int(decode.metric("kaveri_decode_line_requests"))
+
+
+class Waiters:
+    """Requests that wait for room, by hand."""
+
+    def __init__(self, by_hand: Any) -> None:
+        self.by_hand = by_hand
+        self.calls: dict[str, asyncio.Task[Any]] = {}
+        self.granted: list[str] = []
+
+    async def begin(self, decode: Any, request_id: str, token_count: int, **fields: Any) -> None:
+        """The request is in line when this returns."""
+        before = in_line(decode)
+        call = asyncio.create_task(self.by_hand.reserve(decode, request_id, token_count, wait=True, **fields))
+        call.add_done_callback(lambda done: self._done(request_id, done))
+        self.calls[request_id] = call
+        await self.by_hand.eventually(lambda: in_line(decode) == before + 1, f"{request_id} waits")
+
+    async def code(self, request_id: str) -> grpc.StatusCode:
+        """How its call ends."""
+        try:
+            await asyncio.wait_for(self.calls[request_id], 60)
+        except aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    def _done(self, request_id: str, call: asyncio.Task[Any]) -> None:
+        if not call.cancelled() and call.exception() is None:
+            self.granted.append(request_id)
+
+
+@pytest.fixture
+async def waiters(by_hand: Any) -> AsyncIterator[Waiters]:
+    made = Waiters(by_hand)
+    yield made
+    for call in made.calls.values():
+        call.cancel()
+    await asyncio.gather(*made.calls.values(), return_exceptions=True)
 
 
 async def overtake(by_hand: Any, decode: Any, count: int) -> None:
@@ -47,12 +93,6 @@ def small_decode(cluster: Any, instance_id: str = "decode-0", **settings: Any) -
 @pytest.fixture(autouse=True)
 def fake_engines(cluster: Any) -> None:
     cluster.needs_fake_engines("counts blocks of 16 tokens")
-
-
-@pytest.fixture
-def places_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places in line are kept however long it takes to ask again."""
-    monkeypatch.setattr("services.decode.instance._PLACE_KEPT_S", 1e6)
 
 
 async def test_a_large_request_under_a_steady_stream_of_small_ones_is_placed_within_a_bound(
@@ -95,94 +135,270 @@ async def test_a_large_request_under_a_steady_stream_of_small_ones_is_placed_wit
     await cluster.all_free()
 
 
-@pytest.mark.usefixtures("places_last")
-async def test_what_is_free_is_kept_for_who_was_overtaken_to_the_limit(cluster: Any, by_hand: Any) -> None:
+async def test_room_that_comes_free_goes_to_those_that_wait_in_the_order_in_which_they_came(
+    cluster: Any, by_hand: Any, waiters: Waiters
+) -> None:
+    decode = await small_decode(cluster)
+    await cluster.router()
+    await by_hand.reserve(decode, "taken", 159)
+    await by_hand.reserve(decode, "taken too", 31)
+    for name, token_count in (("large", 100), ("next", 40), ("small", 1), ("last", 100)):
+        await waiters.begin(decode, name, token_count)
+    await by_hand.abort(decode, "taken")
+    await by_hand.abort(decode, "taken too")
+    await by_hand.eventually(lambda: len(waiters.granted) == 3, "three fit")
+    assert waiters.granted == ["large", "next", "small"]
+    await by_hand.abort(decode, "next")
+    await by_hand.abort(decode, "large")
+    await by_hand.eventually(lambda: waiters.granted[3:] == ["last"], "the last one fits")
+    for name in ("small", "last"):
+        await by_hand.abort(decode, name)
+    await cluster.all_free()
+
+
+async def test_what_is_free_is_kept_for_the_first_in_line_once_it_was_overtaken_to_the_limit(
+    cluster: Any, by_hand: Any, waiters: Waiters
+) -> None:
     decode = await small_decode(cluster)
     await cluster.router()
     await by_hand.reserve(decode, "taken", 79)
-    assert await is_refused(by_hand, decode, "large", 127)
+    await waiters.begin(decode, "large", 127)
     await overtake(by_hand, decode, MAX_OVERTAKES)
     assert await is_refused(by_hand, decode, "small", 1)
-    # Others are not even asked to try.
+    # Prefill instances see that there is nothing for others.
     assert decode.engine.stats().free_blocks == 7
     assert decode.load().free_blocks == 0
+    await waiters.begin(decode, "behind", 1)
     await by_hand.abort(decode, "taken")
-    await by_hand.eventually(decode.free, "the pool is free")
-    assert await is_refused(by_hand, decode, "small", 1)
-    assert not await is_refused(by_hand, decode, "large", 127)
-    assert not await is_refused(by_hand, decode, "small", 1)
-    for request_id in ("large", "small"):
+    assert await waiters.code("large") is grpc.StatusCode.OK
+    assert await waiters.code("behind") is grpc.StatusCode.OK
+    assert waiters.granted == ["large", "behind"]
+    for request_id in ("large", "behind"):
         await by_hand.abort(decode, request_id)
     await cluster.all_free()
 
 
-@pytest.mark.parametrize("how", ["it is aborted", "it stops asking", "its time is over"])
+@pytest.mark.parametrize(
+    "how", ["its call is cancelled", "it is aborted", "its time is over", "its call's time is over"]
+)
 async def test_nothing_is_kept_for_a_request_that_wants_no_room_any_more(
-    cluster: Any, by_hand: Any, how: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, by_hand: Any, waiters: Waiters, how: str
 ) -> None:
-    monkeypatch.setattr("services.decode.instance._PLACE_KEPT_S", 1e6)
     decode = await small_decode(cluster)
     await cluster.router()
     await by_hand.reserve(decode, "taken", 79)
-
-    async def ask(timeout_s: float = 1e6) -> None:
-        with pytest.raises(aio.AioRpcError):
-            await by_hand.reserve(decode, "large", 127, timeout_s=timeout_s)
-
-    for number in range(MAX_OVERTAKES):
-        await ask()
-        await by_hand.reserve(decode, f"overtakes {number}", 1)
-        await by_hand.abort(decode, f"overtakes {number}")
-        await by_hand.eventually(lambda: decode.held_blocks == 5, "its block is free")
-    await ask()
-    assert decode.load().free_blocks == 0
-    if how == "it is aborted":
+    await waiters.begin(decode, "large", 127, **({"timeout_s": 2.0} if how == "its time is over" else {}))
+    await overtake(by_hand, decode, MAX_OVERTAKES)
+    if how == "its call is cancelled":
+        waiters.calls["large"].cancel()
+    elif how == "it is aborted":
         await by_hand.abort(decode, "large")
-        assert decode.load().free_blocks == 7
-    elif how == "it stops asking":
-        monkeypatch.setattr("services.decode.instance._PLACE_KEPT_S", 0.5)
-        await ask()
+        assert await waiters.code("large") is grpc.StatusCode.CANCELLED
+    elif how == "its time is over":
+        assert await waiters.code("large") is grpc.StatusCode.DEADLINE_EXCEEDED
     else:
-        await ask(timeout_s=0.5)
-    await by_hand.eventually(lambda: decode.load().free_blocks == 7, "nothing is kept")
+        waiters.calls["large"].cancel()
+        with pytest.raises(aio.AioRpcError) as over:
+            await by_hand.reserve(decode, "large", 127, wait=True, rpc_timeout_s=0.3)
+        assert over.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await by_hand.eventually(lambda: in_line(decode) == 0, "it waits no more")
+    assert decode.load().free_blocks == 7
     assert not await is_refused(by_hand, decode, "small", 1)
+    for request_id in ("taken", "small"):
+        await by_hand.abort(decode, request_id)
+    await cluster.all_free()
 
 
-@pytest.mark.usefixtures("places_last")
-async def test_a_waiting_request_that_finds_room_elsewhere_gives_its_place_up(cluster: Any, by_hand: Any) -> None:
-    prefill = await cluster.prefill(**TIGHT)
+async def test_an_abort_by_another_router_or_of_an_older_attempt_leaves_the_place_in_line(
+    cluster: Any, by_hand: Any, waiters: Waiters
+) -> None:
+    decode = await small_decode(cluster)
+    await cluster.router()
+    await by_hand.reserve(decode, "taken", 159)
+    await waiters.begin(decode, "waits", 100, attempt=2)
+    await by_hand.abort(decode, "waits", attempt=9, router_id="router-1")
+    await by_hand.abort(decode, "waits", attempt=1)
+    assert in_line(decode) == 1
+    await by_hand.abort(decode, "taken")
+    assert await waiters.code("waits") is grpc.StatusCode.OK
+    await by_hand.abort(decode, "waits", attempt=2)
+    await cluster.all_free()
+
+
+async def test_a_newer_attempt_takes_the_place_in_line_over_and_the_older_ones_call_ends(
+    cluster: Any, by_hand: Any, waiters: Waiters
+) -> None:
+    decode = await small_decode(cluster)
+    await cluster.router()
+    await by_hand.reserve(decode, "taken", 159)
+    for name in ("a", "b"):
+        await waiters.begin(decode, name, 100)
+    older = waiters.calls.pop("a")
+    newer = asyncio.create_task(by_hand.reserve(decode, "a", 100, attempt=2, wait=True))
+    waiters.calls["a"] = newer
+    with pytest.raises(aio.AioRpcError) as stale:
+        await older
+    assert stale.value.code() is grpc.StatusCode.ABORTED
+    assert in_line(decode) == 2
+    await by_hand.abort(decode, "taken")
+    assert await waiters.code("a") is grpc.StatusCode.OK
+    assert not waiters.calls["b"].done()
+    await by_hand.abort(decode, "a", attempt=2)
+    assert await waiters.code("b") is grpc.StatusCode.OK
+    await by_hand.abort(decode, "b")
+    await cluster.all_free()
+
+
+async def test_a_waiting_request_that_another_router_begins_hears_that_it_must_not_be_placed_again(
+    cluster: Any, by_hand: Any, waiters: Waiters
+) -> None:
+    decode = await small_decode(cluster)
+    await cluster.router()
+    await by_hand.reserve(decode, "taken", 159)
+    await waiters.begin(decode, "a", 100)
+    assert await is_refused_for(by_hand, decode, "a", "router-1")
+    assert await waiters.code("a") is grpc.StatusCode.ALREADY_EXISTS
+    assert in_line(decode) == 0
+    await by_hand.abort(decode, "taken")
+    await cluster.all_free()
+
+
+async def is_refused_for(by_hand: Any, decode: Any, request_id: str, router_id: str) -> bool:
+    try:
+        await by_hand.reserve(decode, request_id, 100, router_id=router_id)
+    except aio.AioRpcError as error:
+        return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return False
+
+
+async def test_a_full_line_refuses_the_next_request(
+    cluster: Any, by_hand: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = await small_decode(cluster)
+    monkeypatch.setattr(decode.host._hosted._line, "_max_waiting", 2)
+    await cluster.router()
+    await by_hand.reserve(decode, "taken", 79)
+    for name in ("a", "b"):
+        await waiters.begin(decode, name, 127)
+    with pytest.raises(aio.AioRpcError) as full:
+        await by_hand.reserve(decode, "c", 127, wait=True)
+    assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not await is_refused(by_hand, decode, "small", 1), "it does not have to wait"
+    assert in_line(decode) == 2
+    for request_id in ("taken", "small", "a", "b"):
+        await by_hand.abort(decode, request_id)
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize("how", ["drains", "breaks"])
+async def test_an_instance_that_ends_answers_all_that_wait_at_once(
+    cluster: Any, by_hand: Any, waiters: Waiters, how: str
+) -> None:
+    decode = await small_decode(cluster, drain_timeout_s=30.0)
+    await cluster.router()
+    await by_hand.reserve(decode, "taken", 159)
+    for name in ("a", "b", "c"):
+        await waiters.begin(decode, name, 100)
+    if how == "drains":
+        decode.stopping.set()
+    else:
+        decode.host._hosted.fail_all("broken")
+    for name in ("a", "b", "c"):
+        assert await waiters.code(name) is grpc.StatusCode.UNAVAILABLE
+    assert in_line(decode) == 0
+    await by_hand.abort(decode, "taken")
+
+
+async def test_requests_wait_spread_over_the_instances_and_go_where_room_appears(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(max_model_len=160, kv_cache_memory=48 * BLOCK_BYTES)
     decodes = [await small_decode(cluster, f"decode-{number}") for number in range(2)]
     router = await cluster.router()
     for decode in decodes:
         await by_hand.reserve(decode, "taken", 79)
-    token_ids = prompt(2, 127)
-    call = router.prefill(prefill, "large", token_ids, max_tokens=10, ignore_eos=True)
-
-    def waited_at() -> list[Any]:
-        return [decode for decode in decodes if decode.metric("kaveri_decode_line_requests") == 1]
-
-    await by_hand.eventually(lambda: len(waited_at()) == 1, "it waits")
-    (here,) = waited_at()
-    elsewhere = next(decode for decode in decodes if decode is not here)
-    await overtake(by_hand, here, MAX_OVERTAKES)
-    assert here.load().free_blocks == 0
-    await by_hand.abort(elsewhere, "taken")
-    assert await router.answer(call, "large") == cluster.expected(token_ids, 10)
-    assert call.get("placed").decode_instance_id == elsewhere.instance_id
-    await by_hand.eventually(lambda: not waited_at(), "it does not wait any more")
-    assert here.load().free_blocks == 7
-    await by_hand.abort(here, "taken")
+    calls = [router.prefill(prefill, f"r{number}", prompt(number, 127), 10, ignore_eos=True) for number in range(2)]
+    await by_hand.eventually(lambda: [in_line(decode) for decode in decodes] == [1, 1], "one waits at each")
+    # Both are served by one of them: the other never has room.
+    await by_hand.abort(decodes[0], "taken")
+    for number, call in enumerate(calls):
+        assert await router.answer(call, f"r{number}") == cluster.expected(prompt(number, 127), 10)
+        assert call.get("placed").decode_instance_id == "decode-0"
+    await by_hand.eventually(lambda: in_line(decodes[1]) == 0, "it gives its place up")
+    await by_hand.abort(decodes[1], "taken")
     await cluster.all_free()
 
 
-@pytest.mark.usefixtures("places_last")
+async def test_the_prompt_of_a_waiting_request_travels_once(
+    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    reserve = DecodePeers.reserve
+
+    def counted(self: Any, target: Any, request: Any, *args: Any) -> Any:
+        asked.append(request.request_id)
+        return reserve(self, target, request, *args)
+
+    monkeypatch.setattr(DecodePeers, "reserve", counted)
+    prefill, decode = await cluster.prefill(**TIGHT), await small_decode(cluster)
+    router = await cluster.router()
+    await by_hand.reserve(decode, "taken", 79)
+    call = router.prefill(prefill, "waits", prompt(5, 127), max_tokens=10, ignore_eos=True)
+    await by_hand.eventually(lambda: in_line(decode) == 1, "it waits")
+    await overtake(by_hand, decode, MAX_OVERTAKES)
+    await by_hand.abort(decode, "taken")
+    assert await router.answer(call, "waits") == cluster.expected(prompt(5, 127), 10)
+    assert asked == ["waits"]
+    await cluster.all_free()
+
+
 async def test_a_request_that_ends_while_it_waits_gives_its_place_up(cluster: Any, by_hand: Any) -> None:
     prefill, decode = await cluster.prefill(**TIGHT), await small_decode(cluster)
     router = await cluster.router()
     await by_hand.reserve(decode, "taken", 79)
     first = router.prefill(prefill, "first", prompt(3, 120), max_tokens=10)
-    await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") == 1, "it waits")
+    await by_hand.eventually(lambda: in_line(decode) == 1, "it waits")
     first.call.cancel()
-    await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") == 0, "it does not wait any more")
+    await by_hand.eventually(lambda: in_line(decode) == 0, "it does not wait any more")
     await by_hand.abort(decode, "taken")
+    await cluster.all_free()
+
+
+async def test_room_granted_to_a_request_that_has_just_been_cancelled_is_given_back(
+    cluster: Any, by_hand: Any, waiters: Waiters
+) -> None:
+    decode = await small_decode(cluster)
+    await cluster.router()
+    instance = decode.host._hosted
+    for number in range(20):
+        await by_hand.reserve(decode, "taken", 159)
+        await waiters.begin(decode, f"r{number}", 100)
+        # The grant and the cancellation cross: either may come first.
+        instance.abort("taken", 1, "router-0", by_router=True)
+        for _ in range(number):
+            await asyncio.sleep(0)
+        waiters.calls[f"r{number}"].cancel()
+        await by_hand.abort(decode, f"r{number}", by_router=False)
+        await by_hand.eventually(decode.free, "nothing is reserved")
+    await cluster.all_free()
+
+
+async def test_an_engine_that_keeps_its_free_blocks_for_others_is_asked_again_after_a_pause(
+    cluster: Any, by_hand: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = await small_decode(cluster)
+    await cluster.router()
+    reserve, refusals = decode.engine.reserve, 20
+    asked = itertools.count()
+
+    def refuse_some(request: Any, expires_in_s: float) -> Any:
+        if next(asked) >= refusals:
+            return reserve(request, expires_in_s)
+        refused: Future[Any] = Future()
+        refused.set_exception(NoCapacity("kv pool", 0.1, "preempted requests wait for blocks"))
+        return refused
+
+    monkeypatch.setattr(decode.engine, "reserve", refuse_some)
+    await waiters.begin(decode, "a", 100)
+    assert next(asked) < refusals, "other work goes on in between"
+    assert await waiters.code("a") is grpc.StatusCode.OK
+    await by_hand.abort(decode, "a")
     await cluster.all_free()

@@ -355,7 +355,7 @@ def test_a_request_is_heavy_by_its_prediction_and_by_its_prompt_where_there_is_n
     assert not thresholds.is_heavy(None, 512)
 
 
-def test_who_finds_no_room_waits_where_there_is_the_most_of_it_in_a_pool_that_is_large_enough() -> None:
+def test_a_request_without_room_waits_where_few_wait_and_most_is_free_in_a_pool_that_is_large_enough() -> None:
     def decode(instance_id: str, free_blocks: int, total_blocks: int = 10, **load: object) -> InstanceStatus:
         return status(instance_id, Role.DECODE, free_blocks=free_blocks, total_blocks=total_blocks, **load)
 
@@ -366,6 +366,7 @@ def test_who_finds_no_room_waits_where_there_is_the_most_of_it_in_a_pool_that_is
         decode("sent-to", 5),
         decode("most-room", 4),
         decode("least-room", 2),
+        decode("long-line", 7, waiting_requests=3),
     )
     sent.add("other", view.instances["sent-to"], 2)
 
@@ -375,7 +376,9 @@ def test_who_finds_no_room_waits_where_there_is_the_most_of_it_in_a_pool_that_is
 
     assert chosen() == "most-room"
     assert chosen("most-room") == "sent-to"
-    assert chosen("most-room", "sent-to", "least-room") is None
+    assert chosen("most-room", "sent-to") == "least-room"
+    assert chosen("most-room", "sent-to", "least-room") == "long-line"
+    assert chosen("most-room", "sent-to", "least-room", "long-line") is None
 
 
 def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more() -> None:

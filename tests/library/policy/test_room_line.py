@@ -7,107 +7,208 @@ from hypothesis import strategies as st
 
 from kaveri.policy.room_line import RoomLine
 
-ALWAYS_S = 1e9
+POOL = 10
 
 
 class LineMachine:
-    """Requests that ask, are given room or refused, and give up; remembers who was overtaken how often."""
+    """A pool of blocks with a line in front of it; counts who was overtaken how often."""
 
     def __init__(self, max_overtakes: int) -> None:
         self.line = RoomLine(max_overtakes)
-        self.waiting: list[str] = []
-        """As they must stand in line."""
+        self.waiting: dict[str, int] = {}
+        """Needed blocks, in the order in which the requests came."""
+        self.asked: list[str] = []
+        self.holds: dict[str, int] = {}
         self.overtaken: Counter[str] = Counter()
 
-    def ask(self, request_id: str, fits: bool) -> bool:
-        """Whether it was given room."""
-        if fits and self.line.may_take(request_id, 0.0):
-            self.line.take(request_id)
-            before = self.waiting[: self.waiting.index(request_id)] if request_id in self.waiting else self.waiting
-            self.overtaken.update(before)
-            self._forget(request_id)
-            return True
-        is_new = self.line.refuse(request_id, 1, 0.0, ALWAYS_S)
-        assert is_new == (request_id not in self.waiting)
-        if is_new:
-            self.waiting.append(request_id)
-        return False
+    @property
+    def free(self) -> int:
+        return POOL - sum(self.holds.values())
 
-    def give_up(self, request_id: str) -> None:
-        self.line.leave(request_id, 1)
-        self._forget(request_id)
+    def join(self, request_id: str, needed_blocks: int) -> None:
+        if request_id not in self.waiting and request_id not in self.holds:
+            self.line.join(request_id, needed_blocks, needed_blocks)
+            self.waiting[request_id] = needed_blocks
 
-    def _forget(self, request_id: str) -> None:
-        if request_id in self.waiting:
-            self.waiting.remove(request_id)
-            del self.overtaken[request_id]
+    def ask_next(self) -> str | None:
+        """The engine is asked for one request."""
+        request_id = self.line.next_to_ask(self.free, POOL)
+        if request_id is not None:
+            assert request_id not in self.asked
+            self.line.asked(request_id)
+            self.asked.append(request_id)
+            self.holds[request_id] = self.waiting[request_id]
+        return request_id
+
+    def answer(self, granted: bool) -> None:
+        """The engine answers for the request that it was asked for first."""
+        if not self.asked:
+            return
+        request_id = self.asked.pop(0)
+        if not granted:
+            self.line.refused(request_id)
+            del self.holds[request_id]
+            return
+        for other_id in self.waiting:
+            if other_id == request_id:
+                break
+            self.overtaken[other_id] += 1
+        self._leave(request_id)
+
+    def end(self, request_id: str) -> None:
+        """It gives up, or gives its room back."""
+        if request_id in self.asked:
+            self.asked.remove(request_id)
+        self._leave(request_id)
+        self.holds.pop(request_id, None)
+
+    def _leave(self, request_id: str) -> None:
+        self.line.leave(request_id)
+        self.waiting.pop(request_id, None)
+        self.overtaken.pop(request_id, None)
 
 
 names = st.sampled_from("abcdefgh")
-actions = st.lists(st.tuples(names, st.sampled_from(["fits", "does not fit", "gives up"])), max_size=200)
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("join"), names, st.integers(1, POOL)),
+        st.tuples(st.sampled_from(["ask", "granted", "refused"]), st.none(), st.none()),
+        st.tuples(st.just("end"), names, st.none()),
+    ),
+    max_size=200,
+)
 
 
-@given(st.integers(0, 4), actions)
-def test_nobody_in_line_is_overtaken_more_often_than_the_limit(
-    max_overtakes: int, actions: list[tuple[str, str]]
-) -> None:
-    machine = LineMachine(max_overtakes)
-    for request_id, action in actions:
-        if action == "gives up":
-            machine.give_up(request_id)
+def run(machine: LineMachine, actions: list[tuple[str, str, int]], limit: int | None = None) -> None:
+    for action, request_id, needed_blocks in actions:
+        if action == "join":
+            machine.join(request_id, needed_blocks)
+        elif action == "ask":
+            machine.ask_next()
+        elif action == "end":
+            machine.end(request_id)
         else:
-            machine.ask(request_id, action == "fits")
+            machine.answer(action == "granted")
         assert machine.line.length == len(machine.waiting)
-        assert max(machine.overtaken.values(), default=0) <= max_overtakes
+        if limit is not None:
+            assert max(machine.overtaken.values(), default=0) <= limit
 
 
 @given(st.integers(0, 4), actions)
-def test_the_first_in_line_is_given_room_whenever_there_is_room_for_it(
-    max_overtakes: int, actions: list[tuple[str, str]]
+def test_no_request_in_line_is_overtaken_more_often_than_the_limit(
+    max_overtakes: int, actions: list[tuple[str, str, int]]
+) -> None:
+    run(LineMachine(max_overtakes), actions, max_overtakes)
+
+
+@given(st.integers(0, 4), actions)
+def test_every_request_in_line_is_given_room_when_those_that_have_it_end(
+    max_overtakes: int, actions: list[tuple[str, str, int]]
 ) -> None:
     machine = LineMachine(max_overtakes)
-    for request_id, action in actions:
-        if action == "gives up":
-            machine.give_up(request_id)
-        else:
-            machine.ask(request_id, action == "fits")
-    # So it waits for nothing but room, and all behind it come to be first.
-    while machine.waiting:
-        assert machine.ask(machine.waiting[0], fits=True)
+    run(machine, actions)
+    for _ in range(20):
+        for request_id in list(machine.holds):
+            if request_id not in machine.asked:
+                machine.end(request_id)
+        while machine.ask_next() is not None:
+            pass
+        while machine.asked:
+            machine.answer(granted=True)
+    assert not machine.waiting
+
+
+@given(st.integers(1, 4), actions)
+def test_room_that_fits_a_waiting_request_is_idle_only_for_one_that_was_overtaken_to_the_limit(
+    max_overtakes: int, actions: list[tuple[str, str, int]]
+) -> None:
+    machine = LineMachine(max_overtakes)
+    run(machine, actions)
+    while machine.ask_next() is not None:
+        pass
+    fits = [r for r, needed in machine.waiting.items() if needed <= machine.free and r not in machine.asked]
+    assert not fits or not machine.line.is_open(POOL)
 
 
 def test_small_requests_overtake_a_large_one_until_the_limit_and_go_on_behind_it() -> None:
     machine = LineMachine(2)
-    assert not machine.ask("large", fits=False)
-    assert [machine.ask(f"small {number}", fits=True) for number in range(4)] == [True, True, False, False]
-    assert not machine.line.may_take(None, 0.0)
-    assert machine.ask("large", fits=True)
-    assert machine.line.may_take(None, 0.0)
-    assert [machine.ask(f"small {number}", fits=True) for number in (2, 3)] == [True, True]
+    machine.holds["taken"] = 4
+    machine.join("large", 8)
+    for number in range(4):
+        machine.join(f"small {number}", 1)
+    assert [machine.ask_next() for _ in range(3)] == ["small 0", "small 1", None]
+    assert not machine.line.is_open(POOL)
+    machine.answer(granted=True)
+    machine.answer(granted=True)
+    for request_id in ("taken", "small 0"):
+        machine.end(request_id)
+    assert [machine.ask_next() for _ in range(3)] == ["large", "small 2", None]
+    assert machine.line.is_open(POOL)
 
 
-def test_who_stops_asking_loses_its_place_and_who_asks_keeps_it() -> None:
-    line = RoomLine(max_overtakes=0)
-    assert line.refuse("a", 1, now_s=0.0, until_s=2.0)
-    assert not line.refuse("a", 1, now_s=1.5, until_s=3.5)
-    assert not line.may_take("b", now_s=3.4)
-    assert line.may_take("b", now_s=3.5)
-    assert line.refuse("a", 1, now_s=4.0, until_s=6.0)
+def test_a_request_that_the_engine_refused_keeps_its_place() -> None:
+    line = RoomLine()
+    line.join("a", 2, 1)
+    line.join("b", 2, 1)
+    line.asked("a")
+    assert line.next_to_ask(2, POOL) == "b"
+    line.refused("a")
+    assert line.next_to_ask(2, POOL) == "a"
 
 
-def test_a_newer_attempt_takes_the_place_over_and_an_older_one_cannot_give_it_up() -> None:
-    line = RoomLine(max_overtakes=0)
-    line.refuse("a", 1, 0.0, ALWAYS_S)
-    line.refuse("b", 1, 0.0, ALWAYS_S)
-    assert not line.refuse("a", 2, 0.0, ALWAYS_S)
-    line.leave("a", 1)
-    assert line.may_take("a", 0.0)
-    assert not line.may_take("b", 0.0)
-    line.leave("a", 2)
-    assert line.may_take("b", 0.0)
+def test_a_request_that_the_engine_refused_has_overtaken_no_other() -> None:
+    line = RoomLine(max_overtakes=1)
+    line.join("large", 8, 1)
+    line.join("small", 1, 1)
+    for _ in range(3):
+        assert line.next_to_ask(2, POOL) == "small"
+        line.asked("small")
+        assert not line.is_open(POOL)
+        line.refused("small")
+        assert line.is_open(POOL)
 
 
-def test_a_full_line_gives_no_more_places() -> None:
-    line = RoomLine(max_waiting=2)
-    assert [line.refuse(request_id, 1, 0.0, ALWAYS_S) for request_id in "abcc"] == [True] * 4
-    assert line.length == 2
+def test_a_request_that_asks_again_can_take_its_former_place_over() -> None:
+    line = RoomLine(max_overtakes=1)
+    for request_id in "ab":
+        line.join(request_id, 2, 1)
+    line.join("c", 1, 1)
+    line.asked("c")
+    assert line.leave("c") is not None
+    line.join("a", 2, 1, line.leave("a"))
+    assert not line.is_open(POOL), "its overtakings count on"
+    assert line.next_to_ask(2, POOL) == "a"
+    line.join("a", 2, 1, (line.leave("a"), None)[1])
+    assert line.next_to_ask(2, POOL) == "b", "without the place it is the last"
+
+
+def test_a_request_that_waits_for_quarantined_blocks_holds_no_other_up() -> None:
+    line = RoomLine(max_overtakes=1)
+    line.join("large", 8, 1)
+    for request_id in "abc":
+        line.join(request_id, 1, 1)
+        assert line.next_to_ask(2, attainable_blocks=7) == request_id
+        line.asked(request_id)
+        line.leave(request_id)
+    assert line.is_open(7)
+    assert not line.is_open(8), "the blocks are out of quarantine"
+    line.join("d", 1, 1)
+    assert line.next_to_ask(2, attainable_blocks=8) is None
+    assert line.next_to_ask(8, attainable_blocks=8) == "large"
+
+
+def test_a_line_has_limits_of_requests_and_of_tokens() -> None:
+    by_count = RoomLine(max_waiting=2)
+    by_tokens = RoomLine(max_waiting_tokens=100)
+    over = []
+    for number in range(3):
+        by_count.join(f"r{number}", 1, 90)
+        by_tokens.join(f"r{number}", 1, 40)
+        over.append((by_count.is_over_limit(), by_tokens.is_over_limit()))
+    assert over == [(False, False), (False, False), (True, True)]
+    for line in (by_count, by_tokens):
+        line.leave("r1")
+        assert not line.is_over_limit()
+    alone = RoomLine(max_waiting_tokens=100)
+    alone.join("r", 1, 1000)
+    assert not alone.is_over_limit()

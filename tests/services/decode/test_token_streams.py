@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from kaveri.domain.sampling import FinishReason
-from kaveri.engine.contract import EngineKey, TokenStep
+from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.errors import StaleAttempt
 from services.decode.requests import DecodeRequest, KnownAttempts
 from services.decode.token_streams import RequestTimes, TokenStreams
@@ -14,7 +14,7 @@ WAIT_S = 10.0
 
 
 def request(request_id: str = "a", router_id: str = "router") -> DecodeRequest:
-    return DecodeRequest(EngineKey(request_id, 1), 1, router_id, 10, 0.0)
+    return DecodeRequest(EngineRequest(EngineKey(request_id, 1), (1,) * 10, 0, SamplingParams()), 1, router_id, 0.0)
 
 
 def gain(streams: TokenStreams, entry: DecodeRequest, index: int, finish: FinishReason | None = None) -> None:

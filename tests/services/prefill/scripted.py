@@ -125,6 +125,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Of every Reserve call, when no other refusal is due."""
         self.room_for: set[str] = set()
         """Request ids that `always` does not refuse."""
+        self.full = False
+        """Whether requests wait that may wait, and others are refused."""
+        self.waiting: list[str] = []
+        """Ids of the requests that wait in line."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.incarnation = secrets.randbits(63)
@@ -139,6 +143,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.reserved.append(request)
         self.calls.append(f"reserve {request.request_id}")
         await self.may_answer.wait()
+        await self._wait_in_line(request, context)
         always = None if request.request_id in self.room_for else self.always
         refusal = self.refusals.pop(0) if self.refusals else always
         if refusal is not None:
@@ -149,6 +154,18 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             secrets.token_bytes(16), secret, 1, (), tuple(range(blocks)), len(request.token_ids), 9.0, LAYOUT
         )
         return decode_pb2.ReserveResponse(ticket=ticket_to_proto(ticket), incarnation=self.incarnation)
+
+    async def _wait_in_line(self, request: Any, context: Any) -> None:
+        if not self.full or request.request_id in self.room_for:
+            return
+        if not request.wait:
+            await abort(context, NoCapacity("decode", 0.1))
+        self.waiting.append(request.request_id)
+        try:
+            while self.full and request.request_id not in self.room_for:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        finally:
+            self.waiting.remove(request.request_id)
 
     async def Abort(self, request: Any, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
         for attempt in request.attempts:

@@ -22,12 +22,10 @@ from kaveri.errors import (
 )
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import DecodePlacementPolicy
-from services.prefill import decode_peers, dispatcher
+from services.prefill import decode_peers, room_finder
 from services.prefill.dispatcher import Dispatcher
 from services.prefill.requests import Failed, HandOverReport, Placed, PrefillRequest
 from tests.services.prefill.scripted import MODEL, ScriptedDecode, ScriptedEngine, eventually, new_metrics, params
-
-FULL = NoCapacity("decode", 0.1)
 
 
 class World:
@@ -164,10 +162,7 @@ async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: World
     world.dispatcher.end(request, handed_over=True)
 
 
-async def test_an_instance_that_does_not_answer_is_left_for_another_and_told_to_forget(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decode_peers, "_RESERVE_TIMEOUT_S", 0.2)
+async def test_an_instance_that_does_not_answer_is_left_for_another_and_gets_an_abort(world: World) -> None:
     first, second = await world.decode(), await world.decode()
     # Both are silent until it is known who was asked first.
     for decode in (first, second):
@@ -179,14 +174,29 @@ async def test_an_instance_that_does_not_answer_is_left_for_another_and_told_to_
     await eventually(lambda: world.pushed() == ["a"])
     assert other.asked == ["a"]
     await eventually(lambda: silent.aborted == [("a", 3)])
-    assert world.outcome("unavailable") == 1
     world.dispatcher.end(request, handed_over=True)
+
+
+async def test_an_instance_that_is_asked_beside_the_line_must_answer_within_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_peers, "_ANSWER_TIMEOUT_S", 0.2)
+    first = await world.decode(free_blocks=1)
+    first.full = True
+    world.begin("a")
+    await eventually(lambda: first.waiting == ["a"])
+    silent = await world.decode(registered=False)
+    silent.may_answer.clear()
+    await silent.start()
+    await eventually(lambda: silent.aborted == [("a", 3)])
+    assert world.outcome("unavailable") == 1
+    assert first.waiting == ["a"]
 
 
 async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_REST_WHEN_FAILED_S", 1000.0)
+    monkeypatch.setattr(room_finder, "_REST_WHEN_FAILED_S", 1000.0)
     first, second = await world.decode(), await world.decode()
     await first.die()
     for number in range(6):
@@ -204,7 +214,7 @@ async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
 async def test_an_instance_that_failed_is_asked_again_after_its_rest(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_REST_WHEN_FAILED_S", 0.05)
+    monkeypatch.setattr(room_finder, "_REST_WHEN_FAILED_S", 0.05)
     decode = await world.decode()
     decode.refusals = [Unavailable("not now"), Unavailable("not now")]
     request = world.begin("a")
@@ -213,97 +223,98 @@ async def test_an_instance_that_failed_is_asked_again_after_its_rest(
     world.dispatcher.end(request, handed_over=True)
 
 
-async def test_the_first_in_line_asks_again_and_again_and_the_others_give_their_places_up(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
-    decode = await world.decode()
-    decode.always = FULL
-    first = world.begin("first")
-    await eventually(lambda: decode.asked.count("first") >= 3)
-    assert decode.aborted == [], "it has a place in line there"
-    second = world.begin("second")
-    await eventually(lambda: ("second", 3) in decode.aborted)
-    await eventually(lambda: decode.asked.count("first") >= 10)
-    # Not between a refusal and its abort.
-    await eventually(lambda: decode.calls_for("second")[-1] == "abort")
-    refused_count = decode.calls_for("second").count("abort")
-    assert decode.calls_for("second") == ["reserve", "abort"] * refused_count, "nothing is kept for it"
-    assert set(decode.calls_for("first")) == {"reserve"}, "it keeps its place in line"
-    assert world.outcome("no_room") == 1 + refused_count
-    # Room comes for the first in line, then for all.
-    decode.room_for.add("first")
-    await eventually(lambda: world.pushed() == ["first"])
-    decode.always = None
-    await eventually(lambda: world.pushed() == ["first", "second"])
-    world.dispatcher.end(first, handed_over=True)
-    world.dispatcher.end(second, handed_over=True)
-
-
-async def test_the_first_in_line_that_ends_gives_its_place_up_and_the_next_takes_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
+async def test_a_request_without_room_asks_once_and_waits(world: World) -> None:
     decode = await world.decode(free_blocks=0)
-    decode.always = FULL
-    first = world.begin("first")
-    await eventually(lambda: decode.asked.count("first") >= 2)
-    world.begin("second")
-    world.begin("third")
-    world.dispatcher.end(first, handed_over=False)
-    await eventually(lambda: decode.aborted == [("first", 3)])
-    await eventually(lambda: decode.asked.count("second") >= 3)
-    assert "third" not in decode.asked, "the second is first now, and the third is not"
-    decode.always = None
-    await eventually(lambda: "second" in world.pushed())
+    decode.full = True
+    requests = [world.begin(name) for name in ("first", "second")]
+    await eventually(lambda: sorted(decode.waiting) == ["first", "second"])
+    for _ in range(3):
+        await decode.say(free_blocks=1)
+    # Room comes for one of them, then for all.
+    decode.room_for.add("second")
+    await eventually(lambda: world.pushed() == ["second"])
+    decode.full = False
+    await eventually(lambda: world.pushed() == ["second", "first"])
+    assert sorted(decode.calls) == ["reserve first", "reserve second"]
+    assert [asked.wait for asked in decode.reserved] == [True, True]
+    for request in requests:
+        world.dispatcher.end(request, handed_over=True)
 
 
-async def test_without_room_in_the_view_only_the_first_in_line_asks(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
-    decode = await world.decode(free_blocks=1)
-    decode.always = FULL
-    world.begin("first")
-    world.begin("second")
-    await eventually(lambda: decode.asked.count("first") >= 5)
-    assert "second" not in decode.asked
-    # It may find room that the view does not show.
-    decode.room_for.add("first")
-    await eventually(lambda: world.pushed() == ["first"])
-    # 20 tokens and the next one take two blocks.
-    decode.always = None
-    await decode.say(free_blocks=4)
-    await eventually(lambda: world.pushed() == ["first", "second"])
+async def test_a_request_that_ends_while_it_waits_gives_its_place_up(world: World) -> None:
+    decode = await world.decode(free_blocks=0)
+    decode.full = True
+    request = world.begin("a")
+    await eventually(lambda: decode.waiting == ["a"])
+    world.dispatcher.end(request, handed_over=False)
+    await eventually(lambda: decode.waiting == [])
+    # The answer may have been on its way.
+    await eventually(lambda: decode.aborted == [("a", 3)])
 
 
-async def test_a_request_that_waits_at_one_instance_takes_room_at_another_and_leaves_the_line(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
+async def test_a_waiting_request_takes_room_at_another_instance_and_gives_its_place_up(world: World) -> None:
     first = await world.decode(free_blocks=1)
-    first.always = FULL
+    first.full = True
     world.begin("a")
-    await eventually(lambda: first.asked.count("a") >= 2)
+    await eventually(lambda: first.waiting == ["a"])
     second = await world.decode()
     await eventually(lambda: world.pushed() == ["a"])
-    assert second.asked == ["a"]
-    await eventually(lambda: first.aborted == [("a", 3)])
+    assert [asked.wait for asked in second.reserved] == [False]
+    await eventually(lambda: first.aborted == [("a", 3)] and first.waiting == [])
+    assert second.aborted == []
 
 
-async def test_a_request_whose_waiting_place_drains_waits_elsewhere(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatcher, "_ASK_AGAIN_S", 0.02)
-    first = await world.decode(free_blocks=1)
-    first.always = FULL
+async def test_a_waiting_request_that_is_refused_elsewhere_keeps_its_place(world: World) -> None:
+    first, second = await world.decode(free_blocks=1), await world.decode(free_blocks=0)
+    first.full = second.full = True
     world.begin("a")
-    await eventually(lambda: first.asked.count("a") >= 2)
+    await eventually(lambda: len(first.waiting) + len(second.waiting) == 1)
+    here, elsewhere = (first, second) if first.waiting else (second, first)
+    # Its room is gone when it is asked for.
+    await elsewhere.say(free_blocks=9)
+    await eventually(lambda: elsewhere.asked == ["a"])
+    await eventually(lambda: world.outcome("no_room") == 1)
+    assert here.waiting == ["a"]
+    assert here.aborted == elsewhere.aborted == []
+    here.full = False
+    await eventually(lambda: world.pushed() == ["a"])
+    assert here.asked == ["a"]
+
+
+async def test_of_two_instances_that_both_grant_room_one_gets_it_back(world: World) -> None:
+    first = await world.decode(free_blocks=1)
+    first.full = True
+    world.begin("a")
+    await eventually(lambda: first.waiting == ["a"])
+    second = await world.decode(registered=False)
+    second.may_answer.clear()
+    await second.start()
+    await eventually(lambda: second.asked == ["a"])
+    first.full = False
+    second.may_answer.set()
+    await eventually(lambda: world.pushed() == ["a"])
+    await eventually(lambda: len(first.aborted) + len(second.aborted) == 1)
+
+
+async def test_a_request_whose_instance_drains_waits_elsewhere(world: World) -> None:
+    first = await world.decode(free_blocks=1)
+    first.full = True
+    world.begin("a")
+    await eventually(lambda: first.waiting == ["a"])
     second = await world.decode(free_blocks=0)
-    second.always = FULL
+    second.full = True
     await first.say(free_blocks=1, state="draining")
-    await eventually(lambda: first.aborted == [("a", 3)])
-    await eventually(lambda: second.asked.count("a") >= 2)
+    await eventually(lambda: first.aborted == [("a", 3)] and first.waiting == [])
+    await eventually(lambda: second.waiting == ["a"])
+
+
+async def test_an_instance_whose_line_is_full_is_asked_again_after_a_rest(world: World) -> None:
+    decode = await world.decode(free_blocks=0)
+    decode.refusals = [NoCapacity("decode", 0.02)] * 3
+    world.begin("a")
+    await eventually(lambda: world.pushed() == ["a"])
+    assert decode.asked == ["a"] * 4
+    assert world.outcome("no_room") == 3
 
 
 async def test_no_two_requests_count_on_the_same_blocks_before_a_heartbeat_shows_them(world: World) -> None:
@@ -355,7 +366,7 @@ async def test_an_instance_that_the_request_does_not_fit_is_not_asked_again_and_
     await eventually(lambda: "a" in world.failed)
     assert isinstance(world.failed["a"], InvalidArgument | LayoutMismatch)
     assert first.asked == second.asked == ["a"]
-    assert not len(world.dispatcher._unconfirmed_blocks), "it counts as work nowhere"
+    assert not world.dispatcher._finder._search.unconfirmed_count(), "it counts as work nowhere"
     if refuses == "engine":
         # Both had granted room.
         await eventually(lambda: first.aborted == second.aborted == [("a", 3)])
@@ -374,7 +385,7 @@ async def test_a_bug_in_one_placement_fails_that_request_alone(world: World, mon
 async def test_without_any_decode_instance_a_request_fails_after_a_while(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_NO_INSTANCE_S", 0.3)
+    monkeypatch.setattr(room_finder, "_NO_INSTANCE_S", 0.3)
     started_s = time.monotonic()
     world.begin("a")
     await eventually(lambda: "a" in world.failed)
@@ -386,7 +397,7 @@ async def test_without_any_decode_instance_a_request_fails_after_a_while(
 async def test_instances_of_another_layout_do_not_count_and_the_reason_is_told(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_NO_INSTANCE_S", 0.3)
+    monkeypatch.setattr(room_finder, "_NO_INSTANCE_S", 0.3)
     decode = await world.decode(registered=False)
     decode.layout = KvLayout("another model", 2, 16, 2, 8, "float32")
     await decode.start()
@@ -397,7 +408,7 @@ async def test_instances_of_another_layout_do_not_count_and_the_reason_is_told(
 
 
 async def test_a_decode_instance_that_comes_is_used_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "_LONGEST_WAIT_S", 1000.0)
+    monkeypatch.setattr(room_finder, "_LONGEST_WAIT_S", 1000.0)
     world.begin("a")
     await world.decode()
     await eventually(lambda: world.pushed() == ["a"], 5.0)
@@ -408,7 +419,7 @@ async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_
     first.may_answer.clear()
     request = world.begin("a")
     await eventually(lambda: first.asked == ["a"])
-    peers = world.dispatcher._peers
+    peers = world.dispatcher._finder._peers
     await peers.retain(())
     assert len(peers._peers) == 1, "a call is under way"
     first.may_answer.set()

@@ -1,0 +1,167 @@
+"""Where a computed prompt looks for room on decode instances, and where it waits for room. Pure: no clock, no I/O."""
+
+import random
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Generic
+
+from kaveri.domain.view import ClusterView, InstanceStatus, Role
+from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy.placement import (
+    DecodePlacementPolicy,
+    KeyT,
+    UnconfirmedWork,
+    blocks_there,
+    choose_decode,
+    choose_line,
+    largest_prompt,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seeker(Generic[KeyT]):
+    """A request that looks for room, and what it has found so far."""
+
+    key: KeyT
+    token_count: int
+    """Tokens whose KV is pushed."""
+    predicted_tokens: int = 0
+    """Tokens that it is predicted to end with, at the least."""
+    heavy: bool = False
+    waits_at: str | None = None
+    """The decode instance at which it waits in line."""
+    unfit: Mapping[str, KaveriError] = field(default_factory=dict)
+    """By instance id: why that one can never take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask `target` for room."""
+
+    target: InstanceStatus
+    waits: bool
+    """Whether to wait there in line. A request waits at one instance, and keeps that place while it asks others."""
+    shows_room: bool
+    """Whether the view shows enough room there."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveLine:
+    """Give the place in line up: its instance takes no requests now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hopeless:
+    """No instance can ever take the request."""
+
+    error: KaveriError
+
+
+@dataclass(frozen=True, slots=True)
+class NoInstance:
+    """There is no decode instance that takes this KV."""
+
+    reason: str
+
+
+class RoomSearch(Generic[KeyT]):
+    """The choices of one prefill instance.
+
+    A request asks an instance that shows room, else the one that choose_line() names, and waits there. While it waits
+    it asks others that show room, one at a time and without waiting; it takes the first room that it gets.
+    """
+
+    def __init__(self, model: str, layout: KvLayout, policy: DecodePlacementPolicy, rng: random.Random) -> None:
+        """layout: of the pool that is pushed from."""
+        self._model = model
+        self._layout = layout
+        self._policy = policy
+        self._rng = rng
+        self._turn = 0
+        self._blocks: UnconfirmedWork[KeyT] = UnconfirmedWork()
+        self._heavy: UnconfirmedWork[KeyT] = UnconfirmedWork()
+        self._resting_until_s: dict[str, float] = {}
+
+    def look(
+        self, seeker: Seeker[KeyT], view: ClusterView, now_s: float
+    ) -> Ask | LeaveLine | Hopeless | NoInstance | None:
+        """What the request does next. None: nothing, before the view changes or a rest ends.
+
+        The room of an Ask counts as taken until a heartbeat shows it or settle() is called, so that no two requests
+        count on the same room.
+        """
+        ready = {status.record.instance_id: status for status in view.ready(Role.DECODE, self._model)}
+        if seeker.waits_at is not None and seeker.waits_at not in ready:
+            return LeaveLine()
+        self._resting_until_s = {name: until_s for name, until_s in self._resting_until_s.items() if until_s > now_s}
+        avoid = {*seeker.unfit, *self._resting_until_s}
+        if seeker.waits_at is not None:
+            avoid.add(seeker.waits_at)
+        needed_tokens = seeker.token_count + 1
+        target = choose_decode(
+            view,
+            self._model,
+            needed_tokens,
+            self._blocks,
+            self._rng,
+            self._layout,
+            avoid,
+            policy=self._policy,
+            predicted_tokens=seeker.predicted_tokens,
+            unconfirmed_heavy=self._heavy,
+            heavy=seeker.heavy,
+            turn=self._turn,
+        )
+        if target is not None and target.record.instance_id not in avoid:
+            return self._ask(seeker, target, shows_room=True)
+        if seeker.waits_at is not None:
+            return None
+        target = choose_line(view, self._model, needed_tokens, self._blocks, self._layout, avoid)
+        if target is not None:
+            return self._ask(seeker, target, shows_room=False)
+        return self._why_none(seeker, view, ready)
+
+    def settle(self, key: KeyT, instance_id: str) -> None:
+        """The request has no room at that instance and asks for none. Idempotent."""
+        self._blocks.settle(key, instance_id)
+        self._heavy.settle(key, instance_id)
+
+    def rest(self, instance_id: str, until_s: float) -> None:
+        """No request asks that instance before then."""
+        self._resting_until_s[instance_id] = until_s
+
+    def next_rest_ends_s(self) -> float | None:
+        """When to look again, though the view does not change. None: no instance rests."""
+        return min(self._resting_until_s.values(), default=None)
+
+    def unconfirmed_count(self) -> int:
+        """Asks whose room counts as taken here."""
+        return len(self._blocks)
+
+    def _ask(self, seeker: Seeker[KeyT], target: InstanceStatus, shows_room: bool) -> Ask:
+        self._blocks.add(seeker.key, target, blocks_there(target, seeker.token_count + 1))
+        self._heavy.add(seeker.key, target, int(seeker.heavy))
+        self._turn += 1
+        return Ask(target, waits=seeker.waits_at is None, shows_room=shows_room)
+
+    def _why_none(
+        self, seeker: Seeker[KeyT], view: ClusterView, ready: Mapping[str, InstanceStatus]
+    ) -> Hopeless | NoInstance | None:
+        fitting = {name for name, status in ready.items() if self._layout.is_mappable(status.record.layout)}
+        if fitting and fitting.issubset(seeker.unfit):
+            return Hopeless(seeker.unfit[min(fitting)])
+        largest = largest_prompt(view, self._model, (Role.DECODE,), self._layout)
+        if largest is not None and seeker.token_count > largest:
+            limit = f"at most {largest} tokens: no decode instance holds more"
+            return Hopeless(InvalidArgument("token_ids", f"{seeker.token_count} tokens", limit))
+        return None if fitting else NoInstance(self._why_not_mappable(ready.values()))
+
+    def _why_not_mappable(self, ready: Collection[InstanceStatus]) -> str:
+        for status in ready:
+            try:
+                if status.record.layout is not None:
+                    self._layout.require_mappable(status.record.layout)
+            except LayoutMismatch as error:
+                return f"there is no decode instance that takes this one's KV: {status.record.instance_id}: {error}"
+        return "there is no decode instance"

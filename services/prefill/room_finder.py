@@ -1,0 +1,236 @@
+"""Finds room on decode instances for computed prompts: asks where kaveri.policy.room_search says, waits, gives back."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.view import InstanceStatus
+from kaveri.engine.contract import EngineKey
+from kaveri.errors import (
+    InvalidArgument,
+    KaveriError,
+    LayoutMismatch,
+    NoCapacity,
+    RequestAlreadyExists,
+    StaleAttempt,
+    Unavailable,
+)
+from kaveri.policy.placement import HeavyThresholds
+from kaveri.policy.room_search import Ask, Hopeless, LeaveLine, NoInstance, RoomSearch, Seeker
+from kaveri.telemetry.logs import get_logger
+from services.prefill.decode_peers import DecodePeers, Reservation
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.requests import PrefillRequest
+
+_PATIENCE_S = 0.1
+"""An instance that showed room has so long to answer before others are asked as well."""
+_REST_WHEN_FAILED_S = 0.5
+_LONGEST_WAIT_S = 0.25
+"""Between two looks at a view that does not change."""
+_VIEW_TIMEOUT_S = 1.0
+_NO_INSTANCE_S = 2.0
+"""A request fails when there was no decode instance at all for this long; its router may know of others."""
+
+
+@dataclass(eq=False, slots=True)
+class _Question:
+    """A Reserve call under way."""
+
+    target: InstanceStatus
+    waits: bool
+    patient_until_s: float
+    answer: asyncio.Task[Reservation | Exception]
+
+
+@dataclass(eq=False, slots=True)
+class Seeking:
+    """One request that looks for room."""
+
+    request: PrefillRequest
+    heavy: bool
+    unfit: dict[str, KaveriError] = field(default_factory=dict)
+    """By instance id: why that one can never take it."""
+    questions: dict[str, _Question] = field(default_factory=dict)
+    """By instance id. At most one waits in line, and at most one other is open beside it."""
+
+    def seeker(self) -> Seeker[EngineKey]:
+        """What the policy has to know."""
+        waits_at = next((name for name, question in self.questions.items() if question.waits), None)
+        length = self.request.predicted_length
+        predicted_tokens = 0 if length is None else self.request.prompt_tokens + length.low
+        return Seeker(
+            self.request.key, self.request.token_count, predicted_tokens, self.heavy, waits_at, dict(self.unfit)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room that a decode instance has reserved."""
+
+    target: InstanceStatus
+    reservation: Reservation
+
+
+class RoomFinder:
+    """The search of all requests of one prefill instance. For one event loop."""
+
+    def __init__(
+        self,
+        store: ClusterStore,
+        search: RoomSearch[EngineKey],
+        peers: DecodePeers,
+        metrics: PrefillMetrics,
+        thresholds: HeavyThresholds,
+    ) -> None:
+        """peers: owned from now on."""
+        self._store = store
+        self._search = search
+        self._peers = peers
+        self._metrics = metrics
+        self._thresholds = thresholds
+        self._changed: asyncio.Future[None] | None = None
+        self._tasks = asyncio.TaskGroup()
+
+    async def run(self) -> None:
+        """Follows the view until cancelled. The other methods are called while this runs."""
+        try:
+            async with self._tasks:
+                while True:
+                    view = await self._store.wait_for_change(_VIEW_TIMEOUT_S)
+                    if self._changed is not None:
+                        # Those that wait wake in the order in which they began to wait.
+                        self._changed.set_result(None)
+                        self._changed = None
+                    await self._peers.retain({status.record.address for status in view.instances.values()})
+        finally:
+            await self._peers.close()
+
+    def seek(self, request: PrefillRequest) -> Seeking:
+        """Begins a search; find() goes on with it and give_up() ends it."""
+        return Seeking(request, self._thresholds.is_heavy(request.predicted_length, request.prompt_tokens))
+
+    async def find(self, seeking: Seeking) -> Room:
+        """Waits for room, and holds no other place or room for the request when it returns.
+
+        Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch when no instance can ever take
+        the request, and Unavailable when there is none. Cancelled, or with an error, the caller calls give_up().
+        """
+        none_since_s: float | None = None
+        while True:
+            now_s = time.monotonic()
+            wake_s = now_s + _LONGEST_WAIT_S
+            patient_until_s = max((question.patient_until_s for question in seeking.questions.values()), default=now_s)
+            if now_s < patient_until_s:
+                wake_s = min(wake_s, patient_until_s)
+            else:
+                seeker = seeking.seeker()
+                found = self._search.look(seeker, self._store.view(), now_s)
+                match found:
+                    case Ask():
+                        self._ask(seeking, found, now_s)
+                        continue
+                    case LeaveLine():
+                        assert seeker.waits_at is not None
+                        self._drop(seeking, seeker.waits_at)
+                        continue
+                    case Hopeless():
+                        raise found.error
+                    case NoInstance():
+                        none_since_s = now_s if none_since_s is None else none_since_s
+                        if now_s - none_since_s > _NO_INSTANCE_S:
+                            raise Unavailable(found.reason, retry_after_s=1.0)
+                    case None:
+                        none_since_s = None
+                rest_ends_s = self._search.next_rest_ends_s()
+                wake_s = wake_s if rest_ends_s is None else min(wake_s, rest_ends_s)
+            await self._wait(seeking, wake_s - now_s)
+            room = self._take_answers(seeking)
+            if room is not None:
+                return room
+
+    def give_up(self, seeking: Seeking) -> None:
+        """Ends the search: no place in line is kept, and room that was granted meanwhile is given back. Idempotent."""
+        for instance_id in list(seeking.questions):
+            self._drop(seeking, instance_id)
+
+    def give_back(self, request: PrefillRequest, target: InstanceStatus) -> None:
+        """The request does not want the room that it has, or may have, at `target`."""
+        self._search.settle(request.key, target.record.instance_id)
+        # Not part of the caller's task: it must be sent although that one is cancelled.
+        self._tasks.create_task(self._peers.abort(target, request))
+
+    def failed_there(self, request: PrefillRequest, target: InstanceStatus, outcome: str, reason: str) -> None:
+        """Room at `target` was of no use: no request asks there for a while."""
+        self._metrics.placements.labels(outcome).inc()
+        self._search.rest(target.record.instance_id, time.monotonic() + _REST_WHEN_FAILED_S)
+        get_logger().warning(
+            "placement_failed",
+            request_id=request.request_id,
+            attempt=request.attempt,
+            decode_instance_id=target.record.instance_id,
+            outcome=outcome,
+            reason=reason,
+        )
+
+    def _ask(self, seeking: Seeking, ask: Ask, now_s: float) -> None:
+        request = seeking.request
+        patience_s = _PATIENCE_S if ask.shows_room else 0.0
+        # An instance that is not waited at answers soon, or fails.
+        patient_until_s = now_s + patience_s if ask.waits else request.deadline_s
+        answer = self._tasks.create_task(self._answer(request, ask))
+        instance_id = ask.target.record.instance_id
+        seeking.questions[instance_id] = _Question(ask.target, ask.waits, patient_until_s, answer)
+
+    async def _answer(self, request: PrefillRequest, ask: Ask) -> Reservation | Exception:
+        try:
+            return await self._peers.reserve(ask.target, request, request.deadline_s - time.monotonic(), ask.waits)
+        except Exception as error:  # Raised where the placement is: a task that fails would end all others.
+            return error
+
+    async def _wait(self, seeking: Seeking, timeout_s: float) -> None:
+        """Until a question is answered or the view changes."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        awaited: list[asyncio.Future[Any]] = [self._changed]
+        awaited += [question.answer for question in seeking.questions.values()]
+        await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+    def _take_answers(self, seeking: Seeking) -> Room | None:
+        request = seeking.request
+        for instance_id, question in list(seeking.questions.items()):
+            if not question.answer.done():
+                continue
+            match question.answer.result():
+                case Reservation() as reservation:
+                    del seeking.questions[instance_id]
+                    self.give_up(seeking)
+                    self._metrics.placements.labels("reserved").inc()
+                    return Room(question.target, reservation)
+                case StaleAttempt() | RequestAlreadyExists() as error:
+                    raise error
+                case InvalidArgument() | LayoutMismatch() as error:
+                    self._forget(seeking, instance_id)
+                    seeking.unfit[instance_id] = error
+                case NoCapacity() as error:
+                    self._forget(seeking, instance_id)
+                    self._metrics.placements.labels("no_room").inc()
+                    self._search.rest(instance_id, time.monotonic() + error.retry_after_s)
+                case KaveriError() as error:
+                    # It may have reserved all the same.
+                    self._drop(seeking, instance_id)
+                    self.failed_there(request, question.target, "unavailable", str(error))
+                case error:
+                    raise error
+        return None
+
+    def _forget(self, seeking: Seeking, instance_id: str) -> None:
+        del seeking.questions[instance_id]
+        self._search.settle(seeking.request.key, instance_id)
+
+    def _drop(self, seeking: Seeking, instance_id: str) -> None:
+        """Gives up a question, and the room that its answer may have brought."""
+        question = seeking.questions.pop(instance_id)
+        question.answer.cancel()
+        self.give_back(seeking.request, question.target)
