@@ -1,6 +1,6 @@
-"""What a profile says of an engine on this machine: the saturating chunk, and how well steps are predicted.
+"""An engine's profile on this machine: the saturating chunk, and how well steps are predicted.
 
-Each repeat is a whole `kaveri profile` in a process of its own, with one thread as `kaveri up` gives to each engine.
+Each repeat is a whole `kaveri profile` in its own process, with one thread as under `kaveri up`.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""What it costs that two instances keep KV in unlike blocks: a mapped push against one between equal layouts.
+"""The cost of pushing between different block layouts: a mapped push against one between equal layouts.
 
-Each repeat pushes the same tokens to every kind of receiver, one after the other, so that ratios compare neighbours in
-time. From MappedSender.open() to PushAccepted, between two processes; blocks in random order on both sides.
+Each repeat pushes the same tokens to every kind of receiver, one after the other, so ratios compare neighbours in time.
+From MappedSender.open() to PushAccepted, between two processes; blocks in random order on both sides.
 
     same       equal blocks: KvSender alone, no staging
     N tokens   blocks of N tokens there, put together in staging here

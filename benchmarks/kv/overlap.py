@@ -12,8 +12,8 @@ Between two processes, KvSender to KvReceiver, one prompt whose blocks become re
 
 Compute takes transfer / (transfer : compute), spread evenly. Off the CPU it is a wait, paced as the timed engine's
 steps are: what a GPU's host sees. On the CPU it is numpy's matrix product on one thread in the sender's process, which
-shares the cores with what pushes: what that makes the compute longer is counted as exposed, too. A push of n pieces
-cannot hide more than 1 - 1/n of itself: its last piece is computed last.
+shares the cores with the push; the time by which that slows the compute also counts as exposed. A push of n pieces
+cannot hide more than 1 - 1/n of itself, because its last piece is computed last.
 
 In the real stack (router, prefill, decode: each a process) on the CPU: time to the first and to the second token of
 prompts of 64 to 1,900 tokens, over each transport.

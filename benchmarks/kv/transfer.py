@@ -1,11 +1,11 @@
 """Speed of a KV push between two processes: against memory copies, and against a bare link moving the same bytes.
 
-Each round moves the same bytes in every way, one after the other and in turning order, so that ratios compare
-neighbours in time:
+Each round moves the same bytes in every way, one after the other in rotating order, so ratios compare neighbours in
+time:
 
     kv                 KvSender to KvReceiver, from open() to PushAccepted
     kv, no digest      the same without the digests, which no bare link takes
-    bare               the same kind of link with nothing around it, beside tls plain tcp; see bare_links.py
+    bare               the same kind of link with nothing around it (for tls: plain tcp); see bare_links.py
     grpc               gRPC bytes, beside tcp
     memcpy             beside shm, of contiguous blocks: np.copyto, a layer at a time, within one process
     gather + scatter   beside shm, of scattered blocks: into a buffer of 512 KiB, and from there to their places

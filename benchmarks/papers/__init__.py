@@ -1,1 +1,1 @@
-"""Experiments of the papers, repeated here."""
+"""Experiments of TetriInfer and DéjàVu, repeated on Kaveri."""

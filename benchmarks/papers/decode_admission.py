@@ -1,10 +1,10 @@
 """Decode admission on a tight KV pool: greedy, reserve-static and reserve-dynamic, with predictions right or wrong.
 
 TetriInfer's section 5.2.3 and figure 18, on real services with the timed engine: 256 requests in one burst to one
-decode instance whose pool holds a fifth of what they grow to. Answers end by themselves, so nothing but a
-prediction tells their lengths; it goes the real way: a predictor service, asked by the prefill instances, whose answer
-travels with each reservation. The predictor is an oracle. It can know the true lengths, because a made-up answer
-follows from its prompt, and it errs as often as it is told to, by a seeded draw per prompt.
+decode instance whose pool holds a fifth of the KV that they grow to. Answers end at their end-of-sequence token, so
+only a prediction tells their lengths. Prefill instances request it from a predictor service and send it with each
+reservation. The predictor is an oracle: the fake answers follow from the prompts, so it computes the true lengths, and
+it errs with a set probability, by a seeded draw per prompt.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Oracle(LengthPredictorServiceServicer):
         """requests: those that may come; a wrong bucket is one of theirs."""
         self.accuracy = 1.0
         self.asked = 0
-        # Made here, not while the burst is on its way through the same event loop.
+        # Computed here, because the burst will use the same event loop.
         self._lengths = {_token_ids(entry): true_length(entry) for entry in requests}
         self._workload_buckets = [length // GRANULARITY for length in self._lengths.values()]
         self._bucket_count = 1 + MOST_ANSWER_TOKENS // GRANULARITY
@@ -85,7 +85,7 @@ class Oracle(LengthPredictorServiceServicer):
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to admit, with predictions that are right so often."""
+    """An admission policy, with predictions of some accuracy."""
 
     policy: AdmissionPolicy
     accuracy: float = 1.0
@@ -103,7 +103,7 @@ RESERVING = (AdmissionPolicy.RESERVE_STATIC, AdmissionPolicy.RESERVE_DYNAMIC)
 
 @dataclass(frozen=True)
 class Served:
-    """What became of one burst."""
+    """The results of one burst."""
 
     preemptions: float
     jct_s: float
@@ -180,7 +180,7 @@ async def policy_stack(
             policy,
             prefill_count=4,
             decode_count=1,
-            # Sequential, with time enough: what is compared is what the policies make of a prediction that is there.
+            # Sequential mode with a long budget, so every request has its prediction and only the policies differ.
             prefill_flags=(
                 *natural,
                 *("--predictor-address", address),
@@ -250,7 +250,7 @@ def jct_ratio(report: Report, name: str, ours: Sequence[Served], greedy: Sequenc
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

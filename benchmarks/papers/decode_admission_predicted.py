@@ -37,7 +37,7 @@ POOL_BLOCKS = 640
 BLOCK_BYTES = 5 * 2 * 16 * 2 * 32 * 2
 """kaveri-tiny's: layers, K and V, tokens, KV heads, elements of a head, bytes of bfloat16."""
 PROMPT_SEED = 20_261
-"""Not that of the training prompts, which these may share some prompts with all the same."""
+"""Differs from the seed of the training prompts, but some prompts may be the same."""
 
 
 def plan(count: int, repeat: int) -> list[PlannedRequest]:

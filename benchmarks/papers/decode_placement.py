@@ -1,4 +1,4 @@
-"""Decode placement: which decode instance a request goes to, by heavy and light ones, at random, or as badly as can be.
+"""Decode placement: heavy-light against random and against the worst case.
 
 TetriInfer's section 5.2.3 and figure 19, on real services with the timed engine: 2, 4 and 8 decode instances, and for
 each of them 32 requests in one burst, half of them heavy in decode (more than 128 tokens). Lengths are forced, so the
@@ -32,12 +32,12 @@ GAP_S = 0.001
 
 @dataclass(frozen=True)
 class Placed:
-    """What became of one burst."""
+    """The results of one burst."""
 
     total_s: float
     """From the first request's landing on a decode instance to the last token of all."""
     slowest_busy_s: float
-    """For how long the slowest instance decoded."""
+    """How long the slowest instance decoded."""
     slowest_heavy: int
     """Heavy requests there."""
     slowest_light: int
@@ -126,7 +126,7 @@ async def measure_async(options: Options, report: Report) -> None:
         "prompt_tokens": [16, 512],
         "heavy_output_tokens": [129, most_output_tokens],
         "light_output_tokens": [8, 128],
-        "prefill_instances": "half as many as decode instances",
+        "prefill_instances": "half the number of decode instances",
     }
     for instances in options.choose((2, 4, 8), (4,)):
         found = await placed(instances, most_output_tokens, repeats, report)

@@ -1,14 +1,14 @@
-"""Interference between requests in one engine: how much slower one gets by those that it shares its steps with.
+"""Interference between requests in one engine: how much a request slows down when others share its steps.
 
 TetriInfer's study (arXiv 2401.11181, section 2.2, figures 3 to 5) on one StepwiseEngine in this process that plays both
 sides: prefill beside prefill, decode beside prefill and prefill beside decode, decode beside decode. Light prompts have
-18 tokens and heavy ones 512; a light answer has 20 to 100 tokens, a heavy one 513 to 1,024. Twice: with a step that
-takes whatever is there, as in the paper's set-up ("whole"), and with chunks of 512 tokens ("chunked").
+18 tokens and heavy ones 512; a light answer has 20 to 100 tokens, a heavy one 513 to 1,024. Measured twice: with steps
+that take all waiting prompts, as in the paper ("whole"), and with chunks of 512 tokens ("chunked").
 
-Engines: transformers computes kaveri-tiny on one CPU thread. Timed takes as long as DistServe's fit says that OPT-13B
-on an A100 takes: its figures are that formula's terms, put together by the engine's own batches. Of a step with prompts
-and answers in it only the larger constant counts: the weights are read once, which is why Sarathi (arXiv 2308.16369)
-lets decodes ride with chunks.
+Engines: transformers computes kaveri-tiny on one CPU thread. Timed takes the time that DistServe's fit gives for
+OPT-13B on an A100, so its figures follow from that formula and the engine's batches. For a step with prompts and
+answers only the larger constant counts, because the weights are read once; Sarathi (arXiv 2308.16369) mixes decodes
+into chunks for this reason.
 """
 
 import itertools
@@ -51,9 +51,9 @@ LATENCY_MODEL = "opt-13b-a100-tp1"
 HEAVY_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _MODES = {"whole": TOTAL_BLOCKS * BLOCK_TOKENS, "chunked": CHUNK_TOKENS}
 _LONG_ANSWER = 1_000
-"""Tokens of a request that runs for as long as it is measured."""
+"""Tokens of a request that must run during the whole measurement."""
 _GAPS = 8
-"""Decode steps whose median is what a step takes with nobody beside."""
+"""Decode steps whose median is the time of a step without other requests."""
 _DEADLINE_S = 120.0
 
 
@@ -208,15 +208,14 @@ def prefill_beside_decode(lab: Lab, prompt_tokens: int, others: int) -> float:
 def decode_beside_decode(lab: Lab, heavy: int, batch: int, steps: int) -> list[float]:
     """Seconds of consecutive steps of a batch of which `heavy` requests have heavy answers.
 
-    Contexts are as somebody would find them who looks at such a batch at any moment: a short prompt, and a part of the
-    answer that is anything between nothing and all of it.
+    Contexts are those of such a batch at a random moment: a short prompt, and a uniformly drawn part of the answer.
     """
     rng = random.Random(heavy)
     requests = []
     for number in range(batch):
         answer = rng.randint(*(HEAVY_ANSWER if number < heavy else LIGHT_ANSWER))
         requests.append(lab.request(LIGHT_PROMPT + rng.randint(0, answer), _LONG_ANSWER))
-    # Those who finished their prompts first decode until the last has; from then on all are in every step.
+    # Requests whose prompts end first decode until the last prompt ends; from then on all are in every step.
     lab.submit_together(requests)
     lab.wait_for_first(requests)
     last = max(requests, key=lab.first_s)

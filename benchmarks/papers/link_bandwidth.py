@@ -8,8 +8,8 @@ the CPU).
 
     extra = (second token - first token) with the link - the same without a link
 
-What is modelled: the prompt's time, the link's time. What is real: everything between, from the push of a layer to the
-second token at the caller.
+Modelled: the prompt's time and the link's time. Real: everything else, from the push of a layer to the second token at
+the caller.
 """
 
 import asyncio

@@ -1,12 +1,12 @@
 """Prefill scheduling: the order of waiting prompts, chunks against a fixed batch of whole prompts, the cost of sorting.
 
 TetriInfer's section 5.2.1 and figure 16, on real services with the timed engine: one prefill instance gets a burst of
-prompts while it computes a long one. All times count from that one's first token, as if the burst had come at once just
-then. Answers have two tokens, so that the hand-over is real and decode does not matter.
+prompts while it computes a long one. All times count from that prompt's first token, as if the burst had arrived then.
+Answers have two tokens, so the hand-over is real but decode does not matter.
 
-The fixed batch of 16 is expressed by what there is: each 16 consecutive prompts of the burst have the same 16 lengths,
-in random order, and the step is as long as their sum. So FCFS fills each step with exactly 16 whole prompts, all of
-which get their first token at its end, as in a batch that is formed once and run to its end.
+The fixed batch of 16 is emulated: each 16 consecutive prompts of the burst have the same 16 lengths in random order,
+and the chunk size is their sum. So FCFS fills each step with exactly 16 whole prompts, which all get their first token
+at its end, as in a fixed batch.
 """
 
 import asyncio

@@ -7,8 +7,8 @@ steps. Mixed also against what the paper compares with, half as many instances w
 Poisson stream at 0.7 of the burst's lowest throughput. Then Mixed on kaveri-tiny with a core for each instance:
 1 prefill and 1 decode instance against 2 colocated ones.
 
-Both systems have the policies of the paper where they have the choice: SJF over 16 prompts, reserve-dynamic, and
-heavy-light placement. Lengths are forced, so both know them, as with a perfect predictor.
+Both systems use the paper's policies where they apply: SJF over 16 prompts, reserve-dynamic, and heavy-light placement.
+Lengths are forced, so both know them, as with a perfect predictor.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class System:
         pids = self._stack.pids()
         cores = sorted(os.sched_getaffinity(0))
         for number, instance_id in enumerate(sorted(self.roles)):
-            # Threads that are there keep their own affinity; those that come take that of who starts them.
+            # Existing threads keep their affinity; new threads inherit that of the thread that starts them.
             for thread in Path(f"/proc/{pids[instance_id]}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})
 

@@ -37,7 +37,7 @@ _DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Round:
-    """What one closed-loop round has shown."""
+    """The figures of one closed-loop round."""
 
     tokens_per_s: float
     ttft_s: list[float]
@@ -46,7 +46,7 @@ class Round:
 
 
 def make_prompts(count: int, vocab_size: int, seed: int) -> list[tuple[int, ...]]:
-    """Random ids: what they say does not matter, how many there are does."""
+    """Random token ids; only their number matters."""
     rng = random.Random(seed)
     return [tuple(rng.randrange(3, vocab_size) for _ in range(rng.randint(*PROMPT_TOKENS))) for _ in range(count)]
 

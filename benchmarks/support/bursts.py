@@ -1,4 +1,4 @@
-"""What the scheduling benchmarks share: a stack of real services on the timed engine, and bursts of requests to it.
+"""Shared by the scheduling benchmarks: a stack of real services on the timed engine, and bursts of requests to it.
 
 The timed engine takes the time of OPT-13B on two A100 (DistServe's fit), the model and the tensor parallelism of
 TetriInfer's own measurements (arXiv 2401.11181, section 5.2; there on V100).

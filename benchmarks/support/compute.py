@@ -1,4 +1,4 @@
-"""What stands for a model in benchmarks that need none: off the CPU a wait, on the CPU products of matrices."""
+"""Replaces a model's compute in benchmarks without a model: off the CPU a wait, on the CPU products of matrices."""
 
 import os
 import time

@@ -1,7 +1,7 @@
 """A process with one engine in it that answers batches of prompts: Kaveri's engines, and bare vLLM.
 
-vLLM's state is the process's, and an engine's threads are nobody else's business, so engines that are compared do not
-share a process. All of them run on one and the same core, one at a time.
+vLLM has global state, and engines have threads of their own, so engines that are compared do not share a process. All
+of them run on the same core, one at a time.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ _ANSWER_TIMEOUT_S = 300.0
 
 
 class Answered(NamedTuple):
-    """What became of a batch."""
+    """The results of a batch."""
 
     prefill_s: float
     """To the last first token."""

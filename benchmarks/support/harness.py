@@ -1,4 +1,4 @@
-"""What every benchmark shares: its command line, repeats with spread, and the JSON it leaves behind.
+"""Shared by all benchmarks: the command line, repeats with spread, and the JSON result.
 
 A benchmark compares in one run and reports ratios; a time alone is a note. Each is a module with::
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for."""
+    """The options of the command line."""
 
     quick: bool
     """End within a minute: fewer repeats, smaller work, the same comparisons."""
@@ -42,18 +42,18 @@ class Options:
 
 @dataclass
 class Report:
-    """What a run found. Rows are raw; ratios are the result; notes say what a reader must know."""
+    """The findings of a run. Rows are raw; ratios are the result; notes explain them."""
 
     workload: dict[str, Any] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
     asked: dict[str, float] = field(default_factory=dict)
-    """Of some ratios: the least that was asked for."""
+    """The targets of some ratios: their smallest accepted value."""
     comparisons: list[dict[str, str]] = field(default_factory=list)
     """A paper's figures beside those of this run."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     skipped: str = ""
-    """Why nothing was measured. Empty: it was."""
+    """Why nothing was measured. Empty: not skipped."""
 
     def row(self, name: str, values: Sequence[float], unit: str, **labels: Any) -> float:
         """Adds one figure measured `len(values)` times, prints it, and returns its median."""
@@ -67,7 +67,7 @@ class Report:
         return median
 
     def ratio(self, name: str, value: float, target: float | None = None) -> None:
-        """Adds a ratio. `target`: the least that was asked for, shown beside it."""
+        """Adds a ratio. `target`: its smallest accepted value, shown beside it."""
         self.ratios[name] = round(value, 4)
         if target is not None:
             self.asked[name] = target
@@ -75,7 +75,7 @@ class Report:
         print(f"  ratio {name:34s} {value:.3f}{aim}", flush=True)
 
     def compare(self, figure: str, paper: str, ours: str, why: str = "") -> None:
-        """Sets a figure of a paper beside ours. `why`: the reason that they differ, where they do."""
+        """Compares a paper's figure with ours. `why`: the reason for a difference."""
         self.comparisons.append({"figure": figure, "paper": paper, "ours": ours, "why": why})
         print(f"  {figure}: {ours} (paper: {paper}){f'; {why}' if why else ''}", flush=True)
 
@@ -85,7 +85,7 @@ class Report:
         print(f"  note: {text}", flush=True)
 
     def skip(self, reason: str) -> None:
-        """Says that nothing can be measured here. An earlier result stays as it is."""
+        """Records that nothing can be measured here. An earlier result stays unchanged."""
         self.skipped = reason
         print(f"  skipped: {reason}", flush=True)
 

@@ -1,4 +1,4 @@
-"""What memory alone can do within one process, for kv_transfer to compare shared memory with."""
+"""Memory copies within one process, for kv.transfer to compare shared memory with."""
 
 from collections.abc import Sequence
 

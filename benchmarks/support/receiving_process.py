@@ -1,4 +1,4 @@
-"""The other process of kv_transfer, with receivers of one transport and bare links beside them: one thing at a time."""
+"""The receiving process of kv.transfer: receivers of one transport, and bare links to compare with, one at a time."""
 
 import contextlib
 import multiprocessing

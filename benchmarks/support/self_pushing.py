@@ -45,7 +45,7 @@ def build_both_sides(engine: str, model: str, dtype: str, chunk_tokens: int, max
 
 
 class PushedAnswers(NamedTuple):
-    """What became of a batch of prompts, all of which were prefilled and pushed before the first was decoded."""
+    """The results of a batch of prompts that were all prefilled and pushed before the first was decoded."""
 
     prefill_s: float
     """To the last first token."""
