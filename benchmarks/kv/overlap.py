@@ -300,7 +300,7 @@ async def _measure_stack(options: Options, report: Report) -> None:
     """One request at a time. The lengths take turns, so that drift of the machine hits all of them."""
     repeats = options.choose(7, 2)
     for transport in options.choose(TRANSPORTS, ("shm", "tcp")):
-        config = StackConfig(
+        config = StackConfig.of(
             model=options.model,
             prefill_count=1,
             decode_count=1,

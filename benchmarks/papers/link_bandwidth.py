@@ -134,7 +134,7 @@ async def _gaps(
 async def _linked_client(latency_model: Path, link: str) -> AsyncIterator[AsyncClient]:
     """A client of a stack that pushes over an emulated link; empty: over an unlimited one."""
     link_flags = ("--kv-link", link) if link else ()
-    config = StackConfig(
+    config = StackConfig.of(
         engine="timed",
         latency_model=str(latency_model),
         prefill_count=1,

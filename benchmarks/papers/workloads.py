@@ -221,7 +221,7 @@ async def measure_tiny(options: Options, report: Report) -> None:
             (COLOCATED, {"prefill_count": 0, "decode_count": 0, "colocated_count": 2}),
         )
         for name, counts in sides:
-            config = StackConfig(model=options.model, restart=False, drain_timeout_s=2.0, **counts, **_FLAGS)
+            config = StackConfig.of(model=options.model, restart=False, drain_timeout_s=2.0, **counts, **_FLAGS)
             stack = await resources.enter_async_context(LocalStack(config))
             client = await resources.enter_async_context(AsyncClient(stack.target))
             systems.append(System(name, stack, client))

@@ -143,7 +143,7 @@ async def measure_async(options: Options, report: Report) -> None:
         "loop": "closed",
         "threads_per_engine": 1,
     }
-    config = StackConfig(model=options.model, prefill_count=1, decode_count=1, max_model_len=MAX_MODEL_LEN)
+    config = StackConfig.of(model=options.model, prefill_count=1, decode_count=1, max_model_len=MAX_MODEL_LEN)
     engine = EngineAlone(options.model, asyncio.get_running_loop())
     rounds: dict[tuple[str, int], list[Round]] = {}
     try:

@@ -272,7 +272,7 @@ class Started(NamedTuple):
 
 async def start_systems(resources: AsyncExitStack, model: str) -> Started:
     folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
-    config = StackConfig(
+    config = StackConfig.of(
         model=model,
         prefill_count=1,
         decode_count=1,

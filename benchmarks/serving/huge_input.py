@@ -72,7 +72,7 @@ async def measure_async(options: Options, report: Report) -> None:
         "warm_up": "one answer",
     }
     step = ("--fake-step-s", str(STEP_S))
-    config = StackConfig(engine="fake", prefill_count=1, decode_count=1, prefill_flags=step, decode_flags=step)
+    config = StackConfig.of(engine="fake", prefill_count=1, decode_count=1, prefill_flags=step, decode_flags=step)
     context = multiprocessing.get_context("spawn")
     async with LocalStack(config) as stack, AsyncClient(stack.target) as client:
         await ask(client, 32, answer_tokens, 900, 0)

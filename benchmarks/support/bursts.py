@@ -34,7 +34,7 @@ async def timed_stack(report: Report, name: str = "", **settings: Any) -> AsyncI
     name: what is measured on it, for a note when an instance could not keep the latency model's time.
     """
     defaults: dict[str, Any] = {"engine": "timed", "latency_model": LATENCY_MODEL, "restart": False}
-    config = StackConfig(**defaults | {"drain_timeout_s": 2.0} | settings)
+    config = StackConfig.of(**defaults | {"drain_timeout_s": 2.0} | settings)
     async with LocalStack(config) as stack:
         yield stack
         logs = {name: stack.process(name).log_path.read_text(errors="replace") for name in stack.instance_ids}

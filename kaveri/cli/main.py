@@ -15,7 +15,7 @@ from kaveri.cli.predictor import predictor_app
 from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON, launcher
 from kaveri.cli.status import status
-from kaveri.cli.up import up
+from kaveri.cli.up import FLAGS_HELP, up
 from kaveri.errors import ConfigError, KaveriError
 
 app = typer.Typer(
@@ -52,7 +52,7 @@ def _global_options(
     """Flags that stand before any command."""
 
 
-app.command()(up)
+app.command(context_settings=PASS_ON, epilog=FLAGS_HELP)(up)
 app.command()(status)
 app.command()(generate)
 app.command()(chat)

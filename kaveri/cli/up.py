@@ -2,38 +2,75 @@
 
 import asyncio
 import contextlib
-import enum
 import os
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
-from kaveri.config.sources import Given, find_given
+from kaveri.config.settings import read_settings
+from kaveri.config.sources import (
+    CONFIG_FLAG,
+    CONFIG_VARIABLE,
+    FILE_SUFFIX,
+    Given,
+    Names,
+    find_given,
+    flag_of,
+    read_file,
+    variable_of,
+)
+from kaveri.domain.view import Role
 from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY, bundled_predictor
-from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.ordering import OrderingPolicy
-from kaveri.policy.placement import DecodePlacementPolicy
 
 if TYPE_CHECKING:
     from kaveri.local.config import StackConfig
+    from kaveri.local.service_flags import ServiceFlags
 
-_POLICIES = "Policies"
-_REDIS_VARIABLES = {"redis_url": "KAVERI_REDIS_URL", "redis_url_file": "KAVERI_REDIS_URL_FILE"}
+_FILE_KEY = "kaveri.config"
+FLAGS_HELP = (
+    "--FLAG VALUE is also any flag of the services (`kaveri decode --help`), for all that have it: --engine fake; "
+    "--ROLE.FLAG VALUE is for one role: --prefill.chunk-tokens 512."
+)
 
 
-class _Prediction(enum.StrEnum):
-    PARALLEL = "parallel"
-    SEQUENTIAL = "sequential"
-    OFF = "off"
+def _read_config(context: typer.Context, path: str) -> str:
+    """Makes what a file says of this command's options their defaults. Raises ConfigError."""
+    if path:
+        from kaveri.config.services import UP_SECTION, setting_sections
+
+        options = {name for parameter in context.command.params if (name := parameter.name) is not None}
+        names = Names(
+            "kaveri up",
+            UP_SECTION,
+            frozenset(options - {"context", "config"}),
+            frozenset({"redis_url"}),
+            setting_sections,
+        )
+        given = read_file(Given(path, CONFIG_FLAG), names)
+        context.meta[_FILE_KEY] = given
+        secrets_given = {"redis_url", "redis_url" + FILE_SUFFIX}
+        context.default_map = {name: found.text for name, found in given.items() if name not in secrets_given}
+    return path
 
 
 def up(
+    context: typer.Context,
+    config: Annotated[
+        str,
+        typer.Option(
+            help="TOML file of settings: section [up] for this command, all others for the services.",
+            envvar=CONFIG_VARIABLE,
+            callback=_read_config,
+            is_eager=True,
+        ),
+    ] = "",
     model: Annotated[
         str, typer.Option(help="Model to serve: a path, a hub id or a bundled name.", envvar="KAVERI_MODEL")
     ] = KAVERI_TINY,
@@ -50,64 +87,24 @@ def up(
         int,
         typer.Option(help="Port of the router's Prometheus metrics, the instances' follow; 0: none.", min=0, max=65535),
     ] = 0,
-    dtype: Annotated[str, typer.Option(help="Of weights and KV cache: auto, float32, bfloat16, float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    max_model_len: Annotated[
-        int, typer.Option(help="Most tokens of prompt and answer together; 0: what the model can.", min=0)
-    ] = 0,
-    kv_cache_memory: Annotated[
-        str, typer.Option(help="KV cache of each instance: 256MiB, 2GB. Unset: the services' default.")
-    ] = "",
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="transformers; vllm; fake: made-up tokens, no model; timed: fake, in another machine's time."
-        ),
-    ] = "transformers",
-    engine_args: Annotated[
-        str, typer.Option(help="vLLM's own options for the vllm engine: a JSON object, or a YAML or JSON file.")
-    ] = "",
-    latency_model: Annotated[
-        str, typer.Option(help="Whose time the timed engine takes: a bundled name or a JSON file.")
-    ] = "",
-    profile: Annotated[
-        str, typer.Option(help="File made by `kaveri profile`: chunk size for this model and machine.")
-    ] = "",
     predictor: Annotated[
         str, typer.Option(help="Length predictor: a folder, none, or auto (the bundled model's own).")
     ] = "auto",
     predictors: Annotated[int, typer.Option(help="Predictor processes, where there is a predictor.", min=1)] = 1,
-    prediction: Annotated[
-        _Prediction | None, typer.Option(help="Predict beside prefill or before it.", rich_help_panel=_POLICIES)
-    ] = None,
-    prefill_policy: Annotated[
-        OrderingPolicy | None, typer.Option(help="Order of waiting prompts.", rich_help_panel=_POLICIES)
-    ] = None,
-    prefill_sched_batch: Annotated[
-        int | None, typer.Option(help="Prompts that are ordered together.", min=1, rich_help_panel=_POLICIES)
-    ] = None,
-    decode_placement: Annotated[
-        DecodePlacementPolicy | None,
-        typer.Option(help="How a decode instance is chosen.", rich_help_panel=_POLICIES),
-    ] = None,
-    decode_policy: Annotated[
-        AdmissionPolicy | None,
-        typer.Option(help="When a request joins the running batch.", rich_help_panel=_POLICIES),
-    ] = None,
     redis_url: Annotated[
         str,
         typer.Option(
-            help="Redis to use, better by KAVERI_REDIS_URL or KAVERI_REDIS_URL_FILE where it has a password. Unset: a "
-            "private one that is started and stopped too."
+            help="Redis to use, better by KAVERI_REDIS_URL or a file where it has a password. Unset: a private one "
+            "that is started and stopped too."
         ),
     ] = "",
+    redis_url_file: Annotated[str, typer.Option(help="File that holds the URL of the Redis to use.")] = "",
     cluster_name: Annotated[
         str, typer.Option(help="Clusters of other names can share one Redis.", envvar="KAVERI_CLUSTER_NAME")
     ] = DEFAULT_CLUSTER,
     log_dir: Annotated[
         Path | None, typer.Option(help="Folder for one log per process. Unset: a temporary one.")
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     drain_timeout_s: Annotated[
         float, typer.Option(help="Seconds that requests in flight get at the end.", min=0.0)
     ] = 30.0,
@@ -119,62 +116,95 @@ def up(
     in flight finish and leaves no process behind. A second Ctrl-C ends everything at once.
     """
     from kaveri.local.config import StackConfig
+    from kaveri.local.service_flags import read_service_flags
     from kaveri.rpc.process import cluster_name_text
 
     if colocated and (prefill is not None or decode is not None):
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
-    variables = {name: Given(os.environ[v], v) for name, v in _REDIS_VARIABLES.items() if v in os.environ}
-    found = find_given("redis_url", [variables], is_secret=True)
-    redis_url = redis_url or (found.text if found else "")
-    for flag, value in (("--dtype", dtype), ("--device", device), ("--engine", engine), ("--predictor", predictor)):
-        if not value.strip():
-            raise ConfigError(flag, "is empty")
+    redis_url = _redis_url(context, redis_url, redis_url_file)
+    if not predictor.strip():
+        raise ConfigError("--predictor", "is empty")
     try:
         cluster_name_text(cluster_name)
     except ValueError as error:
         raise ConfigError("--cluster-name", str(error)) from error
-    profiled = _given("--profile", profile or None)
-    ordering = (
-        *_given("--prefill-policy", prefill_policy),
-        *_given("--prefill-sched-batch", prefill_sched_batch),
-        *_given("--prediction", prediction),
-    )
-    admission = _given("--decode-policy", decode_policy)
-    config = StackConfig(
+    counts: dict[Role, int] = {
+        Role.ROUTER: 1,
+        Role.PREFILL: 0 if colocated else prefill or 2,
+        Role.DECODE: 0 if colocated else decode or 2,
+        Role.COLOCATED: colocated,
+        Role.PREDICTOR: 0 if predictor == "none" else predictors,
+    }
+    running = [role for role, count in counts.items() if count]
+    own_flags = [option for parameter in context.command.params for option in parameter.opts]
+    flags = read_service_flags(context.args, running, own_flags)
+    engine = _check_settings(flags, running, config)
+    stack = StackConfig(
         model=model,
-        prefill_count=0 if colocated else prefill or 2,
-        decode_count=0 if colocated else decode or 2,
+        prefill_count=counts[Role.PREFILL],
+        decode_count=counts[Role.DECODE],
         colocated_count=colocated,
         predictor=_predictor_of(model, engine) if predictor == "auto" else "" if predictor == "none" else predictor,
         predictor_count=predictors,
-        prefill_flags=(*ordering, *_given("--decode-placement", decode_placement), *profiled),
-        decode_flags=(*admission, *profiled),
-        colocated_flags=(*ordering, *admission, *profiled),
+        settings=flags.shared,
+        config_file=config,
+        router_flags=flags.of_role.get(Role.ROUTER, ()),
+        prefill_flags=flags.of_role.get(Role.PREFILL, ()),
+        decode_flags=flags.of_role.get(Role.DECODE, ()),
+        colocated_flags=flags.of_role.get(Role.COLOCATED, ()),
+        predictor_flags=flags.of_role.get(Role.PREDICTOR, ()),
         port=port,
         host=host,
         metrics_port=metrics_port,
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        kv_cache_memory=kv_cache_memory,
-        engine=engine,
-        engine_args=engine_args,
-        latency_model=latency_model,
         redis_url=redis_url,
         cluster_name=cluster_name,
         # Others may have stacks in the same cluster.
         name=f"local-{secrets.token_hex(2)}" if redis_url else "",
         log_dir=log_dir,
-        log_level=log_level,
         drain_timeout_s=drain_timeout_s,
         start_timeout_s=start_timeout_s,
     )
-    sys.exit(asyncio.run(_run(config)))
+    sys.exit(asyncio.run(_run(stack)))
 
 
-def _given(flag: str, value: object | None) -> tuple[str, ...]:
-    """A flag for a service; nothing where none was given, so that the service's variables and defaults hold."""
-    return () if value is None else (flag, str(value))
+def _redis_url(context: typer.Context, url: str, file: str) -> str:
+    """What flags say, else variables, else the file of settings; empty: a private Redis."""
+    in_file: dict[str, Given] = context.meta.get(_FILE_KEY, {})
+    flags = {"redis_url": url, "redis_url_file": file}
+    sources = [
+        {name: Given(text, flag_of(name)) for name, text in flags.items() if text and name not in in_file},
+        {
+            name: Given(os.environ[variable_of(name)], variable_of(name))
+            for name in flags
+            if variable_of(name) in os.environ
+        },
+        in_file,
+    ]
+    found = find_given("redis_url", sources, is_secret=True)
+    return found.text if found is not None else ""
+
+
+def _check_settings(flags: "ServiceFlags", running: Sequence[Role], config_file: str) -> str:
+    """The engine that the instances will have. Raises ConfigError for what a service would refuse at its start."""
+    from kaveri.config.services import setting_sections, settings_types
+    from kaveri.local.service_flags import roles_of
+
+    engine = ""
+    for role in running:
+        shared = [
+            text for name, value in flags.shared.items() if role in roles_of(name) for text in (flag_of(name), value)
+        ]
+        own = flags.of_role.get(role, ())
+        named = (CONFIG_FLAG, config_file) if config_file else ()
+        try:
+            read = read_settings(
+                settings_types()[role], f"kaveri {role}", [*named, *shared, *own], os.environ, setting_sections
+            )
+        except ConfigError as error:
+            field = error.field
+            raise ConfigError(f"--{role}.{field[2:]}" if field in own else field, error.reason) from error
+        engine = getattr(read.config, "engine", engine)
+    return engine
 
 
 def _predictor_of(model: str, engine: str) -> str:

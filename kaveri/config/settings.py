@@ -144,7 +144,7 @@ def read_settings(
         program,
         program.split()[-1],
         setting_names(config_type),
-        frozenset(entry.name for entry in _declared(config_type) if entry.metadata["mask"] is not None),
+        secret_names(config_type),
         find_sections,
     )
     flags = read_flags(arguments, names)
@@ -174,10 +174,14 @@ def setting_names(config_type: type[Any]) -> frozenset[str]:
     return frozenset(entry.name for entry in _declared(config_type))
 
 
+def secret_names(config_type: type[Any]) -> frozenset[str]:
+    """Those of them that may hold a password."""
+    return frozenset(entry.name for entry in _declared(config_type) if entry.metadata["mask"] is not None)
+
+
 def taken_names(config_type: type[Any]) -> frozenset[str]:
-    """The same, and for each secret the name under which a file that holds it is given."""
-    files = {entry.name + FILE_SUFFIX for entry in _declared(config_type) if entry.metadata["mask"] is not None}
-    return setting_names(config_type) | files
+    """All of them, and for each secret the name under which a file that holds it is given."""
+    return setting_names(config_type) | {secret + FILE_SUFFIX for secret in secret_names(config_type)}
 
 
 def _declared(config_type: type[Any]) -> list[Field[Any]]:

@@ -2,27 +2,26 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.settings import MAX_PORT
+from kaveri.config.sources import CONFIG_VARIABLE, FILE_SUFFIX, flag_of, variable_of
 from kaveri.domain.view import Role
 from kaveri.errors import ConfigError
+from kaveri.local.service_flags import ROLES, roles_of, secrets_of
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ALL_ADDRESSES
 
 LOOPBACK = "127.0.0.1"
-ROLES = (Role.ROUTER, Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.PREDICTOR)
-"""In the order in which a stack stops: whoever sends work before whoever takes it."""
 _MODULES = {role: f"services.{role}" for role in ROLES} | {Role.COLOCATED: "services.instance"}
-
-_FLAGS_OF_SECRETS = {"KAVERI_REDIS_URL": "--redis-url", "KAVERI_ENGINE_ARGS": "--engine-args"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
-    """Settings of a LocalStack. Empty and 0 leave a setting to the service's own default."""
+    """Settings of a LocalStack. What it does not give to a service is left to the service's variables and defaults."""
 
     model: str = KAVERI_TINY
     """A path, a hub id or a bundled name."""
@@ -48,23 +47,16 @@ class StackConfig:
     """Clusters of other names can share one Redis."""
     name: str = ""
     """Stands before the instance ids, so that stacks can be one cluster: "blue-decode-0"."""
-    engine: str = ""
-    engine_args: str = ""
-    """Of the vllm engine: its own options, a JSON object or a file."""
-    latency_model: str = ""
-    """Of the timed engine: a bundled name or a file."""
-    dtype: str = ""
-    device: str = ""
-    max_model_len: int = 0
-    kv_cache_memory: str = ""
-    """Per engine process, as the services read it: "256MiB"."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Settings of services, by name: {"engine": "fake"}. Each goes to the services that roles_of() names."""
+    config_file: str = ""
+    """Every service reads it too; see `--config`."""
     router_flags: tuple[str, ...] = ()
     """More flags for the routers: ("--max-requests", "64")."""
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
     colocated_flags: tuple[str, ...] = ()
     predictor_flags: tuple[str, ...] = ()
-    log_level: str = "info"
     log_dir: Path | None = None
     """Holds <instance id>.log files; None: a temporary folder that goes with the stack."""
     drain_timeout_s: float = 30.0
@@ -76,12 +68,19 @@ class StackConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a setting that would quietly become a default."""
-        for name in ("model", "host", "log_level"):
+        for name in ("model", "host"):
             if not getattr(self, name).strip():
                 raise ConfigError("--" + name.replace("_", "-"), "is empty")
         if self.metrics_port and self.metrics_port + len(self.all_instance_ids) - 1 > MAX_PORT:
             reason = f"is {self.metrics_port}; {len(self.all_instance_ids)} ports follow one another, up to {MAX_PORT}"
             raise ConfigError("--metrics-port", reason)
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """A stack's fields and services' settings mixed: `StackConfig.of(prefill_count=1, engine="fake")`."""
+        own = {name: value for name, value in given.items() if name in cls.__dataclass_fields__}
+        settings = {name: value for name, value in given.items() if name not in own and value not in ("", 0)}
+        return cls(**own, settings=settings)
 
     @property
     def all_instance_ids(self) -> tuple[str, ...]:
@@ -125,39 +124,41 @@ def service_command(config: StackConfig, role: Role, instance_id: str, port: int
     machine can read it; see service_environment()."""
     is_router = role is Role.ROUTER
     settings = {
-        "--instance-id": instance_id,
-        "--host": config.host if is_router else LOOPBACK,
-        "--advertise-host": config.router_advertise_host if is_router else LOOPBACK,
-        "--port": str(port),
-        "--metrics-port": str(config.metrics_port_of(instance_id)),
-        "--cluster-name": config.cluster_name,
-        "--model": config.model,
-        "--log-level": config.log_level,
-        "--drain-timeout-s": str(config.drain_timeout_s),
+        "instance_id": instance_id,
+        "host": config.host if is_router else LOOPBACK,
+        "advertise_host": config.router_advertise_host if is_router else LOOPBACK,
+        "port": port,
+        "metrics_port": config.metrics_port_of(instance_id),
+        "cluster_name": config.cluster_name,
+        "model": config.model,
+        "drain_timeout_s": config.drain_timeout_s,
     }
     if role is Role.PREDICTOR:
-        settings["--predictor"] = config.predictor
-    elif not is_router:
-        settings["--engine"] = config.engine
-        settings["--latency-model"] = config.latency_model
-        settings["--dtype"] = config.dtype
-        settings["--device"] = config.device
-        settings["--max-model-len"] = str(config.max_model_len or "")
-        settings["--kv-cache-memory"] = config.kv_cache_memory
-    flags = [text for flag, value in settings.items() if value for text in (flag, value)]
+        settings["predictor"] = config.predictor
+    settings |= {name: value for name, value in _shared(config, role).items() if name not in secrets_of(role)}
+    flags = [text for name, value in settings.items() for text in (flag_of(name), str(value))]
     # -P: a folder named "services" in the working directory is none of ours.
     return [sys.executable, "-P", "-m", _MODULES[role], *flags, *config.flags(role)]
 
 
-def service_environment(config: StackConfig, redis_url: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of every service of the stack: what it inherits, and the settings that can hold a password or a
-    token."""
-    redis_variable, engine_variable = _FLAGS_OF_SECRETS
-    secrets = {redis_variable: redis_url, engine_variable: config.engine_args}
-    kept = {name: value for name, value in inherited.items() if name != "KAVERI_REDIS_URL_FILE"}
-    return kept | {name: value for name, value in secrets.items() if value}
+def service_environment(
+    config: StackConfig, role: Role, redis_url: str, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a service: what it inherits, and the settings that can hold a password or a token."""
+    shared = {**_shared(config, role), "redis_url": redis_url}
+    given = {variable_of(name): str(value) for name, value in shared.items() if name in secrets_of(role)}
+    if config.config_file:
+        given[CONFIG_VARIABLE] = config.config_file
+    # Of a secret and its file one can be set.
+    dropped = {variable_of(name + FILE_SUFFIX) for name in secrets_of(role) if variable_of(name) in given}
+    return {name: value for name, value in inherited.items() if name not in dropped} | given
 
 
-def flag_of(field: str) -> str:
+def _shared(config: StackConfig, role: Role) -> dict[str, object]:
+    return {name: value for name, value in config.settings.items() if role in roles_of(name)}
+
+
+def stack_flag(field: str) -> str:
     """The stack's flag for what one of its services says is wrong with a setting."""
-    return _FLAGS_OF_SECRETS.get(field, field)
+    of_secrets = {variable_of(name): flag_of(name) for role in ROLES for name in secrets_of(role)}
+    return of_secrets.get(field, field)

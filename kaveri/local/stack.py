@@ -18,10 +18,11 @@ from grpc import aio
 from kaveri.cluster.redis_store import RedisStore
 from kaveri.domain.view import ClusterView, InstanceState, Role
 from kaveri.errors import ConfigError, Unavailable
-from kaveri.local.config import ROLES, StackConfig, flag_of, service_command, service_environment
+from kaveri.local.config import StackConfig, service_command, service_environment, stack_flag
 from kaveri.local.folder import stack_folder
 from kaveri.local.process import ChildProcess
 from kaveri.local.redis_server import RedisServer
+from kaveri.local.service_flags import ROLES
 from kaveri.local.supervisor import Supervisor, describe_exit
 from kaveri.rpc.process import CONFIG_ERROR_STATUS
 from kaveri.rpc.server import check_address, check_health, open_channel
@@ -205,7 +206,7 @@ class LocalStack:
         def launch() -> ChildProcess:
             port = self._ports.get(name) or (self.config.port if name == self.instance_ids[0] else 0)
             command = service_command(self.config, role, name, port)
-            environment = service_environment(self.config, self.redis_url, os.environ)
+            environment = service_environment(self.config, role, self.redis_url, os.environ)
             # What a killed child leaves in its temporary folder, sockets above all, goes with the stack's.
             environment["TMPDIR"] = str(directory)
             if role is not Role.ROUTER:
@@ -244,7 +245,7 @@ class LocalStack:
         if status == CONFIG_ERROR_STATUS and lines and lines[-1].startswith(prefix):
             # The service said in one line what is wrong with which of its settings.
             field, _, reason = lines[-1].removeprefix(prefix).partition(": ")
-            return ConfigError(flag_of(field), reason)
+            return ConfigError(stack_flag(field), reason)
         for line in lines:
             self._report(f"{supervisor.name}: {line}")
         reasons = [*lines[-1:], *filter(None, [supervisor.process.log_problem()])]

@@ -257,11 +257,49 @@ def test_policies_reach_the_services_whose_they_are(tmp_path: Path) -> None:
     with _up(tmp_path, *_SMALL, "--port", "0", *policies["prefill"], *policies["decode"], *more) as up:
         up.wait_until_ready()
         prefill, decode = (" ".join(up.child_of(service).cmdline()) for service in ("prefill", "decode"))
-        assert "--prefill-policy sjf --prefill-sched-batch 32 --prediction sequential" in prefill
+        for flag in ("--prefill-policy sjf", "--prefill-sched-batch 32", "--prediction sequential"):
+            assert flag in prefill
         assert "--decode-placement heavy-light" in prefill
         assert "--decode-policy reserve-dynamic" in decode
         assert "--prefill-policy" not in decode
         assert up.end() == 0
+
+
+def test_a_flag_of_one_role_and_a_file_reach_the_services_whose_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "kaveri.toml"
+    path.write_text("[up]\nport = 0\nprefill = 1\ndecode = 1\n[decode]\nkv_cache_memory = '1MiB'\n")
+    flags = ("--config", str(path), "--engine", "fake", "--prefill.chunk-tokens", "7", "--drain-timeout-s", "5")
+    with _up(tmp_path, *flags) as up:
+        up.wait_until_ready()
+        assert "--chunk-tokens 7" in " ".join(up.child_of("prefill").cmdline())
+        shown = json.loads(_run("status", "--target", up.target, "--json").stdout)["instances"]
+        blocks = {one["record"]["role"]: one["load"]["total_blocks"] for one in shown}
+        assert len(shown) == 3
+        assert blocks["prefill"] == 128 * blocks["decode"]
+        assert up.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--max-btch", "8"], "--max-btch: is no flag of kaveri up or of a service; the nearest is --max-batch"),
+        (["--prefil.max-batch", "8"], "--prefil.max-batch: 'prefil' is no role; choose router, prefill"),
+        (["--prefill.kv-prt", "8"], "--prefill.kv-prt: is no flag of kaveri prefill"),
+        (["--prefill.chunk-tokens", "many"], "--prefill.chunk-tokens: 'many' is no whole number"),
+        (["--chunk-tokens", "many"], "--chunk-tokens: 'many' is no whole number"),
+        (["--chunk-tokens"], "--chunk-tokens: has no value; write --chunk-tokens VALUE"),
+        (
+            ["--colocated.max-batch", "8"],
+            "--colocated.max-batch: would change nothing: no colocated instance is started",
+        ),
+        (["--instance-id", "a"], "--instance-id: is no flag of kaveri up or of a service"),
+    ],
+)
+def test_a_flag_that_no_service_takes_is_one_clear_line_before_anything_starts(flags: list[str], line: str) -> None:
+    ended = _run("up", "--engine", "fake", *flags)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (told,) = ended.stderr.splitlines()
+    assert told.startswith(f"kaveri: {line}")
 
 
 def test_status_of_a_router_that_is_not_there_is_one_line() -> None:

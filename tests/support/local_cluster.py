@@ -87,7 +87,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[LocalCluster]:
     """Runs a cluster while the context lasts: of one router, prefill and decode instance on the fake engine, where
     `settings` (StackConfig's fields) do not say otherwise. Prints the logs when the body raises; checks at the end that
     no process is left."""
-    stack = LocalStack(StackConfig(**_DEFAULTS | settings), report=_report)
+    stack = LocalStack(StackConfig.of(**_DEFAULTS | settings), report=_report)
     pids: set[int] = set()
     async with stack:
         cluster = LocalCluster(stack)

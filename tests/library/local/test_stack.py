@@ -122,7 +122,7 @@ async def test_password_is_on_no_command_line_and_in_no_log() -> None:
 async def test_log_that_cannot_be_written_is_named_when_its_child_ends(tmp_path: Path) -> None:
     (tmp_path / "decode-0.log").symlink_to("/dev/full")
     settings = {"prefill_count": 1, "decode_count": 1, "decode_flags": ("--chunk-tokens", "many")}
-    config = StackConfig(engine="fake", log_dir=tmp_path, **settings)
+    config = StackConfig.of(engine="fake", log_dir=tmp_path, **settings)
     with pytest.raises(ConfigError, match=r"decode-0.log cannot be written: No space left on device"):
         async with LocalStack(config):
             pass
@@ -140,13 +140,13 @@ async def test_log_folder_that_cannot_be_written_is_named_at_once(
 
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: FullDisk())
     with pytest.raises(ConfigError, match=r"--log-dir: cannot write in .*: No space left on device"):
-        async with LocalStack(StackConfig(engine="fake", log_dir=tmp_path / "logs")):
+        async with LocalStack(StackConfig.of(engine="fake", log_dir=tmp_path / "logs")):
             pass
 
 
 async def test_bad_setting_of_a_service_is_its_own_words_and_nothing_is_left() -> None:
     children = set(psutil.Process().children(recursive=True))
-    config = StackConfig(engine="fake", prefill_flags=("--chunk-tokens", "many"), start_timeout_s=60.0)
+    config = StackConfig.of(engine="fake", prefill_flags=("--chunk-tokens", "many"), start_timeout_s=60.0)
     with pytest.raises(ConfigError, match="many") as caught:
         async with LocalStack(config):
             pass
@@ -156,13 +156,13 @@ async def test_bad_setting_of_a_service_is_its_own_words_and_nothing_is_left() -
 
 async def test_child_that_crashes_at_the_start_is_named_with_its_last_words() -> None:
     with pytest.raises(ConfigError, match=r"decode-1: was ended by SIGKILL while starting"):
-        async with _Saboteur(StackConfig(engine="fake", start_timeout_s=60.0), "decode-1"):
+        async with _Saboteur(StackConfig.of(engine="fake", start_timeout_s=60.0), "decode-1"):
             pass
 
 
 async def test_instance_that_never_gets_ready_fails_the_start_at_its_deadline() -> None:
     with pytest.raises(ConfigError, match=r"not ready after 3 s.*decode-1") as caught:
-        async with _Saboteur(StackConfig(engine="fake", start_timeout_s=3.0), "decode-1", signal.SIGSTOP):
+        async with _Saboteur(StackConfig.of(engine="fake", start_timeout_s=3.0), "decode-1", signal.SIGSTOP):
             pass
     assert caught.value.field == "start"
 

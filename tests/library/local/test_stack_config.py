@@ -26,18 +26,23 @@ def test_only_the_router_leaves_loopback_and_is_advertised_where_it_listens(host
 
 def test_secrets_are_in_the_environment_and_on_no_command_line() -> None:
     engine_args = '{"hf_token": "hunter3"}'
-    config = StackConfig(predictor="folder", engine_args=engine_args, redis_url="redis://:hunter2@127.0.0.1:1/0")
+    config = StackConfig.of(predictor="folder", engine_args=engine_args, redis_url="redis://:hunter2@127.0.0.1:1/0")
     inherited = {"HOME": "/home/me", "KAVERI_REDIS_URL": "redis://other", "KAVERI_REDIS_URL_FILE": "/run/other"}
     for role in Role:
         command = " ".join(service_command(config, role, f"{role}-0", 7) if role in config_roles(config) else ())
         assert "hunter" not in command
-    environment = service_environment(config, config.redis_url, inherited)
+    environment = service_environment(config, Role.DECODE, config.redis_url, inherited)
     assert environment == {
         "HOME": "/home/me",
         "KAVERI_REDIS_URL": config.redis_url,
         "KAVERI_ENGINE_ARGS": engine_args,
     }
-    assert service_environment(StackConfig(), "unix:///r.sock", {}) == {"KAVERI_REDIS_URL": "unix:///r.sock"}
+    # It has no engine.
+    assert "KAVERI_ENGINE_ARGS" not in service_environment(config, Role.ROUTER, config.redis_url, inherited)
+    assert service_environment(StackConfig(config_file="k.toml"), Role.ROUTER, "unix:///r.sock", {}) == {
+        "KAVERI_REDIS_URL": "unix:///r.sock",
+        "KAVERI_CONFIG": "k.toml",
+    }
 
 
 def config_roles(config: StackConfig) -> set[Role]:
@@ -45,7 +50,7 @@ def config_roles(config: StackConfig) -> set[Role]:
     return {role for role in Role if config.instance_ids(role)}
 
 
-@pytest.mark.parametrize("name", ["model", "host", "log_level"])
+@pytest.mark.parametrize("name", ["model", "host"])
 def test_empty_setting_is_refused_and_becomes_no_default(name: str) -> None:
     with pytest.raises(ConfigError, match="is empty") as caught:
         StackConfig(**{name: " "})
@@ -64,3 +69,19 @@ def test_metrics_ports_follow_one_another_routers_first() -> None:
     assert ports == [9100, 9101, 9102, 9103]
     assert flags_of(config, Role.DECODE, "decode-1")["--metrics-port"] == "9103"
     assert flags_of(StackConfig(), Role.DECODE, "decode-1")["--metrics-port"] == "0"
+
+
+def test_a_setting_goes_to_the_services_that_have_it_and_a_roles_flag_wins() -> None:
+    config = StackConfig.of(
+        engine="fake", max_requests=9, log_level="debug", device="cpu", predictor="folder", max_model_len=0,
+        decode_flags=("--engine", "timed"),
+    )  # fmt: skip
+    flags = {role: flags_of(config, role, f"{role}-0") for role in (Role.ROUTER, Role.DECODE, Role.PREDICTOR)}
+    assert {role: found.get("--log-level") for role, found in flags.items()} == dict.fromkeys(flags, "debug")
+    assert flags[Role.ROUTER]["--max-requests"] == "9"
+    assert "--max-requests" not in flags[Role.DECODE]
+    assert flags[Role.DECODE]["--engine"] == "timed"
+    assert "--max-model-len" not in flags[Role.DECODE]
+    # That of the engines; a predictor's is its own.
+    assert flags[Role.DECODE]["--device"] == "cpu"
+    assert "--device" not in flags[Role.PREDICTOR]

@@ -1,0 +1,99 @@
+"""Which of a stack's services take a setting that is given to the whole stack, or to one role."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from kaveri.config.services import settings_types
+from kaveri.config.settings import secret_names, setting_names
+from kaveri.config.sources import flag_of, nearest
+from kaveri.domain.view import Role
+from kaveri.errors import ConfigError
+from kaveri.rpc.process import ServiceConfig
+
+ROLES = (Role.ROUTER, Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.PREDICTOR)
+"""In the order in which a stack stops: those that send work before those that take it."""
+_ENGINE_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+_OF_THE_STACK = frozenset({"instance_id", "advertise_host"})
+"""Settings that the stack gives to each instance by itself."""
+
+
+@cache
+def names_of(role: Role) -> frozenset[str]:
+    """The settings of a role's service."""
+    return setting_names(settings_types()[role])
+
+
+@cache
+def secrets_of(role: Role) -> frozenset[str]:
+    """Those of them that no command line should hold."""
+    return secret_names(settings_types()[role])
+
+
+@cache
+def roles_of(name: str) -> tuple[Role, ...]:
+    """The roles that get a setting of this name when it is given to the whole stack.
+
+    All of them where it means the same everywhere; else those with engines, for the predictor has a --device and a
+    --max-queue of its own; else those that have it.
+    """
+    having = tuple(role for role in ROLES if name in names_of(role))
+    if name in setting_names(ServiceConfig) or name in ("model", "served_model_name"):
+        return having
+    return tuple(role for role in having if role in _ENGINE_ROLES) or having
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFlags:
+    """What flags say of services."""
+
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Settings of every service that roles_of() names."""
+    of_role: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+    """Flags for the services of one role."""
+
+
+def read_service_flags(words: Sequence[str], roles: Iterable[Role], own_flags: Collection[str]) -> ServiceFlags:
+    """Sorts `--engine fake --prefill.chunk-tokens 512` by service.
+
+    roles: those that have instances. own_flags: of the program, for the hint about an unknown flag. Raises ConfigError
+    for a flag that no service takes, or none that runs.
+    """
+    running = tuple(roles)
+    shared: dict[str, str] = {}
+    of_role: dict[Role, tuple[str, ...]] = {}
+    remaining = iter(words)
+    for word in remaining:
+        flag, equals, text = word.partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError("flags", f"{word!r} is no flag; write --name value")
+        takers = _roles_taking(flag, running, own_flags)
+        if not equals:
+            text = next(remaining, "--")
+            if text.startswith("--"):
+                raise ConfigError(flag, f"has no value; write {flag} VALUE")
+        if not text.strip():
+            raise ConfigError(flag, "is empty")
+        role, dot, name = flag.removeprefix("--").rpartition(".")
+        if dot:
+            of_role[Role(role)] = (*of_role.get(Role(role), ()), f"--{name}", text)
+        elif takers:
+            shared[name.replace("-", "_")] = text
+    return ServiceFlags(shared, of_role)
+
+
+def _roles_taking(flag: str, running: Sequence[Role], own_flags: Collection[str]) -> Sequence[Role]:
+    """The running roles that take this flag. Raises ConfigError when there is none."""
+    role, dot, name = flag.removeprefix("--").rpartition(".")
+    setting = name.replace("-", "_")
+    if dot and role not in ROLES:
+        raise ConfigError(flag, f"{role!r} is no role; choose {', '.join(ROLES)}{nearest(role, ROLES)}")
+    taking = (Role(role),) if dot else roles_of(setting)
+    known = [flag_of(known) for taker in (taking if dot else ROLES) for known in names_of(taker) - _OF_THE_STACK]
+    if flag_of(setting) not in known or "_" in name:
+        hint = nearest(f"--{name}", known if dot else [*known, *own_flags])
+        reason = f"is no flag of kaveri {role}{hint}" if dot else f"is no flag of kaveri up or of a service{hint}"
+        raise ConfigError(flag, reason)
+    if found := [taker for taker in taking if taker in running]:
+        return found
+    raise ConfigError(flag, f"would change nothing: no {' or '.join(taking)} instance is started")
