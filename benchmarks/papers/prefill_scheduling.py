@@ -17,12 +17,13 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.support.bursts import LATENCY_MODEL, PAPER, SHAREGPT_PROMPT_TOKENS, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.loadgen.driver import LoadRun
-from kaveri.policy.ordering import OrderingPolicy, PromptSchedule, WaitingPrompt, order_prompts
+from kaveri.policy.ordering import OrderingPolicy, PromptSchedule, order_prompts
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 BATCH = len(SHAREGPT_PROMPT_TOKENS)
@@ -35,6 +36,11 @@ SORTED_COUNTS = (16, 128, 1024)
 _NEW_STEP_S = 0.05
 _QUEUED_BEFORE_S = 0.2
 """The first order is made when two chunks of the long prompt are left."""
+
+
+class _WaitingPrompt(NamedTuple):
+    number: int
+    token_count: int
 
 
 @dataclass(frozen=True)
@@ -137,13 +143,13 @@ async def bursts(settings: Sequence[Setting], count: int, repeats: int, report: 
 def sorting_us(count: int, repeats: int) -> tuple[list[float], list[float]]:
     """Microseconds to order `count` prompts, and to take them through a schedule that orders them, per repeat."""
     rng = random.Random(count)
-    waiting = [WaitingPrompt(number, rng.choice(SHAREGPT_PROMPT_TOKENS)) for number in range(count)]
+    waiting = [_WaitingPrompt(number, rng.choice(SHAREGPT_PROMPT_TOKENS)) for number in range(count)]
     sort_us, schedule_us = [], []
     for _ in range(repeats):
         began_s = time.perf_counter()
         order_prompts(OrderingPolicy.SJF, waiting)
         sort_us.append(1e6 * (time.perf_counter() - began_s))
-        schedule = PromptSchedule(OrderingPolicy.SJF, count)
+        schedule: PromptSchedule[_WaitingPrompt] = PromptSchedule(OrderingPolicy.SJF, count)
         began_s = time.perf_counter()
         for prompt in waiting:
             schedule.add(prompt)

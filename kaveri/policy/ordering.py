@@ -1,10 +1,9 @@
 """Orders the prompts that wait in a prefill instance's queue. Pure: no clock, no I/O."""
 
 import enum
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import Generic, Protocol, TypeVar
 
 DEFAULT_SCHEDULING_BATCH = 16
 """TetriInfer's PrefillSchedBatch (arXiv 2401.11181, section 5.2.1)."""
@@ -21,33 +20,37 @@ class OrderingPolicy(enum.StrEnum):
     """Longest job first."""
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingPrompt:
-    """One prompt in the queue."""
+class Prompt(Protocol):
+    """One prompt in the queue. Hashed and compared."""
 
-    arrival_number: int
-    """Rises with each arrival; names the prompt within its queue."""
-    token_count: int
-    """Tokens to compute."""
+    @property
+    def token_count(self) -> int:
+        """Tokens to compute."""
 
 
-def order_prompts(policy: OrderingPolicy, waiting: Sequence[WaitingPrompt]) -> tuple[WaitingPrompt, ...]:
-    """One scheduling batch in the order in which it goes to the engine; equal lengths in the order of arrival."""
+AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)
+
+
+def order_prompts(policy: OrderingPolicy, waiting: Sequence[AnyPrompt]) -> list[AnyPrompt]:
+    """One scheduling batch, given in the order of arrival, in the order in which it goes to the engine.
+
+    Prompts of equal length keep the order of arrival.
+    """
     match policy:
         case OrderingPolicy.FCFS:
-            return tuple(sorted(waiting, key=lambda prompt: prompt.arrival_number))
+            return list(waiting)
         case OrderingPolicy.SJF:
-            return tuple(sorted(waiting, key=lambda prompt: (prompt.token_count, prompt.arrival_number)))
+            return sorted(waiting, key=lambda prompt: prompt.token_count)
         case OrderingPolicy.LJF:
-            return tuple(sorted(waiting, key=lambda prompt: (-prompt.token_count, prompt.arrival_number)))
+            return sorted(waiting, key=lambda prompt: -prompt.token_count)
 
 
-class PromptSchedule:
+class PromptSchedule(Generic[AnyPrompt]):
     """A raw queue in the order of arrival, and before it a scheduled queue: one batch in the policy's order.
 
     The next batch is taken from the raw queue when the scheduled queue is empty and a prompt is wanted, so it holds all
-    that wait by then, up to its size (TetriInfer, arXiv 2401.11181, section 3.3.1). Nobody starves: a prompt is
-    overtaken by at most `scheduling_batch - 1` prompts that came after it, those of its own batch.
+    that wait by then, up to its size (TetriInfer, arXiv 2401.11181, section 3.3.1). No prompt starves: it is overtaken
+    by at most `scheduling_batch - 1` prompts that came after it, those of its own batch.
     """
 
     def __init__(self, policy: OrderingPolicy, scheduling_batch: int = DEFAULT_SCHEDULING_BATCH) -> None:
@@ -55,29 +58,29 @@ class PromptSchedule:
         assert scheduling_batch >= 1, scheduling_batch
         self._policy = policy
         self._scheduling_batch = scheduling_batch
-        self._raw: dict[int, WaitingPrompt] = {}
-        self._scheduled: deque[WaitingPrompt] = deque()
+        self._raw: dict[AnyPrompt, None] = {}
+        self._scheduled: dict[AnyPrompt, None] = {}
 
     def __len__(self) -> int:
         """Prompts that wait, in either queue."""
         return len(self._raw) + len(self._scheduled)
 
-    def add(self, prompt: WaitingPrompt) -> None:
-        """Lets the prompt wait, behind all that are here. Its arrival number must be above theirs."""
-        self._raw[prompt.arrival_number] = prompt
+    def __contains__(self, prompt: object) -> bool:
+        return prompt in self._raw or prompt in self._scheduled
 
-    def head(self) -> WaitingPrompt | None:
+    def add(self, prompt: AnyPrompt) -> None:
+        """Lets the prompt wait, behind all that are here."""
+        self._raw[prompt] = None
+
+    def head(self) -> AnyPrompt | None:
         """The prompt to compute next, which stays the head until it is removed; None when none waits."""
         if not self._scheduled:
-            batch = list(islice(self._raw.values(), self._scheduling_batch))
+            batch = list(islice(self._raw, self._scheduling_batch))
             for prompt in batch:
-                del self._raw[prompt.arrival_number]
-            self._scheduled.extend(order_prompts(self._policy, batch))
-        return self._scheduled[0] if self._scheduled else None
+                del self._raw[prompt]
+            self._scheduled.update(dict.fromkeys(order_prompts(self._policy, batch)))
+        return next(iter(self._scheduled), None)
 
-    def remove(self, prompt: WaitingPrompt) -> None:
-        """Takes a prompt out that is here: it was computed, or nobody wants it any more."""
-        if self._scheduled and self._scheduled[0] == prompt:
-            self._scheduled.popleft()
-        elif self._raw.pop(prompt.arrival_number, None) is None:
-            self._scheduled.remove(prompt)
+    def remove(self, prompt: AnyPrompt) -> None:
+        """Takes out a prompt that is here: it is computed, or not wanted any more."""
+        del (self._scheduled if prompt in self._scheduled else self._raw)[prompt]

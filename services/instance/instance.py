@@ -7,7 +7,7 @@ from dataclasses import replace
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import EngineEvent
 from services.decode.instance import DecodeInstance
-from services.prefill.instance import PrefillInstance
+from services.prefill.role import PrefillRole
 
 
 class ColocatedInstance:
@@ -17,7 +17,7 @@ class ColocatedInstance:
     in which it receives that token, so exactly one phase owns it at any time.
     """
 
-    def __init__(self, prefill: PrefillInstance, decode: DecodeInstance) -> None:
+    def __init__(self, prefill: PrefillRole, decode: DecodeInstance) -> None:
         self._prefill = prefill
         self._decode = decode
 

@@ -16,7 +16,7 @@ class PromptRoom:
         self._decode = decode
 
     def has_room(self, request: PrefillRequest, computing: Collection[PrefillRequest]) -> bool:
-        """Whether the prompt fits beside the blocks that the admission policy keeps for answers. For PrefillQueue.
+        """Whether the prompt fits beside the blocks that the admission policy keeps for answers. For EngineFeed.
 
         Counts one token more than the prompt: without a block for its first token it would be preempted immediately
         after adoption. The prompts being computed count the same way, since they hold blocks for their prompts only.

@@ -9,13 +9,13 @@ from kaveri.v1 import decode_pb2
 from kaveri.wire.status import abort
 from services.decode.instance import DecodeInstance
 from services.decode.server import DecodeServer
-from services.prefill.instance import PrefillInstance
+from services.prefill.role import PrefillRole
 
 
 class ColocatedDecodeServer(DecodeServer):
     """The decode side of one engine whose prefill side is `prefill`."""
 
-    def __init__(self, prefill: PrefillInstance, decode: DecodeInstance, incarnation: int) -> None:
+    def __init__(self, prefill: PrefillRole, decode: DecodeInstance, incarnation: int) -> None:
         super().__init__(decode, incarnation)
         self._prefill = prefill
 

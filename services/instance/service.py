@@ -13,6 +13,7 @@ from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
+from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.decode import server as decode_server
@@ -25,8 +26,9 @@ from services.instance.room import PromptRoom
 from services.instance.server import ColocatedDecodeServer
 from services.prefill import server as prefill_server
 from services.prefill.forecaster import LengthForecaster
-from services.prefill.instance import PrefillInstance
 from services.prefill.metrics import PrefillMetrics
+from services.prefill.requests import PrefillRequest
+from services.prefill.role import PrefillRole
 
 
 async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
@@ -61,16 +63,15 @@ def colocated_host(
         thresholds=config.heavy_thresholds,
     )
     metrics = PrefillMetrics(engine, registry)
-    prefill = PrefillInstance(
+    prefill = PrefillRole(
         engine,
-        config.prefill_policy,
-        config.chunk_tokens,
-        config.max_queue,
-        metrics,
+        PromptQueue[PrefillRequest](
+            config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
+        ),
         Adoption(config.instance_id, incarnation, decode),
-        scheduling_batch=config.prefill_sched_batch,
+        LengthForecaster.configured(config, store, metrics, rng),
+        metrics,
         has_room=PromptRoom(engine, decode).has_room,
-        forecaster=LengthForecaster.configured(config, store, engine, metrics, rng),
     )
 
     def register(server: aio.Server) -> None:

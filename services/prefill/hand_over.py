@@ -1,4 +1,4 @@
-"""What takes requests on once they are computed: the seam between prefill and whoever decodes."""
+"""What takes requests on once they are computed: the seam between prefill and what decodes."""
 
 from typing import Protocol
 
@@ -20,11 +20,11 @@ class HandOver(Protocol):
         """Works until cancelled. begin() is called within."""
 
     def begin(self, request: PrefillRequest) -> None:
-        """The request is or will be computed and needs a place. Called again as it proceeds, its first token last; and
-        not before that, where at_first_token."""
+        """The request is or will be computed and needs a place. Once for a request, and not before its first token is
+        drawn where at_first_token."""
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
         """The engine's push ended without acceptance."""
 
     def end(self, request: PrefillRequest, handed_over: bool) -> None:
-        """The request has ended here, begun or not."""
+        """The request, which has begun, has ended here."""

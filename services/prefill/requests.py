@@ -1,4 +1,4 @@
-"""One request on its way through a prefill instance, and what its router is told. No I/O."""
+"""One request on its way through a prefill instance, and what its router hears of it. No I/O."""
 
 import asyncio
 from collections.abc import Callable
@@ -69,7 +69,7 @@ HandOverReport = Placed | Adopted | Failed
 
 
 class ProgressOutbox:
-    """What one router has not been told yet: at most one entry per kind, the latest. For one reader."""
+    """What one router has not read yet: at most one entry per kind, the latest. For one reader."""
 
     def __init__(self) -> None:
         self._unread: dict[type[Progress], Progress] = {}
@@ -105,31 +105,29 @@ class ProgressOutbox:
 
 @dataclass(eq=False, slots=True)
 class PrefillRequest:
-    """One attempt of one request, from its arrival to its hand-over. Times are time.monotonic()'s: uvloop's own clock
-    counts in milliseconds."""
+    """One attempt of one request: what is asked, and where its router and its hand-over reach its owner.
 
-    key: EngineKey
-    """What the engine knows it by. Its serial is new here, so no event of an earlier one is taken for this one's."""
+    deadline_s is time.monotonic()'s: uvloop's own clock counts in milliseconds.
+    """
+
     attempt: int
     router_id: str
     engine_request: EngineRequest
-    arrived_s: float
     deadline_s: float
     report: Callable[["PrefillRequest", HandOverReport], None]
     """How the hand-over tells the owner of the request what has happened. The owner may end the request within."""
     predicted_length: TokenRange | None = None
-    """Tokens of the whole answer, earlier attempts included. None: unknown."""
+    """Tokens of the whole answer, earlier attempts included. None: unknown. Final once a place is looked for."""
     outbox: ProgressOutbox = field(default_factory=ProgressOutbox)
-    computed_tokens: int = 0
-    started_s: float | None = None
-    first_token_s: float | None = None
-    pushing_since_s: float | None = None
-    deadline: asyncio.TimerHandle | None = None
-    """Ends the request at deadline_s."""
+
+    @property
+    def key(self) -> EngineKey:
+        """What the engine knows it by. Its serial is new: no event of an earlier request is taken for this one's."""
+        return self.engine_request.key
 
     @property
     def request_id(self) -> str:
-        return self.key.request_id
+        return self.engine_request.key.request_id
 
     @property
     def prompt_tokens(self) -> int:

@@ -11,17 +11,17 @@ from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
 from kaveri.wire.attempts import check_attempt
 from kaveri.wire.messages import finish_to_proto, logprobs_to_proto, params_from_proto
 from kaveri.wire.status import abort
-from services.prefill.instance import PrefillInstance
 from services.prefill.requests import FirstTokenDrawn, HandedOver, Placed, PrefillRequest, Progress, Started
+from services.prefill.role import PrefillRole
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
 
 class PrefillServer(PrefillServiceServicer):
-    """Answers for one PrefillInstance."""
+    """Answers for one PrefillRole."""
 
-    def __init__(self, instance: PrefillInstance) -> None:
-        self._instance = instance
+    def __init__(self, role: PrefillRole) -> None:
+        self._role = role
 
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
@@ -36,7 +36,7 @@ class PrefillServer(PrefillServiceServicer):
 
     def _accept(self, message: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> PrefillRequest:
         check_attempt(message.request_id, message.attempt, message.router_id)
-        accepted = self._instance.accept(
+        accepted = self._role.accept(
             request_id=message.request_id,
             attempt=message.attempt,
             router_id=message.router_id,
@@ -47,7 +47,7 @@ class PrefillServer(PrefillServiceServicer):
         )
         # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
         # in the generator would wait for the garbage collector. After a regular end it does nothing.
-        context.add_done_callback(lambda _: self._instance.cancel(accepted))  # type: ignore[arg-type]
+        context.add_done_callback(lambda _: self._role.cancel(accepted))  # type: ignore[arg-type]
         return accepted
 
 

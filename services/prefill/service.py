@@ -13,12 +13,14 @@ from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
+from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.prefill.config import PrefillConfig
 from services.prefill.dispatcher import Dispatcher
 from services.prefill.forecaster import LengthForecaster
-from services.prefill.instance import PrefillInstance
 from services.prefill.metrics import PrefillMetrics
+from services.prefill.requests import PrefillRequest
+from services.prefill.role import PrefillRole
 from services.prefill.server import SERVICE_NAME, PrefillServer
 
 
@@ -53,15 +55,10 @@ def prefill_host(
         policy=config.decode_placement,
         thresholds=config.heavy_thresholds,
     )
-    instance = PrefillInstance(
-        engine,
-        config.prefill_policy,
-        config.chunk_tokens,
-        config.max_queue,
-        metrics,
-        dispatcher,
-        scheduling_batch=config.prefill_sched_batch,
-        forecaster=LengthForecaster.configured(config, store, engine, metrics, rng),
+    queue = PromptQueue[PrefillRequest](
+        config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
     )
-    register = partial(add_PrefillServiceServicer_to_server, PrefillServer(instance))
-    return EngineHost(config, Role.PREFILL, engine, store, instance, [SERVICE_NAME], register, new_incarnation())
+    forecaster = LengthForecaster.configured(config, store, metrics, rng)
+    role = PrefillRole(engine, queue, dispatcher, forecaster, metrics)
+    register = partial(add_PrefillServiceServicer_to_server, PrefillServer(role))
+    return EngineHost(config, Role.PREFILL, engine, store, role, [SERVICE_NAME], register, new_incarnation())

@@ -1,17 +1,24 @@
 """Orders of waiting prompts."""
 
 from collections import Counter
+from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.policy.ordering import OrderingPolicy, PromptSchedule, WaitingPrompt, order_prompts
+from kaveri.policy.ordering import OrderingPolicy, PromptSchedule, order_prompts
+
+
+class WaitingPrompt(NamedTuple):
+    arrival_number: int
+    token_count: int
+
 
 waiting_prompts = st.lists(
     st.builds(WaitingPrompt, st.integers(1, 1000), st.integers(1, 10_000)),
     max_size=20,
     unique_by=lambda prompt: prompt.arrival_number,
-)
+).map(sorted)
 
 
 @given(waiting_prompts, st.sampled_from(OrderingPolicy))
@@ -39,7 +46,7 @@ class PromptScheduleMachine:
     """Arrivals, computations and cancellations in any order; remembers who was computed when."""
 
     def __init__(self, policy: OrderingPolicy, scheduling_batch: int) -> None:
-        self.schedule = PromptSchedule(policy, scheduling_batch)
+        self.schedule: PromptSchedule[WaitingPrompt] = PromptSchedule(policy, scheduling_batch)
         self.waiting: list[WaitingPrompt] = []
         self.computed: list[WaitingPrompt] = []
         self.overtaken_by: Counter[int] = Counter()

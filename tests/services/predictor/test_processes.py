@@ -258,11 +258,9 @@ async def test_traffic_outlives_its_predictor_and_uses_it_again_when_it_is_back(
         await asyncio.gather(running, following, return_exceptions=True)
         for channel in channels.values():
             await channel.close()
-    gone = processes.lines("prefill", "length predictor does not work") + processes.lines(
-        "prefill", "length predictor left"
-    )
+    gone = processes.lines("prefill", "predictor_failing") + processes.lines("prefill", "predictor_left")
     assert gone == 1
-    assert processes.lines("prefill", "length predictor works") == 2
+    assert processes.lines("prefill", "predictor_works") == 2
 
 
 async def test_a_taken_port_is_found_before_the_predictor_is_loaded(processes: Processes) -> None:

@@ -1,6 +1,7 @@
 """What stands around a prefill instance, doing as a test says: an engine, a hand-over, decode instances behind gRPC."""
 
 import asyncio
+import random
 import secrets
 import time
 from collections.abc import Callable
@@ -20,7 +21,10 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.v1 import decode_pb2, decode_pb2_grpc
 from kaveri.wire.messages import ticket_to_proto
 from kaveri.wire.status import abort
+from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
+from services.prefill.prediction import PredictionMode
+from services.prefill.predictors import Predictors
 from services.prefill.requests import PrefillRequest
 
 LAYOUT = KvLayout("fingerprint", 2, 16, 2, 8, "float32")
@@ -219,6 +223,12 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
 def params(max_tokens: int = 50, **more: Any) -> SamplingParams:
     """As routers send them."""
     return SamplingParams(max_tokens=max_tokens, seed=0, **more)
+
+
+def no_predictions(metrics: PrefillMetrics) -> LengthForecaster:
+    """A forecaster that is switched off."""
+    predictors = Predictors(None, MODEL, "", random.Random(0))  # type: ignore[arg-type]
+    return LengthForecaster(predictors, PredictionMode.OFF, 1.0, metrics)
 
 
 def new_metrics(engine: ScriptedEngine) -> PrefillMetrics:

@@ -73,9 +73,9 @@ class World:
         """A computed prompt looks for its place."""
         self._number += 1
         key = EngineKey(request_id, self._number)
-        now_s = time.monotonic()
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
-        request = PrefillRequest(key, 3, "router", engine_request, now_s, now_s + timeout_s, self.reported, **fields)
+        deadline_s = time.monotonic() + timeout_s
+        request = PrefillRequest(3, "router", engine_request, deadline_s, self.reported, **fields)
         self.dispatcher.begin(request)
         return request
 

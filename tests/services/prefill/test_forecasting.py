@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -13,13 +12,11 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.sampling import SamplingParams
-from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.v1 import predictor_pb2
-from services.prefill.forecaster import LengthForecaster
+from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.prediction import PredictionMode
-from services.prefill.requests import PrefillRequest
+from services.prefill.prediction import PredictionMode, PredictionOutcome
+from services.prefill.predictors import Predictors
 
 MODES = ["parallel", "sequential"]
 PATIENT = {"prediction_budget_s": 20.0}
@@ -43,7 +40,7 @@ def outcome(prefill: Any, name: str) -> float:
 def said() -> Iterator[Callable[[], list[str]]]:
     """What the log says about predictors, so far."""
     with structlog.testing.capture_logs() as entries:
-        yield lambda: [entry["event"] for entry in entries if entry["event"].startswith("length predict")]
+        yield lambda: [entry["event"] for entry in entries if entry["event"].startswith("predict")]
 
 
 async def ask(
@@ -141,7 +138,7 @@ async def test_in_sequence_a_request_goes_on_when_the_budget_is_over(
         number += 1
     await ask(cluster, router, prefill, "last")
     assert outcome(prefill, "used") == 0
-    assert said() == ["length predictor does not work; requests go on with unknown length"]
+    assert said() == ["predictor_failing"]
 
 
 def nobody(_: Any) -> predictor_pb2.PredictResponse:
@@ -179,13 +176,13 @@ async def test_garbage_is_not_used_and_said_once(
         await ask(cluster, router, prefill, f"r{number}", seed=number)
     assert outcome(prefill, "failed") + outcome(prefill, "late") >= 1
     assert outcome(prefill, "used") == 0
-    assert said() == ["length predictor does not work; requests go on with unknown length"]
+    assert said() == ["predictor_failing"]
     predictor.answer = predictor.bucket(3)
     number = 6
     while not outcome(prefill, "used"):
         await ask(cluster, router, prefill, f"r{number}", seed=number)
         number += 1
-    assert said()[1:] == ["length predictor works"]
+    assert said()[1:] == ["predictor_works"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -200,7 +197,7 @@ async def test_a_predictor_for_another_model_is_said_once_and_rests(
         await ask(cluster, router, prefill, f"r{number}")
     assert outcome(prefill, "failed") + outcome(prefill, "late") == len(predictor.calls)
     assert len(predictor.calls) + outcome(prefill, "none") == 6
-    assert said() == ["length predictor does not work; requests go on with unknown length"]
+    assert said() == ["predictor_failing"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -219,7 +216,7 @@ async def test_a_dead_predictor_is_missed_by_nobody_and_used_again_when_it_is_ba
     for number in range(6):
         await ask(cluster, router, prefill, f"r{number}", seed=number)
     assert outcome(prefill, "used") == 1
-    assert said()[1:] == ["length predictor does not work; requests go on with unknown length"]
+    assert said()[1:] == ["predictor_failing"]
     await predictor.leave()
     await ask(cluster, router, prefill, "gone")
     await predictor.start()
@@ -227,7 +224,7 @@ async def test_a_dead_predictor_is_missed_by_nobody_and_used_again_when_it_is_ba
     while outcome(prefill, "used") == 1:
         await ask(cluster, router, prefill, f"r{number}", seed=number)
         number += 1
-    assert said()[2:] == ["length predictor works"]
+    assert said()[2:] == ["predictor_works"]
 
 
 async def test_a_predictor_that_hangs_is_found_out_although_nobody_waits_for_it(
@@ -242,9 +239,9 @@ async def test_a_predictor_that_hangs_is_found_out_although_nobody_waits_for_it(
     while not said():
         await ask(cluster, router, prefill, f"r{number}")
         number += 1
-    assert said() == ["length predictor does not work; requests go on with unknown length"]
+    assert said() == ["predictor_failing"]
     predictor.held.set()
-    while "length predictor works" not in said():
+    while "predictor_works" not in said():
         await ask(cluster, router, prefill, f"r{number}")
         number += 1
 
@@ -264,7 +261,7 @@ async def test_one_predictor_of_several_may_be_dead(
     assert outcome(prefill, "used") == len(predictors[0].prompts) + len(predictors[2].prompts)
     assert predictors[0].prompts
     assert predictors[2].prompts
-    assert sum("does not work" in line for line in said()) == 1
+    assert said().count("predictor_failing") == 1
 
 
 async def test_what_is_settled_or_needs_no_decode_is_not_asked_about(cluster: Any, new_predictor: NewPredictor) -> None:
@@ -402,10 +399,9 @@ def registry() -> CollectorRegistry:
 async def forecaster(cluster: Any, registry: CollectorRegistry) -> AsyncIterator[LengthForecaster]:
     """A forecaster by itself, in parallel mode."""
     prefill = await cluster.prefill(prediction=PredictionMode.OFF)
+    predictors = Predictors(await cluster.store(), "fake", "", random.Random(0))
     metrics = PrefillMetrics(prefill.engine, registry)
-    forecaster = LengthForecaster(
-        await cluster.store(), "fake", PredictionMode.PARALLEL, 1.0, "", 512, metrics, random.Random(0)
-    )
+    forecaster = LengthForecaster(predictors, PredictionMode.PARALLEL, 1.0, metrics)
     running = asyncio.create_task(forecaster.run())
     await asyncio.sleep(0)
     yield forecaster
@@ -413,47 +409,69 @@ async def forecaster(cluster: Any, registry: CollectorRegistry) -> AsyncIterator
     await asyncio.wait([running])
 
 
-def request(number: int, tokens: int = 5) -> PrefillRequest:
-    key = EngineKey(f"r{number}", number)
-    engine_request = EngineRequest(key, tuple(prompt(number, tokens)), 0, SamplingParams(max_tokens=400, seed=0))
-    now_s = time.monotonic()
-    return PrefillRequest(key, 1, "router", engine_request, now_s, now_s + 60.0, lambda *_: None)
+class Asked:
+    """The questions of some prompts, each of five tokens, and their answers."""
+
+    def __init__(self, forecaster: LengthForecaster) -> None:
+        self._forecaster = forecaster
+        self.lengths: dict[int, TokenRange | None] = {}
+        """By the prompt's number, in the order in which they were answered."""
+
+    def ask(self, number: int, then: Callable[[], None] = lambda: None) -> Question:
+        """then: called with the answer."""
+
+        def answered(length: TokenRange | None) -> None:
+            self.lengths[number] = length
+            then()
+
+        question = self._forecaster.ask(prompt(number, 5), answered)
+        assert question is not None
+        return question
+
+
+@pytest.fixture
+def asked(forecaster: LengthForecaster) -> Asked:
+    return Asked(forecaster)
 
 
 async def test_what_is_accepted_at_the_same_moment_is_asked_in_one_call(
-    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    asked: Asked, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
-    requests = [request(number) for number in range(100)]
-    settled: list[PrefillRequest] = []
-    assert all(forecaster.ask(entry, settled.append) for entry in requests)
-    await by_hand.eventually(lambda: len(settled) == 100, "all are answered")
+    for number in range(100):
+        asked.ask(number)
+    await by_hand.eventually(lambda: len(asked.lengths) == 100, "all are answered")
     # Two calls, which may overtake one another.
     assert sorted(len(call.prompts) for call in predictor.calls) == [36, 64]
-    assert sorted(predictor.prompts) == sorted(list(entry.engine_request.token_ids) for entry in requests)
-    assert set(settled) == set(requests)
-    for entry in requests:
-        forecaster.decide(entry)
-        assert entry.predicted_length == TokenRange(300, 400)
+    assert sorted(predictor.prompts) == sorted(prompt(number, 5) for number in range(100))
+    assert set(asked.lengths.values()) == {TokenRange(300, 400)}
 
 
-async def test_whoever_breaks_over_an_answer_keeps_nobody_else_from_theirs(
-    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+async def test_a_request_that_breaks_over_its_answer_keeps_no_other_from_its_own(
+    asked: Asked, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
     await new_predictor()
-    settled: list[PrefillRequest] = []
 
-    def take(entry: PrefillRequest) -> None:
-        if entry.key.serial == 0:
-            raise RuntimeError("broken")
-        settled.append(entry)
+    def break_down() -> None:
+        raise RuntimeError("broken")
 
-    requests = [request(number) for number in range(3)]
-    assert all(forecaster.ask(entry, take) for entry in requests)
-    await by_hand.eventually(lambda: settled == requests[1:], "the others are answered")
-    later = request(7)
-    assert forecaster.ask(later, take)
-    await by_hand.eventually(lambda: later in settled, "the forecaster still works")
+    asked.ask(0, break_down)
+    for number in (1, 2):
+        asked.ask(number)
+    await by_hand.eventually(lambda: list(asked.lengths) == [0, 1, 2], "the others are answered")
+    asked.ask(7)
+    await by_hand.eventually(lambda: 7 in asked.lengths, "the forecaster still works")
+
+
+async def test_an_answer_that_ends_another_request_of_the_call_leaves_the_rest_their_answers(
+    asked: Asked, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+) -> None:
+    await new_predictor()
+    asked.ask(0, lambda: forecaster.drop(ended))
+    ended = asked.ask(1)
+    asked.ask(2)
+    await by_hand.eventually(lambda: 2 in asked.lengths, "the last one is answered")
+    assert list(asked.lengths) == [0, 2]
 
 
 async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_token(
@@ -473,58 +491,53 @@ async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_t
     assert outcome(colocated, "late") == 0
 
 
-async def test_a_call_ends_when_nobody_waits_for_any_of_it(
-    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor, monkeypatch: pytest.MonkeyPatch
+async def test_a_call_ends_when_no_request_waits_for_any_of_it(
+    asked: Asked,
+    forecaster: LengthForecaster,
+    by_hand: Any,
+    new_predictor: NewPredictor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Not by its own time limit.
     monkeypatch.setattr(forecaster, "_timeout_s", 1000.0)
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    requests = [request(number) for number in range(3)]
-    settled: list[PrefillRequest] = []
-    for entry in requests:
-        assert forecaster.ask(entry, settled.append)
+    questions = [asked.ask(number) for number in range(3)]
     await by_hand.eventually(lambda: bool(predictor.calls), "the predictor is asked")
-    for entry in requests:
+    for question in questions:
         assert not predictor.cancelled
-        forecaster.forget(entry)
+        forecaster.drop(question)
     await by_hand.eventually(lambda: predictor.cancelled == 1, "the call is cancelled", 20.0)
-    assert not settled
+    assert not asked.lengths
 
 
 async def test_an_answer_after_the_decision_changes_nothing(
-    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    asked: Asked, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    late = request(1)
-    settled: list[PrefillRequest] = []
-    forecaster.ask(late, settled.append)
+    late = asked.ask(1)
     await by_hand.eventually(lambda: bool(predictor.calls), "the predictor is asked")
-    forecaster.decide(late)
+    forecaster.decided(late, PredictionOutcome.LATE)
     predictor.held.set()
-    in_time = request(2)
-    forecaster.ask(in_time, settled.append)
-    await by_hand.eventually(lambda: settled == [in_time], "the next one is answered")
-    forecaster.decide(late)
-    assert late.predicted_length is None
+    asked.ask(2)
+    await by_hand.eventually(lambda: 2 in asked.lengths, "the next one is answered")
+    assert 1 not in asked.lengths
 
 
 async def test_what_ends_before_it_is_sent_is_never_asked(
-    forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    asked: Asked, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
-    gone, stays = request(1), request(2)
-    settled: list[PrefillRequest] = []
-    forecaster.ask(gone, settled.append)
-    forecaster.forget(gone)
+    forecaster.drop(asked.ask(1))
     await asyncio.sleep(0)
-    forecaster.ask(stays, settled.append)
-    await by_hand.eventually(lambda: settled == [stays], "the other one is answered")
-    assert predictor.prompts == [list(stays.engine_request.token_ids)]
+    asked.ask(2)
+    await by_hand.eventually(lambda: list(asked.lengths) == [2], "the other one is answered")
+    assert predictor.prompts == [prompt(2, 5)]
 
 
-async def test_answers_that_always_come_too_late_are_said_once(
+async def test_answers_that_always_come_too_late_are_logged_once(
+    asked: Asked,
     forecaster: LengthForecaster,
     registry: CollectorRegistry,
     by_hand: Any,
@@ -533,21 +546,18 @@ async def test_answers_that_always_come_too_late_are_said_once(
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
-    settled: list[PrefillRequest] = []
     for number in range(1, 11):
-        entry = request(number)
-        assert forecaster.ask(entry, settled.append)
+        question = asked.ask(number)
         await by_hand.eventually(lambda: len(predictor.calls) == number, "the predictor is asked")  # noqa: B023
-        forecaster.decide(entry)
+        forecaster.decided(question, PredictionOutcome.LATE)
         predictor.held.set()
         answered = "kaveri_prediction_seconds_count"
         await by_hand.eventually(lambda: registry.get_sample_value(answered) == number, "it answers")  # noqa: B023
         predictor.held.clear()
     assert registry.get_sample_value("kaveri_predictions_total", {"outcome": "late"}) == 10
-    assert said() == ["length predictor works", "length predictions come too late"]
+    assert said() == ["predictor_works", "predictions_late"]
     predictor.answer = predictor.bucket(3)
-    entry = request(11)
-    forecaster.ask(entry, settled.append)
-    await by_hand.eventually(lambda: settled == [entry], "it is answered")
-    forecaster.decide(entry)
-    assert said()[2:] == ["length predictions come in time again"]
+    in_time = asked.ask(11)
+    await by_hand.eventually(lambda: 11 in asked.lengths, "it is answered")
+    forecaster.decided(in_time, PredictionOutcome.USED)
+    assert said()[2:] == ["predictions_in_time"]

@@ -1,8 +1,9 @@
-"""A prefill instance between its routers and its engine: what goes in, what each end frees, and what routers hear."""
+"""The prefill role between its routers and its engine: what goes in, what each end frees, and what routers hear."""
 
 import asyncio
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,27 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.policy.ordering import OrderingPolicy
-from services.prefill.instance import LONGEST_REQUEST_S, PrefillInstance
-from services.prefill.requests import FirstTokenDrawn, HandedOver, Placed, PrefillRequest, ProgressOutbox, Started
-from tests.services.prefill.scripted import ScriptedEngine, ScriptedHandOver, eventually, new_metrics, params
+from kaveri.policy.prompt_queue import PromptQueue
+from services.prefill import role
+from services.prefill.requests import (
+    Adopted,
+    Failed,
+    FirstTokenDrawn,
+    HandedOver,
+    Placed,
+    PrefillRequest,
+    ProgressOutbox,
+    Started,
+)
+from services.prefill.role import LONGEST_REQUEST_S, PrefillRole
+from tests.services.prefill.scripted import (
+    ScriptedEngine,
+    ScriptedHandOver,
+    eventually,
+    new_metrics,
+    no_predictions,
+    params,
+)
 
 CHUNK_TOKENS = 16
 
@@ -40,30 +59,29 @@ class World:
         self.engine = ScriptedEngine(**engine)
         self.hand_over = ScriptedHandOver(at_first_token)
         self.metrics = new_metrics(self.engine)
-        self.instance = PrefillInstance(
+        self.role = PrefillRole(
             self.engine,  # type: ignore[arg-type]
-            OrderingPolicy.FCFS,
-            CHUNK_TOKENS,
-            max_queue,
-            self.metrics,
+            PromptQueue(OrderingPolicy.FCFS, CHUNK_TOKENS, max_queue),
             self.hand_over,
-            has_room=has_room,
+            no_predictions(self.metrics),
+            self.metrics,
+            has_room,
         )
 
     def accept(self, request_id: str, token_count: int = 20, attempt: int = 1, **fields: Any) -> PrefillRequest:
         fields = {"router_id": "router", "generated_count": 0, "params": params(), "timeout_s": 60.0, **fields}
-        return self.instance.accept(request_id, attempt, token_ids=(1,) * token_count, **fields)
+        return self.role.accept(request_id, attempt, token_ids=(1,) * token_count, **fields)
 
     def compute(self, request: PrefillRequest, finish: FinishReason | None = None) -> None:
         """All of the prompt, its first token drawn."""
-        self.instance.handle([PrefillStarted(request.key)])
-        self.instance.handle([FirstToken(request.key, 5, None, finish)])
+        self.role.handle([PrefillStarted(request.key)])
+        self.role.handle([FirstToken(request.key, 5, None, finish)])
 
     def hand_over_to_decode(self, request: PrefillRequest) -> None:
         """All of it, as far as a decode instance's acceptance."""
         self.compute(request)
-        request.pushing_since_s = request.first_token_s
-        self.instance.handle([KvPushed(request.key, 100, "tcp")])
+        request.report(request, Placed("decode-0", 1))
+        self.role.handle([KvPushed(request.key, 100, "tcp")])
 
     def count(self, outcome: str) -> float:
         return self.metrics.requests.labels(outcome)._value.get()  # type: ignore[no-any-return]
@@ -75,10 +93,10 @@ async def told(request: PrefillRequest) -> list[Any]:
 
 
 ENDS: dict[str, Callable[[World, PrefillRequest], None]] = {
-    "cancelled": lambda world, request: world.instance.cancel(request),
-    "aborted by its router": lambda world, request: world.instance.abort(request.request_id, 1, "router"),
-    "failed": lambda world, request: world.instance.fail(request, Unavailable("no place")),
-    "given up by the engine": lambda world, request: world.instance.handle([RequestFailed(request.key, "broken")]),
+    "cancelled": lambda world, request: world.role.cancel(request),
+    "aborted by its router": lambda world, request: world.role.abort(request.request_id, 1, "router"),
+    "failed": lambda world, request: request.report(request, Failed(Unavailable("no place"))),
+    "given up by the engine": lambda world, request: world.role.handle([RequestFailed(request.key, "broken")]),
     "replaced by a newer attempt": lambda world, request: world.accept(request.request_id, 1, attempt=2) and None,
     "finished with its first token": lambda world, request: world.compute(request, FinishReason.STOP),
     "handed over": lambda world, request: world.hand_over_to_decode(request),
@@ -101,7 +119,7 @@ async def test_a_cancelled_prompt_that_waited_lets_the_one_behind_it_in() -> Non
     second = world.accept("second", 60)
     world.accept("third", 30)
     assert world.engine.submitted_ids == ["first"], "there are no blocks for the second"
-    world.instance.cancel(second)
+    world.role.cancel(second)
     await eventually(lambda: world.engine.submitted_ids == ["first", "third"], 5.0)
     assert world.engine.aborted_ids == ["second"]
 
@@ -137,13 +155,42 @@ async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it
     ENDS[how](world, request)
     assert world.count(outcome) == 1
     assert world.engine.aborted == ([] if keeps else [request.key])
-    assert ("a", outcome == "handed_over") in world.hand_over.ended
     # Once is enough: nothing is freed or counted twice.
-    world.instance.cancel(request)
-    world.instance.fail(request, Unavailable("again"))
+    world.role.cancel(request)
+    request.report(request, Failed(Unavailable("again")))
     assert world.engine.aborted == ([] if keeps else [request.key])
     assert sum(world.count(name) for name in ("cancelled", "failed", "refused", "finished", "handed_over")) == 1
-    assert world.hand_over.ended.count(("a", outcome == "handed_over")) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "handed_over"),
+    [
+        ("cancelled", False),
+        ("aborted by its router", False),
+        ("failed", False),
+        ("given up by the engine", False),
+        ("replaced by a newer attempt", False),
+        ("finished with its first token", False),
+        ("handed over", True),
+    ],
+)
+async def test_a_hand_over_that_has_begun_ends_once_with_the_request(how: str, handed_over: bool) -> None:
+    world = World()
+    request = world.accept("a", 10)
+    if how not in ("finished with its first token", "handed over"):
+        world.role.handle([PrefillStarted(request.key)])
+    ENDS[how](world, request)
+    world.role.cancel(request)
+    assert world.hand_over.begun == ["a"]
+    assert world.hand_over.ended == [("a", handed_over)]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "finished with its first token"])
+async def test_a_hand_over_that_has_not_begun_does_not_end(how: str) -> None:
+    world = World(at_first_token=True)
+    request = world.accept("a", 10)
+    ENDS[how](world, request)
+    assert world.hand_over.begun == world.hand_over.ended == []
 
 
 async def test_a_request_ends_at_its_deadline_and_its_router_hears_why() -> None:
@@ -175,17 +222,17 @@ async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alon
             world.accept("a", attempt=attempt)
         assert refused.value.newest_attempt == 3
     # What is still heard of the older one changes nothing.
-    world.instance.handle([PrefillStarted(older.key), FirstToken(older.key, 5, None, None)])
-    world.instance.cancel(older)
-    assert world.instance.load().waiting_requests == 1
-    world.instance.abort("a", 2, "router")
-    assert world.instance.load().waiting_requests == 1, "an older attempt is meant"
-    world.instance.abort("a", 3, "stranger")
-    assert world.instance.load().waiting_requests == 1, "another router's is meant"
-    world.instance.abort("unknown", 9, "router")
-    world.instance.abort("a", 4, "router")
+    world.role.handle([PrefillStarted(older.key), FirstToken(older.key, 5, None, None)])
+    world.role.cancel(older)
+    assert world.role.load().waiting_requests == 1
+    world.role.abort("a", 2, "router")
+    assert world.role.load().waiting_requests == 1, "an older attempt is meant"
+    world.role.abort("a", 3, "stranger")
+    assert world.role.load().waiting_requests == 1, "another router's is meant"
+    world.role.abort("unknown", 9, "router")
+    world.role.abort("a", 4, "router")
     assert world.engine.aborted == [older.key, newer.key]
-    assert world.instance.load().waiting_requests == 0
+    assert world.role.load().waiting_requests == 0
 
 
 async def test_another_routers_request_of_the_same_id_ends_the_former_for_good() -> None:
@@ -206,63 +253,70 @@ async def test_a_refused_request_leaves_no_trace() -> None:
     assert refused.value.role == "prefill"
     assert refused.value.retry_after_s > 0
     assert world.count("refused") == 1
-    assert world.instance.load().waiting_requests == 2
+    assert world.role.load().waiting_requests == 2
     # Not known, so not stale either.
-    world.instance.abort("refused", 1, "router")
+    world.role.abort("refused", 1, "router")
     assert world.engine.aborted == []
 
 
 async def test_its_load_says_what_waits_what_runs_and_how_much_room_there_is() -> None:
     world = World(max_queue=3)
-    assert world.instance.load().queue_room == 3
+    assert world.role.load().queue_room == 3
     first, second = world.accept("first", 40), world.accept("second", 30)
-    load = world.instance.load()
+    load = world.role.load()
     assert (load.waiting_requests, load.running_requests) == (2, 0)
     assert (load.queued_prefill_tokens, load.queue_room) == (70, 2)
     assert (load.free_blocks, load.total_blocks, load.context_tokens) == (61, 64, 7)
-    world.instance.handle([PrefillStarted(first.key), PrefillProgress(first.key, 16)])
-    load = world.instance.load()
+    world.role.handle([PrefillStarted(first.key), PrefillProgress(first.key, 16)])
+    load = world.role.load()
     assert (load.waiting_requests, load.running_requests) == (1, 1)
     # 24 tokens are less than two chunks, so the second is the engine's now.
     assert (load.queued_prefill_tokens, load.queue_room) == (54, 3)
-    world.instance.cancel(first)
-    load = world.instance.load()
+    world.role.cancel(first)
+    load = world.role.load()
     assert (load.waiting_requests, load.running_requests, load.queued_prefill_tokens) == (1, 0, 30)
     world.compute(second)
-    assert world.instance.load().running_requests == 1, "until it is handed over"
-    world.instance.cancel(second)
-    load = world.instance.load()
+    assert world.role.load().running_requests == 1, "until it is handed over"
+    world.role.cancel(second)
+    load = world.role.load()
     assert (load.waiting_requests, load.running_requests, load.queued_prefill_tokens) == (0, 0, 0)
 
 
-async def test_a_router_hears_of_each_step_and_of_the_times_between_them() -> None:
+async def test_a_router_hears_of_each_step_and_of_the_times_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(role, "time", SimpleNamespace(monotonic=lambda: now_s))
     world = World()
     request = world.accept("a", 40)
-    request.arrived_s -= 10.0
-    world.instance.handle([PrefillStarted(request.key)])
-    (started,) = await told(request)
-    assert isinstance(started, Started)
-    assert 10.0 <= started.queue_s < 15.0
-    assert request.started_s is not None
-    request.started_s -= 20.0
-    world.instance.handle([PrefillProgress(request.key, 16), PrefillProgress(request.key, 32)])
-    world.instance.handle([FirstToken(request.key, 5, None, None)])
-    (first,) = await told(request)
-    assert isinstance(first, FirstTokenDrawn)
-    assert (first.token_id, first.finish) == (5, None)
-    assert 20.0 <= first.prefill_s < 25.0
+    now_s = 110.0
+    world.role.handle([PrefillStarted(request.key)])
+    assert await told(request) == [Started(10.0)]
+    now_s = 115.0
+    world.role.handle([PrefillProgress(request.key, 16), PrefillProgress(request.key, 32)])
+    request.report(request, Placed("decode-0", 1))
+    assert await told(request) == [Placed("decode-0", 1)]
+    now_s = 130.0
+    world.role.handle([FirstToken(request.key, 5, None, None)])
+    assert await told(request) == [FirstTokenDrawn(5, None, None, 20.0)]
     assert world.metrics.tokens._value.get() == 40
-    assert request.first_token_s is not None
-    request.pushing_since_s = request.first_token_s - 30.0
-    request.first_token_s -= 3.0
-    world.instance.handle([KvPushed(request.key, 100, "tcp")])
-    (handed_over,) = await told(request)
-    assert isinstance(handed_over, HandedOver)
-    assert (handed_over.kv_bytes, handed_over.kv_transport) == (100, "tcp")
-    assert 30.0 <= handed_over.kv_transfer_s < 35.0
-    assert 3.0 <= handed_over.kv_tail_s < 8.0
+    now_s = 133.0
+    world.role.handle([KvPushed(request.key, 100, "tcp")])
+    assert await told(request) == [HandedOver(100, 18.0, 3.0, "tcp")]
     assert await told(request) == []
     assert world.metrics.transfer_bytes.labels("tcp")._value.get() == 100
+
+
+async def test_an_adopted_request_is_handed_over_without_a_push() -> None:
+    world = World(at_first_token=True)
+    request = world.accept("a")
+    world.compute(request)
+    request.report(request, Adopted(Placed("here", 1)))
+    *_, placed, handed_over = await told(request)
+    assert placed == Placed("here", 1)
+    assert (handed_over.kv_bytes, handed_over.kv_transport) == (0, "none")
+    assert await told(request) == []
+    assert world.engine.aborted == []
+    assert world.count("handed_over") == 1
+    assert world.metrics.transfer_bytes.collect()[0].samples == []
 
 
 @pytest.mark.parametrize(
@@ -273,12 +327,12 @@ async def test_when_a_place_is_looked_for(token_count: int, at_first_token: bool
     world = World(at_first_token=at_first_token)
     request = world.accept("a", token_count)
     assert world.hand_over.begun == []
-    world.instance.handle([PrefillStarted(request.key)])
+    world.role.handle([PrefillStarted(request.key)])
     assert bool(world.hand_over.begun) == (begins_with == "start")
     if token_count > CHUNK_TOKENS:
-        world.instance.handle([PrefillProgress(request.key, 16)])
+        world.role.handle([PrefillProgress(request.key, 16)])
     assert bool(world.hand_over.begun) == (begins_with != "token")
-    world.instance.handle([FirstToken(request.key, 5, None, None)])
+    world.role.handle([FirstToken(request.key, 5, None, None)])
     assert world.hand_over.begun[-1] == "a"
 
 
@@ -291,7 +345,10 @@ async def test_a_place_is_looked_for_only_when_there_is_a_second_token_to_draw(
 ) -> None:
     world = World(max_model_len=100)
     request = world.accept("a", token_count, generated_count=generated_count, params=params(max_tokens))
-    world.compute(request)
+    world.role.handle([PrefillStarted(request.key), PrefillProgress(request.key, 16)])
+    assert bool(world.hand_over.begun) == goes_on
+    # The engine ends the answer with the token that nothing can follow.
+    world.role.handle([FirstToken(request.key, 5, None, None if goes_on else FinishReason.LENGTH)])
     assert bool(world.hand_over.begun) == goes_on
 
 
@@ -308,22 +365,23 @@ async def test_a_failed_push_is_the_hand_overs_to_know_and_ends_nothing() -> Non
     world = World()
     request = world.accept("a")
     world.compute(request)
-    world.instance.handle([KvPushFailed(request.key, "refused")])
+    request.report(request, Placed("decode-0", 1))
+    world.role.handle([KvPushFailed(request.key, "refused")])
     assert world.hand_over.failed == ["a"]
     assert world.engine.aborted == []
-    assert world.instance.load().running_requests == 1
+    assert world.role.load().running_requests == 1
 
 
 async def test_a_draining_instance_takes_nothing_and_is_idle_when_the_last_request_has_ended() -> None:
     world = World()
-    await asyncio.wait_for(world.instance.wait_idle(), 1.0)
+    await asyncio.wait_for(world.role.wait_idle(), 1.0)
     first, second = world.accept("first"), world.accept("second")
-    world.instance.drain()
+    world.role.drain()
     with pytest.raises(Unavailable, match="draining") as refused:
         world.accept("late")
     assert refused.value.retry_after_s
-    idle = asyncio.create_task(world.instance.wait_idle())
-    world.instance.cancel(first)
+    idle = asyncio.create_task(world.role.wait_idle())
+    world.role.cancel(first)
     await asyncio.sleep(0)
     assert not idle.done()
     world.hand_over_to_decode(second)
@@ -333,7 +391,7 @@ async def test_a_draining_instance_takes_nothing_and_is_idle_when_the_last_reque
 async def test_everything_fails_together_and_says_why() -> None:
     world = World()
     requests = [world.accept(f"r{number}") for number in range(3)]
-    world.instance.fail_all("the engine stopped")
+    world.role.fail_all("the engine stopped")
     for request in requests:
         with pytest.raises(Unavailable, match="the engine stopped"):
             await told(request)
@@ -347,16 +405,16 @@ async def test_an_engine_that_says_a_prompt_can_never_fit_fails_that_prompt_alon
     with pytest.raises(InvalidArgument, match="token_ids"):
         await told(too_long)
     await eventually(lambda: world.engine.submitted_ids == ["other"], 5.0)
-    assert world.instance.load().waiting_requests == 1
-    world.instance.cancel(other)
+    assert world.role.load().waiting_requests == 1
+    world.role.cancel(other)
 
 
 async def test_an_engine_that_has_stopped_keeps_its_requests_until_it_says_so() -> None:
     world = World()
     world.engine.broken = EngineError("stopped")
     world.accept("a")
-    assert world.instance.load().waiting_requests == 1
-    assert world.instance.load().queued_prefill_tokens == 20
+    assert world.role.load().waiting_requests == 1
+    assert world.role.load().queued_prefill_tokens == 20
 
 
 async def test_a_prompt_waits_for_room_that_answers_leave_it() -> None:
@@ -388,7 +446,7 @@ async def test_what_fits_is_taken_and_what_does_not_is_refused_with_the_limit(
         return
     with pytest.raises(InvalidArgument, match=limit):
         world.accept("a", **fields)
-    assert world.instance.load().waiting_requests == 0
+    assert world.role.load().waiting_requests == 0
 
 
 async def test_a_prompt_as_large_as_the_pool_fits_and_a_larger_one_does_not() -> None:
@@ -403,10 +461,10 @@ async def test_ids_outside_the_vocabulary_are_refused() -> None:
     for largest, fits in ((999, True), (1000, False)):
         fields: dict[str, Any] = {"generated_count": 0, "params": params(), "timeout_s": 1.0}
         if fits:
-            assert world.instance.accept("a", 1, "router", (1, largest), **fields)
+            assert world.role.accept("a", 1, "router", (1, largest), **fields)
         else:
             with pytest.raises(InvalidArgument, match="below 1000"):
-                world.instance.accept("b", 1, "router", (1, largest), **fields)
+                world.role.accept("b", 1, "router", (1, largest), **fields)
 
 
 async def test_an_outbox_gives_the_latest_of_each_kind_in_order_then_the_error() -> None:

@@ -1,0 +1,94 @@
+"""Which prompt an engine is given, and when. Pure: no clock, no I/O.
+
+An engine computes in the order of submission, so an order is final once submitted. Prompts are submitted late: the
+engine has about two chunks of work, one that it computes and one so that it never idles.
+"""
+
+from collections.abc import Collection
+from typing import Generic
+
+from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, AnyPrompt, OrderingPolicy, PromptSchedule
+
+_CHUNKS_AHEAD = 2
+
+
+class PromptQueue(Generic[AnyPrompt]):
+    """Prompts from their arrival to the end of their computation: held, then waiting, then computing."""
+
+    def __init__(
+        self,
+        policy: OrderingPolicy,
+        chunk_tokens: int,
+        max_waiting: int,
+        scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
+    ) -> None:
+        """chunk_tokens: that the engine computes in one step. max_waiting: prompts that are held or waiting.
+
+        scheduling_batch: most prompts that the policy orders together.
+        """
+        self.chunk_tokens = chunk_tokens
+        self.max_waiting = max_waiting
+        self._schedule: PromptSchedule[AnyPrompt] = PromptSchedule(policy, scheduling_batch)
+        self._held: set[AnyPrompt] = set()
+        self._waiting_tokens = 0
+        self._computing: dict[AnyPrompt, int] = {}
+        """With the tokens that are left to compute."""
+        self._computing_tokens = 0
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that are not computed yet."""
+        return self._waiting_tokens + self._computing_tokens
+
+    @property
+    def room(self) -> int:
+        """Prompts that fit before the queue is full."""
+        return max(0, self.max_waiting - len(self._held) - len(self._schedule))
+
+    @property
+    def computing(self) -> Collection[AnyPrompt]:
+        """Prompts that the engine has, the earliest submitted first."""
+        return self._computing.keys()
+
+    def hold(self, prompt: AnyPrompt) -> None:
+        """Keeps a place for a prompt that does not wait for the engine yet. There must be room."""
+        assert self.room, "the queue is full"
+        self._held.add(prompt)
+        self._waiting_tokens += prompt.token_count
+
+    def release(self, prompt: AnyPrompt) -> None:
+        """Lets a held prompt wait, behind all that wait already."""
+        self._held.remove(prompt)
+        self._schedule.add(prompt)
+
+    def next(self) -> AnyPrompt | None:
+        """The prompt that the engine should be given now; None: it has enough work, or none waits.
+
+        It stays the next one until submitted() or remove(), so no prompt overtakes one that finds no blocks.
+        """
+        return self._schedule.head() if self._computing_tokens < _CHUNKS_AHEAD * self.chunk_tokens else None
+
+    def submitted(self, prompt: AnyPrompt) -> None:
+        """The engine has the waiting prompt now."""
+        self.remove(prompt)
+        self._computing[prompt] = prompt.token_count
+        self._computing_tokens += prompt.token_count
+
+    def advance(self, prompt: AnyPrompt, computed_tokens: int) -> None:
+        """The engine has computed the first `computed_tokens` of the prompt. A computed prompt leaves the queue."""
+        left_tokens = prompt.token_count - computed_tokens
+        self._computing_tokens += left_tokens - self._computing[prompt]
+        self._computing[prompt] = left_tokens
+        if not left_tokens:
+            del self._computing[prompt]
+
+    def remove(self, prompt: AnyPrompt) -> None:
+        """Forgets a prompt that is here. The engine is not told."""
+        if prompt in self._computing:
+            self._computing_tokens -= self._computing.pop(prompt)
+            return
+        if prompt in self._held:
+            self._held.remove(prompt)
+        else:
+            self._schedule.remove(prompt)
+        self._waiting_tokens -= prompt.token_count

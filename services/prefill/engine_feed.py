@@ -1,0 +1,54 @@
+"""Gives the engine the queue's prompts as it comes to need them."""
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from kaveri.engine.contract import PrefillEngine
+from kaveri.errors import EngineError, InvalidArgument, NoCapacity
+from kaveri.policy.prompt_queue import PromptQueue
+from services.prefill.requests import Failed, PrefillRequest
+
+_BLOCKS_RETRY_S = 0.02
+"""Blocks of an aborted request come back without an event, once no transfer can touch them: look again after this."""
+
+HasRoom = Callable[[PrefillRequest, Collection[PrefillRequest]], bool]
+"""Whether a prompt may be submitted beside those that are being computed, the earliest submitted first."""
+
+
+class EngineFeed:
+    """Submits prompts to one engine. For one event loop."""
+
+    def __init__(
+        self, engine: PrefillEngine, queue: PromptQueue[PrefillRequest], has_room: HasRoom | None = None
+    ) -> None:
+        """has_room: asked before a prompt is submitted, where not all free blocks are for prompts."""
+        self._engine = engine
+        self._queue = queue
+        self._has_room = has_room
+        self._retry: asyncio.TimerHandle | None = None
+
+    def submit(self) -> None:
+        """Gives the engine what it needs now. Requests that it says can never fit fail within."""
+        while (request := self._queue.next()) is not None:
+            try:
+                if self._has_room is not None and not self._has_room(request, self._queue.computing):
+                    self._submit_later()
+                    return
+                self._engine.prefill(request.engine_request)
+            except NoCapacity:
+                self._submit_later()
+                return
+            except EngineError:
+                return  # it stopped; EngineStopped follows and ends every request
+            except InvalidArgument as error:
+                request.report(request, Failed(error))
+            else:
+                self._queue.submitted(request)
+
+    def _submit_later(self) -> None:
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(_BLOCKS_RETRY_S, self._submit_again)
+
+    def _submit_again(self) -> None:
+        self._retry = None
+        self.submit()

@@ -1,0 +1,348 @@
+"""The life of one request at prefill: its states, and what each event does to them. Pure: no clock, no I/O.
+
+::
+
+    Held ── Queued ── Prefilling ── Placing ⇄ Pushing ── Ended
+
+Held only while a length is awaited before the queue; Ended from every state. A place at decode may be looked for, and a
+push may begin, before the prompt is computed: Placing and Pushing say how far it is. The service performs the actions
+in their order, after it has stored the new state.
+"""
+
+import enum
+from dataclasses import dataclass, replace
+
+from kaveri.domain.length import TokenRange
+from kaveri.engine.contract import FirstToken, KvPushed, KvPushFailed, PrefillProgress, PrefillStarted, RequestFailed
+from kaveri.errors import KaveriError, Unavailable
+from kaveri.policy.place_search import PlaceSearch
+from services.prefill.prediction import PredictionOutcome, usable_length
+from services.prefill.requests import Adopted, Failed, FirstTokenDrawn, HandedOver, Placed, Progress, Started
+
+NO_TRANSPORT = "none"
+"""The transport of a hand-over that moves nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What does not change during a life."""
+
+    arrived_s: float
+    token_count: int
+    """Tokens to compute."""
+    generated_count: int
+    """Tokens that earlier attempts have generated."""
+    most_tokens: int
+    """The longest answer that may be generated, earlier attempts included."""
+    place_search: PlaceSearch
+
+
+# What is known of the answer's length before a place is looked for.
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """No prediction is awaited. None: the length is unknown."""
+
+    length: TokenRange | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A predictor has been asked and has not answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A predictor has answered."""
+
+    length: TokenRange
+
+
+Forecast = Known | Asked | Predicted
+
+
+# How far the prompt is computed.
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """The first chunk has begun."""
+
+    started_s: float
+    computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The first token is drawn."""
+
+    first_token_s: float
+
+
+# The states.
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Has a place in the queue, and waits for its length before it stands in line."""
+
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Waits for its first chunk, in the queue or in the engine."""
+
+    terms: Terms
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    """Is being computed. No place has been looked for."""
+
+    terms: Terms
+    compute: Computing
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Looks for a place at decode."""
+
+    terms: Terms
+    compute: Computing | Computed
+
+
+@dataclass(frozen=True, slots=True)
+class Pushing:
+    """Has a place; its KV is on the way there."""
+
+    terms: Terms
+    compute: Computing | Computed
+    since_s: float
+
+
+class Outcome(enum.StrEnum):
+    """How a life ended."""
+
+    HANDED_OVER = "handed_over"
+    FINISHED = "finished"
+    """With its first token."""
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    REFUSED = "refused"
+    """Replaced by a newer attempt or by another router's request."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """No event follows."""
+
+    outcome: Outcome
+
+
+Alive = Held | Queued | Prefilling | Placing | Pushing
+State = Alive | Ended
+
+
+# The events: the engine's, the hand-over's (Placed, Adopted, Failed), and these.
+
+
+@dataclass(frozen=True, slots=True)
+class LengthAnswered:
+    """The question about the length has ended; None: without a prediction."""
+
+    length: TokenRange | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The request must end now. `error` is for its router."""
+
+    outcome: Outcome
+    error: KaveriError | None = None
+
+
+EngineReport = PrefillStarted | PrefillProgress | FirstToken | KvPushed | KvPushFailed | RequestFailed
+"""The engine's events that concern this side of a request."""
+Event = EngineReport | LengthAnswered | Placed | Adopted | Failed | Stopped
+
+
+# The actions.
+
+
+class Do(enum.Enum):
+    """Actions without data."""
+
+    ENQUEUE = enum.auto()
+    """Put the held request in line."""
+    LEAVE_QUEUE = enum.auto()
+    """Take the request out of the queue, or out of what it counts as being computed."""
+    DROP_QUESTION = enum.auto()
+    """The answer about the length is not wanted any more."""
+    ABORT_IN_ENGINE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """The engine has computed the prompt this far."""
+
+    computed_tokens: int
+    new_tokens: int
+    """Since the last time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell the router."""
+
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class CountPrediction:
+    """The use that was made of the prediction. LATE: a later answer is not wanted."""
+
+    outcome: PredictionOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class FindPlace:
+    """The hand-over begins."""
+
+    length: TokenRange | None
+
+
+@dataclass(frozen=True, slots=True)
+class FindAnotherPlace:
+    """The hand-over continues after a failed push."""
+
+    failure: KvPushFailed
+
+
+@dataclass(frozen=True, slots=True)
+class EndHandOver:
+    """The hand-over that has begun is over; with a place given back unless decode has the request."""
+
+    handed_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The last action: nothing more is kept or told."""
+
+    outcome: Outcome
+    error: KaveriError | None
+    seconds: float
+    """Of the whole life."""
+
+
+Action = Do | Advance | Tell | CountPrediction | FindPlace | FindAnotherPlace | EndHandOver | Close
+Step = tuple[State, tuple[Action, ...]]
+
+
+def step(state: State, event: Event, now_s: float) -> Step:
+    """What the event makes of the state, and what is to be done about it. Illegal pairs raise AssertionError."""
+    assert not isinstance(state, Ended), f"{event} in {state}"
+    terms = state.terms
+    match event:
+        case Stopped():
+            return _end(state, event.outcome, now_s, error=event.error)
+        case Failed():
+            return _end(state, Outcome.FAILED, now_s, error=event.error)
+        case RequestFailed():
+            return _end(state, Outcome.FAILED, now_s, error=Unavailable(event.reason))
+    match state, event:
+        case Held(), LengthAnswered():
+            return Queued(terms, _answered(event)), (Do.ENQUEUE,)
+        case Queued(forecast=Asked()), LengthAnswered():
+            return Queued(terms, _answered(event)), ()
+        case Prefilling(forecast=Asked()), LengthAnswered():
+            return _search_if_due(replace(state, forecast=_answered(event)))
+        case Queued(), PrefillStarted():
+            started = Tell(Started(now_s - terms.arrived_s))
+            return _search_if_due(Prefilling(terms, Computing(now_s), state.forecast), started)
+        case Prefilling() | Placing() | Pushing(), PrefillProgress() if isinstance(state.compute, Computing):
+            advance = Advance(event.computed_tokens, event.computed_tokens - state.compute.computed_tokens)
+            after = replace(state, compute=replace(state.compute, computed_tokens=event.computed_tokens))
+            return _search_if_due(after, advance)
+        case Prefilling() | Placing() | Pushing(), FirstToken() if isinstance(state.compute, Computing):
+            return _first_token(state, state.compute, event, now_s)
+        case Placing(), Placed():
+            return Pushing(terms, state.compute, now_s), (Tell(event),)
+        case Placing(compute=Computed() as compute), Adopted():
+            handed_over = HandedOver(0, 0.0, now_s - compute.first_token_s, NO_TRANSPORT)
+            return _end(state, Outcome.HANDED_OVER, now_s, Tell(event.placed), Tell(handed_over))
+        case Pushing(compute=Computed() as compute), KvPushed():
+            transfer_s, tail_s = now_s - state.since_s, now_s - compute.first_token_s
+            handed_over = HandedOver(event.kv_bytes, transfer_s, tail_s, event.transport)
+            return _end(state, Outcome.HANDED_OVER, now_s, Tell(handed_over))
+        case Pushing(), KvPushFailed():
+            return Placing(terms, state.compute), (FindAnotherPlace(event),)
+    raise AssertionError(f"{event} in {state}")
+
+
+def _answered(event: LengthAnswered) -> Forecast:
+    return Known(None) if event.length is None else Predicted(event.length)
+
+
+def _first_token(state: Prefilling | Placing | Pushing, compute: Computing, event: FirstToken, now_s: float) -> Step:
+    token_count = state.terms.token_count
+    advance = Advance(token_count, token_count - compute.computed_tokens)
+    drawn = Tell(FirstTokenDrawn(event.token_id, event.logprobs, event.finish, now_s - compute.started_s))
+    if event.finish is not None:
+        return _end(state, Outcome.FINISHED, now_s, advance, drawn)
+    if isinstance(state, Prefilling):
+        return _search(state.terms, Computed(now_s), state.forecast, advance, drawn)
+    return replace(state, compute=Computed(now_s)), (advance, drawn)
+
+
+def _search_if_due(state: Prefilling | Placing | Pushing, *actions: Action) -> Step:
+    """Begins to look for a place at decode, if it is time and it has not begun."""
+    if not isinstance(state, Prefilling):
+        return state, actions
+    match state.terms.place_search:
+        case PlaceSearch.AT_START:
+            # The length may still come within the first chunk.
+            is_due = state.compute.computed_tokens > 0 or not isinstance(state.forecast, Asked)
+        case PlaceSearch.AFTER_FIRST_CHUNK:
+            is_due = state.compute.computed_tokens > 0
+        case PlaceSearch.AFTER_FIRST_TOKEN:
+            is_due = False
+    return _search(state.terms, state.compute, state.forecast, *actions) if is_due else (state, actions)
+
+
+def _search(terms: Terms, compute: Computing | Computed, forecast: Forecast, *actions: Action) -> Step:
+    """Looks for a place with the length that is known now. An answer that comes later is not used."""
+    length = None
+    match forecast:
+        case Known():
+            length = forecast.length
+        case Asked():
+            actions = (*actions, CountPrediction(PredictionOutcome.LATE))
+        case Predicted():
+            length = usable_length(forecast.length, terms.generated_count, terms.most_tokens)
+            outcome = PredictionOutcome.OUTLIVED if length is None else PredictionOutcome.USED
+            actions = (*actions, CountPrediction(outcome))
+    return Placing(terms, compute), (*actions, FindPlace(length))
+
+
+def _end(state: Alive, outcome: Outcome, now_s: float, *actions: Action, error: KaveriError | None = None) -> Step:
+    """Ends the life and gives back what its state holds, and nothing else."""
+    ends = list(actions)
+    match state:
+        case Held() | Queued(forecast=Asked()) | Prefilling(forecast=Asked()):
+            ends.append(Do.DROP_QUESTION)
+    match state:
+        case Held() | Queued():
+            ends.append(Do.LEAVE_QUEUE)
+        case _ if isinstance(state.compute, Computing) and outcome is not Outcome.FINISHED:
+            ends.append(Do.LEAVE_QUEUE)
+    if isinstance(state, Placing | Pushing):
+        ends.append(EndHandOver(outcome is Outcome.HANDED_OVER))
+    if outcome not in (Outcome.HANDED_OVER, Outcome.FINISHED):
+        ends.append(Do.ABORT_IN_ENGINE)
+    return Ended(outcome), (*ends, Close(outcome, error, now_s - state.terms.arrived_s))

@@ -1,0 +1,308 @@
+"""The prefill side of one instance: takes events to the lives of its requests, and performs the actions."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kaveri.domain.length import settled_length
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import InstanceLoad
+from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, PrefillEngine
+from kaveri.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KaveriError,
+    NoCapacity,
+    RequestAlreadyExists,
+    StaleAttempt,
+    Unavailable,
+)
+from kaveri.policy.place_search import draws_more, place_search
+from kaveri.policy.prompt_queue import PromptQueue
+from kaveri.telemetry.logs import get_logger
+from services.prefill.engine_feed import EngineFeed, HasRoom
+from services.prefill.forecaster import LengthForecaster, Question
+from services.prefill.hand_over import HandOver
+from services.prefill.lifecycle import (
+    NO_TRANSPORT,
+    Action,
+    Advance,
+    Asked,
+    Close,
+    CountPrediction,
+    Do,
+    Ended,
+    EndHandOver,
+    EngineReport,
+    Event,
+    FindAnotherPlace,
+    FindPlace,
+    Held,
+    Known,
+    LengthAnswered,
+    Outcome,
+    Queued,
+    State,
+    Stopped,
+    Tell,
+    Terms,
+    step,
+)
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.requests import Failed, FirstTokenDrawn, HandedOver, PrefillRequest, Progress, Started
+
+LONGEST_REQUEST_S = 86_400.0
+"""Time given to a request whose RPC has no deadline."""
+
+
+@dataclass(eq=False, slots=True)
+class _Life:
+    request: PrefillRequest
+    state: State
+    question: Question | None
+    """About its length."""
+    deadline: asyncio.TimerHandle
+
+
+class PrefillRole:
+    """The EngineRole that computes prompts. For one event loop."""
+
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        queue: PromptQueue[PrefillRequest],
+        hand_over: HandOver,
+        forecaster: LengthForecaster,
+        metrics: PrefillMetrics,
+        has_room: HasRoom | None = None,
+    ) -> None:
+        """hand_over: takes the requests on from here. has_room: see EngineFeed."""
+        self._engine = engine
+        self._queue = queue
+        self._feed = EngineFeed(engine, queue, has_room)
+        self._hand_over = hand_over
+        self._forecaster = forecaster
+        self._metrics = metrics
+        self._serials = itertools.count(1)
+        self._lives: dict[str, _Life] = {}
+        """By request id."""
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        metrics.waiting.set_function(lambda: queue.queued_tokens)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._forecaster.run())
+            await self._hand_over.run()
+
+    def accept(
+        self,
+        request_id: str,
+        attempt: int,
+        router_id: str,
+        token_ids: tuple[int, ...],
+        generated_count: int,
+        params: SamplingParams,
+        timeout_s: float | None,
+    ) -> PrefillRequest:
+        """Queues one attempt; its router reads its outbox. An older attempt of the same request is ended, and so is
+        another router's request with the same id.
+
+        timeout_s: what is left of the request's time; None: no deadline. Raises Unavailable (draining), StaleAttempt,
+        NoCapacity (queue full) and InvalidArgument (does not fit this engine).
+        """
+        if self._draining:
+            raise Unavailable("the prefill instance is draining", retry_after_s=1.0)
+        _check_fit(self._engine.info, token_ids, generated_count, params)
+        self._replace(request_id, attempt, router_id)
+        if not self._queue.room:
+            self._metrics.requests.labels(Outcome.REFUSED).inc()
+            reason = f"{self._queue.max_waiting} requests are queued already"
+            raise NoCapacity("prefill", retry_after_s=0.5, reason=reason)
+        key = EngineKey(request_id, next(self._serials))
+        sent = EngineRequest(key, token_ids, generated_count, params)
+        timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
+        now_s = time.monotonic()
+        request = PrefillRequest(attempt, router_id, sent, now_s + timeout_s, self._happened, settled_length(params))
+        self._begin(request, now_s, timeout_s)
+        return request
+
+    def cancel(self, request: PrefillRequest) -> None:
+        """Its router does not wait any more: frees all that the request holds, here and at decode. Idempotent."""
+        self._happened(request, Stopped(Outcome.CANCELLED))
+
+    def abort(self, request_id: str, attempt: int, router_id: str) -> None:
+        """Ends the router's request if the attempt that is here is `attempt` or older. Unknown ones are ignored."""
+        life = self._lives.get(request_id)
+        if life is not None and life.request.attempt <= attempt and life.request.router_id == router_id:
+            self.cancel(life.request)
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        for event in events:
+            # The others are decode's, or the host's. An aborted request may still have events.
+            if isinstance(event, EngineReport):
+                life = self._lives.get(event.key.request_id)
+                if life is not None and life.request.key == event.key:
+                    self._happened(life.request, event)
+        self._feed.submit()
+
+    def load(self) -> InstanceLoad:
+        stats = self._engine.stats()
+        waiting_count = sum(isinstance(life.state, Held | Queued) for life in self._lives.values())
+        return InstanceLoad(
+            waiting_requests=waiting_count,
+            running_requests=len(self._lives) - waiting_count,
+            queued_prefill_tokens=self._queue.queued_tokens,
+            queue_room=self._queue.room,
+            free_blocks=stats.free_blocks,
+            total_blocks=self._engine.info.total_blocks,
+            context_tokens=stats.context_tokens,
+        )
+
+    def drain(self) -> None:
+        self._draining = True
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    def fail_all(self, reason: str) -> None:
+        for life in list(self._lives.values()):
+            self._happened(life.request, Failed(Unavailable(reason)))
+
+    def _replace(self, request_id: str, attempt: int, router_id: str) -> None:
+        """Ends the request that has this id. Raises StaleAttempt when that is the same attempt or a newer one."""
+        if (life := self._lives.get(request_id)) is None:
+            return
+        former = life.request
+        error: KaveriError = StaleAttempt(request_id, former.attempt, attempt)
+        if former.router_id != router_id:
+            # Its router must not place it again: the two requests would replace each other in turn.
+            error = RequestAlreadyExists(request_id)
+        elif attempt <= former.attempt:
+            raise StaleAttempt(request_id, attempt, former.attempt)
+        self._happened(former, Stopped(Outcome.REFUSED, error))
+
+    def _begin(self, request: PrefillRequest, now_s: float, timeout_s: float) -> None:
+        info, sent = self._engine.info, request.engine_request
+        assert sent.params.max_tokens is not None
+        more = draws_more(request.token_count, sent.generated_count, sent.params.max_tokens, info.max_model_len)
+        at_first_token = self._hand_over.at_first_token
+        terms = Terms(
+            arrived_s=now_s,
+            token_count=request.token_count,
+            generated_count=sent.generated_count,
+            most_tokens=min(sent.params.max_tokens, info.max_model_len - request.prompt_tokens),
+            place_search=place_search(request.token_count, self._queue.chunk_tokens, more, at_first_token),
+        )
+        self._queue.hold(request)
+        question = None
+        if more and request.predicted_length is None:
+            question = self._forecaster.ask(
+                sent.token_ids[: request.prompt_tokens],
+                lambda length: self._happened(request, LengthAnswered(length)),
+            )
+        forecast = Asked() if question is not None else Known(request.predicted_length)
+        waits = question is not None and self._forecaster.comes_first
+        state = Held(terms) if waits else Queued(terms, forecast)
+        deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, request)
+        self._lives[request.request_id] = _Life(request, state, question, deadline)
+        self._idle.clear()
+        if not waits:
+            self._enqueue(request)
+
+    def _expire(self, request: PrefillRequest) -> None:
+        self._happened(request, Stopped(Outcome.DEADLINE, DeadlineExceeded()))
+
+    def _happened(self, request: PrefillRequest, event: Event) -> None:
+        """The only way in which a request's state changes. Ended requests are ignored."""
+        life = self._lives.get(request.request_id)
+        if life is None or life.request is not request:
+            return
+        life.state, actions = step(life.state, event, time.monotonic())
+        if isinstance(life.state, Ended):
+            del self._lives[request.request_id]
+        for action in actions:
+            self._do(life, action)
+
+    def _do(self, life: _Life, action: Action) -> None:
+        request = life.request
+        match action:
+            case Do.ENQUEUE:
+                self._enqueue(request)
+            case Do.LEAVE_QUEUE:
+                self._queue.remove(request)
+            case Do.DROP_QUESTION:
+                assert life.question is not None
+                self._forecaster.drop(life.question)
+            case Do.ABORT_IN_ENGINE:
+                self._engine.abort(request.key)
+            case Advance():
+                self._queue.advance(request, action.computed_tokens)
+                self._metrics.tokens.inc(action.new_tokens)
+            case Tell():
+                self._observe(action.progress)
+                request.outbox.put(action.progress)
+            case CountPrediction():
+                assert life.question is not None
+                self._forecaster.decided(life.question, action.outcome)
+            case FindPlace():
+                request.predicted_length = action.length
+                self._hand_over.begin(request)
+            case FindAnotherPlace():
+                self._hand_over.push_failed(request, action.failure)
+            case EndHandOver():
+                self._hand_over.end(request, action.handed_over)
+            case Close():
+                self._close(life, action)
+
+    def _enqueue(self, request: PrefillRequest) -> None:
+        self._queue.release(request)
+        self._feed.submit()
+
+    def _observe(self, progress: Progress) -> None:
+        match progress:
+            case Started():
+                self._metrics.queue_seconds.observe(progress.queue_s)
+            case FirstTokenDrawn():
+                self._metrics.prefill_seconds.observe(progress.prefill_s)
+            case HandedOver() if progress.kv_transport != NO_TRANSPORT:
+                self._metrics.transfer_seconds.observe(progress.kv_transfer_s)
+                self._metrics.tail_seconds.observe(progress.kv_tail_s)
+                self._metrics.transfer_bytes.labels(progress.kv_transport).inc(progress.kv_bytes)
+
+    def _close(self, life: _Life, close: Close) -> None:
+        request = life.request
+        life.deadline.cancel()
+        request.outbox.close(close.error)
+        self._metrics.requests.labels(close.outcome).inc()
+        get_logger().info(
+            "request_ended",
+            request_id=request.request_id,
+            attempt=request.attempt,
+            outcome=close.outcome,
+            reason=str(close.error) if close.error is not None else None,
+            prompt_tokens=request.token_count,
+            seconds=round(close.seconds, 6),
+        )
+        if not self._lives:
+            self._idle.set()
+        # Others may wait for its blocks, or for its share of the engine's work. Not from within submit().
+        asyncio.get_running_loop().call_soon(self._feed.submit)
+
+
+def _check_fit(info: EngineInfo, token_ids: tuple[int, ...], generated_count: int, params: SamplingParams) -> None:
+    if not token_ids or len(token_ids) >= info.max_model_len:
+        limit = f"at least 1 and fewer than {info.max_model_len} tokens (prompt and answer share the model's length)"
+        raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", limit)
+    if info.layout.block_count(len(token_ids)) > info.total_blocks:
+        limit = f"at most {info.total_blocks * info.layout.block_tokens} tokens (the KV pool here)"
+        raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", limit)
+    if max(token_ids) >= info.vocab_size:
+        raise InvalidArgument("token_ids", max(token_ids), f"ids below {info.vocab_size}")
+    if generated_count >= len(token_ids):
+        raise InvalidArgument("generated_count", generated_count, "less than the number of token_ids")
+    if params.max_tokens is None or params.seed is None:
+        raise InvalidArgument("params", params, "given max_tokens and a seed by the router")

@@ -1,0 +1,27 @@
+"""When a place at decode is looked for."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kaveri.policy.place_search import PlaceSearch, draws_more, place_search
+
+
+@given(st.integers(1, 100), st.integers(1, 100), st.booleans(), st.booleans())
+def test_a_place_is_sought_early_only_where_a_push_can_use_it(
+    token_count: int, chunk_tokens: int, more: bool, at_first_token: bool
+) -> None:
+    search = place_search(token_count, chunk_tokens, more, at_first_token)
+    if at_first_token or not more:
+        assert search is PlaceSearch.AFTER_FIRST_TOKEN
+    else:
+        # A prompt of one chunk has no chunk after the first.
+        assert (search is PlaceSearch.AT_START) == (token_count <= chunk_tokens)
+        assert search is not PlaceSearch.AFTER_FIRST_TOKEN
+
+
+@given(st.integers(1, 30), st.integers(0, 29), st.integers(1, 60), st.integers(2, 60))
+def test_more_is_drawn_if_the_answer_and_the_model_both_have_room_for_a_second_token(
+    prompt_tokens: int, generated_count: int, max_tokens: int, max_model_len: int
+) -> None:
+    room = min(max_tokens - generated_count, max_model_len - prompt_tokens - generated_count)
+    assert draws_more(prompt_tokens + generated_count, generated_count, max_tokens, max_model_len) == (room >= 2)

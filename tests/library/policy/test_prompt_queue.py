@@ -1,0 +1,132 @@
+"""How many prompts the engine has ahead, and what the queue counts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kaveri.policy.ordering import OrderingPolicy
+from kaveri.policy.prompt_queue import PromptQueue
+
+CHUNK_TOKENS = 100
+
+
+@dataclass(eq=False)
+class Prompt:
+    token_count: int
+    computed_tokens: int = 0
+
+
+def new_queue(
+    max_waiting: int = 100, policy: OrderingPolicy = OrderingPolicy.FCFS, batch: int = 16
+) -> PromptQueue[Prompt]:
+    return PromptQueue(policy, CHUNK_TOKENS, max_waiting, batch)
+
+
+def add(queue: PromptQueue[Prompt], *token_counts: int) -> list[Prompt]:
+    prompts = [Prompt(token_count) for token_count in token_counts]
+    for prompt in prompts:
+        queue.hold(prompt)
+        queue.release(prompt)
+    return prompts
+
+
+def submitted(queue: PromptQueue[Prompt]) -> Iterator[Prompt]:
+    """What an engine with free blocks is given now."""
+    while (prompt := queue.next()) is not None:
+        queue.submitted(prompt)
+        yield prompt
+
+
+def test_the_engine_gets_two_chunks_of_work_and_the_rest_waits() -> None:
+    queue = new_queue()
+    prompts = add(queue, 80, 80, 80, 80, 80)
+    assert list(submitted(queue)) == prompts[:3]
+    assert queue.queued_tokens == 400
+
+
+def test_progress_lets_the_next_one_in() -> None:
+    queue = new_queue()
+    first, second, third, fourth = add(queue, 100, 100, 100, 100)
+    assert list(submitted(queue)) == [first, second]
+    queue.advance(first, 50)
+    assert list(submitted(queue)) == [third]
+    queue.advance(first, 100)
+    assert list(submitted(queue)) == []
+    queue.remove(second)
+    assert list(submitted(queue)) == [fourth]
+    assert queue.queued_tokens == 200
+
+
+def test_a_prompt_longer_than_two_chunks_goes_in_when_the_engine_has_nothing() -> None:
+    queue = new_queue()
+    long, _ = add(queue, 1000, 1)
+    assert list(submitted(queue)) == [long]
+
+
+def test_held_and_waiting_prompts_fill_the_queue_and_computing_ones_do_not() -> None:
+    queue = new_queue(max_waiting=3)
+    held = Prompt(10)
+    queue.hold(held)
+    waiting, _ = add(queue, 10, 10)
+    assert queue.room == 0
+    queue.submitted(waiting)
+    assert queue.room == 1
+    queue.remove(held)
+    assert queue.room == 2
+
+
+def test_a_prompt_that_is_cancelled_half_way_gives_back_what_it_had_left() -> None:
+    queue = new_queue()
+    cancelled, other, _ = add(queue, 150, 150, 10)
+    assert list(submitted(queue)) == [cancelled, other]
+    queue.advance(cancelled, 100)
+    assert queue.queued_tokens == 50 + 150 + 10
+    queue.remove(cancelled)
+    assert queue.queued_tokens == 150 + 10
+
+
+@given(
+    st.sampled_from(OrderingPolicy),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.sampled_from(["arrive", "release", "submit", "compute", "cancel"]), st.integers(0, 350))),
+)
+def test_the_engine_is_never_idle_never_far_ahead_and_every_token_is_counted(
+    policy: OrderingPolicy, batch: int, steps: list[tuple[str, int]]
+) -> None:
+    queue = new_queue(policy=policy, batch=batch)
+    held: list[Prompt] = []
+    waiting: list[Prompt] = []
+    computing: list[Prompt] = []
+    for step, number in steps:
+        match step:
+            case "arrive":
+                held.append(Prompt(number + 1))
+                queue.hold(held[-1])
+            case "release" if held:
+                waiting.append(held.pop(number % len(held)))
+                queue.release(waiting[-1])
+            case "submit":
+                for prompt in submitted(queue):
+                    waiting.remove(prompt)
+                    computing.append(prompt)
+                left_tokens = sum(prompt.token_count - prompt.computed_tokens for prompt in computing)
+                assert left_tokens >= 2 * CHUNK_TOKENS or not waiting
+            case "compute" if computing:
+                prompt = computing[0]
+                prompt.computed_tokens = min(prompt.token_count, prompt.computed_tokens + CHUNK_TOKENS)
+                queue.advance(prompt, prompt.computed_tokens)
+                if prompt.computed_tokens == prompt.token_count:
+                    computing.remove(prompt)
+            case "cancel" if prompts := [*held, *waiting, *computing]:
+                prompt = prompts[number % len(prompts)]
+                queue.remove(prompt)
+                for place in (held, waiting, computing):
+                    if prompt in place:
+                        place.remove(prompt)
+        assert list(queue.computing) == computing
+        assert queue.room == 100 - len(held) - len(waiting)
+        left = [prompt.token_count - prompt.computed_tokens for prompt in computing]
+        assert queue.queued_tokens == sum(prompt.token_count for prompt in [*held, *waiting]) + sum(left)
+        assert sum(left[:-1]) < 2 * CHUNK_TOKENS, "the last one was not needed"
