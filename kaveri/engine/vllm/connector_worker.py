@@ -15,8 +15,6 @@ from kaveri.engine.vllm.mirror import Mirror
 from kaveri.engine.vllm.orders import StepOrders
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.engine.vllm.rank_server import serve_rank
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.pool import KvPool
 
 
 class WorkerSide:
@@ -36,65 +34,57 @@ class WorkerSide:
         ranks_at: str = "",
     ) -> None:
         self.cache = SharedCache()
-        self.plane: RankPlane | None = None
-        """Of the engine that is attached."""
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._model_fingerprint = model_fingerprint
         self._mirrored = mirrored
         self._ranks_at = ranks_at
         self._mirror: Mirror | None = None
-        self._layout: KvLayout | None = None
-        self._pool: KvPool | None = None
+        self._plane: RankPlane | None = None
         self._layers: dict[str, int] = {}
         self._orders = StepOrders()
         _permit_matrix_tiles()
 
     @property
-    def layout(self) -> KvLayout:
-        """Of the whole engine."""
-        assert self._layout is not None, "vLLM has not registered its KV cache"
-        return self._layout
-
-    @property
-    def pool(self) -> KvPool:
-        """Over vLLM's own memory, or over its mirror where that is on a device; of this rank."""
-        assert self._pool is not None, "vLLM has not registered its KV cache"
-        return self._pool
+    def plane(self) -> RankPlane:
+        """This rank's end of the data plane."""
+        assert self._plane is not None, "vLLM has not registered its KV cache"
+        return self._plane
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
         """vLLM's KV cache is there. Raises ConfigError when it is none that we can push."""
         rank = get_tensor_model_parallel_rank()
-        self._layout = layout_of(self._vllm_config, self._kv_cache_config, self._model_fingerprint)
-        part = self._layout.rank(rank)
+        layout = layout_of(self._vllm_config, self._kv_cache_config, self._model_fingerprint)
+        part = layout.rank(rank)
         cache = blocks_of(caches, part)
-        self._pool = None if self._mirrored else pool_over(cache, part, self.cache.memory)
-        if self._pool is None:
+        pool = None if self._mirrored else pool_over(cache, part, self.cache.memory)
+        if pool is None:
             self._mirror = Mirror(part, cache)
-            self._pool = self._mirror.pool
+            pool = self._mirror.pool
+        self._plane = RankPlane(layout, pool)
         self._layers = {name: index for index, name in enumerate(caches)}
         if self._ranks_at:
-            serve_rank(self, rank, self._ranks_at)
+            serve_rank(self._plane, rank, self._ranks_at)
 
     def begin_step(self, orders: StepOrders) -> None:
         """The model is about to make a step."""
         self._orders = orders
         if self._mirror is not None:
             self._mirror.bring_in(orders.landed_block_ids)
-        if self.plane is not None:
-            self.plane.begin_step(orders.chunks)
+        if self._plane is not None:
+            self._plane.begin_step(orders.chunks)
 
     def layer_done(self, layer_name: str) -> None:
         """The step's KV of this layer is in vLLM's cache, or will be when the device gets there."""
-        if self._mirror is None and self.plane is not None:
-            self.plane.layer_done(self._layers[layer_name])
+        if self._mirror is None and self._plane is not None:
+            self._plane.layer_done(self._layers[layer_name])
 
     def end_step(self) -> None:
         """The same of all layers."""
-        if self.plane is not None:
+        if self._plane is not None:
             if self._mirror is not None:
-                self._mirror.take_out(sorted(self.plane.written_blocks()))
-            self.plane.end_step()
+                self._mirror.take_out(sorted(self._plane.written_blocks()))
+            self._plane.end_step()
 
     def take_released(self) -> set[str]:
         """Whose blocks vLLM takes back at the end of the step, by its own ids; each once."""

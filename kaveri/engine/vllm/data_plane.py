@@ -11,8 +11,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
-from kaveri.engine.vllm.rank import Rank
-from kaveri.engine.vllm.rank_plane import RankSetup
+from kaveri.engine.vllm.rank import (
+    AbortPush,
+    BeginPush,
+    ForgetPrompt,
+    GrantTicket,
+    LostListener,
+    PassFirstToken,
+    Rank,
+    RankCall,
+    RankSetup,
+    RevokeTicket,
+)
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
@@ -34,7 +44,7 @@ class DataPlane:
         ranks: Sequence[Rank],
         setup: RankSetup,
         listener: PlaneListener,
-        on_lost: Callable[[str], None],
+        on_lost: LostListener,
     ) -> None:
         self.layout = ranks[0].layout
         assert len(ranks) == self.layout.tensor_ranks, f"{len(ranks)} ranks of {self.layout}"
@@ -47,10 +57,10 @@ class DataPlane:
         self._landings: dict[bytes, _Spread] = {}
         endpoints = []
         try:
-            for number, rank in enumerate(self._ranks):
-                listen = tuple(rank_endpoint(endpoint, number) for endpoint in setup.listen)
+            for index, rank in enumerate(self._ranks):
+                listen = tuple(rank_endpoint(endpoint, index) for endpoint in setup.listen)
                 own = replace(setup, listen=listen)
-                endpoints.append(rank.attach(own, partial(self._on_rank, number), on_lost))
+                endpoints.append(rank.attach(own, partial(self._on_rank, index), on_lost))
         except BaseException:
             self.close()
             raise
@@ -65,34 +75,24 @@ class DataPlane:
         ticket.of_ranks()
 
     def grant(self, ticket: Ticket) -> None:
-        self._open(self._landings, ticket)
-        for rank, own in zip(self._ranks, ticket.of_ranks(), strict=True):
-            rank.grant(own)
-        self._give_up_rest(self._landings, ticket.transfer_id)
+        self._open(self._landings, ticket, GrantTicket)
 
     def revoke(self, transfer_id: bytes) -> None:
-        for rank in self._ranks:
-            rank.revoke(transfer_id)
+        self._do(RevokeTicket(transfer_id))
 
-    def open_push(self, number: str, ticket: Ticket) -> None:
-        self._open(self._pushes, ticket)
-        for rank, own in zip(self._ranks, ticket.of_ranks(), strict=True):
-            rank.open_push(number, own)
-        self._give_up_rest(self._pushes, ticket.transfer_id)
+    def open_push(self, source: str, ticket: Ticket) -> None:
+        self._open(self._pushes, ticket, partial(BeginPush, source))
 
     def abort_push(self, transfer_id: bytes) -> None:
-        for rank in self._ranks:
-            rank.abort_push(transfer_id)
+        self._do(AbortPush(transfer_id))
 
-    def hand_over(self, number: str, first_token_id: int) -> None:
+    def hand_over(self, engine_id: str, first_token_id: int) -> None:
         """A prompt is computed and its first token drawn; every push of it carries the token."""
-        for rank in self._ranks:
-            rank.hand_over(number, first_token_id)
+        self._do(PassFirstToken(engine_id, first_token_id))
 
-    def forget(self, number: str) -> None:
-        """A request has ended, and no transfer of its is open."""
-        for rank in self._ranks:
-            rank.forget(number)
+    def forget(self, engine_id: str) -> None:
+        """A request has ended, and no transfer of it is open."""
+        self._do(ForgetPrompt(engine_id))
 
     def flow(self) -> KvFlow:
         flows = [rank.flow() for rank in self._ranks]
@@ -104,12 +104,23 @@ class DataPlane:
         for rank in self._ranks:
             rank.detach()
 
-    def _open(self, table: "dict[bytes, _Spread]", ticket: Ticket) -> None:
-        numbers = range(len(self._ranks))
-        with self._lock:
-            table[ticket.transfer_id] = _Spread(ticket, set(numbers), set(numbers))
+    def _do(self, call: RankCall) -> None:
+        for rank in self._ranks:
+            rank.do(call)
 
-    def _on_rank(self, number: int, event: PlaneEvent) -> None:
+    def _open(self, table: "dict[bytes, _Spread]", ticket: Ticket, call_of: Callable[[Ticket], RankCall]) -> None:
+        indexes = range(len(self._ranks))
+        with self._lock:
+            spread = table[ticket.transfer_id] = _Spread(ticket, set(indexes), set(indexes))
+        for rank, own in zip(self._ranks, ticket.of_ranks(), strict=True):
+            rank.do(call_of(own))
+        with self._lock:
+            failed = spread.failure is not None
+        # Ranks that had no call yet when it failed in another.
+        if failed:
+            self._give_up(table, ticket.transfer_id)
+
+    def _on_rank(self, index: int, event: PlaneEvent) -> None:
         table = self._pushes if isinstance(event, PushAccepted | PushFailed) else self._landings
         told: PlaneEvent | None = None
         failed = False
@@ -118,11 +129,11 @@ class DataPlane:
             if spread is None:
                 return
             if isinstance(event, Granted):
-                spread.ungranted.discard(number)
+                spread.ungranted.discard(index)
                 if not spread.ungranted and spread.failure is None:
                     told = event
             else:
-                failed = spread.end(number, event)
+                failed = spread.end(index, event)
                 if not spread.left:
                     del table[event.transfer_id]
                     told = spread.outcome(event)
@@ -133,14 +144,6 @@ class DataPlane:
             self._listener(told)
         elif failed:
             self._give_up(table, event.transfer_id)
-
-    def _give_up_rest(self, table: "dict[bytes, _Spread]", transfer_id: bytes) -> None:
-        """For ranks that had not been told of the transfer when it failed in another."""
-        with self._lock:
-            spread = table.get(transfer_id)
-            failed = spread is not None and spread.failure is not None
-        if failed:
-            self._give_up(table, transfer_id)
 
     def _give_up(self, table: "dict[bytes, _Spread]", transfer_id: bytes) -> None:
         if table is self._pushes:
@@ -162,14 +165,14 @@ class _Spread:
     notes: set[bytes] = field(default_factory=set)
     failure: str | None = None
 
-    def end(self, number: int, event: PushAccepted | PushFailed | TransferLanded | TransferReleased) -> bool:
+    def end(self, index: int, event: PushAccepted | PushFailed | TransferLanded | TransferReleased) -> bool:
         """It has ended in a rank. Whether this is what makes it fail."""
-        self.left.discard(number)
+        self.left.discard(index)
         if isinstance(event, PushFailed | TransferReleased):
             if self.failure is not None:
                 return False
             several = self.ticket.layout.tensor_ranks > 1
-            self.failure = f"rank {number}: {event.reason}" if several else event.reason
+            self.failure = f"rank {index}: {event.reason}" if several else event.reason
             return True
         self.kv_bytes += event.kv_bytes
         if isinstance(event, PushAccepted):

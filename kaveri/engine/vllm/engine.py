@@ -21,7 +21,7 @@ from kaveri.engine.vllm.board import Board
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.driver import Driver
 from kaveri.engine.vllm.host import Host
-from kaveri.engine.vllm.rank_plane import RankSetup
+from kaveri.engine.vllm.rank import RankSetup
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import CREDIT_BYTES

@@ -176,7 +176,6 @@ def _start(model: str, arguments: dict[str, Any], rank_count: int) -> "tuple[Any
     """vLLM's engine and its ranks. arguments: of EngineArgs. Raises ConfigError."""
     from vllm import EngineArgs, LLMEngine
 
-    from kaveri.engine.vllm.rank import LocalRank
     from kaveri.engine.vllm.remote_rank import RankMeeting
 
     with contextlib.ExitStack() as stack:
@@ -191,7 +190,7 @@ def _start(model: str, arguments: dict[str, Any], rank_count: int) -> "tuple[Any
             lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise ConfigError("engine", f"vLLM cannot serve {model}: {lines[-1].strip():.300}") from error
         if meeting is None:
-            return llm, (LocalRank(_worker_side()),)
+            return llm, (_worker_side().plane,)
         try:
             return llm, meeting.ranks()
         except BaseException:

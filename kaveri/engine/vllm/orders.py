@@ -8,8 +8,7 @@ from typing import NamedTuple
 class Chunk(NamedTuple):
     """A step computes tokens of a prompt whose KV is to be pushed."""
 
-    number: str
-    """Of the request."""
+    engine_id: str
     token_count: int
     """Of the whole prompt."""
     new_block_ids: tuple[int, ...]

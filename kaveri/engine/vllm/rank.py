@@ -1,106 +1,100 @@
-"""A tensor-parallel rank, as the engine sees it: one that is in its own process, or in another (remote_rank)."""
+"""A tensor-parallel rank as the engine sees it: rank_plane in this process, remote_rank in another."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from kaveri.engine.kv_plane import PlaneEvent
-from kaveri.engine.vllm.rank_plane import RankPlane, RankSetup
+from kaveri.engine.kv_plane import PlaneListener
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.receiver import CREDIT_BYTES
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Transport
+from kaveri.telemetry.logs import LogSettings
 
-if TYPE_CHECKING:
-    from kaveri.engine.vllm.connector_worker import WorkerSide
-
-RankListener = Callable[[PlaneEvent], None]
 LostListener = Callable[[str], None]
-"""Called at most once, with the reason: the rank is gone, and nothing more is heard of it."""
+"""Called at most once, with the reason, when the rank is gone. No event of it follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """Plain values and a function at the top of a module: it may go to another process."""
+
+    listen: tuple[KvEndpoint, ...]
+    """Where to take pushes, best first. Empty: nowhere."""
+    transports: "Callable[[], Sequence[Transport]] | None"
+    """Makes what carries KV, the preferred first; None for the socket transports."""
+    epoch: int
+    credit_bytes: int = CREDIT_BYTES
+    logs: LogSettings | None = None
+    """Of the engine's process, for a rank that has a process of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrantTicket:
+    """Lease the ticket's blocks. Granted or TransferReleased follows."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeTicket:
+    """Give a landing up. TransferReleased follows, unless it has ended."""
+
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BeginPush:
+    """Push a prompt as it is computed. PushAccepted or PushFailed follows."""
+
+    engine_id: str
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class AbortPush:
+    """Give a push up. PushFailed follows, unless it has ended."""
+
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PassFirstToken:
+    """A prompt is computed and its first token drawn: every push of it hands the token over."""
+
+    engine_id: str
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPrompt:
+    """Nothing more is pushed of a prompt."""
+
+    engine_id: str
+
+
+RankCall = GrantTicket | RevokeTicket | BeginPush | AbortPush | PassFirstToken | ForgetPrompt
 
 
 class Rank(Protocol):
-    """Every call but attach() and detach() returns without waiting, and what comes of it is heard by the listener."""
+    """Every call but attach() and detach() returns without waiting."""
 
     @property
     def layout(self) -> KvLayout:
         """Of the whole engine."""
 
-    def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
+    def attach(self, setup: RankSetup, listener: PlaneListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
         """Makes the rank's end of the data plane; returns where it takes pushes. Raises ConfigError."""
 
     def detach(self) -> None:
         """Ends it, with all transfers. Idempotent; waits 10 s at most."""
 
-    def grant(self, ticket: Ticket) -> None:
-        """See RankPlane."""
-
-    def revoke(self, transfer_id: bytes) -> None:
-        """See RankPlane."""
-
-    def open_push(self, number: str, ticket: Ticket) -> None:
-        """See RankPlane."""
-
-    def abort_push(self, transfer_id: bytes) -> None:
-        """See RankPlane."""
-
-    def hand_over(self, number: str, first_token_id: int) -> None:
-        """See RankPlane."""
-
-    def forget(self, number: str) -> None:
-        """See RankPlane."""
+    def do(self, call: RankCall) -> None:
+        """Carries a call out. What comes of it goes to the listener."""
 
     def flow(self) -> KvFlow:
         """What is under way, now or a little while ago."""
 
     def shutdown(self) -> None:
         """The rank is not needed any more. Idempotent."""
-
-
-class LocalRank:
-    """The one rank of an engine that computes in its own process. Calls to a rank that is not attached do nothing."""
-
-    def __init__(self, worker_side: "WorkerSide") -> None:
-        self._worker_side = worker_side
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._worker_side.layout
-
-    def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
-        plane = self._worker_side.plane = RankPlane(self._worker_side.pool, setup, listener)
-        return plane.endpoints
-
-    def detach(self) -> None:
-        plane, self._worker_side.plane = self._worker_side.plane, None
-        if plane is not None:
-            plane.close()
-
-    def grant(self, ticket: Ticket) -> None:
-        if (plane := self._worker_side.plane) is not None:
-            plane.grant(ticket)
-
-    def revoke(self, transfer_id: bytes) -> None:
-        if (plane := self._worker_side.plane) is not None:
-            plane.revoke(transfer_id)
-
-    def open_push(self, number: str, ticket: Ticket) -> None:
-        if (plane := self._worker_side.plane) is not None:
-            plane.open_push(number, ticket)
-
-    def abort_push(self, transfer_id: bytes) -> None:
-        if (plane := self._worker_side.plane) is not None:
-            plane.abort_push(transfer_id)
-
-    def hand_over(self, number: str, first_token_id: int) -> None:
-        if (plane := self._worker_side.plane) is not None:
-            plane.hand_over(number, first_token_id)
-
-    def forget(self, number: str) -> None:
-        if (plane := self._worker_side.plane) is not None:
-            plane.forget(number)
-
-    def flow(self) -> KvFlow:
-        plane = self._worker_side.plane
-        return plane.flow() if plane is not None else KvFlow()
-
-    def shutdown(self) -> None:
-        self.detach()

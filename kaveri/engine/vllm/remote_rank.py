@@ -15,13 +15,13 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kaveri.engine.kv_plane import PlaneEvent
-from kaveri.engine.vllm.rank import LostListener, RankListener
-from kaveri.engine.vllm.rank_plane import RankSetup
+from kaveri.engine.kv_plane import PlaneEvent, PlaneListener
+from kaveri.engine.vllm.rank import LostListener, RankCall, RankSetup
+from kaveri.engine.vllm.rank_server import AskFlow, Detach, RankMessage
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.telemetry.logs import get_logger
 
 _MEET_TIMEOUT_S = 60.0
@@ -93,9 +93,9 @@ class RemoteRank:
         self.layout = layout
         self._rank = rank
         self._connection = connection
-        self._calls: queue.Queue[tuple[str, tuple[object, ...]] | None] = queue.Queue(_CALLS_MAX)
+        self._calls: queue.Queue[RankMessage | None] = queue.Queue(_CALLS_MAX)
         self._answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._listener: RankListener | None = None
+        self._listener: PlaneListener | None = None
         self._on_lost: LostListener | None = None
         self._flow = KvFlow()
         self._is_lost = False
@@ -105,9 +105,9 @@ class RemoteRank:
         self._writer.start()
         self._reader.start()
 
-    def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
+    def attach(self, setup: RankSetup, listener: PlaneListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
         self._listener, self._on_lost, self._flow = listener, on_lost, KvFlow()
-        self._call("attach", setup)
+        self._send(setup)
         try:
             kind, value = self._answers.get(timeout=_ANSWER_TIMEOUT_S)
         except queue.Empty:
@@ -123,42 +123,27 @@ class RemoteRank:
     def detach(self) -> None:
         self._on_lost = None
         if self._listener is not None and not self._is_lost:
-            self._call("detach")
+            self._send(Detach())
             try:
                 self._answers.get(timeout=_DETACH_TIMEOUT_S)
             except queue.Empty:
                 self.shutdown()
         self._listener = None
 
-    def grant(self, ticket: Ticket) -> None:
-        self._call("grant", ticket)
-
-    def revoke(self, transfer_id: bytes) -> None:
-        self._call("revoke", transfer_id)
-
-    def open_push(self, number: str, ticket: Ticket) -> None:
-        self._call("open_push", number, ticket)
-
-    def abort_push(self, transfer_id: bytes) -> None:
-        self._call("abort_push", transfer_id)
-
-    def hand_over(self, number: str, first_token_id: int) -> None:
-        self._call("hand_over", number, first_token_id)
-
-    def forget(self, number: str) -> None:
-        self._call("forget", number)
+    def do(self, call: RankCall) -> None:
+        self._send(call)
 
     def flow(self) -> KvFlow:
-        self._call("flow")
+        self._send(AskFlow())
         return self._flow
 
     def shutdown(self) -> None:
         self._on_lost = None
         self._end()
 
-    def _call(self, call: str, *arguments: object) -> None:
+    def _send(self, message: RankMessage) -> None:
         try:
-            self._calls.put_nowait((call, arguments))
+            self._calls.put_nowait(message)
         except queue.Full:
             self._lose("takes no calls")
 
@@ -183,7 +168,7 @@ class RemoteRank:
                         self._lose("does not answer")
                         return
                     asked = True
-                    self._call("flow")
+                    self._send(AskFlow())
                     continue
                 kind, value = self._connection.recv()
                 asked = False

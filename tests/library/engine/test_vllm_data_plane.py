@@ -24,8 +24,8 @@ from kaveri.engine.kv_plane import Granted, PlaneEvent
 from kaveri.engine.vllm import remote_rank
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.orders import Chunk
-from kaveri.engine.vllm.rank import LocalRank, Rank
-from kaveri.engine.vllm.rank_plane import RankSetup
+from kaveri.engine.vllm.rank import ForgetPrompt, PassFirstToken, Rank, RankSetup, RevokeTicket
+from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.engine.vllm.rank_server import serve_rank
 from kaveri.engine.vllm.remote_rank import RankMeeting
 from kaveri.errors import ConfigError, InvalidArgument, LayoutMismatch
@@ -87,7 +87,7 @@ class RankMemory:
     def __init__(self, rank: int, layout: KvLayout = LAYOUT) -> None:
         self.layout = layout
         self.pool = KvPool(layout.rank(rank), BLOCKS)
-        self.plane: Any = None
+        self.plane = RankPlane(layout, self.pool)
         self.pool.memory[:] = 0
 
     def fill(self, seed: int) -> None:
@@ -110,9 +110,9 @@ class Pair:
         self.targets = [RankMemory(rank) for rank in range(RANKS)]
         for rank, source in enumerate(self.sources):
             source.fill(rank)
-        self.sending = Instance([LocalRank(memory) for memory in self.sources])  # type: ignore[arg-type]
+        self.sending = Instance([memory.plane for memory in self.sources])
         self.receiving = Instance(
-            [LocalRank(memory) for memory in self.targets],  # type: ignore[arg-type]
+            [memory.plane for memory in self.targets],
             [KvEndpoint(transport, address)],
         )
 
@@ -158,7 +158,7 @@ def test_a_prompt_may_be_computed_before_anybody_has_a_ticket_for_it(pair: Pair)
 
 def test_what_one_rank_refuses_is_given_up_in_all_and_may_be_pushed_again(pair: Pair) -> None:
     ticket = pair.receiving.grant([5, 1, 6])
-    pair.targets[1].plane.revoke(ticket.transfer_id)
+    pair.targets[1].plane.do(RevokeTicket(ticket.transfer_id))
     pair.sending.plane.open_push("r", ticket)
     pair.compute("r", [0, 3, 2])
     released, failed = pair.receiving.next(), pair.sending.next()
@@ -213,7 +213,7 @@ def test_a_ticket_of_other_ranks_is_refused_before_a_byte_moves(
 
 
 def test_a_closed_rank_grants_nothing_and_nobody_keeps_waiting(pair: Pair) -> None:
-    pair.targets[1].plane.close()
+    pair.targets[1].plane.detach()
     pair.receiving.plane.grant(pair.receiving.ticket(b"t" * 16, [0, 1, 2], 60.0))
     released = pair.receiving.next()
     assert isinstance(released, TransferReleased)
@@ -225,12 +225,14 @@ def test_ranks_that_cannot_all_listen_leave_none_listening(tmp_path: Path) -> No
     taken = KvEndpoint("shm", str(tmp_path / "kv.sock"))
     second = KvEndpoint("shm", str(tmp_path / "kv-1.sock"))
     memories = [RankMemory(rank) for rank in range(RANKS)]
-    holder = Instance([LocalRank(RankMemory(0, replace(LAYOUT, tensor_ranks=1)))], [second])  # type: ignore[arg-type]
+    holder = Instance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [second])
     with ExitStack() as stack:
         stack.callback(holder.plane.close)
         with pytest.raises(ConfigError):
-            Instance([LocalRank(memory) for memory in memories], [taken])  # type: ignore[arg-type]
-        assert [memory.plane for memory in memories] == [None, None]
+            Instance([memory.plane for memory in memories], [taken])
+        # The first rank's address is free again.
+        next_holder = Instance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [taken])
+        next_holder.plane.close()
 
 
 # Ranks in processes of their own.
@@ -241,7 +243,7 @@ def _serve(path: str, rank: int, seed: int, block_ids: Sequence[int], compute: A
     memory = RankMemory(rank)
     if seed:
         memory.fill(seed + rank)
-    serve_rank(memory, rank, path)  # type: ignore[arg-type]
+    serve_rank(memory.plane, rank, path)
     while True:
         what = compute.get()
         if what == "compute":
@@ -335,7 +337,7 @@ def test_a_rank_that_stands_still_is_lost_and_nobody_waits_for_it(
     os.kill(target.processes[0].pid, signal.SIGSTOP)
     # More than its connection takes. The other rank has none of them ahead of what it is asked.
     for number in range(10_000):
-        target.ranks[0].forget(f"r{number}")
+        target.ranks[0].do(ForgetPrompt(f"r{number}"))
     assert receiving.lost.get(timeout=SOON_S) == "tensor-parallel rank 0 does not answer"
     receiving.plane.close()
 
@@ -353,7 +355,7 @@ def test_a_transfer_that_the_ranks_were_handed_over_to_differently_ends_the_engi
     pair.sending.plane.open_push("r", pair.receiving.grant([5, 1, 6]))
     for rank, memory in enumerate(pair.sources):
         memory.compute("r", [0, 3, 2])
-        memory.plane.hand_over("r", rank)
+        memory.plane.do(PassFirstToken("r", rank))
     assert "differently" in pair.receiving.lost.get(timeout=SOON_S)
     assert pair.receiving.told_nothing()
 
