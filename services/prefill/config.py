@@ -7,7 +7,7 @@ from kaveri.engine.settings import OF_LANDINGS
 from kaveri.hosting.config import InstanceConfig
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
-from services.prefill.prediction import PredictionMode
+from kaveri.policy.prediction import PredictionMode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,22 +12,26 @@ from dataclasses import dataclass, field
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.length import TokenRange
-from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, NoCapacity, Unavailable
+from kaveri.errors import KaveriError, Unavailable
+from kaveri.policy.prediction import (
+    PredictionMode,
+    PredictionOutcome,
+    PredictorHealth,
+    PredictorStatus,
+    answer_within_s,
+    failure_outcome,
+    is_slip,
+)
 from kaveri.telemetry.logs import get_logger
 from services.prefill.config import PromptConfig
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.prediction import PredictionMode, PredictionOutcome, PredictorHealth, PredictorStatus
 from services.prefill.predictors import Predictors
 
-_ANSWER_WITHIN_S = 2.0
-"""Parallel: a predictor that takes longer does not work."""
 _MAX_CALL_PROMPTS = 64
 _MAX_CALL_TOKENS = 2**18
 """Of one call, but for a single longer prompt: well within the size limit of a message."""
 _LATE_IN_A_ROW = 8
 """Parallel: so many calls in a row that are answered after all their requests were placed are logged."""
-_SLIPS = (DeadlineExceeded, InvalidArgument, NoCapacity)
-"""What a sound predictor may answer now and then: busy, full, or an odd prompt."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +65,7 @@ class LengthForecaster:
         """budget_s: how long a request waits for its answer where the mode is sequential."""
         self._mode = mode
         self._predictors = predictors
-        self._timeout_s = budget_s if self.comes_first else _ANSWER_WITHIN_S
+        self._timeout_s = answer_within_s(mode, budget_s)
         self._metrics = metrics
         self._unsent: dict[str, _Call] = {}
         """By the predictor's name."""
@@ -81,7 +85,7 @@ class LengthForecaster:
     @property
     def comes_first(self) -> bool:
         """Whether a request waits for its answer before it is queued."""
-        return self._mode is PredictionMode.SEQUENTIAL
+        return self._mode.comes_first
 
     async def run(self) -> None:
         """Works until cancelled; questions live no longer than this."""
@@ -164,18 +168,15 @@ class LengthForecaster:
         self._answer(call, lengths)
 
     def _failed(self, call: _Call, error: KaveriError) -> None:
-        # Only before the queue is the time short: beside the first chunk a predictor has enough.
-        slip = isinstance(error, _SLIPS) and (self.comes_first or not isinstance(error, DeadlineExceeded))
-        if call.health.failed(call.asked_s, time.monotonic(), slip):
+        if call.health.failed(call.asked_s, time.monotonic(), is_slip(self._mode, error)):
             get_logger().warning(
                 "predictor_failing",
                 predictor=call.predictor.name,
                 address=call.predictor.address,
                 reason=str(error),
             )
-        late = self.comes_first and isinstance(error, DeadlineExceeded)
         for _ in call.open:
-            self._count(PredictionOutcome.LATE if late else PredictionOutcome.FAILED)
+            self._count(failure_outcome(self._mode, error))
         self._answer(call, [None] * len(call.questions))
 
     def _answer(self, call: _Call, lengths: Sequence[TokenRange | None]) -> None:

@@ -16,7 +16,7 @@ from kaveri.domain.length import TokenRange
 from kaveri.engine.contract import FirstToken, KvPushed, KvPushFailed, PrefillProgress, PrefillStarted, RequestFailed
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.policy.place_search import PlaceSearch
-from services.prefill.prediction import PredictionOutcome, usable_length
+from kaveri.policy.prediction import PredictionOutcome, usable_length
 from services.prefill.requests import Adopted, Failed, FirstTokenDrawn, HandedOver, Placed, Progress, Started
 
 NO_TRANSPORT = "none"

@@ -8,8 +8,8 @@ from dataclasses import replace
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.length import TokenRange
 from kaveri.domain.view import Role
+from kaveri.policy.prediction import PredictorHealth, PredictorStatus, choose_predictor
 from kaveri.telemetry.logs import get_logger
-from services.prefill.prediction import PredictorHealth, PredictorStatus, choose_predictor
 from services.prefill.predictor_peers import PredictorPeers
 
 

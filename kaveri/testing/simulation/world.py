@@ -14,6 +14,7 @@ from kaveri.domain.view import Role
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.hosting.engine_host import EngineHost
+from kaveri.policy.prediction import PredictionMode
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.engine import SimulatedEngine
 from kaveri.testing.simulation.kv_network import NetworkWire
@@ -29,7 +30,6 @@ from services.decode.service import decode_host
 from services.instance.config import ColocatedConfig
 from services.instance.service import colocated_host
 from services.prefill.config import PrefillConfig
-from services.prefill.prediction import PredictionMode
 from services.prefill.service import prefill_host
 from services.router.config import RouterConfig
 from services.router.server import Router, serve_requests

@@ -18,12 +18,12 @@ from kaveri.errors import InvalidArgument, KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
+from kaveri.policy.prediction import PredictionMode
 from kaveri.v1 import decode_pb2, decode_pb2_grpc
 from kaveri.wire.messages import ticket_to_proto
 from kaveri.wire.status import abort
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.prediction import PredictionMode
 from services.prefill.predictors import Predictors
 from services.prefill.requests import PrefillRequest
 

@@ -12,10 +12,10 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.domain.length import TokenRange
+from kaveri.policy.prediction import PredictionMode, PredictionOutcome
 from kaveri.v1 import predictor_pb2
 from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.prediction import PredictionMode, PredictionOutcome
 from services.prefill.predictors import Predictors
 
 MODES = ["parallel", "sequential"]

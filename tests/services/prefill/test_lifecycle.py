@@ -20,6 +20,7 @@ from kaveri.engine.contract import (
 )
 from kaveri.errors import Unavailable
 from kaveri.policy.place_search import PlaceSearch
+from kaveri.policy.prediction import PredictionOutcome
 from services.prefill.lifecycle import (
     Advance,
     Asked,
@@ -42,7 +43,6 @@ from services.prefill.lifecycle import (
     Terms,
     step,
 )
-from services.prefill.prediction import PredictionOutcome
 from services.prefill.requests import Adopted, Failed, FirstTokenDrawn, HandedOver, Placed, Started
 
 KEY = EngineKey("a", 1)

@@ -1,4 +1,4 @@
-"""Whom to ask, when not to, and what an answer is worth: pure."""
+"""Which predictor to ask, when not to, how long to wait, and what an answer is worth."""
 
 import random
 
@@ -6,7 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.domain.length import TokenRange
-from services.prefill.prediction import PredictorHealth, PredictorStatus, choose_predictor, usable_length
+from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, NoCapacity, Unavailable
+from kaveri.policy.prediction import (
+    PredictionMode,
+    PredictionOutcome,
+    PredictorHealth,
+    PredictorStatus,
+    answer_within_s,
+    choose_predictor,
+    failure_outcome,
+    is_slip,
+    usable_length,
+)
 
 
 def statuses(*waiting: int) -> list[PredictorStatus]:
@@ -102,3 +113,42 @@ def test_a_usable_length_is_within_what_may_be_generated_and_not_outlived(
         assert usable.high <= most + 1
         assert usable.high - 1 > generated
         assert usable.low == min(low, most)
+
+
+@given(st.sampled_from(PredictionMode), st.floats(0.001, 10.0))
+def test_only_where_predictions_come_first_the_budget_is_the_time_of_a_predictor(
+    mode: PredictionMode, budget_s: float
+) -> None:
+    assert (answer_within_s(mode, budget_s) == budget_s) == (mode.comes_first or budget_s == 2.0)
+
+
+ERRORS = [DeadlineExceeded(), InvalidArgument("prompts", 1, "fewer"), NoCapacity("predictor", 0.1), Unavailable("gone")]
+
+
+@given(st.sampled_from(PredictionMode), st.sampled_from(ERRORS))
+def test_a_late_answer_is_a_slip_and_counts_as_late_only_where_it_comes_first(
+    mode: PredictionMode, error: KaveriError
+) -> None:
+    if isinstance(error, DeadlineExceeded):
+        assert is_slip(mode, error) == mode.comes_first
+        assert failure_outcome(mode, error) is (
+            PredictionOutcome.LATE if mode.comes_first else PredictionOutcome.FAILED
+        )
+    else:
+        assert is_slip(mode, error) == (not isinstance(error, Unavailable))
+        assert failure_outcome(mode, error) is PredictionOutcome.FAILED
+
+
+@given(st.lists(st.sampled_from(["good", "slip", "failure"]), max_size=30), st.floats(0.0, 5.0))
+def test_a_predictor_rests_two_seconds_at_most_and_never_after_a_good_answer(answers: list[str], wait_s: float) -> None:
+    health = PredictorHealth()
+    now_s = 10.0
+    for answer in answers:
+        now_s += wait_s
+        if answer == "good":
+            health.succeeded()
+            assert health.may_be_asked(now_s)
+        else:
+            health.failed(now_s, now_s, slip=answer == "slip")
+            assert answer == "slip" or not health.may_be_asked(now_s)
+    assert health.may_be_asked(now_s + 2.0)

@@ -1,4 +1,7 @@
-"""Decisions about length predictions: whom to ask, when not to, what an answer is worth. Pure: no clock, no I/O."""
+"""Decisions about length predictions: which predictor to ask, when, how long to wait, and what an answer is worth.
+
+Pure: no clock, no I/O.
+"""
 
 import enum
 import random
@@ -6,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
+from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, NoCapacity
 
+_ANSWER_WITHIN_S = 2.0
+"""A predictor that takes longer beside the first chunk does not work."""
 _FIRST_REST_S = 0.1
 _LONGEST_REST_S = 2.0
 """A predictor that came back is found within this time."""
@@ -25,9 +31,14 @@ class PredictionMode(enum.StrEnum):
     """Before the prompt enters the queue."""
     OFF = "off"
 
+    @property
+    def comes_first(self) -> bool:
+        """Whether a request waits for its answer before it is queued."""
+        return self is PredictionMode.SEQUENTIAL
+
 
 class PredictionOutcome(enum.StrEnum):
-    """What became of one request's prediction."""
+    """How one request's prediction was used."""
 
     USED = "used"
     OUTLIVED = "outlived"
@@ -35,7 +46,7 @@ class PredictionOutcome(enum.StrEnum):
     LATE = "late"
     FAILED = "failed"
     NONE = "none"
-    """There was nobody to ask."""
+    """There was no predictor to ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +74,7 @@ class PredictorHealth:
         self._resting_until_s = -1.0
 
     def reborn(self, incarnation: int) -> None:
-        """Takes in which life of it is there; a new one need not rest for the former one's failures."""
+        """Notes which life of it is there. A new one does not rest for the failures of the former one."""
         if incarnation != self._incarnation:
             self._incarnation = incarnation
             self._failures = self._rests = 0
@@ -73,23 +84,22 @@ class PredictorHealth:
         return not self._rests or (now_s >= self._resting_until_s and not self.outstanding_prompts)
 
     def left(self) -> bool:
-        """Takes in that it is gone from the cluster. Returns whether it is news that it does not work."""
+        """Notes that it is gone from the cluster. True if this changed it to not working."""
         news = self._working is not False
         self._working = False
         return news
 
     def succeeded(self) -> bool:
-        """Takes in a good answer. Returns whether it is news that it works."""
+        """Notes a good answer. True if this changed it to working."""
         news = self._working is not True
         self._working = True
         self._failures = self._rests = 0
         return news
 
     def failed(self, asked_s: float, now_s: float, slip: bool) -> bool:
-        """Takes in a failure. It rests after it, twice as long each time; only a slip may pass now and then.
+        """Notes a failure. The predictor rests, twice as long each time; a few slips in a row are passed over.
 
-        asked_s: when the question was sent. slip: it may happen to a sound predictor too. Returns whether it is news
-        that it does not work.
+        asked_s: when the question was sent. slip: see is_slip(). True if this changed it to not working.
         """
         if asked_s < self._failed_at_s:
             return False  # sent before the last failure: the same one again
@@ -102,6 +112,27 @@ class PredictorHealth:
         news = self._working is not False
         self._working = False
         return news
+
+
+def answer_within_s(mode: PredictionMode, budget_s: float) -> float:
+    """Seconds that a predictor has. budget_s: those that a request may wait where predictions come first."""
+    return budget_s if mode.comes_first else _ANSWER_WITHIN_S
+
+
+def is_slip(mode: PredictionMode, error: KaveriError) -> bool:
+    """Whether a sound predictor fails like this now and then: it is busy or full, or the prompt is odd.
+
+    Only before the queue is the time short: beside the first chunk a sound predictor is never late.
+    """
+    if isinstance(error, DeadlineExceeded):
+        return mode.comes_first
+    return isinstance(error, InvalidArgument | NoCapacity)
+
+
+def failure_outcome(mode: PredictionMode, error: KaveriError) -> PredictionOutcome:
+    """How a prediction that ended with an error is counted."""
+    late = mode.comes_first and isinstance(error, DeadlineExceeded)
+    return PredictionOutcome.LATE if late else PredictionOutcome.FAILED
 
 
 def choose_predictor(candidates: Sequence[PredictorStatus], rng: random.Random) -> PredictorStatus | None:
