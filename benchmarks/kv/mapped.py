@@ -1,9 +1,9 @@
 """The cost of pushing between different block layouts: a mapped push against one between equal layouts.
 
 Each repeat pushes the same tokens to every kind of receiver, one after the other, so ratios compare neighbours in time.
-From MappedSender.open() to PushAccepted, between two processes; blocks in random order on both sides.
+From KvSender.open() to PushAccepted, between two processes; blocks in random order on both sides.
 
-    same       equal blocks: KvSender alone, no staging
+    same       equal blocks: no staging
     N tokens   blocks of N tokens there, put together in staging here
     heads      blocks of equal size whose bytes are in the other order: a head's rows are short
     two ranks  blocks of equal size, half of the heads each: two tickets, accepted when both are
@@ -29,9 +29,9 @@ from kaveri.kv.layout.block_map import map_blocks
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.regions import copy_regions
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.mapped_sender import STAGING_BYTES, MappedSender
+from kaveri.kv.transfer.mapped_pushes import STAGING_BYTES
 from kaveri.kv.transfer.receiver import KvReceiver
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES, TRANSPORT_NAMES, make_transports
 from kaveri.telemetry.logs import configure_logs
@@ -73,7 +73,7 @@ def measure(options: Options, report: Report) -> None:
     for transport in TRANSPORT_NAMES:
         with _receiving_process(transport) as control, contextlib.ExitStack() as stack:
             events: queue.Queue[PushAccepted | PushFailed] = queue.Queue()
-            sender = MappedSender(pool, events.put, transports=make_transports((transport,)))
+            sender = KvSender(pool, events.put, transports=make_transports((transport,)))
             stack.callback(sender.close)
             elapsed_s: dict[str, list[float]] = {name: [] for name in LAYOUTS}
             cpu_s: dict[str, list[float]] = {name: [] for name in LAYOUTS}
@@ -114,7 +114,7 @@ def _gather_s(pool: KvPool, source: Sequence[int], layouts: Sequence[KvLayout], 
     return times
 
 
-def _push(sender: MappedSender, tickets: list[Ticket], source: Sequence[int]) -> None:
+def _push(sender: KvSender, tickets: list[Ticket], source: Sequence[int]) -> None:
     for ticket in tickets:
         sender.open(ticket, part=len(tickets) > 1)
     for layer in range(LAYOUT.layer_count):

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.support.bare_links import BareSender, bare_receiver, bare_sender
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import DigestFactory, NoDigest, xxh3
+from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.receiver import KvReceiver
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -22,7 +22,8 @@ from kaveri.telemetry.logs import configure_logs
 from tests.support.certificates import Authority
 
 WAIT_S = 60.0
-DIGESTS: dict[str, DigestFactory] = {"xxh3": xxh3, "none": NoDigest}
+DIGESTS = {"xxh3": Digests.ON, "none": Digests.OFF}
+"""Of the receiver of this name."""
 
 
 class ReceivingProcess:
@@ -57,9 +58,7 @@ class ReceivingProcess:
         assert isinstance(ticket, Ticket)
         if digest not in self._senders:
             transports = make_transports((self._transport,), tls=self._tls)
-            self._senders[digest] = KvSender(
-                self._pool, self._events.put, transports=transports, digest=DIGESTS[digest]
-            )
+            self._senders[digest] = KvSender(self._pool, self._events.put, transports=transports)
         sender = self._senders[digest]
         began_s = time.perf_counter()
         sender.open(ticket)
@@ -116,7 +115,7 @@ def _receive(
     configure_logs("kv_transfer", "receiver", level="warning")
     pool = KvPool(layout, block_count)
     receivers: dict[str, KvReceiver] = {}
-    for epoch, (name, digest) in enumerate(DIGESTS.items()):
+    for epoch, (name, digests) in enumerate(DIGESTS.items()):
         address = str(Path(folder) / f"{name}.sock") if transport in PATH_NAMES else "127.0.0.1:0"
         receivers[name] = KvReceiver(
             pool,
@@ -124,7 +123,7 @@ def _receive(
             listen=[KvEndpoint(transport, address)],
             epoch=epoch,
             transports=make_transports((transport,), tls=tls),
-            digest=digest,
+            digests=digests,
         )
     bare = {}
     for kind in bare_kinds:

@@ -61,6 +61,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         listen=listen_endpoints(settings),
         transports=transports,
         kv_credit_bytes=settings.kv_credit_bytes,
+        kv_digests=settings.kv_digests,
     )
 
 

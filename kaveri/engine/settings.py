@@ -9,6 +9,7 @@ from kaveri.engine.limits import SHORTEST_MODEL_LEN
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.engine.vllm.options import parse_engine_args
 from kaveri.errors import ConfigError
+from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.receiver import CREDIT_BYTES
 from kaveri.kv.transports import TLS, TRANSPORT_NAMES, transport_names
 from kaveri.kv.transports.link_speed import link_text
@@ -20,7 +21,7 @@ DEFAULT_CHUNK_TOKENS = 512
 """What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
 DEFAULT_BLOCK_TOKENS = 16
 OF_PUSHES = ("kv_link",)
-OF_LANDINGS = ("kv_host", "kv_port", "kv_credit_bytes")
+OF_LANDINGS = ("kv_host", "kv_port", "kv_credit_bytes", "kv_digests")
 OF_TRANSFERS = (*OF_PUSHES, *OF_LANDINGS, "kv_transports", "kv_tls_cert", "kv_tls_key", "kv_tls_ca")
 """Settings that a program without transfers does not take."""
 
@@ -128,6 +129,10 @@ class EngineSettings(MadeUpSettings):
         "KV that all prefill instances together may have under way to this one: 128MiB or a number of bytes",
         CREDIT_BYTES,
         size_bytes,
+    )
+    kv_digests: Digests = setting(  # noqa: RUF009
+        "verify pushed KV by a digest of its bytes: auto (tcp, tls, unix and gloo; not shm, nixl and nccl), on or off",
+        Digests.AUTO,
     )
     kv_link: str = setting(
         "emulated link to push over, for studies: 25Gbps,50us or 200Gbps,800KiB/token; empty: none", "", link_text

@@ -28,7 +28,7 @@ import numpy as np
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import DigestFactory, xxh3
+from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -132,6 +132,7 @@ class Side:
             listen=[KvEndpoint(transport.name, address)],
             epoch=epoch,
             transports=[transport],
+            digests=Digests.ON,
             credit_bytes=credit_bytes,
         )
         return pool, self._side.endpoints

@@ -5,7 +5,7 @@ import numpy as np
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.blocks import BlockAllocator
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import DigestFactory, xxh3
+from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -43,7 +43,9 @@ class World:
         self.epoch += 1
         transport = load_transport(self.factory)
         listen = [KvEndpoint(transport.name, self.address)]
-        self.receiver = KvReceiver(self.target, self.landed, listen=listen, epoch=self.epoch, transports=[transport])
+        self.receiver = KvReceiver(
+            self.target, self.landed, listen=listen, epoch=self.epoch, transports=[transport], digests=Digests.ON
+        )
         return self.receiver
 
     def start_sender(self, digest: DigestFactory = xxh3, idle_s: float = 60.0) -> KvSender:

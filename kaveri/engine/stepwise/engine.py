@@ -22,9 +22,10 @@ from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.mapped_sender import MappedSender
 from kaveri.kv.transfer.receiver import CREDIT_BYTES, KvReceiver
+from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
@@ -43,6 +44,7 @@ class StepwiseEngine:
     listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
     transports: what carries KV, in the order in which this engine's pushes prefer them; None for the socket transports.
     kv_credit_bytes: what all who push here may have under way together.
+    kv_digests: whether pushes here are verified by digests.
     Raises ConfigError when one request of the runner's max_model_len does not fit into the empty pool, or when it
     cannot listen.
     """
@@ -57,6 +59,7 @@ class StepwiseEngine:
         listen: Ordered[KvEndpoint] = (),
         transports: Ordered[Transport] | None = None,
         kv_credit_bytes: int = CREDIT_BYTES,
+        kv_digests: Digests = Digests.AUTO,
     ) -> None:
         layout = runner.layout
         if chunk_tokens < 1:
@@ -90,9 +93,15 @@ class StepwiseEngine:
         receiver: KvReceiver | None = None
         if listen:
             receiver = KvReceiver(
-                pool, told, listen=listen, epoch=info.epoch, transports=transports, credit_bytes=kv_credit_bytes
+                pool,
+                told,
+                listen=listen,
+                epoch=info.epoch,
+                transports=transports,
+                digests=kv_digests,
+                credit_bytes=kv_credit_bytes,
             )
-        plane = PoolPlane(layout, MappedSender(pool, told, transports=transports), receiver, told)
+        plane = PoolPlane(layout, KvSender(pool, told, transports=transports), receiver, told)
         self._transfers.attach(plane)
         self._pushes = plane.pushes
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)

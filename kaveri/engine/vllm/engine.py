@@ -23,6 +23,7 @@ from kaveri.engine.vllm.driver import Driver
 from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.rank import RankSetup
 from kaveri.errors import ConfigError
+from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import CREDIT_BYTES
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -41,6 +42,7 @@ class VllmEngine:
     transports: makes what carries KV, for each rank, in the order in which this engine's pushes prefer them; at the top
     of a module where ranks are in processes of their own. None for the socket transports.
     kv_credit_bytes: what all who push to one rank here may have under way together.
+    kv_digests: whether pushes here are verified by digests.
     Raises ConfigError when one request of the model's length does not fit into the empty pool, or when it cannot
     listen; the host is the caller's own then, and the engine's otherwise.
     """
@@ -53,6 +55,7 @@ class VllmEngine:
         listen: Sequence[KvEndpoint] = (),
         transports: Callable[[], Sequence[Transport]] | None = None,
         kv_credit_bytes: int = CREDIT_BYTES,
+        kv_digests: Digests = Digests.AUTO,
     ) -> None:
         layout, total_blocks = host.ranks[0].layout, host.free_blocks
         if max_batch < 1:
@@ -72,7 +75,7 @@ class VllmEngine:
             kv_endpoints=(),
         )
         self._transfers = Transfers(info, self._board, self._board)
-        setup = RankSetup(tuple(listen), transports, info.epoch, kv_credit_bytes, log_settings())
+        setup = RankSetup(tuple(listen), transports, info.epoch, kv_credit_bytes, kv_digests, log_settings())
         plane = DataPlane(host.ranks, setup, self._transfers.hear, self._board.stop)
         self._transfers.attach(plane)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)

@@ -82,6 +82,7 @@ def load_engine(
             listen=listen,
             transports=transports,
             kv_credit_bytes=settings.kv_credit_bytes,
+            kv_digests=settings.kv_digests,
         )
     except BaseException:
         host.shutdown()

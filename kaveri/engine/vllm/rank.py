@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kaveri.engine.kv_plane import PlaneListener
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import CREDIT_BYTES
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -26,6 +27,7 @@ class RankSetup:
     """Makes what carries KV, the preferred first; None for the socket transports."""
     epoch: int
     credit_bytes: int = CREDIT_BYTES
+    digests: Digests = Digests.AUTO
     logs: LogSettings | None = None
     """Of the engine's process, for a rank that has a process of its own."""
 

@@ -56,6 +56,7 @@ class RankPlane:
                 listen=setup.listen,
                 epoch=setup.epoch,
                 transports=transports,
+                digests=setup.digests,
                 credit_bytes=setup.credit_bytes,
             )
         self._kv = PoolPlane(pool.layout, KvSender(pool, listener, transports=transports), receiver, listener)

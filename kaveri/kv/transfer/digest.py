@@ -1,9 +1,20 @@
-"""The integrity of a transfer: one streaming digest per layer, over the layer's blocks in index order."""
+"""The integrity of a transfer: one streaming digest of all its bytes, in the order in which they are sent."""
 
+import enum
 from collections.abc import Callable
 from typing import Protocol
 
 import xxhash
+
+
+class Digests(enum.StrEnum):
+    """Which transfers a receiver verifies by a digest."""
+
+    AUTO = "auto"
+    """Those over byte streams, such as tcp and unix, and not those where the kernel or the network card writes into the
+    pool (Capabilities.is_byte_stream)."""
+    ON = "on"
+    OFF = "off"
 
 
 class Digest(Protocol):
@@ -14,17 +25,6 @@ class Digest(Protocol):
 
     def intdigest(self) -> int:
         """The digest of all bytes so far, in [0, 2**64)."""
-
-
-class NoDigest:
-    """Verifies nothing: for links that carry their own integrity, and to measure what digests cost."""
-
-    def update(self, data: memoryview, /) -> None:
-        """Ignores them."""
-
-    def intdigest(self) -> int:
-        """Always 0."""
-        return 0
 
 
 DigestFactory = Callable[[], Digest]

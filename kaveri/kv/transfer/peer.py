@@ -1,22 +1,22 @@
-"""A sender's side of one receiver: its queues of operations, the thread that carries them out, and its connection."""
+"""A sender's side of one receiver: the queues of its pushes, the thread that carries them out, and its connection."""
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Protocol
 
 from kaveri.errors import TransferFailed
+from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory
 from kaveri.kv.transfer.flow import PeerFlow
+from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushFailed
+from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Link, LinkLost, Transport
 from kaveri.kv.transfer.turns import Turns
 from kaveri.telemetry.logs import get_logger
-
-if TYPE_CHECKING:
-    from kaveri.kv.transfer.sender import KvSender
 
 _QUANTUM_BYTES = 4 << 20
 """What a push may send before the others of its receiver have their turn; but for nixl and gloo, one write."""
@@ -24,64 +24,152 @@ _TELL_AGAIN_S = 0.25
 _TELL_AGAIN_MAX_S = 4.0
 """After so long, twice as long each time, a receiver that could not be reached is told again of what was given up."""
 
-Operation = Callable[[], None]
+Route = tuple[Transport, KvEndpoint]
 
 
-class QueuedWrite:
-    """Blocks of one layer that wait to be sent: [first_index, first_index + len(blocks)) of the ticket's."""
+@dataclass(frozen=True, slots=True)
+class PeerSetup:
+    """What all peers of a sender share."""
 
-    __slots__ = ("_blocks", "_start", "first_index", "layer")
+    pool: KvPool
+    digest: DigestFactory
+    idle_s: float
+    credit_timeout_s: float
+    lock: threading.Lock
+    """The sender's."""
+    reporter: Reporter[PushAccepted | PushFailed]
+    on_local_done: LocalDoneListener | None
+    """Called without the lock."""
+    forget_push: Callable[[bytes], None]
+    """Called under the lock: the push has ended."""
 
-    def __init__(self, layer: int, first_index: int, blocks: tuple[int, ...]) -> None:
-        """blocks: at least one."""
-        self.layer = layer
-        self.first_index = first_index
-        self._blocks = blocks
-        self._start = 0
 
-    def __len__(self) -> int:
-        return len(self._blocks) - self._start
+class PeerOwner(Protocol):
+    """Keeps peers. Called under the sender's lock."""
 
-    def take(self, count_max: int) -> tuple[int, ...]:
+    def forget(self, peer: "Peer") -> None:
+        """The peer takes no more work. Idempotent."""
+
+    def ended(self, peer: "Peer") -> None:
+        """The last thing that the peer's thread does."""
+
+
+# What a push has queued, in order: one Opening, for each layer at most a QueuedWrite for each block, one Ending.
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """The transfer is to be begun at the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """The end mark is to be sent."""
+
+    note: bytes
+
+
+@dataclass(slots=True)
+class _QueuedWrite:
+    """Blocks of one layer that wait to be sent, at least one: [first_index, first_index + len(blocks)) of the
+    ticket's."""
+
+    layer: int
+    first_index: int
+    blocks: tuple[int, ...]
+
+    def take(self, count: int) -> tuple[int, ...]:
         """The next blocks, which do not wait any more."""
-        taken = self._blocks[self._start : self._start + count_max]
-        self._start += len(taken)
+        taken, self.blocks = self.blocks[:count], self.blocks[count:]
         self.first_index += len(taken)
         return taken
 
 
+# What the thread does next.
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    push: "Push"
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    push: "Push"
+    connection: "Connection"
+    layers: range
+    first_index: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    push: "Push"
+    note: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    push: "Push"
+
+
+@dataclass(frozen=True, slots=True)
+class _Lose:
+    connection: "Connection"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _DropLost:
+    """The lost connection is to be closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TellUntold:
+    """The receiver is to be told of what was given up."""
+
+
+_Action = _Open | _Write | _End | _Abort | _Lose | _DropLost | _TellUntold
+
+
 class Push:
-    """One transfer under way. Guarded by the sender's lock, but for the digests, which are the peer thread's."""
+    """One transfer under way. Guarded by the sender's lock, but for the digest, which is the peer thread's.
+
+    waiting ── connection is set: open ── is_ended: the end mark is sent ── accepted
+       └──────────────┴───────────────────────┴── stopped: its reason ── no longer reading: failed
+    """
 
     def __init__(self, ticket: Ticket, peer: "Peer", digest: DigestFactory) -> None:
         self.ticket = ticket
-        self.expires_at_s = time.monotonic() + ticket.expires_in_s
         self.peer = peer
-        self.digests = [digest() for _ in range(ticket.layout.layer_count)]
+        self.expires_at_s = time.monotonic() + ticket.expires_in_s
+        self.digest = digest()
         self.queued = [0] * ticket.layout.layer_count
-        # What is to be done, in order: one opening, for each layer at most a write for each block, one end.
-        self.queue: deque[Operation | QueuedWrite] = deque()
+        self.queue: deque[_Opening | _QueuedWrite | _Ending] = deque((_Opening(),))
         self.kv_bytes = 0
         self.connection: Connection | None = None
         """Set once the transfer is open there."""
-        self.reading = False
+        self.is_reading = False
         """The peer's thread may read source blocks."""
-        self.ending = False
-        """The end mark is queued, or on its way."""
-        self.finished = False
+        self.is_ending = False
+        """The end mark is queued, or sent."""
+        self.is_ended = False
         """The end mark is on its way."""
         self.stopped: str | None = None
 
     @property
     def transfer_id(self) -> bytes:
+        """The ticket's."""
         return self.ticket.transfer_id
 
     def is_stopped(self) -> bool:
+        """Whether it is given up."""
         return self.stopped is not None
 
 
 class Connection:
-    """A link with the pushes that it carries told apart from those of its successor; the link's listener."""
+    """A link, and the credit for it; the link's listener. A push belongs to one connection, and not to its
+    successor."""
 
     def __init__(self, peer: "Peer", transport: Transport, endpoint: KvEndpoint) -> None:
         self.transport = transport
@@ -90,42 +178,30 @@ class Connection:
         """Why it was lost; None while it stands."""
         self.credit_bytes = 0
         """What may be written now."""
-        self._window_bytes = 0
+        self.window_bytes = 0
+        """What may be under way."""
         self._peer = peer
         # Last: it may be given credit at once.
-        self.link: Link = transport.connect(endpoint, peer.epoch, peer.sender.pool, self)
+        self.link: Link = transport.connect(endpoint, peer.epoch, peer.pool, self)
 
-    def take_credit(self, block_count: int) -> int:
-        """Under the lock: how many of these blocks one write may have. It has their credit now; there must be some.
+    def room(self, block_bytes: int) -> int:
+        """Under the lock: how many blocks one write may have.
 
         A write takes no more than half of what may be under way: while it is, credit for the next one comes back.
         """
-        write_bytes = min(self.transport.capabilities.write_bytes, self._window_bytes // 2)
-        block_bytes = self._peer.sender.pool.layout.block_bytes
-        count = min(block_count, max(1, write_bytes // block_bytes), self.credit_bytes // block_bytes)
-        self.credit_bytes -= count * block_bytes
-        return count
+        write_bytes = min(self.transport.capabilities.write_bytes, self.window_bytes // 2)
+        return min(max(1, write_bytes // block_bytes), self.credit_bytes // block_bytes)
 
     def credited(self, byte_count: int, window_bytes: int) -> None:
-        with self._peer.sender.lock:
-            self.credit_bytes += byte_count
-            self._window_bytes = window_bytes
-            self._peer.credit_changed()
+        """See LinkListener.credited."""
+        self._peer.take_credit(self, byte_count, window_bytes)
 
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
-        sender = self._peer.sender
-        with sender.lock:
-            push = sender.find(transfer_id)
-            if push is None or push.connection is not self or push.stopped is not None:
-                return
-            if rejection is not None:
-                sender.stop(push, f"rejected: {rejection}")
-            elif not push.finished:
-                sender.stop(push, "accepted before its end")
-            else:
-                sender.accept(push, self.transport.label)
+        """See LinkListener.answered."""
+        self._peer.take_answer(self, transfer_id, rejection)
 
     def lost(self, reason: str) -> None:
+        """See LinkListener.lost."""
         self._peer.lose(self, reason)
 
     def close(self) -> None:
@@ -140,271 +216,383 @@ class Peer:
     """One receiver: the queues of its pushes, and the thread that carries them out over one connection at a time.
 
     Within a push everything goes in order. Pushes take turns by bytes, so that a short one does not wait for all of a
-    long one; what ends a push waits for none. The queues are bounded by the tickets: see Push.queue.
-
-    Its methods open, finish and abort run on that thread, the others under the sender's lock where they say so.
+    long one; what ends a push waits for none. The queues are bounded by the tickets.
     """
 
     def __init__(
-        self,
-        sender: "KvSender",
-        key: tuple[object, ...],
-        routes: Sequence[tuple[Transport, KvEndpoint]],
-        epoch: int,
+        self, setup: PeerSetup, owner: PeerOwner, key: tuple[object, ...], routes: Sequence[Route], epoch: int
     ) -> None:
-        self.sender = sender
         self.key = key
         self.epoch = epoch
-        self.pushes: set[Push] = set()
+        self.pool = setup.pool
+        self.credit_waits = 0
+        self.credit_wait_s = 0.0
+        self._setup = setup
+        self._owner = owner
+        self._lock = setup.lock
+        self._block_bytes = setup.pool.layout.block_bytes
+        self._pushes: dict[bytes, Push] = {}
         self._routes = routes
         self._connection: Connection | None = None
         # Of those with something queued.
         self._turns: Turns[Push] = Turns(_QUANTUM_BYTES)
         # Since when all that is queued waits for credit, or when credit last came meanwhile [s].
         self._waiting_since_s: float | None = None
-        # Given up before they were open: unless their receiver is told, it keeps blocks for them until their tickets
-        # end, and they are forgotten then. Used by the thread only, like the two beside it.
-        self._untold: list[Push] = []
-        self._tell_again_s = _TELL_AGAIN_S
-        self._tell_at_s = 0.0
+        self._untold = _Untold()
+        # When the last push ended.
+        self._idle_since_s = time.monotonic()
         # What is not to wait for a turn: at most an abort for each push, and the dropping of a lost connection.
-        self._urgent: deque[Operation] = deque()
-        self._changed = threading.Condition(sender.lock)
+        self._urgent: deque[_Action] = deque()
+        self._changed = threading.Condition(setup.lock)
         self._closing = False
         self.thread = threading.Thread(target=self._run, name="kv-send", daemon=True)
 
+    # Under the sender's lock.
+
     def start(self) -> None:
-        """Under the lock, once and before anything else. Raises TransferFailed; the peer is of no use then."""
+        """Once and before anything else. Raises TransferFailed; the peer is of no use then."""
         try:
             self.thread.start()
         except RuntimeError as error:
             raise TransferFailed(f"no thread for a connection: {error}") from error
 
-    def submit(self, push: Push, operation: Operation | QueuedWrite) -> None:
-        """Under the lock: behind what the push has queued."""
-        push.queue.append(operation)
-        self._turns.join(push)
-        self._changed.notify()
+    def open(self, ticket: Ticket) -> Push:
+        """Begins a push."""
+        push = Push(ticket, self, self._setup.digest)
+        self._pushes[push.transfer_id] = push
+        self._queue_changed(push)
+        return push
 
-    def submit_urgent(self, operation: Operation) -> None:
-        """Under the lock; for an operation that is not to wait for its turn."""
-        self._urgent.append(operation)
-        self._changed.notify()
+    def write(self, push: Push, layer: int, first_index: int, blocks: tuple[int, ...]) -> None:
+        """Queues blocks of one layer, at least one, behind those before. Ignored for one that is given up."""
+        if push.stopped is None:
+            assert first_index == push.queued[layer], "a block was left out or written twice"
+            push.queued[layer] += len(blocks)
+            assert push.queued[layer] <= len(push.ticket.block_ids), "more blocks than the ticket has"
+            push.queue.append(_QueuedWrite(layer, first_index, blocks))
+            self._queue_changed(push)
 
-    def credit_changed(self) -> None:
-        """Under the lock: the connection was given credit, be it too little for a block."""
-        if self._waiting_since_s is not None:
-            self._waiting_since_s = time.monotonic()
+    def finish(self, push: Push, note: bytes) -> None:
+        """Queues the end mark. Ignored for one that is given up, and the second time."""
+        if push.stopped is None and not push.is_ending:
+            push.is_ending = True
+            push.queue.append(_Ending(note))
+            self._queue_changed(push)
+
+    def abort(self, push: Push, reason: str) -> None:
+        """Gives a push up, and tells the receiver. Idempotent."""
+        if push.stopped is None:
+            self._stop(push, reason)
+            # Before what other transfers have queued: the receiver's blocks wait for it.
+            self._urgent.append(_Abort(push))
             self._changed.notify()
 
     def flow(self) -> PeerFlow:
-        """Under the lock: what is under way."""
+        """What is under way."""
         connection = self._connection
-        block_bytes = self.sender.pool.layout.block_bytes
-        unaccepted_bytes = sum(push.kv_bytes for push in self.pushes)
-        queued_count = sum(sum(push.queued) for push in self.pushes if push.stopped is None)
-        written_bytes = sum(push.kv_bytes for push in self.pushes if push.stopped is None)
+        pushes = self._pushes.values()
+        queued_count = sum(sum(push.queued) for push in pushes if push.stopped is None)
+        written_bytes = sum(push.kv_bytes for push in pushes if push.stopped is None)
         return PeerFlow(
             address=(connection.endpoint if connection is not None else self._routes[0][1]).address,
             transport=connection.transport.label if connection is not None else "",
-            push_count=len(self.pushes),
-            block_count=sum(len(push.ticket.block_ids) for push in self.pushes),
-            queued_bytes=queued_count * block_bytes - written_bytes,
-            unaccepted_bytes=unaccepted_bytes,
+            push_count=len(pushes),
+            block_count=sum(len(push.ticket.block_ids) for push in pushes),
+            queued_bytes=queued_count * self._block_bytes - written_bytes,
+            unaccepted_bytes=sum(push.kv_bytes for push in pushes),
             credit_bytes=connection.credit_bytes if connection is not None else 0,
             is_waiting=self._waiting_since_s is not None,
         )
 
-    def drop_queue(self, push: Push) -> None:
-        """Under the lock: nothing more of the push is sent."""
-        push.queue.clear()
-        self._turns.leave(push)
-        self._changed.notify()
-
     def close(self) -> None:
-        """Under the lock: makes the thread end soon."""
+        """Makes the thread end soon."""
         self._closing = True
         self._changed.notify()
         if self._connection is not None:
             self._connection.link.break_off()
 
+    # What the link tells, on its own thread.
+
+    def take_credit(self, connection: Connection, byte_count: int, window_bytes: int) -> None:
+        """The connection was given credit, be it too little for a block."""
+        with self._lock:
+            connection.credit_bytes += byte_count
+            connection.window_bytes = window_bytes
+            if self._waiting_since_s is not None:
+                self._waiting_since_s = time.monotonic()
+                self._changed.notify()
+
+    def take_answer(self, connection: Connection, transfer_id: bytes, rejection: str | None) -> None:
+        """The receiver has accepted a push, or rejected it."""
+        with self._lock:
+            push = self._pushes.get(transfer_id)
+            if push is None or push.connection is not connection or push.stopped is not None:
+                return
+            if rejection is not None:
+                self._stop(push, f"rejected: {rejection}")
+                return
+            if not push.is_ended:
+                self._stop(push, "accepted before its end")
+                return
+            self._forget(push)
+        self._setup.reporter.tell(PushAccepted(transfer_id, push.kv_bytes, connection.transport.label))
+
     def lose(self, connection: Connection, reason: str) -> None:
         """The connection is gone, and with it what it carries. Any thread, without the lock."""
-        with self.sender.lock:
+        with self._lock:
             if connection.lost_reason is not None:
                 return
             connection.lost_reason = reason
-            for push in tuple(self.pushes):
+            for push in tuple(self._pushes.values()):
                 if push.connection is connection:
-                    self.sender.stop(push, f"connection lost: {reason}")
-            self.submit_urgent(self._drop_lost)
+                    self._stop(push, f"connection lost: {reason}")
+            self._urgent.append(_DropLost())
+            self._changed.notify()
 
-    def open(self, push: Push) -> None:
-        if push.is_stopped():
-            return
-        self._drop_lost()
-        connection = self._connection or self._connect()
-        if connection is None:
-            return
-        with self.sender.lock:
-            push.connection = connection
-            if connection.lost_reason is not None:
-                # Lost since it was made: its listener did not find this push on it.
-                self.sender.stop(push, f"connection lost: {connection.lost_reason}")
-                return
-        connection.link.open(push.ticket)
+    # Under the lock, too.
 
-    def finish(self, push: Push, note: bytes) -> None:
-        with self.sender.lock:
-            if push.stopped is not None or push.connection is None:
-                return
-            push.finished = True
-            link = push.connection.link
-        link.finish(push.ticket, note)
+    def _queue_changed(self, push: Push) -> None:
+        self._turns.join(push)
+        self._changed.notify()
 
-    def abort(self, push: Push) -> None:
+    def _stop(self, push: Push, reason: str) -> None:
+        """No more of this push is sent; it fails as soon as its blocks are not read."""
+        if push.stopped is None and push.transfer_id in self._pushes:
+            push.stopped = reason
+            push.queue.clear()
+            self._turns.leave(push)
+            self._changed.notify()
+            if not push.is_reading:
+                self._fail(push, reason)
+
+    def _fail(self, push: Push, reason: str) -> None:
+        self._forget(push)
+        self._setup.reporter.report(PushFailed(push.transfer_id, reason))
+
+    def _forget(self, push: Push) -> None:
+        del self._pushes[push.transfer_id]
+        push.queue.clear()
+        self._turns.leave(push)
+        # Without waking the thread, which has nothing to do for it.
+        self._idle_since_s = time.monotonic()
+        self._setup.forget_push(push.transfer_id)
+
+    def _next_action(self) -> _Action | None:
+        """Waits for something to do. None: it is over."""
+        with self._lock:
+            while not self._closing:
+                if self._urgent:
+                    return self._urgent.popleft()
+                if self._untold.is_due():
+                    return _TellUntold()
+                if (push := self._turns.next(self._can_go)) is not None:
+                    return self._next_of(push)
+                if self._turns:
+                    if (lose := self._wait_for_credit()) is not None:
+                        return lose
+                    continue
+                self._waiting_since_s = None
+                if not self._changed.wait(self._rest_s()) and self._is_idle():
+                    # In the same breath as the check: nobody may find this peer and queue behind its end.
+                    self._owner.forget(self)
+                    return None
+            return None
+
+    def _rest_s(self) -> float:
+        """How long there may be nothing to do."""
+        if self._untold.pushes:
+            return self._untold.rest_s()
+        if self._pushes:
+            return self._setup.idle_s
+        return max(0.0, self._idle_since_s + self._setup.idle_s - time.monotonic())
+
+    def _is_idle(self) -> bool:
+        has_work = self._urgent or self._turns or self._pushes or self._untold.pushes
+        return not has_work and time.monotonic() - self._idle_since_s >= self._setup.idle_s
+
+    def _can_go(self, push: Push) -> bool:
+        if not isinstance(push.queue[0], _QueuedWrite):
+            return True
+        assert push.connection is not None, "a write of a push that is not open"
+        return push.connection.credit_bytes >= self._block_bytes
+
+    def _next_of(self, push: Push) -> _Action:
+        action: _Action
+        match push.queue[0]:
+            case _Opening():
+                push.queue.popleft()
+                action = _Open(push)
+            case _Ending(note):
+                push.queue.popleft()
+                action = _End(push, note)
+            case _QueuedWrite() as head:
+                action = self._take_write(push, head)
+        if not push.queue:
+            self._turns.leave(push)
+        return action
+
+    def _take_write(self, push: Push, head: _QueuedWrite) -> _Write:
+        """As much of the next write as there is credit for, and those of the following layers that bring the same
+        blocks: a frame and a system call for each layer would cost more than the bytes of a short push."""
         connection = push.connection
-        if connection is None:
-            self._untold.append(push)
-            if time.monotonic() >= self._tell_at_s:
-                self._tell_untold()
-        elif connection is self._connection and connection.lost_reason is None:
-            connection.link.abort(push.ticket)
+        assert connection is not None
+        room = connection.room(self._block_bytes)
+        layer, index = head.layer, head.first_index
+        blocks = head.take(room)
+        layer_count = 1
+        if not head.blocks:
+            push.queue.popleft()
+            joined_max = min(room, _QUANTUM_BYTES // self._block_bytes)
+            while push.queue and (layer_count + 1) * len(blocks) <= joined_max:
+                following = push.queue[0]
+                if (
+                    not isinstance(following, _QueuedWrite)
+                    or following.layer != layer + layer_count
+                    or following.first_index != index
+                    or following.blocks != blocks
+                ):
+                    break
+                push.queue.popleft()
+                layer_count += 1
+        byte_count = layer_count * len(blocks) * self._block_bytes
+        connection.credit_bytes -= byte_count
+        self._turns.charge(push, byte_count)
+        push.is_reading = True
+        self._waiting_since_s = None
+        return _Write(push, connection, range(layer, layer + layer_count), index, blocks)
 
-    def _tell_untold(self) -> None:
-        """Opens pushes only to give them up: nobody else tells the receiver before their tickets end."""
+    def _wait_for_credit(self) -> _Lose | None:
+        """All that is queued waits for credit. A receiver that takes nothing in for so long is as good as gone."""
         now_s = time.monotonic()
-        self._untold = [push for push in self._untold if push.expires_at_s > now_s]
-        self._drop_lost()
-        try:
-            connection = (self._connection or self._connect()) if self._untold else None
-            while connection is not None and self._untold:
-                ticket = self._untold[-1].ticket
-                connection.link.open(ticket)
-                connection.link.abort(ticket)
-                self._untold.pop()
-        finally:
-            if self._untold:
-                self._tell_at_s = time.monotonic() + self._tell_again_s
-                self._tell_again_s = min(2 * self._tell_again_s, _TELL_AGAIN_MAX_S)
-            else:
-                self._tell_at_s, self._tell_again_s = 0.0, _TELL_AGAIN_S
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+            self.credit_waits += 1
+        left_s = self._waiting_since_s + self._setup.credit_timeout_s - now_s
+        if left_s > 0:
+            self._changed.wait(left_s)
+            self.credit_wait_s += time.monotonic() - now_s
+            return None
+        assert self._connection is not None
+        return _Lose(self._connection, f"no credit came for {self._setup.credit_timeout_s:g} s")
 
-    def _write(
-        self, push: Push, connection: Connection, layer: int, first_index: int, source_blocks: tuple[int, ...]
-    ) -> None:
-        """push.reading is set, and ends here."""
-        block_bytes = self.sender.pool.layout.block_bytes
-        told_count = len(source_blocks)
-        try:
-            told_count = connection.link.write(
-                push.ticket, layer, first_index, source_blocks, push.digests[layer], push.is_stopped
-            )
-        finally:
-            with self.sender.lock:
-                push.reading = False
-                connection.credit_bytes += (len(source_blocks) - told_count) * block_bytes
-                if push.stopped is not None:
-                    self.sender.fail(push, push.stopped)
-        if push.is_stopped():
-            self.abort(push)
-            return
-        if self.sender.on_local_done is not None:
-            self.sender.on_local_done(push.transfer_id, layer, source_blocks)
-        push.kv_bytes += len(source_blocks) * block_bytes
-        if first_index + len(source_blocks) == len(push.ticket.block_ids):
-            connection.link.end_layer(push.ticket, layer, push.digests[layer].intdigest())
+    # The thread.
 
     def _run(self) -> None:
         reason = "the sender was ended"
         try:
-            while (operation := self._next_operation()) is not None:
+            while (action := self._next_action()) is not None:
                 try:
-                    operation()
+                    self._do(action)
                 except LinkLost as error:
                     assert self._connection is not None
                     self.lose(self._connection, error.reason)
+                # It holds on to a push.
+                del action
             reason = "the sender was closed"
         except Exception as error:
             # No other code sees it: all pushes of this receiver end with this thread.
             reason = f"the sender broke: {error!r}"
             get_logger().exception("kv peer broke", address=self._routes[0][1].address)
         finally:
-            with self.sender.lock:
-                self.sender.forget(self)
-                for push in tuple(self.pushes):
-                    # No write is under way on this thread any more.
-                    push.reading = False
-                    self.sender.stop(push, reason)
+            with self._lock:
+                self._owner.forget(self)
+                for push in tuple(self._pushes.values()):
+                    push.is_reading = False
+                    self._stop(push, reason)
             try:
                 self._drop()
             finally:
-                with self.sender.lock:
-                    # Operations hold on to this peer.
+                with self._lock:
+                    # Actions hold on to this peer.
                     self._urgent.clear()
-                    self.sender.ended(self)
+                    self._owner.ended(self)
 
-    def _next_operation(self) -> Operation | None:
-        with self.sender.lock:
-            while not self._closing:
-                if self._urgent:
-                    operation: Operation | None = self._urgent.popleft()
-                elif self._untold and time.monotonic() >= self._tell_at_s:
-                    operation = self._tell_untold
-                elif (push := self._turns.next(self._can_go)) is not None:
-                    operation = self._next_of(push)
-                elif self._turns:
-                    operation = self._wait_for_credit()
-                else:
-                    self._waiting_since_s = operation = None
-                    rest_s = max(0.0, self._tell_at_s - time.monotonic()) if self._untold else self.sender.idle_s
-                    is_busy = self._changed.wait(rest_s) or self._urgent or self._turns or self.pushes or self._untold
-                    if not is_busy:
-                        # In the same breath as the check: nobody may find this peer and queue behind its end.
-                        self.sender.forget(self)
-                        break
-                if operation is not None:
-                    return operation
-            return None
+    def _do(self, action: _Action) -> None:
+        match action:
+            case _Write():
+                self._write(action)
+            case _Open(push):
+                self._open(push)
+            case _End(push, note):
+                self._end(push, note)
+            case _Abort(push):
+                self._abort(push)
+            case _Lose(connection, reason):
+                self.lose(connection, reason)
+            case _DropLost():
+                self._drop_lost()
+            case _TellUntold():
+                self._tell_untold()
 
-    def _can_go(self, push: Push) -> bool:
-        if not isinstance(push.queue[0], QueuedWrite):
-            return True
-        assert push.connection is not None, "a write of a push that is not open"
-        return push.connection.credit_bytes >= self.sender.pool.layout.block_bytes
+    def _open(self, push: Push) -> None:
+        if push.is_stopped():
+            return
+        self._drop_lost()
+        connection = self._connection or self._connect()
+        if connection is None:
+            return
+        with self._lock:
+            push.connection = connection
+            if connection.lost_reason is not None:
+                # Lost since it was made: its listener did not find this push on it.
+                self._stop(push, f"connection lost: {connection.lost_reason}")
+                return
+        connection.link.open(push.ticket)
 
-    def _next_of(self, push: Push) -> Operation:
-        head = push.queue[0]
-        if isinstance(head, QueuedWrite):
-            connection = push.connection
-            assert connection is not None
-            index, blocks = head.first_index, head.take(connection.take_credit(len(head)))
-            self._turns.charge(push, len(blocks) * self.sender.pool.layout.block_bytes)
-            push.reading = True
-            self._waiting_since_s = None
-            operation: Operation = partial(self._write, push, connection, head.layer, index, blocks)
-            if not head:
-                push.queue.popleft()
-        else:
-            operation = head
-            push.queue.popleft()
-        if not push.queue:
-            self._turns.leave(push)
-        return operation
+    def _write(self, write: _Write) -> None:
+        """is_reading is set, and ends here."""
+        push, connection = write.push, write.connection
+        block_count = len(write.layers) * len(write.blocks)
+        told_count = block_count
+        digest = push.digest if connection.link.wants_digest else None
+        try:
+            told_count = connection.link.write(
+                push.ticket, write.layers, write.first_index, write.blocks, digest, push.is_stopped
+            )
+        finally:
+            with self._lock:
+                push.is_reading = False
+                connection.credit_bytes += (block_count - told_count) * self._block_bytes
+                push.kv_bytes += told_count * self._block_bytes
+                if push.stopped is not None:
+                    self._fail(push, push.stopped)
+        if push.is_stopped():
+            self._abort(push)
+        elif (on_local_done := self._setup.on_local_done) is not None:
+            for layer in write.layers:
+                on_local_done(push.transfer_id, layer, write.blocks)
 
-    def _wait_for_credit(self) -> Operation | None:
-        """All that is queued waits for credit. A receiver that takes nothing in for so long is as good as gone."""
-        now_s = time.monotonic()
-        if self._waiting_since_s is None:
-            self._waiting_since_s = now_s
-            self.sender.credit_waits += 1
-        left_s = self._waiting_since_s + self.sender.credit_timeout_s - now_s
-        if left_s > 0:
-            self._changed.wait(left_s)
-            self.sender.credit_wait_s += time.monotonic() - now_s
-            return None
-        assert self._connection is not None
-        return partial(self.lose, self._connection, f"no credit came for {self.sender.credit_timeout_s:g} s")
+    def _end(self, push: Push, note: bytes) -> None:
+        with self._lock:
+            if push.stopped is not None or push.connection is None:
+                return
+            push.is_ended = True
+            link = push.connection.link
+        link.finish(push.ticket, note, push.digest.intdigest() if link.wants_digest else 0)
+
+    def _abort(self, push: Push) -> None:
+        connection = push.connection
+        if connection is None:
+            self._untold.pushes.append(push)
+            if self._untold.is_due():
+                self._tell_untold()
+        elif connection is self._connection and connection.lost_reason is None:
+            connection.link.abort(push.ticket)
+
+    def _tell_untold(self) -> None:
+        """Opens pushes only to give them up: nobody else tells the receiver before their tickets end."""
+        untold = self._untold
+        untold.drop_expired()
+        self._drop_lost()
+        try:
+            connection = (self._connection or self._connect()) if untold.pushes else None
+            while connection is not None and untold.pushes:
+                ticket = untold.pushes[-1].ticket
+                connection.link.open(ticket)
+                connection.link.abort(ticket)
+                untold.pushes.pop()
+        finally:
+            untold.attempt_made()
 
     def _connect(self) -> Connection | None:
         """Tries the routes in turn. When none works, fails all pushes that wait for one: each alone would wait anew."""
@@ -415,19 +603,19 @@ class Peer:
             except LinkLost as error:
                 problems.append(error.reason)
                 continue
-            with self.sender.lock:
+            with self._lock:
                 self._connection = connection
                 # How long its predecessor gave none is not held against it.
                 self._waiting_since_s = None
-                self._tell_at_s = 0.0
+                self._untold.tell_at_s = 0.0
                 if self._closing:
                     connection.link.break_off()
             where = {"transport": transport.label, "address": endpoint.address}
             get_logger().info("kv peer connected", **where, passed_over=problems)
             return connection
-        with self.sender.lock:
-            for push in tuple(self.pushes):
-                self.sender.stop(push, f"cannot connect: {'; '.join(problems)}")
+        with self._lock:
+            for push in tuple(self._pushes.values()):
+                self._stop(push, f"cannot connect: {'; '.join(problems)}")
         get_logger().warning("kv peer unreachable", reasons=problems)
         return None
 
@@ -436,8 +624,39 @@ class Peer:
             self._drop()
 
     def _drop(self) -> None:
-        with self.sender.lock:
+        with self._lock:
             # Before its descriptor is given back, so that close() cannot break somebody else's off.
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+
+class _Untold:
+    """Pushes that were given up before they were open: unless their receiver is told, it keeps blocks for them until
+    their tickets end, and they are forgotten then. Used by the peer's thread only."""
+
+    def __init__(self) -> None:
+        self.pushes: list[Push] = []
+        self.tell_at_s = 0.0
+        self._again_s = _TELL_AGAIN_S
+
+    def is_due(self) -> bool:
+        """Whether there are some, and it is time to try."""
+        return bool(self.pushes) and time.monotonic() >= self.tell_at_s
+
+    def rest_s(self) -> float:
+        """Until the next try."""
+        return max(0.0, self.tell_at_s - time.monotonic())
+
+    def drop_expired(self) -> None:
+        """Those whose tickets have ended."""
+        now_s = time.monotonic()
+        self.pushes = [push for push in self.pushes if push.expires_at_s > now_s]
+
+    def attempt_made(self) -> None:
+        """Says when to try again."""
+        if self.pushes:
+            self.tell_at_s = time.monotonic() + self._again_s
+            self._again_s = min(2 * self._again_s, _TELL_AGAIN_MAX_S)
+        else:
+            self.tell_at_s, self._again_s = 0.0, _TELL_AGAIN_S

@@ -1,4 +1,4 @@
-"""One thread that tells a listener what happened, in order, and runs what is due. Owns no transfer."""
+"""Tells a listener what happened, in order and one event at a time, and runs what is due. Owns no transfer."""
 
 import heapq
 import itertools
@@ -18,7 +18,7 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class Reporter(Generic[EventT]):
-    """Calls `listener` with every reported event on a thread of its own, so that nobody's lock is held meanwhile.
+    """Calls `listener` with every reported event, while no caller's lock is held.
 
     The queue is bounded by its callers: a transfer reports once.
     """
@@ -27,6 +27,8 @@ class Reporter(Generic[EventT]):
         self._listener = listener
         self._changed = threading.Condition()
         self._events: deque[EventT] = deque()
+        # A thread is calling the listener.
+        self._is_telling = False
         # (due, tie-breaker, action); actions that are no longer of use find that out themselves.
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -35,10 +37,24 @@ class Reporter(Generic[EventT]):
         self._thread.start()
 
     def report(self, event: EventT) -> None:
-        """Queues an event. Any thread."""
+        """Queues an event for the reporter's thread. Any thread, under any lock."""
         with self._changed:
             self._events.append(event)
             self._changed.notify()
+
+    def tell(self, event: EventT) -> None:
+        """Calls the listener on this thread, which spares the event a change of threads; queues the event where others
+        come first. Only for threads that the listener may occupy for a moment, and under no lock."""
+        with self._changed:
+            if self._events or self._is_telling:
+                self._events.append(event)
+                self._changed.notify()
+                return
+            self._is_telling = True
+        try:
+            self._call_listener(event)
+        except Exception:
+            get_logger().exception("kv listener failed")
 
     def call_after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Runs `action` on the reporter's thread in `delay_s` seconds, unless it is closed before.
@@ -46,11 +62,14 @@ class Reporter(Generic[EventT]):
         delay_s: any number, but no NaN, which would put the others out of order.
         """
         assert not math.isnan(delay_s), "a timer that is never due"
+        due_s = time.monotonic() + delay_s
         with self._changed:
             if self._closing:
                 return
-            heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), action))
-            self._changed.notify()
+            is_first = not self._timers or due_s < self._timers[0][0]
+            heapq.heappush(self._timers, (due_s, next(self._order), action))
+            if is_first:
+                self._changed.notify()
 
     def close(self) -> None:
         """Delivers what was reported, drops the timers, ends the thread. Not from the listener. Idempotent."""
@@ -65,7 +84,7 @@ class Reporter(Generic[EventT]):
         while True:
             with self._changed:
                 while (work := self._take()) is None:
-                    if self._closing:
+                    if self._closing and not self._events and not self._is_telling:
                         return
                     self._changed.wait(self._rest_s())
             try:
@@ -80,9 +99,19 @@ class Reporter(Generic[EventT]):
         return min(self._timers[0][0] - time.monotonic(), _LONGEST_WAIT_S) if self._timers else None
 
     def _take(self) -> Callable[[], None] | None:
-        if self._events:
+        if self._events and not self._is_telling:
             event = self._events.popleft()
-            return lambda: self._listener(event)
+            self._is_telling = True
+            return lambda: self._call_listener(event)
         if self._timers and self._timers[0][0] <= time.monotonic():
             return heapq.heappop(self._timers)[2]
         return None
+
+    def _call_listener(self, event: EventT) -> None:
+        try:
+            self._listener(event)
+        finally:
+            with self._changed:
+                self._is_telling = False
+                if self._events or self._closing:
+                    self._changed.notify()

@@ -1,45 +1,31 @@
-"""The pushing side of a transfer: reads blocks of its own pool, writes them where a ticket says."""
+"""The pushing side of a transfer: reads blocks of its own pool, writes them where a ticket says.
+
+ticket.layout                                  goes
+the pool's own                                 directly, block by block (peer)
+other block_tokens, or the other known order   mapped, through staging (mapped_pushes)
+some of the layers, or of the heads            mapped, when the caller asks for a part
+anything else                                  LayoutMismatch, before a byte moves
+"""
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory, xxh3
 from kaveri.kv.transfer.flow import SenderFlow
-from kaveri.kv.transfer.peer import Peer, Push, QueuedWrite
+from kaveri.kv.transfer.mapped_pushes import STAGING_BYTES, MappedPushes
+from kaveri.kv.transfer.peer import Peer, PeerSetup, Push, Route
+from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushFailed, PushListener
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.kv.transfer.transport import Transport, require_note
 
+__all__ = ["KvSender", "PushAccepted", "PushFailed", "PushListener"]
+
 _ANSWER_GRACE_S = 1.0
 """A landing just before the ticket's expiry is answered just after it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushAccepted:
-    """The receiver has every byte, verified. The source blocks are no longer read."""
-
-    transfer_id: bytes
-    kv_bytes: int
-    transport: str
-
-
-@dataclass(frozen=True, slots=True)
-class PushFailed:
-    """The push ended without acceptance. The source blocks are no longer read."""
-
-    transfer_id: bytes
-    reason: str
-
-
-PushListener = Callable[[PushAccepted | PushFailed], None]
-"""Called on a thread of the sender, once per opened transfer, in the order in which things happened."""
-
-LocalDoneListener = Callable[[bytes, int, Sequence[int]], None]
-"""Called with (transfer id, layer, source blocks) on the receiver's own thread of the sender; must not block."""
 
 
 class KvSender:
@@ -51,8 +37,10 @@ class KvSender:
     One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer. Blocks
     are written as far as the receiver has given credit; one that gives none for `credit_timeout_s` seconds, while
     something waits for it, is taken for gone.
-    transports: in the order of preference. on_local_done: hears of source blocks that are
-    not read any more, before their transfer ends; of those of a push that fails PushFailed alone may tell.
+
+    transports: in the order of preference. on_local_done: hears of source blocks that are not read any more, before
+    their transfer ends; of those of a push that fails PushFailed alone may tell. It does not hear of mapped pushes.
+    staging_bytes: of memory for each of a few other shapes of blocks, while receivers need them; see MappedPushes.
     """
 
     def __init__(
@@ -65,147 +53,174 @@ class KvSender:
         idle_s: float = 60.0,
         credit_timeout_s: float = 10.0,
         on_local_done: LocalDoneListener | None = None,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self.pool = pool
-        self.transports = tuple(transports)
-        self.digest = digest
-        self.idle_s = idle_s
-        self.credit_timeout_s = credit_timeout_s
-        self.on_local_done = on_local_done
-        self.lock = threading.Lock()
-        # Of all peers, those of former times included. Guarded by the lock.
-        self.credit_waits = 0
-        self.credit_wait_s = 0.0
+        self._transports = tuple(transports)
+        self._lock = threading.Lock()
         self._pushes: dict[bytes, Push] = {}
-        self._peers: dict[tuple[object, ...], Peer] = {}
-        # Of peers, those that are on their way out included.
-        self._threads: set[threading.Thread] = set()
-        self._closed = False
         self._reporter = Reporter[PushAccepted | PushFailed]("kv-sender", listener)
-
-    def open(self, ticket: Ticket) -> None:
-        """Begins a transfer; connects in the background. Raises LayoutMismatch, or TransferFailed when the two ends
-        have no transport in common, the sender is closed, or the process can start no thread more."""
-        self.pool.layout.require_same(ticket.layout)
-        routes = tuple(
-            (transport, endpoint)
-            for transport in self.transports
-            for endpoint in ticket.endpoints
-            if endpoint.transport == transport.name
+        # Nothing of it holds on to this sender: its pool goes with its last reference, not with the garbage collector.
+        forget = partial(_forget, self._pushes)
+        self._peers = _Peers(
+            PeerSetup(pool, digest, idle_s, credit_timeout_s, self._lock, self._reporter, on_local_done, forget)
         )
-        if not routes:
-            offered = ", ".join(endpoint.transport for endpoint in ticket.endpoints) or "none"
-            spoken = ", ".join(transport.name for transport in self.transports)
-            raise TransferFailed(f"no transport in common: {offered} there, {spoken} here")
-        with self.lock:
-            if self._closed:
-                raise TransferFailed("the sender is closed")
+        make_sender = partial(
+            KvSender, transports=self._transports, digest=digest, idle_s=idle_s, credit_timeout_s=credit_timeout_s
+        )
+        self._mapped = MappedPushes(pool, listener, make_sender, staging_bytes)
+
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+        """Begins a transfer; connects in the background.
+
+        part: the ticket may be for some of the layers or of the KV heads. The caller sees to it that the others get
+        theirs, by other tickets. Raises LayoutMismatch, naming the field, when the blocks cannot be mapped, and
+        TransferFailed when the two ends have no transport in common, the sender is closed, or the process can start no
+        thread more; a mapped push may report that by PushFailed.
+        """
+        if ticket.layout != self.pool.layout:
+            self._mapped.open(ticket, part=part)
+            return
+        routes = self._routes(ticket)
+        with self._lock:
             assert ticket.transfer_id not in self._pushes, "a ticket is used once"
-            # A receiver that was restarted at the same address is another peer.
-            key = (ticket.endpoints, ticket.epoch)
-            peer = self._peers.get(key)
-            if peer is None:
-                peer = Peer(self, key, routes, ticket.epoch)
-                peer.start()
-                # Its thread waits for the lock meanwhile.
-                self._peers[key] = peer
-                self._threads.add(peer.thread)
-            push = Push(ticket, peer, self.digest)
-            self._pushes[ticket.transfer_id] = push
-            peer.pushes.add(push)
-            peer.submit(push, partial(peer.open, push))
+            self._pushes[ticket.transfer_id] = self._peers.find(ticket, routes).open(ticket)
         deadline_s = ticket.expires_in_s + _ANSWER_GRACE_S
         self._reporter.call_after(deadline_s, partial(self._give_up, ticket.transfer_id, "the ticket expired"))
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         """Queues blocks of one layer: source_blocks[i] goes to ticket.block_ids[first_index + i].
 
+        Where the receiver's blocks are others, first_index counts those of the request's own blocks that hold a token
+        which the ticket asks for (ticket.first_source_block), and layers that it does not ask for are ignored.
+
         Per layer, blocks are written in index order, each exactly once. The source blocks must not change until
-        PushAccepted or PushFailed. Never blocks on the network. Unknown (already failed) transfers are ignored.
+        PushAccepted or PushFailed. Never blocks on network or staging. Unknown (already failed) transfers are ignored.
 
         The queue holds block numbers, never bytes: what it can grow to is bounded by the tickets' blocks.
         Raises InvalidArgument for a block outside the pool.
         """
         # Its bytes would be missing from a frame, and the receiver take those of other pushes for them.
         self.pool.require_blocks("source_blocks", source_blocks)
-        with self.lock:
+        with self._lock:
             push = self._pushes.get(transfer_id)
-            if push is not None and push.stopped is None and source_blocks:
-                assert first_index == push.queued[layer], "a block was left out or written twice"
-                push.queued[layer] += len(source_blocks)
-                assert push.queued[layer] <= len(push.ticket.block_ids), "more blocks than the ticket has"
-                push.peer.submit(push, QueuedWrite(layer, first_index, tuple(source_blocks)))
+            if push is not None and source_blocks:
+                push.peer.write(push, layer, first_index, tuple(source_blocks))
+        if push is None:
+            self._mapped.write(transfer_id, layer, first_index, source_blocks)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """All blocks of all layers are queued. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
         require_note(note)
-        with self.lock:
+        with self._lock:
             push = self._pushes.get(transfer_id)
-            if push is not None and push.stopped is None and not push.ending:
-                push.ending = True
-                push.peer.submit(push, partial(push.peer.finish, push, note))
+            if push is not None:
+                push.peer.finish(push, note)
+        if push is None:
+            self._mapped.finish(transfer_id, note)
 
     def abort(self, transfer_id: bytes) -> None:
         """Gives up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored."""
         self._give_up(transfer_id, "aborted")
+        self._mapped.abort(transfer_id)
 
     def flow(self) -> SenderFlow:
-        """What is under way."""
-        with self.lock:
-            peers = tuple(peer.flow() for peer in self._peers.values())
-            return SenderFlow(peers, self.credit_waits, self.credit_wait_s)
+        """What is under way; a receiver with pushes of several shapes counts once for each."""
+        with self._lock:
+            direct = self._peers.flow()
+        return SenderFlow.total((direct, self._mapped.flow()))
 
     def close(self) -> None:
         """Breaks all connections, fails what is under way, ends threads. Idempotent. Waits for a connection attempt
         under way."""
-        with self.lock:
-            self._closed = True
-            for peer in self._peers.values():
-                peer.close()
-            threads = tuple(self._threads)
+        self._mapped.close()
+        with self._lock:
+            threads = self._peers.close()
         for thread in threads:
             thread.join()
         self._reporter.close()
+        self._mapped.join()
 
-    def stop(self, push: Push, reason: str) -> None:
-        """For peers, under the lock: no more of this push is sent; it fails as soon as its blocks are not read."""
-        if push.stopped is None and push.transfer_id in self._pushes:
-            push.stopped = reason
-            push.peer.drop_queue(push)
-            if not push.reading:
-                self.fail(push, reason)
+    def check_integrity(self) -> None:
+        """Asserts that every staging block is free or held by a push under way. Does not look into direct pushes."""
+        self._mapped.check_integrity()
 
-    def accept(self, push: Push, transport: str) -> None:
-        """For peers, under the lock: the receiver has all of it."""
-        self._conclude(push, PushAccepted(push.transfer_id, push.kv_bytes, transport))
-
-    def fail(self, push: Push, reason: str) -> None:
-        """For peers, under the lock: the push has ended, and its blocks are not read any more."""
-        self._conclude(push, PushFailed(push.transfer_id, reason))
-
-    def find(self, transfer_id: bytes) -> Push | None:
-        """For peers, under the lock."""
-        return self._pushes.get(transfer_id)
-
-    def forget(self, peer: Peer) -> None:
-        """For peers, under the lock: the peer takes no more work."""
-        if self._peers.get(peer.key) is peer:
-            del self._peers[peer.key]
-
-    def ended(self, peer: Peer) -> None:
-        """For peers, under the lock: the last thing that the peer's thread does."""
-        self._threads.remove(peer.thread)
-
-    def _conclude(self, push: Push, event: PushAccepted | PushFailed) -> None:
-        del self._pushes[push.transfer_id]
-        push.peer.drop_queue(push)
-        push.peer.pushes.remove(push)
-        self._reporter.report(event)
+    def _routes(self, ticket: Ticket) -> tuple[Route, ...]:
+        routes = tuple(
+            (transport, endpoint)
+            for transport in self._transports
+            for endpoint in ticket.endpoints
+            if endpoint.transport == transport.name
+        )
+        if not routes:
+            offered = ", ".join(endpoint.transport for endpoint in ticket.endpoints) or "none"
+            spoken = ", ".join(transport.name for transport in self._transports)
+            raise TransferFailed(f"no transport in common: {offered} there, {spoken} here")
+        return routes
 
     def _give_up(self, transfer_id: bytes, reason: str) -> None:
-        with self.lock:
+        with self._lock:
             push = self._pushes.get(transfer_id)
-            if push is not None and push.stopped is None:
-                self.stop(push, reason)
-                # Before what other transfers have queued: the receiver's blocks wait for it.
-                push.peer.submit_urgent(partial(push.peer.abort, push))
+            if push is not None:
+                push.peer.abort(push, reason)
+
+
+def _forget(pushes: dict[bytes, Push], transfer_id: bytes) -> None:
+    """Under the sender's lock: the push has ended."""
+    pushes.pop(transfer_id, None)
+
+
+class _Peers:
+    """The receivers of one sender; see PeerOwner. Guarded by the sender's lock."""
+
+    def __init__(self, setup: PeerSetup) -> None:
+        self._setup = setup
+        self._peers: dict[tuple[object, ...], Peer] = {}
+        # Of peers, those that are on their way out included.
+        self._threads: set[threading.Thread] = set()
+        # Of peers that have ended.
+        self._credit_waits = 0
+        self._credit_wait_s = 0.0
+        self._closed = False
+
+    def find(self, ticket: Ticket, routes: Sequence[Route]) -> Peer:
+        """The receiver that granted the ticket. Raises TransferFailed when closed, and without a thread for it."""
+        if self._closed:
+            raise TransferFailed("the sender is closed")
+        # A receiver that was restarted at the same address is another peer.
+        key = (ticket.endpoints, ticket.epoch)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = Peer(self._setup, self, key, routes, ticket.epoch)
+            # Its thread waits for the lock meanwhile.
+            peer.start()
+            self._peers[key] = peer
+            self._threads.add(peer.thread)
+        return peer
+
+    def flow(self) -> SenderFlow:
+        """What is under way."""
+        peers = self._peers.values()
+        return SenderFlow(
+            tuple(peer.flow() for peer in peers),
+            self._credit_waits + sum(peer.credit_waits for peer in peers),
+            self._credit_wait_s + sum(peer.credit_wait_s for peer in peers),
+        )
+
+    def close(self) -> tuple[threading.Thread, ...]:
+        """Makes all peers end soon, and takes no more. Returns their threads."""
+        self._closed = True
+        for peer in self._peers.values():
+            peer.close()
+        return tuple(self._threads)
+
+    def forget(self, peer: Peer) -> None:
+        """See PeerOwner.forget."""
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+            self._credit_waits += peer.credit_waits
+            self._credit_wait_s += peer.credit_wait_s
+
+    def ended(self, peer: Peer) -> None:
+        """See PeerOwner.ended."""
+        self._threads.remove(peer.thread)

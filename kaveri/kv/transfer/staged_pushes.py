@@ -16,22 +16,50 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from kaveri.errors import TransferFailed
 from kaveri.kv.layout.block_map import BlockMap
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.regions import copy_regions
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import DigestFactory
 from kaveri.kv.transfer.flow import SenderFlow
-from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushFailed, PushListener
 from kaveri.kv.transfer.ticket import Ticket, first_source_block
-from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger
 
 _ROOM_CHECK_S = 0.1
 _BLOCKS_MIN = 4
 """Staging blocks of each layer at the least, however large they are."""
+
+
+class StagingSender(Protocol):
+    """What pushes the blocks of a staging pool: a KvSender."""
+
+    def open(self, ticket: Ticket) -> None:
+        """See KvSender.open."""
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        """See KvSender.write."""
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """See KvSender.finish."""
+
+    def abort(self, transfer_id: bytes) -> None:
+        """See KvSender.abort."""
+
+    def flow(self) -> SenderFlow:
+        """See KvSender.flow."""
+
+    def close(self) -> None:
+        """See KvSender.close."""
+
+
+class MakeSender(Protocol):
+    """Makes the sender of a staging pool."""
+
+    def __call__(self, pool: KvPool, listener: PushListener, *, on_local_done: LocalDoneListener) -> StagingSender:
+        """listener, on_local_done: see KvSender."""
 
 
 class StagedPush:
@@ -131,18 +159,14 @@ class StagedPushes:
         shape: KvLayout,
         listener: PushListener,
         *,
-        transports: Sequence[Transport],
-        digest: DigestFactory,
-        idle_s: float,
+        make_sender: MakeSender,
         staging_bytes: int,
         room: threading.BoundedSemaphore,
     ) -> None:
         self._source = source
         self._shape = shape
         self._listener = listener
-        self._transports = transports
-        self._digest = digest
-        self._idle_s = idle_s
+        self._make_sender = make_sender
         self._room_for_memory = room
         self.block_count = max(_BLOCKS_MIN, staging_bytes // (shape.layer_count * shape.block_bytes))
         self._changed = threading.Condition()
@@ -154,7 +178,7 @@ class StagedPushes:
         self._held: Counter[tuple[object, int]] = Counter()
         # Made by the thread, before it takes the first push, and gone with it.
         self._memory: KvPool | None = None
-        self._made: KvSender | None = None
+        self._made: StagingSender | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-stage", daemon=True)
 
@@ -242,7 +266,7 @@ class StagedPushes:
             assert self._held == counted, "the account of receivers is wrong"
 
     @property
-    def _sender(self) -> KvSender:
+    def _sender(self) -> StagingSender:
         assert self._made is not None, "no push is opened before there is a sender"
         return self._made
 
@@ -263,14 +287,7 @@ class StagedPushes:
             if not has_room:
                 return
             self._memory = KvPool(self._shape, self.block_count)
-            self._made = KvSender(
-                self._staging,
-                self._on_event,
-                transports=self._transports,
-                digest=self._digest,
-                idle_s=self._idle_s,
-                on_local_done=self._on_local_done,
-            )
+            self._made = self._make_sender(self._staging, self._on_event, on_local_done=self._on_local_done)
             get_logger().info(
                 "kv is pushed to another layout",
                 block_tokens=self._shape.block_tokens,

@@ -4,7 +4,7 @@ A transport moves blocks, named by their index in a registered pool and never by
 
     local done      Link.write() has returned: the transport no longer reads the source blocks
     remote visible  Intake hears of the blocks, and at last of the note, which is ordered behind every byte
-    accepted        the receiver has verified all digests, and its answer has reached the sender
+    accepted        the receiver has verified the digest, if it wants one, and its answer has reached the sender
 
 What a sender may have under way is the receiver's to say: it gives credit, in bytes, for all transfers of a connection.
 
@@ -48,6 +48,9 @@ class Capabilities:
     same_host_only: bool
     can_revoke: bool
     """The receiver alone can stop writes of one transfer, while the sender is silent and the link stays up."""
+    is_byte_stream: bool
+    """Bytes are copied through buffers on their way, and a digest of them is worth its time; else the kernel or the
+    network card writes them into the receiver's memory itself."""
     write_bytes: int
     """Most bytes of one write(), but for a larger block: what may have to be filled up after an abort."""
 
@@ -59,11 +62,13 @@ class Landing(Protocol):
     has been answered, and the link drops whatever else it brings.
     """
 
-    def begin_write(self, layer: int, first_index: int, block_count: int) -> tuple[Sequence[int], Digest]:
-        """Permits writes into destination blocks [first_index, first_index + block_count) of a layer, until end_write.
+    def begin_write(self, layers: range, first_index: int, block_count: int) -> tuple[Sequence[int], Digest | None]:
+        """Permits writes into destination blocks [first_index, first_index + block_count) of some layers, until
+        end_write.
 
-        Returns the blocks in the pool, and the layer's digest: the link gives it their bytes, in index order, best
-        while they are in the processor's cache. Within a layer blocks come in index order, each exactly once.
+        Returns the blocks in the pool, the same in each layer, and the transfer's digest, None without: the link gives
+        it the bytes in the order in which the sender sends them, layer by layer, best while they are in the processor's
+        cache. Within a layer blocks come in index order, each exactly once.
         """
 
     def hold(self) -> None:
@@ -79,11 +84,9 @@ class Landing(Protocol):
     def end_write(self) -> None:
         """Nothing writes into the permitted blocks any more, and unless stopped all their bytes are there."""
 
-    def end_layer(self, layer: int, sender_digest: int) -> None:
-        """All blocks of a layer were sent; this is what the sender's digest of them, in index order, came to."""
-
-    def finish(self, note: bytes) -> None:
-        """The end mark came, behind every byte. Returns when the transfer has landed and its sender been answered."""
+    def finish(self, note: bytes, sender_digest: int) -> None:
+        """The end mark came, behind every byte, with the sender's digest of them. Returns when the transfer has landed
+        and its sender been answered."""
 
     def abort(self, reason: str) -> None:
         """Ends it: the sender gave up or broke the rules, or its link is gone. Answers it. Never raises; idempotent."""
@@ -132,10 +135,15 @@ class Intake(Protocol):
     def admit(self, give: GiveCredit) -> Credit:
         """One connection more. `give` is called for the first time before this returns, and then on any thread."""
 
-    def open(self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer, credit: Credit) -> Landing:
+    def wants_digests(self, capabilities: Capabilities) -> bool:
+        """Whether senders over a transport are to send a digest of each transfer."""
+
+    def open(
+        self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer, credit: Credit, with_digest: bool
+    ) -> Landing:
         """Begins a transfer. Raises TransferFailed, having answered, when it may not begin.
 
-        credit: of the connection that it comes over, from admit().
+        credit: of the connection that it comes over, from admit(). with_digest: what its sender was told.
         """
 
 
@@ -145,30 +153,33 @@ class Link(Protocol):
     Each raises LinkLost when the connection is gone or has made no progress for the transport's time limit.
     """
 
+    @property
+    def wants_digest(self) -> bool:
+        """Whether the receiver verifies a digest of each transfer's bytes."""
+
     def open(self, ticket: Ticket) -> None:
         """Begins a transfer."""
 
     def write(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         first_index: int,
         source_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """Moves source_blocks[i] to ticket.block_ids[first_index + i] and returns when the source is no longer read.
+        """Moves source_blocks[i] of each layer to ticket.block_ids[first_index + i] of the same layer, and returns when
+        the source is no longer read.
 
-        The caller has the receiver's credit for them. Gives `digest` the bytes, in index order. Returns soon after
-        is_stopped() turns true, whatever the receiver does; an abort of the transfer must follow then. Returns how many
-        of the blocks the receiver hears of, so that they cost credit: all, unless it was stopped.
+        The caller has the receiver's credit for them. Gives `digest` the bytes, layer by layer and in index order.
+        Returns soon after is_stopped() turns true, whatever the receiver does; an abort of the transfer must follow
+        then. Returns how many of the len(layers) * len(source_blocks) blocks the receiver hears of, so that they cost
+        credit: all, unless it was stopped.
         """
 
-    def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
-        """Sends the digest of a layer, all of whose blocks were written."""
-
-    def finish(self, ticket: Ticket, note: bytes) -> None:
-        """Sends the end mark, ordered behind everything written."""
+    def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
+        """Sends the end mark, ordered behind everything written, with the digest of all of it; 0 without."""
 
     def abort(self, ticket: Ticket) -> None:
         """Tells the receiver that the transfer is given up."""

@@ -1,19 +1,21 @@
 """The wire protocol of the socket transport. Pure: bytes in, values out.
 
 One connection carries the transfers of one sender to one receiver, interleaved frame by frame. All integers are
-little-endian. Each side begins with a hello; the receiver's carries its epoch, the sender's carries 0.
+little-endian. Each side begins with a hello; the receiver's carries its epoch, the sender's carries 0. The receiver's
+also says whether it verifies digests; else the sender makes none.
 
-    hello    magic "KAVERIKV" (8) | version (2) | reserved (6) | epoch (8)
+    hello    magic "KAVERIKV" (8) | version (2) | with digests (1) | reserved (5) | epoch (8)
 
-    header   kind (1) | reserved (3) | layer (4) | transfer id (16) | first index (4) | block count (4)
-             | payload bytes (8) | layer digest (8)                                                        48 bytes
+    header   kind (1) | reserved (1) | layer count (2) | layer (4) | transfer id (16) | first index (4)
+             | block count (4) | payload bytes (8) | digest (8)                                            48 bytes
 
     sender -> receiver                                        receiver -> sender
     OPEN       payload: secret (16) | epoch (8)               ACCEPTED   verified, all of it
-    DATA       payload: `block count` blocks of `layer`,      REJECTED   payload: the reason, UTF-8
-               from `first index`
-    LAYER_END  `layer digest` of all blocks of `layer`
-    END        payload: the note
+    DATA       payload: `block count` blocks from             REJECTED   payload: the reason, UTF-8
+               `first index`, of each of `layer count`
+               layers from `layer`
+    END        payload: the note; `digest` of all payload
+               of the transfer's DATA
     ABORT      the transfer is given up                      CREDIT     payload: bytes (8) that may be sent beyond
                                                                         those before, of whatever transfer, and
                                                                         how many may be under way now (8)
@@ -22,7 +24,7 @@ little-endian. Each side begins with a hello; the receiver's carries its epoch, 
     FENCED     nothing is written into the rejected         GRANTED    the opened transfer's blocks may be
                transfer any more                                       written until its end
 
-A transfer is OPEN, DATA* and one LAYER_END for each layer, then END or ABORT. Every OPEN and every END is answered in
+A transfer is OPEN, DATA*, then END or ABORT. Every OPEN and every END is answered in
 the end, by one ACCEPTED or by one or more REJECTED. What a rejected transfer still brings is thrown away, so that a
 frame under way never disturbs the other transfers on the connection.
 
@@ -38,10 +40,10 @@ from typing import NamedTuple
 
 from kaveri.kv.transfer.transport import LinkLost
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"KAVERIKV"
-_HELLO = struct.Struct("<8sH6xQ")
-_HEADER = struct.Struct("<B3xI16sIIQQ")
+_HELLO = struct.Struct("<8sHB5xQ")
+_HEADER = struct.Struct("<BxHI16sIIQQ")
 _OPENING = struct.Struct("<16sQ")
 _CREDIT = struct.Struct("<QQ")
 
@@ -58,14 +60,16 @@ class Kind(enum.IntEnum):
 
     OPEN = 1
     DATA = 2
-    LAYER_END = 3
-    END = 4
-    ABORT = 5
-    ACCEPTED = 6
-    REJECTED = 7
-    FENCED = 8
-    GRANTED = 9
-    CREDIT = 10
+    END = 3
+    ABORT = 4
+    ACCEPTED = 5
+    REJECTED = 6
+    FENCED = 7
+    GRANTED = 8
+    CREDIT = 9
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class Header(NamedTuple):
@@ -77,41 +81,51 @@ class Header(NamedTuple):
     layer: int = 0
     first_index: int = 0
     block_count: int = 0
-    layer_digest: int = 0
+    digest: int = 0
+    layer_count: int = 1
 
     def pack(self) -> bytes:
         """The header on the wire."""
-        place = (self.layer, self.transfer_id, self.first_index, self.block_count)
-        return _HEADER.pack(self.kind, *place, self.payload_bytes, self.layer_digest)
+        place = (self.layer_count, self.layer, self.transfer_id, self.first_index, self.block_count)
+        return _HEADER.pack(self.kind, *place, self.payload_bytes, self.digest)
+
+    @property
+    def layers(self) -> range:
+        """Of DATA."""
+        return range(self.layer, self.layer + self.layer_count)
 
 
 def unpack_header(data: bytes | bytearray) -> Header:
     """Raises LinkLost on what cannot be a frame: where the next one begins is unknown then."""
-    kind, layer, transfer_id, first_index, block_count, payload_bytes, digest = _HEADER.unpack(data)
-    try:
-        kind = Kind(kind)
-    except ValueError as error:
-        raise LinkLost(f"protocol error: frame of unknown kind {kind}") from error
+    number, layer_count, layer, transfer_id, first_index, block_count, payload_bytes, digest = _HEADER.unpack(data)
+    kind = _KINDS.get(number)
+    if kind is None:
+        raise LinkLost(f"protocol error: frame of unknown kind {number}")
     limit = DATA_PAYLOAD_BYTES if kind == Kind.DATA else SMALL_PAYLOAD_BYTES
     if payload_bytes > limit:
         raise LinkLost(f"protocol error: {kind.name} of {payload_bytes} bytes")
-    return Header(kind, transfer_id, payload_bytes, layer, first_index, block_count, digest)
+    return Header(kind, transfer_id, payload_bytes, layer, first_index, block_count, digest, layer_count)
 
 
-def pack_hello(epoch: int) -> bytes:
-    """A hello on the wire."""
-    return _HELLO.pack(_MAGIC, VERSION, epoch)
+class Hello(NamedTuple):
+    """What each side begins with; the sender's says nothing."""
+
+    epoch: int = 0
+    with_digests: bool = False
+
+    def pack(self) -> bytes:
+        """The hello on the wire."""
+        return _HELLO.pack(_MAGIC, VERSION, self.with_digests, self.epoch)
 
 
-def unpack_hello(data: bytes | bytearray) -> int:
-    """The epoch in a hello. Raises LinkLost when the peer does not speak this protocol in this version."""
-    magic, version, epoch = _HELLO.unpack(data)
+def unpack_hello(data: bytes | bytearray) -> Hello:
+    """Raises LinkLost when the peer does not speak this protocol in this version."""
+    magic, version, with_digests, epoch = _HELLO.unpack(data)
     if magic != _MAGIC:
         raise LinkLost("the peer does not speak Kaveri's KV protocol")
     if version != VERSION:
         raise LinkLost(f"the peer speaks version {version} of the KV protocol, this side {VERSION}")
-    assert isinstance(epoch, int)
-    return epoch
+    return Hello(epoch, bool(with_digests))
 
 
 def pack_opening(secret: bytes, epoch: int) -> bytes:

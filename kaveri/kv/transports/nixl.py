@@ -84,7 +84,9 @@ class NixlTransport(SocketTransport):
         self.name = self.label = "nixl"
         self.connection_type = NixlReceivingConnection
         # Each write costs a round trip between two processes that poll.
-        self.capabilities = replace(self.capabilities, one_sided=True, can_revoke=False, write_bytes=16 << 20)
+        self.capabilities = replace(
+            self.capabilities, one_sided=True, can_revoke=False, is_byte_stream=False, write_bytes=16 << 20
+        )
 
     def _link(
         self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
@@ -118,21 +120,23 @@ class NixlLink(OneSidedLink):
     def _put(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         source_blocks: Sequence[int],
         target_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer))
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layers.start))
         with self._permission(ticket, is_stopped) as is_permitted:
             if not is_permitted:
                 return False
             try:
-                self._agent.post(layer, source_blocks, target_blocks)
-                # Both only read the source.
-                for region in self._pool.regions(layer, source_blocks):
-                    digest.update(region)
+                self._agent.post(layers, source_blocks, target_blocks)
+                if digest is not None:
+                    # Both only read the source.
+                    for layer in layers:
+                        for region in self._pool.regions(layer, source_blocks):
+                            digest.update(region)
                 self._wait(is_stopped)
             except LinkLost:
                 # Before the connection ends: its end says that nothing is written any more.
@@ -247,10 +251,11 @@ class _SendingAgent(_Agent):
             self.close()
             raise
 
-    def post(self, layer: int, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
+    def post(self, layers: range, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
         """Begins a write. Raises LinkLost."""
-        sources = np.asarray(source_blocks, np.int32) + layer * self._source_block_count
-        targets = np.asarray(target_blocks, np.int32) + layer * self.target_block_count
+        numbers = np.asarray(layers, np.int32)[:, np.newaxis]
+        sources = (np.asarray(source_blocks, np.int32) + numbers * self._source_block_count).ravel()
+        targets = (np.asarray(target_blocks, np.int32) + numbers * self.target_block_count).ravel()
         self._write = _ask(
             "writing", self._agent.make_prepped_xfer, "WRITE", self._source, sources, self._target, targets
         )

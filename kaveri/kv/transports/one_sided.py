@@ -22,7 +22,7 @@ from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.socket import SocketLink
 from kaveri.kv.transports.socket_listener import ReceivingConnection
-from kaveri.kv.transports.stream import Stream, batches
+from kaveri.kv.transports.stream import CACHED_BYTES, Stream, batches
 
 _LET_GO_WITHIN_S = 1.0
 """How long a closing receiver waits for its senders. After it the pool must not be used for anything else."""
@@ -64,25 +64,26 @@ class OneSidedLink(SocketLink, ABC):
     def write(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         first_index: int,
         source_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
         """See Link.write."""
         places = ticket.block_ids[first_index : first_index + len(source_blocks)]
         if max(places) >= self._target_block_count:
             raise LinkLost(f"a ticket for block {max(places)} of the receiver's {self._target_block_count}")
-        if not self._put(ticket, layer, source_blocks, places, digest, is_stopped):
+        if not self._put(ticket, layers, source_blocks, places, digest, is_stopped):
             return 0
-        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index, len(source_blocks)))
-        return len(source_blocks)
+        place = layers.start, first_index, len(source_blocks)
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, *place, layer_count=len(layers)))
+        return len(layers) * len(source_blocks)
 
-    def finish(self, ticket: Ticket, note: bytes) -> None:
+    def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
         """See Link.finish. The end mark says that nothing is written any more, whatever the answer."""
         self._let_go(ticket.transfer_id)
-        super().finish(ticket, note)
+        super().finish(ticket, note, digest)
 
     def abort(self, ticket: Ticket) -> None:
         """See Link.abort."""
@@ -102,14 +103,14 @@ class OneSidedLink(SocketLink, ABC):
     def _put(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         source_blocks: Sequence[int],
         target_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        """Writes source_blocks[i] to target_blocks[i] of the receiver's pool, all of it within _permission(), and gives
-        `digest` the bytes.
+        """Writes source_blocks[i] of each layer to target_blocks[i] of the receiver's pool, all of it within
+        _permission(), and gives `digest` the bytes.
 
         Returns whether all of it is there; False once there is no permission. Raises LinkLost, nothing being written
         any more.
@@ -125,10 +126,6 @@ class OneSidedLink(SocketLink, ABC):
         # Two threads send: the peer's, and the one that reads the answers.
         with self._sending:
             super()._send(header, payload)
-
-    def _hold(self, header: Header) -> None:
-        with self._sending:
-            super()._hold(header)
 
     def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
         transfer_id = header.transfer_id
@@ -199,12 +196,13 @@ class OneSidedReceivingConnection(ReceivingConnection):
         self._stream.discard(header.payload_bytes)
         if landing is None:
             return
-        blocks, digest = landing.begin_write(header.layer, header.first_index, header.block_count)
-        for _, batch in batches(blocks, self._pool.layout.block_bytes):
-            if landing.is_stopped():
-                break
-            for region in self._pool.regions(header.layer, batch):
-                digest.update(region)
+        blocks, digest = landing.begin_write(header.layers, header.first_index, header.block_count)
+        if digest is not None:
+            for regions in batches(self._pool, header.layers, blocks, CACHED_BYTES):
+                if landing.is_stopped():
+                    break
+                for region in regions:
+                    digest.update(region)
         landing.end_write()
 
     def _finish(self, header: Header, landing: Landing | None) -> None:

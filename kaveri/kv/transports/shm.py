@@ -9,7 +9,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from kaveri.kv.transfer.transport import Intake, LinkListener, LinkLost
 from kaveri.kv.transports.one_sided import OneSidedLink, OneSidedReceivingConnection
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.socket_listener import SocketListener
-from kaveri.kv.transports.stream import CACHED_BYTES, Stream, batches
+from kaveri.kv.transports.stream import CACHED_BYTES, Stream
 
 _OFFER = struct.Struct("<Q")
 """Blocks per layer of the receiver's pool. Its descriptor comes with it."""
@@ -45,7 +45,7 @@ class ShmTransport(SocketTransport):
         )
         self.name = self.label = "shm"
         self.connection_type = ShmReceivingConnection
-        self.capabilities = replace(self.capabilities, one_sided=True, can_revoke=False)
+        self.capabilities = replace(self.capabilities, one_sided=True, can_revoke=False, is_byte_stream=False)
 
     def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
         """See Transport.listen. Raises ConfigError, too, for a pool that is in no memory file."""
@@ -88,23 +88,26 @@ class ShmLink(OneSidedLink):
     def _put(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         source_blocks: Sequence[int],
         target_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        source, target, block_bytes = self._pool.memory[layer], self._target[layer], self._pool.layout.block_bytes
-        piece_blocks = max(1, CACHED_BYTES // block_bytes)
-        for start, batch in batches(source_blocks, block_bytes, _PERMITTED_BYTES):
-            with self._permission(ticket, is_stopped) as is_permitted:
-                if not is_permitted:
-                    return False
-                places = target_blocks[start : start + len(batch)]
-                for from_block, to_block, count in _runs(batch, places, piece_blocks):
-                    copied = source[from_block : from_block + count]
-                    np.copyto(target[to_block : to_block + count], copied)
-                    digest.update(copied.data)
+        block_bytes = self._pool.layout.block_bytes
+        permitted_blocks, piece_blocks = max(1, _PERMITTED_BYTES // block_bytes), max(1, CACHED_BYTES // block_bytes)
+        runs = _runs(source_blocks, target_blocks, piece_blocks)
+        for layer in layers:
+            source, target = self._pool.memory[layer], self._target[layer]
+            for permitted in _portions(runs, permitted_blocks):
+                with self._permission(ticket, is_stopped) as is_permitted:
+                    if not is_permitted:
+                        return False
+                    for from_block, to_block, count in permitted:
+                        copied = source[from_block : from_block + count]
+                        np.copyto(target[to_block : to_block + count], copied)
+                        if digest is not None:
+                            digest.update(copied.data)
         return True
 
 
@@ -146,3 +149,17 @@ def _runs(sources: Sequence[int], targets: Sequence[int], piece_blocks: int) -> 
             runs.append((sources[start], targets[start], i - start))
             start = i
     return runs
+
+
+def _portions(runs: Sequence[tuple[int, int, int]], block_count: int) -> Iterator[list[tuple[int, int, int]]]:
+    """The runs in portions of about so many blocks, at least one run each."""
+    portion: list[tuple[int, int, int]] = []
+    portion_blocks = 0
+    for run in runs:
+        portion.append(run)
+        portion_blocks += run[2]
+        if portion_blocks >= block_count:
+            yield portion
+            portion, portion_blocks = [], 0
+    if portion:
+        yield portion

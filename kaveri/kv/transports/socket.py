@@ -19,8 +19,8 @@ from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
     Header,
+    Hello,
     Kind,
-    pack_hello,
     pack_opening,
     unpack_credit,
     unpack_header,
@@ -75,6 +75,7 @@ class SocketTransport:
             memory_kinds=frozenset({"host"}),
             same_host_only=self._is_unix,
             can_revoke=True,
+            is_byte_stream=True,
             write_bytes=4 << 20,
         )
 
@@ -85,13 +86,15 @@ class SocketTransport:
             # A frozen process still has its connections taken by the kernel: the hello shows that somebody is there.
             meeting = self._stream(connection, self.connect_timeout_s)
             meeting.start()
-            meeting.send_bytes(pack_hello(0))
-            answering_epoch = unpack_hello(meeting.receive_bytes(HELLO_BYTES))
-            if answering_epoch != epoch:
-                raise LinkLost(f"epoch {answering_epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
+            meeting.send_bytes(Hello().pack())
+            hello = unpack_hello(meeting.receive_bytes(HELLO_BYTES))
+            if hello.epoch != epoch:
+                raise LinkLost(f"epoch {hello.epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
             self._set_up(connection, self.progress_timeout_s)
             stream = meeting.within(self.progress_timeout_s)
-            return self._link(meeting, stream, pool, listener, endpoint)
+            link = self._link(meeting, stream, pool, listener, endpoint)
+            link.wants_digest = hello.with_digests
+            return link
         except BaseException:
             connection.close()
             raise
@@ -115,6 +118,7 @@ class SocketTransport:
                 connection_limit=self.connection_limit,
                 make_stream=lambda accepted: self._stream(accepted, self.progress_timeout_s, is_accepted=True),
                 connection_type=self.connection_type,
+                with_digests=intake.wants_digests(self.capabilities),
             )
         except RuntimeError as error:
             if path is not None:
@@ -190,8 +194,8 @@ class SocketLink:
         self._stream = stream
         self._pool = pool
         self._listener = listener
-        # What goes in front of the next frame: a system call, and a receiver that wakes, for each end of a layer costs
-        # as much as 100 KiB of payload.
+        self.wants_digest = True
+        # What is still to be sent of the last frame's header.
         self._held = b""
         # Payload that the last DATA frame has announced and not brought.
         self._owed_bytes = 0
@@ -209,40 +213,39 @@ class SocketLink:
     def write(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         first_index: int,
         source_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
         """See Link.write."""
-        self._settle()
+        self._fill_frame()
         if is_stopped():
             return 0
-        block_count, block_bytes = len(source_blocks), self._pool.layout.block_bytes
-        header = Header(Kind.DATA, ticket.transfer_id, block_count * block_bytes, layer, first_index, block_count)
-        head, self._held = self._held + header.pack(), b""
-        for start, batch in batches(source_blocks, block_bytes, self._stream.send_batch_bytes):
-            regions = self._pool.regions(layer, batch)
+        block_count = len(layers) * len(source_blocks)
+        left_bytes = block_count * self._pool.layout.block_bytes
+        place = layers.start, first_index, len(source_blocks)
+        head = Header(Kind.DATA, ticket.transfer_id, left_bytes, *place, layer_count=len(layers)).pack()
+        for regions in batches(self._pool, layers, source_blocks, self._stream.send_batch_bytes(digest)):
+            if digest is not None:
+                # First: the kernel copies them from the cache then.
+                for region in regions:
+                    digest.update(region)
+            batch_bytes = sum(map(len, regions))
             unsent_bytes = self._stream.send([memoryview(head), *regions] if head else regions, is_stopped)
             if unsent_bytes:
-                unsent_head_bytes = max(0, unsent_bytes - len(batch) * block_bytes)
-                self._held = head[len(head) - unsent_head_bytes :]
-                self._owed_bytes = unsent_bytes - unsent_head_bytes
-                self._owed_bytes += (block_count - start - len(batch)) * block_bytes
+                unsent_head_bytes = max(0, unsent_bytes - batch_bytes)
+                self._held = head[len(head) - unsent_head_bytes :] if unsent_head_bytes else b""
+                self._owed_bytes = left_bytes - batch_bytes + unsent_bytes - unsent_head_bytes
                 break
-            for region in regions:
-                digest.update(region)
+            left_bytes -= batch_bytes
             head = b""
         return block_count
 
-    def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
-        """See Link.end_layer. It goes with the next frame."""
-        self._hold(Header(Kind.LAYER_END, ticket.transfer_id, layer=layer, layer_digest=layer_digest))
-
-    def finish(self, ticket: Ticket, note: bytes) -> None:
+    def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
         """See Link.finish."""
-        self._send(Header(Kind.END, ticket.transfer_id, len(note)), note)
+        self._send(Header(Kind.END, ticket.transfer_id, len(note), digest=digest), note)
 
     def abort(self, ticket: Ticket) -> None:
         """See Link.abort."""
@@ -259,16 +262,10 @@ class SocketLink:
         self._stream.close()
 
     def _send(self, header: Header, payload: bytes = b"") -> None:
-        self._settle()
-        head, self._held = self._held, b""
-        self._stream.send_bytes(head + header.pack() + payload)
+        self._fill_frame()
+        self._stream.send_bytes(header.pack() + payload)
 
-    def _hold(self, header: Header) -> None:
-        """Sends it with the next frame."""
-        self._settle()
-        self._held += header.pack()
-
-    def _settle(self) -> None:
+    def _fill_frame(self) -> None:
         """Ends a frame that was stopped half way. Not done there: it would block while its source is waited for."""
         if self._owed_bytes:
             self._stream.send_bytes(self._held)

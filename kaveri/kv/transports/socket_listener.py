@@ -15,9 +15,9 @@ from kaveri.kv.transports.frames import (
     HELLO_BYTES,
     SMALL_PAYLOAD_BYTES,
     Header,
+    Hello,
     Kind,
     pack_credit,
-    pack_hello,
     unpack_header,
     unpack_hello,
     unpack_opening,
@@ -53,14 +53,17 @@ class SocketListener:
         connection_limit: int,
         make_stream: Callable[[socket.socket], Stream],
         connection_type: "type[ReceivingConnection]",
+        with_digests: bool,
     ) -> None:
         """path: where it listens, over a Unix socket. connection_type: what serves an accepted connection.
+        with_digests: whether senders are to send a digest of each transfer.
 
         Raises RuntimeError when no thread can be started; socket and path are still the caller's then.
         """
         self._connection_limit = connection_limit
         self._make_stream = make_stream
         self._connection_type = connection_type
+        self._with_digests = with_digests
         self._listening = listening
         self._path = path
         self._pool = pool
@@ -142,7 +145,7 @@ class SocketListener:
 
     def _begin(self, accepted: socket.socket) -> None:
         """Under the lock: serves a connection. Raises whatever keeps it from that; it is the caller's then."""
-        connection = self._connection_type(self._make_stream(accepted), self._pool, self._intake)
+        connection = self._connection_type(self._make_stream(accepted), self._pool, self._intake, self._with_digests)
         name = f"kv-receive-{self.endpoint.transport}"
         thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
         self._connections[thread] = connection
@@ -169,10 +172,11 @@ class SocketListener:
 class ReceivingConnection:
     """One sender's connection, on the receiving side."""
 
-    def __init__(self, stream: Stream, pool: KvPool, intake: Intake) -> None:
+    def __init__(self, stream: Stream, pool: KvPool, intake: Intake, with_digests: bool) -> None:
         self._stream = stream
         self._pool = pool
         self._intake = intake
+        self._with_digests = with_digests
         self._answering = threading.Lock()
         # Those that have not ended, as far as this side can end them. Others than the connection's own thread take some
         # out.
@@ -191,7 +195,7 @@ class ReceivingConnection:
             # A stranger that says nothing is sent away after the progress limit.
             self._stream.start()
             unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
-            self._greet(pack_hello(self._intake.epoch))
+            self._greet(Hello(self._intake.epoch, self._with_digests).pack())
             self._greeted_at_s = time.monotonic()
             self._credit = self._intake.admit(self._give)
             while True:
@@ -258,10 +262,6 @@ class ReceivingConnection:
                 self._open(header)
             elif header.kind == Kind.DATA:
                 self._take_data(header, landing)
-            elif header.kind == Kind.LAYER_END:
-                self._stream.discard(header.payload_bytes)
-                if landing is not None:
-                    landing.end_layer(header.layer, header.layer_digest)
             elif header.kind == Kind.END:
                 self._finish(header, landing)
             elif header.kind == Kind.ABORT:
@@ -292,7 +292,9 @@ class ReceivingConnection:
         # A second opening of the same transfer is refused like a stranger's, and leaves the first one as it is.
         assert self._credit is not None
         try:
-            landing = self._intake.open(header.transfer_id, secret, epoch, self._answer, self._credit)
+            landing = self._intake.open(
+                header.transfer_id, secret, epoch, self._answer, self._credit, self._with_digests
+            )
         except TransferFailed:
             return
         with self._showing:
@@ -324,29 +326,29 @@ class ReceivingConnection:
 
     def _cost_bytes(self, header: Header) -> int:
         # The two differ where the sender's blocks are in memory already, or where it breaks the rules.
-        return max(header.payload_bytes, header.block_count * self._pool.layout.block_bytes)
+        return max(header.payload_bytes, header.layer_count * header.block_count * self._pool.layout.block_bytes)
 
     def _take_blocks(self, header: Header, landing: Landing | None) -> None:
         if landing is None:
             self._stream.discard(header.payload_bytes)
             return
         try:
-            blocks, digest = landing.begin_write(header.layer, header.first_index, header.block_count)
+            blocks, digest = landing.begin_write(header.layers, header.first_index, header.block_count)
         except TransferFailed:
             self._stream.discard(header.payload_bytes)
             raise
-        left_bytes, block_bytes = header.payload_bytes, self._pool.layout.block_bytes
-        if left_bytes != len(blocks) * block_bytes:
-            landing.abort(f"{left_bytes} bytes came for {len(blocks)} blocks")
+        left_bytes, block_count = header.payload_bytes, header.layer_count * len(blocks)
+        if left_bytes != block_count * self._pool.layout.block_bytes:
+            landing.abort(f"{left_bytes} bytes came for {block_count} blocks")
         try:
-            for _, batch in batches(blocks, block_bytes, self._stream.receive_batch_bytes):
-                regions = self._pool.regions(header.layer, batch)
+            for regions in batches(self._pool, header.layers, blocks, self._stream.receive_batch_bytes(digest)):
                 missing_bytes = self._stream.receive(regions, landing.is_stopped)
-                left_bytes -= len(batch) * block_bytes - missing_bytes
+                left_bytes -= sum(map(len, regions)) - missing_bytes
                 if missing_bytes:
                     break
-                for region in regions:
-                    digest.update(region)
+                if digest is not None:
+                    for region in regions:
+                        digest.update(region)
             landing.end_write()
         except LinkLost as error:
             landing.abort(f"connection lost: {error.reason}")
@@ -363,7 +365,7 @@ class ReceivingConnection:
         if landing is None:
             self._answer(header.transfer_id, "no such transfer on this connection")
             return
-        landing.finish(note)
+        landing.finish(note, header.digest)
         self._landings.pop(header.transfer_id, None)
 
     def _forget_stopped(self, transfer_id: bytes) -> None:

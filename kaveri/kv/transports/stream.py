@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.transport import LinkLost
 
 _BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
@@ -18,6 +20,9 @@ _CHECK_S = 0.05
 
 CACHED_BYTES = 1 << 19
 """What is in the second-level cache when it has been copied, so that a digest of it costs little."""
+
+_BATCH_BYTES = 1 << 24
+"""Of one call where nothing but the kernel looks at the bytes."""
 
 # What arrives for nobody goes here: written by all threads, read by none.
 _SCRATCH = memoryview(bytearray(1 << 16))
@@ -39,16 +44,22 @@ class Stream:
         # A longer call costs the kernel and the interpreter less for each byte, a shorter one leaves its bytes in the
         # cache for their digest. On tcp, larger ones than these make the two ends wait for one another.
         is_unix = connected.family == socket.AF_UNIX
-        self.send_batch_bytes = 4 * CACHED_BYTES if is_unix else 2 * CACHED_BYTES
-        """Of one sending call."""
-        self.receive_batch_bytes = 2 * CACHED_BYTES if is_unix else CACHED_BYTES
-        """Of one receiving call."""
+        self._send_batch_bytes = 4 * CACHED_BYTES if is_unix else 2 * CACHED_BYTES
+        self._receive_batch_bytes = 2 * CACHED_BYTES if is_unix else CACHED_BYTES
         connected.settimeout(None)
         interval = struct.pack("ll", 0, int(_CHECK_S * 1e6))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
         self._readable = select.poll()
         self._readable.register(connected, select.POLLIN)
+
+    def send_batch_bytes(self, digest: Digest | None) -> int:
+        """What one sending call brings, that has its bytes from the cache where there is a digest of them."""
+        return self._send_batch_bytes if digest is not None else _BATCH_BYTES
+
+    def receive_batch_bytes(self, digest: Digest | None) -> int:
+        """What one receiving call brings, that leaves its bytes in the cache where there is a digest of them."""
+        return self._receive_batch_bytes if digest is not None else _BATCH_BYTES
 
     def start(self) -> None:
         """Settles with the peer how to speak; both ends do so first. Nothing is to be settled over a plain socket."""
@@ -239,13 +250,23 @@ class Stream:
             raise LinkLost(f"nothing {what} for {self.progress_timeout_s:g} s")
 
 
-def batches(
-    blocks: Sequence[int], block_bytes: int, batch_bytes: int = CACHED_BYTES
-) -> Iterator[tuple[int, Sequence[int]]]:
-    """The blocks of one system call after the other, each with the position of its first."""
-    count = max(1, batch_bytes // block_bytes)
-    for start in range(0, len(blocks), count):
-        yield start, blocks[start : start + count]
+def batches(pool: KvPool, layers: range, blocks: Sequence[int], batch_bytes: int) -> Iterator[list[memoryview]]:
+    """The regions of these blocks of each layer, layer by layer, as many for one system call as batch_bytes has room
+    for."""
+    count = max(1, batch_bytes // pool.layout.block_bytes)
+    room, regions = count, list[memoryview]()
+    for layer in layers:
+        start = 0
+        while start < len(blocks):
+            batch = blocks[start : start + room]
+            regions += pool.regions(layer, batch)
+            start += len(batch)
+            room -= len(batch)
+            if not room:
+                yield regions
+                room, regions = count, []
+    if regions:
+        yield regions
 
 
 def _repeat(buffer: memoryview, byte_count: int) -> list[memoryview]:

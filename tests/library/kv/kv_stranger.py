@@ -16,8 +16,8 @@ from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
     Header,
+    Hello,
     Kind,
-    pack_hello,
     pack_opening,
     unpack_header,
     unpack_hello,
@@ -46,8 +46,8 @@ class Stranger:
         return Stranger(connection)
 
     def greet(self) -> None:
-        self.socket.sendall(pack_hello(0))
-        assert unpack_hello(self.read(HELLO_BYTES)) == EPOCH
+        self.socket.sendall(Hello().pack())
+        assert unpack_hello(self.read(HELLO_BYTES)).epoch == EPOCH
 
     def send(self, header: Header, payload: bytes = b"") -> None:
         self.socket.sendall(header.pack() + payload)
@@ -58,12 +58,11 @@ class Stranger:
 
     def push(self, ticket: Ticket, blocks: np.ndarray) -> None:
         """blocks: [layer, block, bytes], one for each of the ticket's."""
+        digest = xxh3()
         for layer, content in enumerate(blocks):
-            digest = xxh3()
             digest.update(content.data.cast("B"))
             self.send(Header(Kind.DATA, ticket.transfer_id, content.nbytes, layer, 0, len(content)), content.tobytes())
-            self.send(Header(Kind.LAYER_END, ticket.transfer_id, layer=layer, layer_digest=digest.intdigest()))
-        self.send(Header(Kind.END, ticket.transfer_id))
+        self.send(Header(Kind.END, ticket.transfer_id, digest=digest.intdigest()))
 
     def read(self, byte_count: int) -> bytes:
         data = b""

@@ -13,7 +13,8 @@ import pytest
 from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import xxh3
-from kaveri.kv.transfer.receiver import KvReceiver, PoolLanding, TransferLanded, TransferReleased
+from kaveri.kv.transfer.landing import PoolLanding
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
@@ -212,7 +213,8 @@ def test_a_connection_that_loses_its_place_while_it_shows_its_ticket_writes_noth
 def _landings(receiver: KvReceiver) -> int:
     """Of this receiver, in memory."""
     gc.collect()
-    return sum(isinstance(each, PoolLanding) and each._receiver is receiver for each in gc.get_objects())
+    concludes = [each._conclude for each in gc.get_objects() if isinstance(each, PoolLanding)]
+    return sum(conclude == receiver._conclude for conclude in concludes)
 
 
 @pytest.mark.parametrize("how", ["revoked", "expired"])
@@ -273,7 +275,7 @@ def test_a_second_opening_of_a_transfer_leaves_the_first_one_as_it_is(
 
 
 @pytest.mark.parametrize("last_word", ["fenced", "abort", "end", "gone"])
-@pytest.mark.parametrize("how", ["revoked", "wrong digest", "expired"])
+@pytest.mark.parametrize("how", ["revoked", "wrong block", "expired"])
 def test_blocks_stay_in_quarantine_until_a_one_sided_sender_has_let_go(
     make_place: MakePlace, how: str, last_word: str
 ) -> None:
@@ -285,13 +287,12 @@ def test_blocks_stay_in_quarantine_until_a_one_sided_sender_has_let_go(
     sender.send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 3))
     if how == "revoked":
         place.receiver.revoke(ticket.transfer_id)
-    elif how == "wrong digest":
-        sender.send(Header(Kind.LAYER_END, ticket.transfer_id, layer=0, layer_digest=1))
+    elif how == "wrong block":
+        sender.send(Header(Kind.DATA, ticket.transfer_id, 0, 1, 1, 1))
     assert sender.answer()[0] == Kind.REJECTED
     # What it says while it still holds them changes nothing.
     for index in range(3):
         sender.send(Header(Kind.DATA, ticket.transfer_id, 0, 1, index, 1))
-    sender.send(Header(Kind.LAYER_END, ticket.transfer_id, layer=1))
     witness = place.receiver.grant([4], 4, 60.0)
     sender.open(witness)
     assert sender.answer() == (Kind.GRANTED, witness.transfer_id, "")
@@ -337,12 +338,12 @@ def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePl
     with contextlib.closing(link):
         ticket = place.receiver.grant([6, 2], 8, 60.0)
         link.open(ticket)
-        assert link.write(ticket, 0, 0, [0, 1], xxh3(), lambda: False) == 2
+        assert link.write(ticket, range(1), 0, [0, 1], xxh3(), lambda: False) == 2
         place.receiver.revoke(ticket.transfer_id)
         # Its blocks are free: it has let go of them.
         assert isinstance(place.landed.wait(ticket), TransferReleased)
         place.receiver.pool.memory[:] = 0
-        assert link.write(ticket, 1, 0, [0, 1], xxh3(), lambda: is_stopped) == 0
+        assert link.write(ticket, range(1, 2), 0, [0, 1], xxh3(), lambda: is_stopped) == 0
         assert not place.receiver.pool.memory.any()
 
 

@@ -10,7 +10,7 @@ import structlog
 
 @pytest.mark.parametrize("name", ["block_map"])
 def test_examples_of_the_kv_library_hold(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"kaveri.kv.{name}"))
+    result = doctest.testmod(importlib.import_module(f"kaveri.kv.layout.{name}"))
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -13,7 +13,7 @@ import pytest
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import Digest, xxh3
+from kaveri.kv.transfer.digest import Digest, Digests, xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -63,6 +63,7 @@ class FlowWorld(World):
             listen=[KvEndpoint(transport.name, self.address)],
             epoch=self.epoch,
             transports=[transport],
+            digests=Digests.ON,
             digest=type(self).digest,
             credit_bytes=self.credit_bytes,
         )

@@ -23,6 +23,8 @@ TICKET = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("scripted", "here"),), (0,)
 class ScriptedLink:
     """Takes all that it is given credit for, and accepts at the end."""
 
+    wants_digest = False
+
     def __init__(self, listener: LinkListener, on_close: Callable[[], None], told: list[tuple[str, bytes]]) -> None:
         """told: gets the openings and the aborts."""
         self._listener = listener
@@ -35,18 +37,15 @@ class ScriptedLink:
     def write(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         first_index: int,
         source_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        return len(source_blocks)
+        return len(layers) * len(source_blocks)
 
-    def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
-        """Nothing to do."""
-
-    def finish(self, ticket: Ticket, note: bytes) -> None:
+    def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
         self._listener.answered(ticket.transfer_id, None)
 
     def abort(self, ticket: Ticket) -> None:
@@ -69,6 +68,7 @@ class ScriptedTransport:
         memory_kinds=frozenset({"host"}),
         same_host_only=True,
         can_revoke=True,
+        is_byte_stream=True,
         write_bytes=1 << 20,
     )
 
@@ -172,10 +172,10 @@ def test_a_receiver_that_is_never_reached_is_tried_no_longer_than_the_ticket_las
 def test_source_blocks_are_not_given_back_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     writing, written = threading.Event(), threading.Event()
 
-    def write(self: ScriptedLink, ticket: Ticket, layer: int, first: int, blocks: Sequence[int], *_: object) -> int:
+    def write(self: ScriptedLink, ticket: Ticket, layers: range, first: int, blocks: Sequence[int], *_: object) -> int:
         writing.set()
         assert written.wait(WAIT_S)
-        return len(blocks)
+        return len(layers) * len(blocks)
 
     monkeypatch.setattr(ScriptedLink, "write", write)
     pushed, sentinel = Recorder(), replace(TICKET, transfer_id=bytes([2] * 16), epoch=2)
@@ -207,9 +207,9 @@ def test_a_note_that_is_too_long_is_refused_and_a_shorter_one_taken() -> None:
 
 
 def test_a_receiver_that_accepts_before_the_end_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(self: ScriptedLink, ticket: Ticket, layer: int, first: int, blocks: Sequence[int], *_: object) -> int:
+    def write(self: ScriptedLink, ticket: Ticket, layers: range, first: int, blocks: Sequence[int], *_: object) -> int:
         self._listener.answered(ticket.transfer_id, None)
-        return len(blocks)
+        return len(layers) * len(blocks)
 
     monkeypatch.setattr(ScriptedLink, "write", write)
     pushed = Recorder()

@@ -14,7 +14,6 @@ import structlog
 
 from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.mapped_sender import MappedSender
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.staged_pushes import StagedPush
@@ -53,7 +52,7 @@ def no_thread_named(name: str) -> Iterator[None]:
         yield
 
 
-def push(sender: KvSender | MappedSender, ticket: Ticket) -> None:
+def push(sender: KvSender, ticket: Ticket) -> None:
     sender.open(ticket)
     for layer in range(sender.pool.layout.layer_count):
         sender.write(ticket.transfer_id, layer, 0, [0, 1])
@@ -106,7 +105,7 @@ def test_a_mapped_push_that_there_is_no_thread_for_fails_and_the_next_one_lands(
     receiver = KvReceiver(KvPool(other, 8), landed, listen=[endpoint], epoch=1, transports=transports)
     with (
         contextlib.closing(receiver),
-        contextlib.closing(MappedSender(source, pushed, transports=transports)) as sender,
+        contextlib.closing(KvSender(source, pushed, transports=transports)) as sender,
     ):
         ticket, second = (receiver.grant([6, 2, 1, 0], 8, 60.0) for _ in range(2))
         with no_thread_named(thread):
@@ -229,7 +228,7 @@ def test_a_listener_that_fails_ends_no_other_mapped_push(tmp_path: Path) -> None
     receiver = KvReceiver(
         KvPool(replace(LAYOUT, block_tokens=2), 8), Recorder(), listen=[endpoint], epoch=1, transports=transports
     )
-    sender = MappedSender(source, hear, transports=transports)
+    sender = KvSender(source, hear, transports=transports)
     with contextlib.closing(receiver), contextlib.closing(sender):
         first, second = (receiver.grant([6, 2, 1, 0], 8, 60.0) for _ in range(2))
         copy = StagedPush.copy

@@ -22,9 +22,9 @@ from kaveri.errors import InvalidArgument, LayoutMismatch, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest, DigestFactory, xxh3
-from kaveri.kv.transfer.mapped_sender import STAGINGS_MAX, MappedSender
+from kaveri.kv.transfer.mapped_pushes import STAGINGS_MAX
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import PATH_NAMES, make_transports
@@ -82,7 +82,7 @@ class Source:
         self.pool, self.block_ids = instance.pools[rank], instance.block_ids[rank]
         self.pushed = Recorder()
         transports = make_transports((transport,)) if isinstance(transport, str) else [transport]
-        self.sender = MappedSender(self.pool, self.pushed, transports=transports, staging_bytes=staging_bytes)
+        self.sender = KvSender(self.pool, self.pushed, transports=transports, staging_bytes=staging_bytes)
         self._parts: dict[bytes, list[Ticket]] = {}
 
     def open(self, tickets: list[Ticket]) -> bytes:

@@ -20,7 +20,7 @@ from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports
-from kaveri.kv.transports.frames import pack_hello
+from kaveri.kv.transports.frames import Hello
 from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent, _SendingAgent
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
 from kaveri.testing.transport_runs import MARK
@@ -123,7 +123,7 @@ def test_what_nixl_calls_written_is_there(monkeypatch: pytest.MonkeyPatch, way: 
         sending = stack.enter_context(contextlib.closing(_SendingAgent(source, address, 64, receiving.metadata())))
         for layer, polls_before_progress in ((0, 0), (1, 1000)):
             polls = 0
-            sending.post(layer, range(0, 64, 2), range(1, 64, 2))
+            sending.post(range(layer, layer + 1), range(0, 64, 2), range(1, 64, 2))
             give_up_at_s = time.monotonic() + WAIT_S
             while not sending.is_written():
                 polls += 1
@@ -194,7 +194,7 @@ def test_a_receiver_with_a_bad_offer_is_not_connected_to(source: KvPool, offer: 
         def answer() -> None:
             accepted, _ = server.accept()
             with accepted:
-                accepted.sendall(pack_hello(EPOCH) + offer)
+                accepted.sendall(Hello(EPOCH).pack() + offer)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -215,7 +215,7 @@ def test_an_agent_is_gone_even_while_its_error_is_at_hand(source: KvPool) -> Non
         metadata = receiving.metadata()
         agent = _SendingAgent(source, source.memory.ctypes.data, 8, metadata)
         with pytest.raises(LinkLost) as writing:
-            agent.post(0, [1], [99])
+            agent.post(range(1), [1], [99])
         agent.close()
     assert not open_descriptors() - before, (meeting, writing)
 

@@ -1,6 +1,7 @@
 """The thread that tells a listener what happened."""
 
 import queue
+import threading
 import weakref
 
 import pytest
@@ -72,3 +73,43 @@ def test_a_closed_reporter_holds_on_to_no_timer() -> None:
     gone = weakref.ref(owner)
     del owner
     assert gone() is None
+
+
+def test_a_thread_that_tells_an_event_itself_waits_for_none_and_overtakes_none() -> None:
+    heard: list[tuple[int, str]] = []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def listen(event: int) -> None:
+        if event == 1:
+            entered.set()
+            assert go_on.wait(WAIT_S)
+        heard.append((event, threading.current_thread().name))
+
+    reporter = Reporter[int]("kv-test", listen)
+    reporter.tell(0)
+    assert heard == [(0, threading.current_thread().name)]
+    reporter.report(1)
+    assert entered.wait(WAIT_S)
+    # The listener is busy: it is called for these when it is their turn.
+    reporter.tell(2)
+    reporter.report(3)
+    assert len(heard) == 1
+    go_on.set()
+    reporter.close()
+    assert [event for event, _ in heard] == [0, 1, 2, 3]
+    assert {name for _, name in heard[1:]} == {"kv-test"}
+
+
+@pytest.mark.usefixtures("breaks_are_expected")
+def test_a_listener_that_raises_for_an_event_that_is_told_at_once_hears_the_next() -> None:
+    heard: list[int] = []
+
+    def listen(event: int) -> None:
+        heard.append(event)
+        raise ValueError("listener's own trouble")
+
+    reporter = Reporter[int]("kv-test", listen)
+    for event in range(3):
+        reporter.tell(event)
+    reporter.close()
+    assert heard == [0, 1, 2]

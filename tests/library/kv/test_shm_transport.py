@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import os
 import socket
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,14 @@ import pytest
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool, SharedMemory
+from kaveri.kv.transfer.digest import Digest, Digests, xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports, shm_transport, transport_names
 from kaveri.kv.transports.stream import Stream
-from kaveri.testing.transport_peer import Recorder, wait_until
+from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 
@@ -180,3 +182,52 @@ def _descriptors_of(path: Path) -> list[int]:
             if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
                 found.append(int(descriptor))
     return found
+
+
+@pytest.mark.parametrize(
+    ("digests", "transport", "is_verified"),
+    [
+        (Digests.AUTO, "shm", False),
+        (Digests.AUTO, "unix", True),
+        (Digests.AUTO, "tcp", True),
+        (Digests.ON, "shm", True),
+        (Digests.OFF, "unix", False),
+    ],
+)
+def test_the_receiver_says_whether_a_transfer_is_verified_and_it_lands_either_way(
+    tmp_path: Path, digests: Digests, transport: str, is_verified: bool
+) -> None:
+    digested = threading.Event()
+
+    class Seen:
+        """Notes that it was given bytes."""
+
+        def __init__(self) -> None:
+            self._digest: Digest = xxh3()
+
+        def update(self, data: memoryview, /) -> None:
+            digested.set()
+            self._digest.update(data)
+
+        def intdigest(self) -> int:
+            return self._digest.intdigest()
+
+    source, target, pushed = KvPool(LAYOUT, 4), KvPool(LAYOUT, 8), Recorder()
+    fill_pool(source, 1)
+    listen = [KvEndpoint(transport, "127.0.0.1:0" if transport == "tcp" else str(tmp_path / "kv.sock"))]
+    spoken = make_transports((transport,))
+    with (
+        contextlib.closing(
+            KvReceiver(target, Recorder(), listen=listen, epoch=1, transports=spoken, digests=digests)
+        ) as receiver,
+        contextlib.closing(KvSender(source, pushed, transports=spoken, digest=Seen)) as sender,
+    ):
+        ticket = receiver.grant([6, 2], 8, 60.0)
+        sender.open(ticket)
+        for layer in range(LAYOUT.layer_count):
+            sender.write(ticket.transfer_id, layer, 0, [1, 3])
+        sender.finish(ticket.transfer_id, b"")
+        event = pushed.wait(ticket)
+    assert isinstance(event, PushAccepted), event
+    assert (target.memory[:, [6, 2]] == source.memory[:, [1, 3]]).all()
+    assert digested.is_set() == is_verified

@@ -8,7 +8,7 @@ import pytest
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import NoDigest, xxh3
+from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports.frames import HEADER_BYTES, Header, Kind, unpack_header
 from kaveri.kv.transports.socket import SocketLink
@@ -88,35 +88,28 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-def test_the_end_of_a_layer_goes_with_the_next_frame(pair: Pair) -> None:
+def test_the_same_blocks_of_several_layers_are_one_frame_and_the_end_brings_the_digest(pair: Pair) -> None:
     pair.stream.room_bytes = 1 << 20
-    pair.link.end_layer(TICKET, 0, 77)
-    assert pair.is_silent()
     digest = xxh3()
-    assert pair.link.write(TICKET, 1, 0, [2, 0, 3], digest, lambda: False) == 3
-    assert pair.frame()[0] == Header(Kind.LAYER_END, TICKET.transfer_id, layer=0, layer_digest=77)
+    assert pair.link.write(TICKET, range(2), 0, [2, 0, 3], digest, lambda: False) == 6
     header, payload = pair.frame()
-    assert header == Header(Kind.DATA, TICKET.transfer_id, WRITE_BYTES, 1, 0, 3)
-    assert payload == pair.pool.memory[1, [2, 0, 3]].tobytes()
+    assert header == Header(Kind.DATA, TICKET.transfer_id, 2 * WRITE_BYTES, 0, 0, 3, layer_count=2)
+    assert payload == pair.pool.memory[:, [2, 0, 3]].tobytes()
     expected = xxh3()
     expected.update(memoryview(payload))
     assert digest.intdigest() == expected.intdigest()
-    pair.link.end_layer(TICKET, 1, 78)
-    pair.link.finish(TICKET, b"note")
-    assert pair.frame()[0].layer_digest == 78
-    assert pair.frame() == (Header(Kind.END, TICKET.transfer_id, 4), b"note")
+    pair.link.finish(TICKET, b"note", 78)
+    assert pair.frame() == (Header(Kind.END, TICKET.transfer_id, 4, digest=78), b"note")
 
 
-@pytest.mark.parametrize("room_bytes", [0, 1, HEADER_BYTES, HEADER_BYTES + 9, 2 * HEADER_BYTES, 2 * HEADER_BYTES + 321])
+@pytest.mark.parametrize("room_bytes", [0, 1, HEADER_BYTES, HEADER_BYTES + 9, HEADER_BYTES + 321])
 def test_frames_stay_whole_wherever_a_write_is_stopped(pair: Pair, room_bytes: int) -> None:
     pair.stream.room_bytes = room_bytes
-    pair.link.end_layer(TICKET, 0, 77)
-    assert pair.link.write(TICKET, 1, 0, [2, 0, 3], NoDigest(), lambda: False) == 3
+    assert pair.link.write(TICKET, range(1, 2), 0, [2, 0, 3], None, lambda: False) == 3
     pair.link.abort(TICKET)
-    assert pair.frame()[0].kind == Kind.LAYER_END
     header, payload = pair.frame()
     assert header == Header(Kind.DATA, TICKET.transfer_id, WRITE_BYTES, 1, 0, 3)
-    shown_bytes = max(0, room_bytes - 2 * HEADER_BYTES)
+    shown_bytes = max(0, room_bytes - HEADER_BYTES)
     assert payload[:shown_bytes] == pair.pool.memory[1, [2, 0, 3]].tobytes()[:shown_bytes]
     assert payload[shown_bytes:] == bytes(WRITE_BYTES - shown_bytes)
     assert pair.frame()[0].kind == Kind.ABORT
@@ -124,20 +117,20 @@ def test_frames_stay_whole_wherever_a_write_is_stopped(pair: Pair, room_bytes: i
 
 
 def test_a_write_that_is_not_wanted_any_more_sends_nothing(pair: Pair) -> None:
-    assert pair.link.write(TICKET, 1, 0, [2, 0, 3], NoDigest(), lambda: True) == 0
+    assert pair.link.write(TICKET, range(1, 2), 0, [2, 0, 3], None, lambda: True) == 0
     pair.link.abort(TICKET)
     assert pair.frame()[0].kind == Kind.ABORT
 
 
 def test_the_frames_after_a_stopped_write_are_as_they_should_be(pair: Pair) -> None:
-    pair.stream.room_bytes = 2 * HEADER_BYTES
-    assert pair.link.write(TICKET, 1, 0, [2, 0, 3], NoDigest(), lambda: False) == 3
+    pair.stream.room_bytes = HEADER_BYTES
+    assert pair.link.write(TICKET, range(1, 2), 0, [2, 0, 3], None, lambda: False) == 3
     pair.link.abort(TICKET)
     assert [pair.frame()[0].kind for _ in range(2)] == [Kind.DATA, Kind.ABORT]
     pair.stream.room_bytes = 1 << 20
     for _ in range(2):
-        pair.link.write(TICKET, 0, 0, [1], NoDigest(), lambda: False)
+        pair.link.write(TICKET, range(1), 0, [1], None, lambda: False)
         assert pair.frame()[1] == pair.pool.memory[0, 1].tobytes()
-    pair.link.finish(TICKET, b"note")
+    pair.link.finish(TICKET, b"note", 0)
     assert pair.frame() == (Header(Kind.END, TICKET.transfer_id, 4), b"note")
     assert pair.is_silent()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -22,9 +22,9 @@ from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
     Header,
+    Hello,
     Kind,
     pack_credit,
-    pack_hello,
     unpack_credit,
     unpack_header,
 )
@@ -104,7 +104,7 @@ def test_a_silent_stranger_is_sent_away(connect: Connect) -> None:
 
 def test_another_version_is_sent_away(connect: Connect) -> None:
     stranger = connect()
-    hello = bytearray(pack_hello(0))
+    hello = bytearray(Hello().pack())
     hello[8] += 1
     stranger.socket.sendall(hello)
     stranger.require_closed()
@@ -144,8 +144,9 @@ def test_a_connection_that_there_is_no_thread_for_is_closed_and_the_next_is_serv
         (Header(Kind.DATA, b"", LAYOUT.block_bytes, first_index=1, block_count=1), "where block 0 was due"),
         (Header(Kind.DATA, b"", 3 * LAYOUT.block_bytes + 1, block_count=3), "bytes came for 3 blocks"),
         (Header(Kind.DATA, b"", LAYOUT.block_bytes - 1, block_count=1), "bytes came for 1 blocks"),
-        (Header(Kind.LAYER_END, b"", layer=0), "layer 0 is incomplete"),
-        (Header(Kind.LAYER_END, b"", layer=7), "layer 7"),
+        (Header(Kind.DATA, b"", 2 * LAYOUT.block_bytes, layer=1, block_count=1, layer_count=2), "layer 2 of 2"),
+        (Header(Kind.DATA, b"", LAYOUT.block_bytes, block_count=1, layer_count=0), "of 2"),
+        (Header(Kind.DATA, b"", LAYOUT.block_bytes, block_count=1, layer_count=2), "bytes came for 2 blocks"),
         (Header(Kind.END, b""), "2 layers are incomplete"),
     ],
 )
@@ -168,27 +169,33 @@ def test_a_frame_outside_the_lease_ends_its_transfer_only(
     require_lands(receiver, landed, stranger, content)
 
 
-def test_blocks_and_digests_that_come_twice_are_refused(
+def test_blocks_that_come_twice_are_refused(
     receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
 ) -> None:
     stranger = connect()
     stranger.greet()
-    for twice in (Kind.DATA, Kind.LAYER_END):
-        ticket = receiver.grant([0, 1, 4], 12, 30.0)
-        stranger.open(ticket)
-        digest = xxh3()
-        digest.update(content[0].data.cast("B"))
-        data = Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3)
-        layer_end = Header(Kind.LAYER_END, ticket.transfer_id, layer=0, layer_digest=digest.intdigest())
-        stranger.send(data, content[0].tobytes())
-        stranger.send(layer_end)
-        if twice == Kind.DATA:
-            stranger.send(data, content[0].tobytes())
-        else:
-            stranger.send(layer_end)
-        assert stranger.answer()[0] == Kind.REJECTED
-        assert isinstance(landed.wait(ticket), TransferReleased)
+    ticket = receiver.grant([0, 1, 4], 12, 30.0)
+    stranger.open(ticket)
+    data = Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3)
+    stranger.send(data, content[0].tobytes())
+    stranger.send(data, content[0].tobytes())
+    assert stranger.answer()[0] == Kind.REJECTED
+    assert isinstance(landed.wait(ticket), TransferReleased)
     require_lands(receiver, landed, stranger, content)
+
+
+def test_the_same_blocks_of_all_layers_land_from_one_frame(
+    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray
+) -> None:
+    stranger = connect()
+    stranger.greet()
+    ticket = receiver.grant([6, 2, 3], 12, 30.0)
+    stranger.open(ticket)
+    header = Header(Kind.DATA, ticket.transfer_id, content.nbytes, 0, 0, 3, layer_count=len(content))
+    stranger.send(header, content.tobytes())
+    stranger.send(Header(Kind.END, ticket.transfer_id, digest=xxhash.xxh3_64(content.tobytes()).intdigest()))
+    assert stranger.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
+    assert (receiver.pool.memory[:, [6, 2, 3]] == content).all()
 
 
 def test_a_second_end_is_refused_and_the_landing_stands(
@@ -210,11 +217,11 @@ def test_a_byte_flipped_on_the_way_is_found(
     stranger.greet()
     ticket = receiver.grant([0, 1, 4], 12, 30.0)
     stranger.open(ticket)
-    digest = xxh3()
-    digest.update(content[0].data.cast("B"))
+    digest = xxhash.xxh3_64(content.tobytes()).intdigest()
     content[0, 1, 77] ^= 1
-    stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3), content[0].tobytes())
-    stranger.send(Header(Kind.LAYER_END, ticket.transfer_id, layer=0, layer_digest=digest.intdigest()))
+    header = Header(Kind.DATA, ticket.transfer_id, content.nbytes, 0, 0, 3, layer_count=len(content))
+    stranger.send(header, content.tobytes())
+    stranger.send(Header(Kind.END, ticket.transfer_id, digest=digest))
     assert "digest" in stranger.answer()[2]
     assert isinstance(landed.wait(ticket), TransferReleased)
 
@@ -301,7 +308,7 @@ class Deaf:
 
     def greet(self) -> socket.socket:
         accepted, _ = self.listening.accept()
-        accepted.sendall(pack_hello(EPOCH) + pack_credit(self.credit_bytes, self.credit_bytes))
+        accepted.sendall(Hello(EPOCH).pack() + pack_credit(self.credit_bytes, self.credit_bytes))
         return accepted
 
 

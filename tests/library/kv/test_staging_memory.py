@@ -14,9 +14,9 @@ import pytest
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.mapped_sender import STAGINGS_MAX, MappedSender
+from kaveri.kv.transfer.mapped_pushes import STAGINGS_MAX
 from kaveri.kv.transfer.receiver import KvReceiver
-from kaveri.kv.transfer.sender import PushAccepted
+from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, wait_until
@@ -57,7 +57,7 @@ def test_thirty_shapes_in_rotation_take_no_more_staging_than_four(tmp_path: Path
     assert os.fstat(source.descriptor).st_ino in known
     threads = threading.active_count()
     most_bytes = 0
-    with contextlib.closing(MappedSender(source, pushed, transports=TRANSPORTS, staging_bytes=staging_bytes)) as sender:
+    with contextlib.closing(KvSender(source, pushed, transports=TRANSPORTS, staging_bytes=staging_bytes)) as sender:
         for number in range(2 * 30):
             other = replace(LAYOUT, block_tokens=17 + number % 30)
             path = str(tmp_path / f"{number}.sock")

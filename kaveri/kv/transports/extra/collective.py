@@ -20,6 +20,7 @@ the device, since pools are host memory.
 
 import contextlib
 import importlib
+import itertools
 import os
 import socket
 import struct
@@ -41,7 +42,7 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Intake, Landing, LinkListener, LinkLost
-from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
+from kaveri.kv.transports.frames import HELLO_BYTES, Header, Hello, Kind, unpack_hello
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
 from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import Stream
@@ -89,7 +90,10 @@ class CollectiveTransport(SocketTransport):
         self.name = self.label = backend
         self.connection_type = GlooReceivingConnection if backend == "gloo" else NcclReceivingConnection
         self.capabilities = replace(
-            self.capabilities, needs_posted_receives=True, write_bytes=_BUFFER_COUNT * _MESSAGE_BYTES
+            self.capabilities,
+            needs_posted_receives=True,
+            is_byte_stream=backend == "gloo",
+            write_bytes=_BUFFER_COUNT * _MESSAGE_BYTES,
         )
 
     def _link(
@@ -97,7 +101,7 @@ class CollectiveTransport(SocketTransport):
     ) -> "CollectiveLink":
         port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
         # The receiver waits for nobody who goes away again.
-        meeting.send_bytes(pack_hello(0))
+        meeting.send_bytes(Hello().pack())
         # Nothing of the connection, which is closed when the meeting is given up.
         there, here, block_bytes, timeout_s = (
             meeting.peer_host,
@@ -132,27 +136,29 @@ class CollectiveLink(SocketLink):
     def write(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         first_index: int,
         source_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
         """See Link.write. Returns once the blocks are gathered."""
         block_bytes = self._pool.layout.block_bytes
         step = self._pair.buffer_bytes // block_bytes
-        for start in range(0, len(source_blocks), step):
+        starts = range(0, len(source_blocks), step)
+        for layer, start in itertools.product(layers, starts):
             blocks = source_blocks[start : start + step]
             if not self._wait_for_buffer(is_stopped):
-                return start
+                return (layer - layers.start) * len(source_blocks) + start
             staged = self._pair.buffer(self._sent_count, len(blocks) * block_bytes)
             # Indices of one's own blocks; anything but "clip" makes numpy copy twice.
             np.take(self._pool.memory[layer], blocks, axis=0, out=staged.reshape(len(blocks), block_bytes), mode="clip")
-            digest.update(staged.data)
+            if digest is not None:
+                digest.update(staged.data)
             self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index + start, len(blocks)))
             self._pair.send(self._sent_count, staged.nbytes)
             self._sent_count += 1
-        return len(source_blocks)
+        return len(layers) * len(source_blocks)
 
     def break_off(self) -> None:
         """See Link.break_off."""
@@ -198,8 +204,8 @@ class GlooReceivingConnection(ReceivingConnection):
     backend: ClassVar[str] = "gloo"
     _pair: "_Pair | None" = None
 
-    def __init__(self, stream: Stream, pool: KvPool, intake: Intake) -> None:
-        super().__init__(stream, pool, intake)
+    def __init__(self, stream: Stream, pool: KvPool, intake: Intake, with_digests: bool) -> None:
+        super().__init__(stream, pool, intake, with_digests)
         # Announced messages that have not been waited for, in order: their receives are posted.
         self._coming: deque[Header] = deque()
         self._announced_count = 0
@@ -231,6 +237,8 @@ class GlooReceivingConnection(ReceivingConnection):
         self._stream.discard(header.payload_bytes)
         assert self._pair is not None
         message_bytes = header.block_count * self._pool.layout.block_bytes
+        if header.layer_count != 1:
+            raise LinkLost(f"protocol error: a message of {header.layer_count} layers")
         if not 0 < message_bytes <= self._pair.buffer_bytes or len(self._coming) == _BUFFER_COUNT:
             raise LinkLost(f"protocol error: a message of {message_bytes} bytes behind {len(self._coming)} others")
         self._pair.post_receive(self._announced_count, message_bytes)
@@ -257,8 +265,9 @@ class GlooReceivingConnection(ReceivingConnection):
         self._say(Header(Kind.GRANTED, header.transfer_id))
 
     def _scatter(self, header: Header, landing: Landing, staged: npt.NDArray[np.uint8]) -> None:
-        blocks, digest = landing.begin_write(header.layer, header.first_index, header.block_count)
-        digest.update(staged.data)
+        blocks, digest = landing.begin_write(header.layers, header.first_index, header.block_count)
+        if digest is not None:
+            digest.update(staged.data)
         self._pool.memory[header.layer][list(blocks)] = staged.reshape(len(blocks), -1)
         landing.end_write()
 
@@ -277,7 +286,7 @@ class NcclReceivingConnection(GlooReceivingConnection):
 
 
 class _OrderedLanding:
-    """A landing whose layers and transfer end behind the messages that were announced before; see Landing."""
+    """A landing whose transfer ends behind the messages that were announced before; see Landing."""
 
     def __init__(self, inner: Landing, connection: GlooReceivingConnection) -> None:
         self._inner = inner
@@ -286,13 +295,9 @@ class _OrderedLanding:
         self.hold, self.fence = inner.hold, inner.fence
         self.is_stopped, self.abort = inner.is_stopped, inner.abort
 
-    def end_layer(self, layer: int, sender_digest: int) -> None:
+    def finish(self, note: bytes, sender_digest: int) -> None:
         self._connection.take_coming()
-        self._inner.end_layer(layer, sender_digest)
-
-    def finish(self, note: bytes) -> None:
-        self._connection.take_coming()
-        self._inner.finish(note)
+        self._inner.finish(note, sender_digest)
 
 
 class _Pair:

@@ -61,6 +61,11 @@ class EmulatedLink:
         self._busy_until_s = 0.0
         self._is_broken = False
 
+    @property
+    def wants_digest(self) -> bool:
+        """See Link.wants_digest."""
+        return self._inner.wants_digest
+
     def open(self, ticket: Ticket) -> None:
         """See Link.open."""
         self._inner.open(ticket)
@@ -68,34 +73,30 @@ class EmulatedLink:
     def write(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         first_index: int,
         source_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
         """See Link.write. The bytes go at once, and the link is busy for the rest of its time; all but the last
         _AHEAD_S of that are spent here."""
         began_s = time.monotonic()
-        told_count = self._inner.write(ticket, layer, first_index, source_blocks, digest, is_stopped)
-        moved_bytes = len(source_blocks) * self._layout.block_bytes
+        told_count = self._inner.write(ticket, layers, first_index, source_blocks, digest, is_stopped)
+        moved_bytes = len(layers) * len(source_blocks) * self._layout.block_bytes
         busy_s = self._speed.transfer_s(moved_bytes, self._layout.token_bytes)
         self._busy_until_s = max(began_s, self._busy_until_s) + busy_s
         self._sleep_until(self._busy_until_s - _AHEAD_S, is_stopped)
         return told_count
 
-    def end_layer(self, ticket: Ticket, layer: int, layer_digest: int) -> None:
-        """See Link.end_layer."""
-        self._inner.end_layer(ticket, layer, layer_digest)
-
-    def finish(self, ticket: Ticket, note: bytes) -> None:
+    def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
         """See Link.finish. What was sent last arrives a latency later, and the end mark is behind it.
 
         Other transfers of the link wait for that as well, which a real link would not make them: with milliseconds of
         latency and many short transfers to one receiver the link is slower than its bandwidth says.
         """
         self._sleep_until(max(time.monotonic(), self._busy_until_s) + self._speed.latency_s, lambda: False)
-        self._inner.finish(ticket, note)
+        self._inner.finish(ticket, note, digest)
 
     def abort(self, ticket: Ticket) -> None:
         """See Link.abort."""
@@ -134,15 +135,16 @@ class _MockLink(SocketLink):
     def write(
         self,
         ticket: Ticket,
-        layer: int,
+        layers: range,
         first_index: int,
         source_blocks: Sequence[int],
-        digest: Digest,
+        digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
         # Neither side gives its digest any bytes, so the two agree.
-        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index, len(source_blocks)))
-        return len(source_blocks)
+        place = layers.start, first_index, len(source_blocks)
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, *place, layer_count=len(layers)))
+        return len(layers) * len(source_blocks)
 
 
 class _MockReceivingConnection(ReceivingConnection):
@@ -150,5 +152,5 @@ class _MockReceivingConnection(ReceivingConnection):
         self._stream.discard(header.payload_bytes)
         if landing is None:
             raise TransferFailed("no such transfer on this connection")
-        landing.begin_write(header.layer, header.first_index, header.block_count)
+        landing.begin_write(header.layers, header.first_index, header.block_count)
         landing.end_write()

@@ -1,0 +1,153 @@
+"""Pushes to receivers that keep KV in other blocks, or only a part of it: by layers, by KV heads.
+
+Split at the source, merged at the destination (DéjàVu, section 4.1.2): receivers are ordinary ones, each takes what its
+own ticket says. What the blocks of one other shape need is staged_pushes's.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kaveri.errors import TransferFailed
+from kaveri.kv.layout.block_map import map_blocks
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.flow import SenderFlow
+from kaveri.kv.transfer.push import PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.staged_pushes import MakeSender, StagedPush, StagedPushes
+from kaveri.kv.transfer.ticket import Ticket
+
+STAGING_BYTES = 64 * 2**20
+"""Memory for the blocks of one other shape; less where the source pool is smaller, more where four blocks need it."""
+STAGINGS_MAX = 4
+"""Other shapes that are served at a time. One that is not in use gives way to a new one."""
+
+
+class MappedPushes:
+    """KvSender's calls, for the tickets whose layout is not the pool's. Any thread; close() not from the listener.
+
+    Memory: STAGINGS_MAX * staging_bytes at the most (see StagedPushes for very large blocks), and nothing while all
+    receivers are alike. A shape whose staging gives way frees its memory before another takes any.
+    make_sender: makes what pushes from a staging pool.
+    """
+
+    def __init__(self, pool: KvPool, listener: PushListener, make_sender: MakeSender, staging_bytes: int) -> None:
+        self._pool = pool
+        self._listener = listener
+        self._make_sender = make_sender
+        self._staging_bytes = min(staging_bytes, pool.memory.nbytes)
+        self._lock = threading.Lock()
+        # By shape, the one used last at the end.
+        self._stagings: dict[KvLayout, StagedPushes] = {}
+        self._given_up: list[StagedPushes] = []
+        # Staging that is in memory, that on its way out included.
+        self._room = threading.BoundedSemaphore(STAGINGS_MAX)
+        # By transfer.
+        self._staged: dict[bytes, StagedPushes] = {}
+        self._closed = False
+
+    def open(self, ticket: Ticket, *, part: bool) -> None:
+        """See KvSender.open."""
+        layout = ticket.layout
+        if part:
+            self._pool.layout.require_part(layout)
+        else:
+            self._pool.layout.require_mappable(layout)
+        push = StagedPush(ticket, map_blocks(self._pool.layout, layout))
+        with self._lock:
+            if self._closed:
+                raise TransferFailed("the sender is closed")
+            assert ticket.transfer_id not in self._staged, "a ticket is used once"
+            staging = self._staging(layout)
+            self._staged[ticket.transfer_id] = staging
+        staging.open(push)
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        """See KvSender.write; the blocks are the pool's."""
+        if (staging := self._staged.get(transfer_id)) is not None:
+            staging.write(transfer_id, layer, first_index, source_blocks)
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """See KvSender.finish; the note is short enough."""
+        if (staging := self._staged.get(transfer_id)) is not None:
+            staging.finish(transfer_id, note)
+
+    def abort(self, transfer_id: bytes) -> None:
+        """See KvSender.abort."""
+        if (staging := self._staged.get(transfer_id)) is not None:
+            staging.abort(transfer_id)
+
+    def flow(self) -> SenderFlow:
+        """See KvSender.flow."""
+        with self._lock:
+            stagings = tuple(self._stagings.values())
+        return SenderFlow.total(staging.flow() for staging in stagings)
+
+    def close(self) -> None:
+        """Fails what is under way, and takes no more; does not wait. Idempotent."""
+        with self._lock:
+            self._closed = True
+        for staging in self._all():
+            staging.close()
+
+    def join(self) -> None:
+        """After close(), waits for the end of memory and threads."""
+        for staging in self._all():
+            staging.join()
+
+    def check_integrity(self) -> None:
+        """Asserts that every staging block is free or held by a push under way."""
+        with self._lock:
+            stagings = tuple(self._stagings.values())
+        for staging in stagings:
+            staging.check_integrity()
+
+    def _all(self) -> tuple[StagedPushes, ...]:
+        with self._lock:
+            return (*self._stagings.values(), *self._given_up)
+
+    def _staging(self, layout: KvLayout) -> StagedPushes:
+        """Under the lock: what pushes to receivers of this layout. Raises TransferFailed."""
+        shape = replace(layout, first_layer=0, first_kv_head=0)
+        staging = self._stagings.pop(shape, None)
+        if staging is None or staging.is_closed:
+            if staging is not None:
+                self._give_up(staging)
+            self._make_room()
+            staging = StagedPushes(
+                self._pool,
+                shape,
+                self._on_staged,
+                make_sender=self._make_sender,
+                staging_bytes=self._staging_bytes,
+                room=self._room,
+            )
+            try:
+                staging.start()
+            except RuntimeError as error:
+                raise TransferFailed(f"no thread for staging: {error}") from error
+        self._stagings[shape] = staging
+        return staging
+
+    def _make_room(self) -> None:
+        """Under the lock: gives up the staging that is idle for longest, where there are too many."""
+        if len(self._stagings) < STAGINGS_MAX:
+            return
+        busy = set(self._staged.values())
+        idle = next((shape for shape, staging in self._stagings.items() if staging not in busy), None)
+        if idle is None:
+            raise TransferFailed(f"KV goes to {STAGINGS_MAX} other layouts already")
+        self._give_up(self._stagings.pop(idle))
+
+    def _give_up(self, staging: StagedPushes) -> None:
+        """Under the lock."""
+        staging.close()
+        self._given_up = [each for each in self._given_up if each.is_alive]
+        self._given_up.append(staging)
+
+    def _on_staged(self, event: PushAccepted | PushFailed) -> None:
+        with self._lock:
+            self._staged.pop(event.transfer_id, None)
+        if isinstance(event, PushAccepted):
+            event = replace(event, transport=f"{event.transport} mapped")
+        self._listener(event)
