@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _FILE_KEY = "kaveri.config"
 FLAGS_HELP = (
-    "--FLAG VALUE is also any flag of the services (`kaveri decode --help`), for all that have it: --engine fake; "
-    "--ROLE.FLAG VALUE is for one role: --prefill.chunk-tokens 512."
+    "Any flag of a service is passed on, see `kaveri decode --help`: --engine fake to all services that have it, "
+    "--prefill.chunk-tokens 512 to those of one role."
 )
 
 

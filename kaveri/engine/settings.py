@@ -78,7 +78,9 @@ class EngineSettings(MadeUpSettings):
     """Which engine, on which model, with which memory, and how its KV travels. build_engine checks them together."""
 
     model: str = setting("model to serve: a path, a hub id or a bundled name", KAVERI_TINY, present)
-    engine: str = setting("transformers, vllm, fake (made-up tokens) or timed (--latency-model)", "transformers")
+    engine: str = setting(
+        "what computes: transformers, vllm, fake (made-up tokens) or timed (--latency-model)", "transformers"
+    )
     engine_args: Mapping[str, Any] | None = setting(
         "vllm engine: its own options, a JSON object or a YAML or JSON file; None: vLLM's defaults",
         None,

@@ -27,4 +27,8 @@ class ProfileConfig(EngineSettings):
         most=1,
     )
     quick: bool = setting("fewer steps, each measured less often: faster and less accurate", False)
-    log_level: str = setting("debug, info, warning or error", "warning", choices=("debug", "info", "warning", "error"))
+    log_level: str = setting(
+        "least level of log lines: debug, info, warning or error",
+        "warning",
+        choices=("debug", "info", "warning", "error"),
+    )

@@ -68,7 +68,9 @@ class ServiceConfig:
         most=MAX_REDIS_WAIT_S,
     )
     metrics_port: int = setting("port for Prometheus metrics and health over HTTP; 0: none", 0, least=0, most=MAX_PORT)
-    log_level: str = setting("debug, info, warning or error", "info", choices=("debug", "info", "warning", "error"))
+    log_level: str = setting(
+        "least level of log lines: debug, info, warning or error", "info", choices=("debug", "info", "warning", "error")
+    )
     drain_timeout_s: float = setting(
         "seconds that requests in flight get to finish after SIGTERM", 30.0, least=0, most=MAX_DRAIN_S
     )

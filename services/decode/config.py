@@ -13,7 +13,9 @@ from kaveri.policy.admission import AdmissionPolicy
 class BatchConfig(InstanceConfig):
     """Settings of whoever generates tokens in a running batch, wherever the KV comes from."""
 
-    decode_policy: AdmissionPolicy = setting("greedy, reserve-static or reserve-dynamic", AdmissionPolicy.GREEDY)  # noqa: RUF009
+    decode_policy: AdmissionPolicy = setting(  # noqa: RUF009
+        "when a request joins the batch: greedy, reserve-static or reserve-dynamic", AdmissionPolicy.GREEDY
+    )
     decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
 
 

@@ -29,7 +29,7 @@ class PromptConfig(InstanceConfig):
         PredictionMode.PARALLEL,
     )
     prediction_budget_s: float = setting("sequential: seconds that a request waits for its prediction", 0.05, above=0)
-    predictor_address: str = setting("host:port of the predictor to ask; empty: those found in the cluster", "")
+    predictor_address: str = setting("predictor to ask, host:port; empty: those found in the cluster", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class PrefillConfig(PromptConfig):
     NOT_TAKEN = OF_LANDINGS
     decodes: bool = False
     decode_placement: DecodePlacementPolicy = setting(  # noqa: RUF009
-        "power-of-two, heavy-light, least-loaded, round-robin, random or imbalance (the worst case)",
+        "how a decode instance is chosen: power-of-two, heavy-light, least-loaded, round-robin, random or imbalance "
+        "(the worst case)",
         DecodePlacementPolicy.POWER_OF_TWO,
     )
