@@ -23,7 +23,7 @@ SHAREGPT_PROMPT_TOKENS = (14, 26, 45, 79, 134, 226, 351, 472, 589, 702, 822, 935
 published with sarathi-serve (sharegpt_8k_filtered_stats_llama2_tokenizer.csv, Apache-2.0)."""
 _TIMEOUT_S = 300.0
 _MAX_IN_FLIGHT = 4096
-_TOO_SLOW = "this machine is too slow for the latency model"
+_TOO_SLOW = "latency_model_missed"
 _LATE_S = 0.1
 
 

@@ -238,7 +238,7 @@ class RedisStore:
         try:
             return await self._unless_away(command, otherwise)
         except _REFUSALS as error:
-            get_logger().warning("redis command failed", error=why(error))
+            get_logger().warning("redis_command_failed", error=why(error))
             return otherwise
 
     async def _unless_away(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
@@ -252,7 +252,7 @@ class RedisStore:
         except _REFUSALS:
             raise
         except (RedisError, OSError) as error:
-            get_logger().warning("redis command failed", error=why(error))
+            get_logger().warning("redis_command_failed", error=why(error))
             return otherwise
         finally:
             if _cancellations() > cancellations:
@@ -264,13 +264,13 @@ class RedisStore:
             REFUSED_HEARTBEATS.inc()
         if reason and not self._refusal:
             get_logger().error(
-                "redis_refuses_heartbeats",
+                "heartbeats_refused",
                 error=reason,
                 url=shown(self._url),
                 effect="the last view stays in use, and nothing is entered into Redis",
             )
         if self._refusal and not reason:
-            get_logger().info("redis_takes_heartbeats", url=shown(self._url))
+            get_logger().info("heartbeats_accepted", url=shown(self._url))
         self._refusal = reason
         self._tell_membership()
 
@@ -290,7 +290,7 @@ class RedisStore:
                         await channel.subscribe(self._key("loads"))
                     await self._hear_heartbeats(channel)
                     if not self._is_heard:
-                        get_logger().info("redis is back", url=shown(self._url))
+                        get_logger().info("redis_returned", url=shown(self._url))
                     self._is_heard = True
                     self._tell_membership()
                     loaded.set()
@@ -298,7 +298,7 @@ class RedisStore:
                     await self._follow(channel)
             except (RedisError, OSError) as error:
                 if self._is_heard:
-                    get_logger().warning("redis is away; the last view stays in use", error=why(error))
+                    get_logger().warning("redis_lost", error=why(error), effect="the last view stays in use")
                 self._is_heard = False
                 self._tell_membership()
             except Exception:  # A view that no event changes any more would look like a healthy one.
@@ -330,7 +330,7 @@ class RedisStore:
             else:
                 # Only here, with nothing left to read: a stall of this process is not taken for the monitor's silence.
                 if not self._hears_heartbeats and self._monitored is not None and self._monitored.is_silent():
-                    get_logger().warning("no cluster monitor is heard; every heartbeat is followed")
+                    get_logger().warning("monitor_lost", effect="every heartbeat is followed")
                     await self._hear_heartbeats(channel)
                 if not pings:
                     # Counted from the first ping, so that a stall of this process is not taken for Redis's.
@@ -356,7 +356,7 @@ class RedisStore:
             else:
                 self._learn(cluster_pb2.InstanceStatus.FromString(value), None)
         except DecodeError as error:
-            get_logger().warning("unreadable event ignored", error=why(error))
+            get_logger().warning("redis_event_ignored", error=why(error))
 
     def _take_in_broadcast(self, message: cluster_pb2.LoadBroadcast) -> None:
         if self._monitored is None:
@@ -372,7 +372,7 @@ class RedisStore:
         taken = self._monitored.take_in(broadcast)
         if taken and (self._hears_heartbeats or broadcast.fencing_token != known_token):
             get_logger().info(
-                "the cluster monitor's broadcasts are followed",
+                "monitor_followed",
                 leader_id=broadcast.leader_id,
                 fencing_token=broadcast.fencing_token,
             )
@@ -388,7 +388,7 @@ class RedisStore:
         try:
             return status_from_proto(message, known)
         except (KeyError, InvalidArgument) as error:
-            get_logger().warning("unreadable instance status ignored", error=why(error))
+            get_logger().warning("instance_status_ignored", error=why(error))
             return None
 
     async def _load_instances(self) -> None:
@@ -415,7 +415,7 @@ class RedisStore:
                 try:
                     self._learn(cluster_pb2.InstanceStatus.FromString(held[1]), remaining_ms / 1000)
                 except DecodeError as error:
-                    get_logger().warning("unreadable instance ignored", error=why(error))
+                    get_logger().warning("instance_record_ignored", error=why(error))
         if ended:
             keys = [self._key("instances"), *map(self._instance_key, ended)]
             # One that refuses writes keeps them until the next process loads them.

@@ -125,15 +125,16 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
     if profile is None:
         if settings.chunk_tokens == DEFAULT_CHUNK_TOKENS:
             log.info(
-                "chunks have the default size; --profile with a file of `kaveri profile` fits it to engine and machine",
+                "chunk_size_defaulted",
                 chunk_tokens=settings.chunk_tokens,
+                advice="`kaveri profile` measures the best size for this engine; pass its file with --profile",
             )
         return
     profile.require_for(profiled_engine(runner, settings), runner.latency if isinstance(runner, TimedRunner) else None)
     here = this_machine(runner.device)
-    log.info("chunks by profile", chunk_tokens=settings.chunk_tokens, profiled_tokens=profile.chunk_tokens)
+    log.info("chunk_size_profiled", chunk_tokens=settings.chunk_tokens, profiled_tokens=profile.chunk_tokens)
     if profile.machine != here and not isinstance(runner, TimedRunner):
-        log.warning("the profile was measured on another machine", profiled=str(profile.machine), here=str(here))
+        log.warning("profile_machine_differs", profiled=str(profile.machine), here=str(here))
 
 
 def _transports(settings: EngineSettings) -> tuple[Transport, ...]:
@@ -144,7 +145,7 @@ def _transports(settings: EngineSettings) -> tuple[Transport, ...]:
     transports = make_transports(settings.kv_transports, settings.kv_advertise_host, settings.kv_tls)
     if not settings.kv_link:
         return transports
-    get_logger().warning("kv is pushed over an emulated link", link=settings.kv_link)
+    get_logger().warning("kv_link_emulated", link=settings.kv_link)
     return slowed(transports, settings.kv_link)
 
 
@@ -236,7 +237,7 @@ def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSett
         reason = f"is {settings.kv_cache_memory}, enough for {pool_tokens} token; no request fits into it"
         raise ConfigError("kv_cache_memory", reason)
     get_logger().warning(
-        "max_model_len is reduced to what the KV cache holds",
+        "max_model_len_reduced",
         model_tokens=model_tokens,
         served_tokens=pool_tokens,
         kv_cache_memory=settings.kv_cache_memory,

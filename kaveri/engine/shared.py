@@ -75,4 +75,4 @@ class Shared:
 
     def _on_listener_error(self, error: Exception) -> None:
         self.stop(f"the listener raised {error!r}")
-        get_logger().error("the engine stops: its listener raised", exc_info=error)
+        get_logger().error("engine_listener_failed", exc_info=error)

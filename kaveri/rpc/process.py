@@ -170,7 +170,7 @@ async def _serve(config: ConfigT, serve: Callable[[ConfigT, asyncio.Event], Awai
     def stop() -> None:
         if stopping.is_set():
             serving.cancel()
-        get_logger().info("stopping", drain_timeout_s=config.drain_timeout_s, at_once=stopping.is_set())
+        get_logger().info("service_stopping", drain_timeout_s=config.drain_timeout_s, at_once=stopping.is_set())
         stopping.set()
 
     loop = asyncio.get_running_loop()

@@ -549,7 +549,7 @@ class DecodeInstance:
             self._idle.set()
         self._metrics.requests.labels(outcome).inc()
         get_logger().info(
-            "request ended",
+            "request_ended",
             request_id=request.request_id,
             attempt=request.attempt,
             outcome=outcome,

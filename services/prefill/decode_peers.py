@@ -108,7 +108,7 @@ class DecodePeers:
             except aio.AioRpcError as error:
                 reason: KaveriError = error_of(error)
                 get_logger().warning(
-                    "abort not delivered",
+                    "abort_failed",
                     request_id=request.request_id,
                     attempt=request.attempt,
                     decode_instance_id=target.record.instance_id,

@@ -89,7 +89,9 @@ class Dispatcher:
         except KaveriError as error:
             request.report(request, Failed(error))
         except Exception as error:  # One request's bad luck must not end the others'.
-            get_logger().exception("placement_broken", request_id=request.request_id, attempt=request.attempt)
+            get_logger().exception(
+                "placement_failed_unexpectedly", request_id=request.request_id, attempt=request.attempt
+            )
             request.report(request, Failed(Unavailable(f"placement failed: {error!r}")))
 
     async def _place(self, request: PrefillRequest) -> NoReturn:

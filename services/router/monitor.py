@@ -121,6 +121,6 @@ class Monitor:
         else:
             self._sequence_number = 0
             metrics.MONITOR_TAKEOVERS.inc()
-            get_logger().info("monitor_leads", fencing_token=fencing_token, former_token=self._fencing_token)
+            get_logger().info("monitor_lead_taken", fencing_token=fencing_token, former_token=self._fencing_token)
         self._fencing_token = fencing_token
         metrics.MONITOR_LEADING.set(fencing_token is not None)

@@ -431,4 +431,4 @@ class RequestPlacer:
     def _end_errand(self, task: asyncio.Task[None]) -> None:
         self._errands.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            get_logger().error("errand_failed", exc_info=task.exception())
+            get_logger().error("background_task_failed", exc_info=task.exception())

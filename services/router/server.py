@@ -129,7 +129,7 @@ class Router:
                 group.create_task(router.monitor.run(), name="cluster monitor")
                 watch = group.create_task(router._watch())
                 await router._server.ready()
-                get_logger().info("router_started", address=router.address, router_id=router.router_id)
+                get_logger().info("service_started", address=router.address, router_id=router.router_id)
                 try:
                     yield router
                 finally:

@@ -1,5 +1,6 @@
-"""docs/operations.md lists every metric that the services register, and no other. Says nothing about the values."""
+"""docs/operations.md lists every metric and every log event, and no other. It does not check their values."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,3 +66,54 @@ def test_each_services_readme_names_its_metrics() -> None:
         text = (ROOT / "services" / role / "README.md").read_text()
         missing = [name for name, _, _ in facts if name not in text]
         assert not missing, f"services/{role}/README.md"
+
+
+_EVENT_ROW = re.compile(r"\| `([a-z_]+)` \| ([a-z, ]+) \| [a-z, ]+ \| `?([a-z_, ]*)`? \| .+ \|")
+_LEVEL_OF = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error"}
+
+
+def _logged() -> Iterator[tuple[str, str | None, set[str]]]:
+    """(event, level, fields) of each logging call in the library and the services. Level None: chosen at run time."""
+    paths = [path for room in ("kaveri", "services") for path in (ROOT / room).rglob("*.py")]
+    for path in paths:
+        if "testing" in path.parts or "v1" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=logger, attr=level), args=[ast.Constant(value=str(event)), *_]):
+                    if level not in _LEVEL_OF or not _is_logger(logger):
+                        continue
+                case ast.Call(
+                    func=ast.Call(func=ast.Name(id="getattr"), args=[logger, _]), args=[ast.Constant(value=str(event))]
+                ):
+                    if not _is_logger(logger):
+                        continue
+                    level = None
+                case _:
+                    continue
+            fields = {keyword.arg for keyword in node.keywords if keyword.arg is not None} - {"exc_info"}
+            yield event, _LEVEL_OF.get(level or ""), fields
+
+
+def _is_logger(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("log", "get_logger()") or ast.unparse(node).startswith("get_logger().bind(")
+
+
+def test_every_log_event_is_documented_with_level_and_fields_and_no_other_is() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text().partition("\n## Logs\n")[2].partition("\n## ")[0]
+    documented = {
+        event: (set(levels.split(", ")), set(filter(None, fields.split(", "))))
+        for event, levels, fields in _EVENT_ROW.findall(text)
+    }
+    logged = list(_logged())
+    assert len(logged) > 50, "the calls were not found"
+    assert {event for event, _, _ in logged} == documented.keys()
+    for event, level, fields in logged:
+        levels, known = documented[event]
+        assert level is None or level in levels, f"{event} is logged as {level}"
+        assert fields <= known, f"{event} has undocumented fields {fields - known}"
+
+
+def test_log_events_are_snake_case() -> None:
+    names = {event for event, _, _ in _logged()}
+    assert not [name for name in names if not re.fullmatch(r"[a-z]+(_[a-z]+)+", name)]

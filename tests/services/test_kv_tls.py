@@ -63,7 +63,7 @@ async def test_what_tls_refuses_is_pushed_elsewhere(
     assert await router.answer(call, "a") == FakeModel().answer(TOKEN_IDS, 0, 8)
     assert call.get("handed_over").kv_transport == "unix"
     logged = capfd.readouterr().out
-    assert "kv peer connected" in logged
+    assert "kv_peer_connected" in logged
     assert "the peer's certificate: self-signed certificate in certificate chain" in logged
     await cluster.all_free()
 

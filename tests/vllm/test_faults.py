@@ -229,7 +229,7 @@ def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
 
 def broken_transfers(cluster: LocalCluster) -> int:
     """How many pushes decode instances have given up half way so far."""
-    return sum(cluster.log_text(f"decode-{number}").count('"kv transfer ended"') for number in range(2))
+    return sum(cluster.log_text(f"decode-{number}").count('"kv_transfer_ended"') for number in range(2))
 
 
 def failed_pushes(cluster: LocalCluster) -> int:

@@ -192,7 +192,7 @@ async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_i
     def broken_transfers() -> Counter[int]:
         """How many transfers each rank of decode-0 has given up half way so far, by its own log lines."""
         lines = [json.loads(line) for line in cluster.log_text("decode-0").splitlines() if line.startswith("{")]
-        return Counter(line["rank"] for line in lines if line["event"] == "kv transfer ended")
+        return Counter(line["rank"] for line in lines if line["event"] == "kv_transfer_ended")
 
     ranks = ranks_of(cluster.pids()["prefill-0"])
     broken_before = broken_transfers()

@@ -28,7 +28,7 @@ LONG_LEASE = ("--lease-ttl-s", "300")
 
 def is_pushing(cluster: LocalCluster, view: ClusterView) -> bool:
     """Whether prefill-0 is connected to both, and decode-0 waits for KV, by the heartbeats of both."""
-    connected = cluster.log_text("prefill-0").count('"kv peer connected"') == 2
+    connected = cluster.log_text("prefill-0").count('"kv_peer_connected"') == 2
     return connected and not is_idle(view, Role.PREFILL) and view.instances["decode-0"].load.waiting_requests > 0
 
 

@@ -122,7 +122,7 @@ class StepwiseEngine:
             self._thread.join(_CLOSE_TIMEOUT_S)
         self._transfers.close()
         if self._thread.is_alive():
-            get_logger().warning("a step goes on past the engine's end", waited_s=_CLOSE_TIMEOUT_S)
+            get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
             return
         with self._shared.lock:
             self._lifecycle.clear()
@@ -199,7 +199,7 @@ class StepwiseEngine:
         # waiting for tokens.
         except BaseException as error:
             self._shared.stop(repr(error))
-            get_logger().exception("the engine stops", error=repr(error))
+            get_logger().exception("engine_failed", error=repr(error))
         finally:
             if self._shared.broken is not None:
                 self._transfers.close()

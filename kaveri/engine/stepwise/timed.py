@@ -69,7 +69,7 @@ class TimedRunner:
             return
         if self._taken_s > _LATE_FACTOR * self._modelled_s:
             get_logger().warning(
-                "this machine is too slow for the latency model",
+                "latency_model_missed",
                 latency_model=self.latency.name,
                 steps_took_s=round(self._taken_s, 3),
                 modelled_s=round(self._modelled_s, 3),

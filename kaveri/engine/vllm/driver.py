@@ -158,7 +158,7 @@ class Driver:
         # waiting for tokens.
         except BaseException as error:
             self._board.stop(repr(error))
-            get_logger().exception("the engine stops", error=repr(error))
+            get_logger().exception("engine_failed", error=repr(error))
         finally:
             if self._board.broken is not None:
                 self._transfers.close()

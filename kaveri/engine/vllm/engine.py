@@ -101,7 +101,7 @@ class VllmEngine:
             thread.join(_CLOSE_TIMEOUT_S)
         self._transfers.close()
         if thread.is_alive():
-            get_logger().warning("a step goes on past the engine's end", waited_s=_CLOSE_TIMEOUT_S)
+            get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
             return
         self._host.scheduler_side.desk = None
         with self._board.lock:

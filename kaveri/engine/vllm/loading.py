@@ -165,7 +165,7 @@ def load_host(settings: EngineSettings, mirrored: bool = False) -> "Host":
         host.max_model_len = pool_tokens
     if settings.max_model_len == 0 and host.max_model_len < (made_for := config.hf_text_config.max_position_embeddings):
         get_logger().warning(
-            "max_model_len is reduced to what the KV cache holds",
+            "max_model_len_reduced",
             model_tokens=made_for,
             served_tokens=host.max_model_len,
             kv_cache_memory=settings.kv_cache_memory,

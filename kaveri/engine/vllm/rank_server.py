@@ -56,7 +56,7 @@ class RankServer:
             pass
         except Exception as error:
             # The engine notices the end of the connection.
-            get_logger().exception("the rank's data plane ends", error=repr(error))
+            get_logger().exception("rank_data_plane_failed", error=repr(error))
         finally:
             self._plane.detach()
             self._connection.close()

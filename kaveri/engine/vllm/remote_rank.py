@@ -157,7 +157,7 @@ class RemoteRank:
             self._lose("takes no calls")
         except Exception as error:
             self._lose(f"cannot be told: {error!r}")
-            get_logger().exception("rank cannot be told", rank=self._rank)
+            get_logger().exception("rank_send_failed", rank=self._rank)
 
     def _read(self) -> None:
         try:
@@ -182,7 +182,7 @@ class RemoteRank:
             self._lose("has ended")
         except Exception as error:
             self._lose(f"cannot be followed: {error!r}")
-            get_logger().exception("rank cannot be followed", rank=self._rank)
+            get_logger().exception("rank_receive_failed", rank=self._rank)
         finally:
             self._end()
             # It may be within a send, which has ended by now or does so in time.

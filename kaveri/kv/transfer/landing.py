@@ -167,7 +167,7 @@ class PoolLanding:
         if self._credit is not None:
             self._credit.expect(-due_bytes)
         self._tell(reason)
-        get_logger().info("kv transfer ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
+        get_logger().info("kv_transfer_ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
 
     @property
     def _all_bytes(self) -> int:

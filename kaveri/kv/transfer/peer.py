@@ -492,7 +492,7 @@ class Peer:
         except Exception as error:
             # No other code sees it: all pushes of this receiver end with this thread.
             reason = f"the sender broke: {error!r}"
-            get_logger().exception("kv peer broke", address=self._routes[0][1].address)
+            get_logger().exception("kv_peer_failed", address=self._routes[0][1].address)
         finally:
             with self._lock:
                 self._owner.forget(self)
@@ -611,12 +611,12 @@ class Peer:
                 if self._closing:
                     connection.link.break_off()
             where = {"transport": transport.label, "address": endpoint.address}
-            get_logger().info("kv peer connected", **where, passed_over=problems)
+            get_logger().info("kv_peer_connected", **where, passed_over=problems)
             return connection
         with self._lock:
             for push in tuple(self._pushes.values()):
                 self._stop(push, f"cannot connect: {'; '.join(problems)}")
-        get_logger().warning("kv peer unreachable", reasons=problems)
+        get_logger().warning("kv_peer_unreachable", reasons=problems)
         return None
 
     def _drop_lost(self) -> None:

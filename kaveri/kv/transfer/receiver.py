@@ -189,7 +189,7 @@ class KvReceiver:
         else:
             return landing
         answer(transfer_id, reason)
-        get_logger().warning("kv transfer refused", transfer_id=transfer_id.hex(), reason=reason)
+        get_logger().warning("kv_transfer_refused", transfer_id=transfer_id.hex(), reason=reason)
         raise TransferFailed(reason)
 
     def _conclude(self, event: TransferLanded | TransferReleased) -> None:

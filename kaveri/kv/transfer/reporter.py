@@ -54,7 +54,7 @@ class Reporter(Generic[EventT]):
         try:
             self._call_listener(event)
         except Exception:
-            get_logger().exception("kv listener failed")
+            get_logger().exception("kv_listener_failed")
 
     def call_after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Runs `action` on the reporter's thread in `delay_s` seconds, unless it is closed before.
@@ -91,7 +91,7 @@ class Reporter(Generic[EventT]):
                 work()
             except Exception:
                 # A listener's error must not end the reports of all other transfers.
-                get_logger().exception("kv listener failed")
+                get_logger().exception("kv_listener_failed")
             # It holds on to an event, or to a timer's owner.
             del work
 

@@ -289,7 +289,7 @@ class StagedPushes:
             self._memory = KvPool(self._shape, self.block_count)
             self._made = self._make_sender(self._staging, self._on_event, on_local_done=self._on_local_done)
             get_logger().info(
-                "kv is pushed to another layout",
+                "kv_layout_mapped",
                 block_tokens=self._shape.block_tokens,
                 order=self._shape.order,
                 staging_bytes=self._staging.memory.nbytes,
@@ -300,7 +300,7 @@ class StagedPushes:
                 del turn
         # Whatever broke, nobody may be left waiting for an event.
         except Exception as error:
-            get_logger().exception("staging of kv failed", error=repr(error))
+            get_logger().exception("kv_staging_failed", error=repr(error))
             reason = f"staging failed: {error!r}"
         finally:
             self.close()
@@ -323,7 +323,7 @@ class StagedPushes:
         try:
             self._listener(event)
         except Exception:
-            get_logger().exception("kv listener failed")
+            get_logger().exception("kv_listener_failed")
 
     def _next_turn(self) -> Callable[[], None] | None:
         """What to do next, for the pushes in turn; waits. None at the end."""

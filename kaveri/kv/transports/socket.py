@@ -284,7 +284,7 @@ class SocketLink:
             reason = error.reason
         except Exception as error:
             reason = f"the sender broke: {error!r}"
-            get_logger().exception("kv answers cannot be read")
+            get_logger().exception("kv_answers_unreadable")
         finally:
             self.break_off()
             self._listener.lost(reason)

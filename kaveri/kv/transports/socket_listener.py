@@ -103,7 +103,7 @@ class SocketListener:
             except OSError as error:
                 if not self._closing.is_set():
                     # Out of descriptors, most likely: connections wait in the backlog meanwhile.
-                    log.warning("kv connection not accepted", reason=error.strerror)
+                    log.warning("kv_accept_failed", reason=error.strerror)
                     self._closing.wait(0.2)
                 continue
             self._wait_for_leaving()
@@ -115,11 +115,11 @@ class SocketListener:
             except Exception as error:
                 # No thread more for it, or it is gone already: the next one may have better luck.
                 accepted.close()
-                log.warning("kv connection not accepted", reason=str(error))
+                log.warning("kv_accept_failed", reason=str(error))
                 continue
             if not has_room:
                 accepted.close()
-                log.warning("kv connection refused", reason="too many", limit=self._connection_limit)
+                log.warning("kv_connection_refused", reason="too many", limit=self._connection_limit)
 
     def _wait_for_leaving(self) -> None:
         """Lets a flood of strangers come no faster than their connections end: they hold threads until then."""
@@ -159,7 +159,7 @@ class SocketListener:
         try:
             connection.run()
         except Exception:
-            get_logger().exception("kv connection broke")
+            get_logger().exception("kv_connection_failed")
         finally:
             # Under the lock, so that close() never breaks off a descriptor that has been given to somebody else.
             with self._lock:
@@ -204,7 +204,7 @@ class ReceivingConnection:
             reason = error.reason
             # A sender that leaves with nothing open is no news.
             level = "warning" if self._landings or "protocol" in reason.lower() else "debug"
-            getattr(get_logger(), level)("kv connection ended", reason=reason, open_transfers=len(self._landings))
+            getattr(get_logger(), level)("kv_connection_ended", reason=reason, open_transfers=len(self._landings))
         except Exception as error:
             reason = f"the receiver broke: {error!r}"
             raise
@@ -247,7 +247,7 @@ class ReceivingConnection:
             try:
                 landing.abort(reason)
             except Exception:
-                get_logger().exception("kv transfer not aborted", transfer_id=transfer_id.hex())
+                get_logger().exception("kv_transfer_abort_failed", transfer_id=transfer_id.hex())
 
     def _take_frame(self) -> None:
         within_s = None

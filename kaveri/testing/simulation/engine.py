@@ -183,7 +183,7 @@ class SimulatedEngine:
             self._step(planned)
         except StaleKv as error:
             self.draws.report(f"engine {self.info.epoch:x} at {asyncio.get_running_loop().time():.6f}: {error}")
-            get_logger().exception("the engine stops", error=repr(error))
+            get_logger().exception("engine_failed", error=repr(error))
             self.fail(repr(error))
             return
         self._begin_step()

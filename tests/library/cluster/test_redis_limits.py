@@ -78,10 +78,10 @@ async def test_refused_heartbeats_are_said_once_with_their_reason_and_counted(ki
             await view_that(instance, lambda view: view.store_connected)
         events = [line["event"] for line in logs]
         # One line of each of the two processes.
-        assert events.count("redis_refuses_heartbeats") == 2
-        assert events.count("redis_takes_heartbeats") == 2
-        assert "redis is away; the last view stays in use" not in events
-        said = next(line for line in logs if line["event"] == "redis_refuses_heartbeats")
+        assert events.count("heartbeats_refused") == 2
+        assert events.count("heartbeats_accepted") == 2
+        assert "redis_lost" not in events
+        said = next(line for line in logs if line["event"] == "heartbeats_refused")
         assert any(word in said["error"] for word in reason.split("|")), said
         assert await router.requests() == ()
 

@@ -135,7 +135,7 @@ def test_a_transport_that_breaks_fails_its_pushes_with_a_reason_and_the_next_one
         with structlog.testing.capture_logs() as lines:
             sender.open(TICKET)
             failed = pushed.wait(TICKET)
-            wait_until(lambda: any(line["event"] == "kv peer broke" for line in lines), "its end is logged")
+            wait_until(lambda: any(line["event"] == "kv_peer_failed" for line in lines), "its end is logged")
         assert isinstance(failed, PushFailed)
         assert "not as it should be" in failed.reason
         is_broken = False

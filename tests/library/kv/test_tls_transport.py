@@ -188,7 +188,7 @@ def test_a_certificate_of_another_authority_or_time_is_refused(
             assert ("expired" if trouble == "expired" else "unknown ca") in reason
             push(TlsTransport(files), receiver, landed)
     logged = capfd.readouterr().out
-    assert "kv connection ended" in logged
+    assert "kv_connection_ended" in logged
     assert (words if refusing == "receiver" else "the peer refused this side") in logged
 
 

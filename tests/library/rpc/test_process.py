@@ -98,7 +98,7 @@ def test_the_first_signal_drains(signal_number: signal.Signals) -> None:
         output, logs = process.communicate(timeout=WAIT_S)
     assert (process.returncode, output) == (0, "draining\n")
     (line,) = logs.splitlines()
-    assert json.loads(line)["event"] == "stopping"
+    assert json.loads(line)["event"] == "service_stopping"
 
 
 def test_a_second_signal_cancels_and_still_cleans_up() -> None:

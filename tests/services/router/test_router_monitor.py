@@ -256,7 +256,7 @@ async def test_leader_killed_another_leads_and_requests_go_on() -> None:
         print(f"took over after {first_s - killed_s:.2f} s")
         assert listener.tokens() == sorted(listener.tokens())
         assert len(set(listener.tokens())) == 2
-        assert "monitor_leads" in cluster.log_text(heir)
+        assert "monitor_lead_taken" in cluster.log_text(heir)
 
         def followed() -> list[int]:
             """By the prefill instance; it may have heard a leader whom the listener came too late for."""

@@ -420,7 +420,7 @@ class _Meeting:
             problem = error.reason
         except Exception as error:
             problem = f"meeting the other side: {error!r}"
-            get_logger().exception("kv pair not made")
+            get_logger().exception("kv_pair_failed")
         with self._changed:
             if not self._is_given_up:
                 self._pair, self._problem = pair, problem
