@@ -21,6 +21,8 @@ from kaveri.text import detokenizer as router_detokenizer
 from services.decode import instance as decode_instance
 from services.decode import token_streams as decode_streams
 from services.prefill import dispatcher as prefill_dispatcher
+from services.prefill import lifecycle as prefill_lifecycle
+from services.prefill import role as prefill_role
 from services.router import lifecycle, request_placer, token_feeds
 from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
@@ -223,6 +225,21 @@ def held_text_dropped_at_the_end() -> Iterator[None]:
 def failed_push_unnoticed() -> Iterator[None]:
     """Prefill does not look for another place when a push has failed."""
     with _replaced(prefill_dispatcher.Dispatcher, "push_failed", lambda _: _nothing):
+        yield
+
+
+@_planted
+def ended_life_keeps_its_place() -> Iterator[None]:
+    """Prefill does not end the hand-over of a request that has ended."""
+
+    def make(original: Any) -> Any:
+        def step(*args: Any) -> Any:
+            state, actions = original(*args)
+            return state, [action for action in actions if not isinstance(action, prefill_lifecycle.EndHandOver)]
+
+        return step
+
+    with _replaced(prefill_role, "step", make):
         yield
 
 
