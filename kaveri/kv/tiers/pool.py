@@ -89,20 +89,30 @@ class KvPool:
 
         block_ids must lie in [0, block_count): a view beyond the end is silently short.
         """
-        view, block_bytes = self._layers[layer], self.layout.block_bytes
+        return self.regions_at(layer, self.spans(block_ids))
+
+    def regions_at(self, layer: int, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The bytes of one layer at these places, from spans(). Views, not copies."""
+        view = self._layers[layer]
+        return [view[start:end] for start, end in spans]
+
+    def spans(self, block_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Where in a layer the bytes of these blocks are, in this order: (first, behind the last). Neighbours are one
+        span. The same in every layer."""
+        block_bytes = self.layout.block_bytes
         if block_ids and is_run(block_ids):
-            return [view[block_ids[0] * block_bytes : (block_ids[-1] + 1) * block_bytes]]
-        regions: list[memoryview] = []
+            return [(block_ids[0] * block_bytes, (block_ids[-1] + 1) * block_bytes)]
+        spans: list[tuple[int, int]] = []
         start = end = -1  # the run being gathered: blocks [start, end)
         for block in block_ids:
             if block != end:
                 if end > start:
-                    regions.append(view[start * block_bytes : end * block_bytes])
+                    spans.append((start * block_bytes, end * block_bytes))
                 start = block
             end = block + 1
         if end > start:
-            regions.append(view[start * block_bytes : end * block_bytes])
-        return regions
+            spans.append((start * block_bytes, end * block_bytes))
+        return spans
 
 
 def is_run(block_ids: Sequence[int]) -> bool:

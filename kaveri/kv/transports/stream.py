@@ -255,6 +255,12 @@ def batches(pool: KvPool, layers: range, blocks: Sequence[int], batch_bytes: int
     for."""
     count = max(1, batch_bytes // pool.layout.block_bytes)
     room, regions = count, list[memoryview]()
+    if len(layers) > 1 and len(layers) * len(blocks) <= count:
+        # As short pushes mostly are: where the blocks are is looked for once.
+        spans = pool.spans(blocks)
+        for layer in layers:
+            regions += pool.regions_at(layer, spans)
+        layers = layers[:0]
     for layer in layers:
         start = 0
         while start < len(blocks):
