@@ -74,7 +74,7 @@ class PromptSchedule(Generic[AnyPrompt]):
 
     def head(self) -> AnyPrompt | None:
         """The prompt to compute next, which stays the head until it is removed; None when none waits."""
-        if not self._scheduled:
+        if not self._scheduled and self._raw:
             batch = list(islice(self._raw, self._scheduling_batch))
             for prompt in batch:
                 del self._raw[prompt]

@@ -230,15 +230,6 @@ class PrefillRole:
     def _do(self, life: _Life, action: Action) -> None:
         request = life.request
         match action:
-            case Do.ENQUEUE:
-                self._enqueue(request)
-            case Do.LEAVE_QUEUE:
-                self._queue.remove(request)
-            case Do.DROP_QUESTION:
-                assert life.question is not None
-                self._forecaster.drop(life.question)
-            case Do.ABORT_IN_ENGINE:
-                self._engine.abort(request.key)
             case Advance():
                 self._queue.advance(request, action.computed_tokens)
                 self._metrics.tokens.inc(action.new_tokens)
@@ -257,6 +248,15 @@ class PrefillRole:
                 self._hand_over.end(request, action.handed_over)
             case Close():
                 self._close(life, action)
+            case Do.ENQUEUE:
+                self._enqueue(request)
+            case Do.LEAVE_QUEUE:
+                self._queue.remove(request)
+            case Do.DROP_QUESTION:
+                assert life.question is not None
+                self._forecaster.drop(life.question)
+            case Do.ABORT_IN_ENGINE:
+                self._engine.abort(request.key)
 
     def _enqueue(self, request: PrefillRequest) -> None:
         self._queue.release(request)
