@@ -22,6 +22,7 @@ from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.factory import build_engine
 from kaveri.rpc.server import open_channel
+from kaveri.telemetry.logs import configure_logs
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
@@ -80,7 +81,7 @@ async def decode_instance(holders: int) -> AsyncIterator[Decode]:
         kv_cache_memory=holders * BLOCKS_EACH * BLOCK_BYTES,
         reservation_ttl_s=600.0,
     )
-    engine = build_engine(config.engine_settings())
+    engine = build_engine(config)
     stopping = asyncio.Event()
     async with MemoryStore(MemoryCluster()) as store:
         host = decode_host(config, engine, store, CollectorRegistry())
@@ -151,6 +152,7 @@ async def measure_async(options: Options, report: Report) -> None:
 
 def measure(options: Options, report: Report) -> None:
     """Waiting and polling requests on instances of their own, in turn."""
+    configure_logs("benchmark", "reserve_wait", "error")
     asyncio.run(measure_async(options, report))
 
 
