@@ -49,7 +49,7 @@ class Membership:
         return self._connected
 
     def record_of(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
-        """The record of that life, when it is a member: records do not change, so nobody needs to read them twice."""
+        """The record of that life, when it is a member: records do not change, so they are read once."""
         member = self._members.get(instance_id)
         return member.record if member is not None and member.record.incarnation == incarnation else None
 

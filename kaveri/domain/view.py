@@ -20,7 +20,7 @@ class Role(enum.StrEnum):
 
 
 BROADCAST_ROLES = frozenset({Role.DECODE, Role.PREDICTOR})
-"""Whom the cluster monitor tells prefill instances about: everybody whom they choose among."""
+"""Roles in the cluster monitor's broadcasts: those that prefill instances choose among."""
 
 
 class InstanceState(enum.StrEnum):
@@ -108,7 +108,7 @@ class LoadBroadcast:
 
     leader_id: str
     fencing_token: int
-    """From 1, greater with each change of leader. Whoever has seen a greater one ignores this broadcast."""
+    """From 1, larger with each change of leader. A follower ignores broadcasts with an older token."""
     sequence_number: int
     """From 1, rises by one with each broadcast under one token."""
     instances: tuple[InstanceStatus, ...]

@@ -79,7 +79,7 @@ def name_flag(error: ConfigError) -> ConfigError:
 
 
 def _build_on_thread(settings: EngineSettings, built: "Future[BuiltEngine]") -> None:
-    # From here on it cannot be cancelled, so that setting its outcome is allowed although nobody may wait for it.
+    # From here on it cannot be cancelled, so its outcome may be set.
     built.set_running_or_notify_cancel()
     try:
         built.set_result(_build_engine(settings))

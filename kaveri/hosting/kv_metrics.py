@@ -1,4 +1,4 @@
-"""The Prometheus metrics of KV on its way: what of it waits, for whom, and the credit there is. Read when scraped."""
+"""The Prometheus metrics of KV in transfer: waiting bytes, receivers and credit. Read when scraped."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -46,7 +46,7 @@ _PEER_GAUGES = (
 
 
 class SendingMetrics:
-    """A collector: of whoever pushes, by receiver."""
+    """A collector for the sending side, by receiver."""
 
     def __init__(self, flow: Callable[[], KvFlow]) -> None:
         self._flow = flow
@@ -85,7 +85,7 @@ class SendingMetrics:
 
 
 class ReceivingMetrics:
-    """A collector: of whoever is pushed to."""
+    """A collector for the receiving side."""
 
     def __init__(self, flow: Callable[[], KvFlow]) -> None:
         self._flow = flow
@@ -101,9 +101,7 @@ class ReceivingMetrics:
     @staticmethod
     def _families(flow: KvFlow) -> Iterator[Metric]:
         receiving = flow.receiving
-        yield GaugeMetricFamily(
-            "kaveri_kv_senders", "Connections of those who push here.", value=receiving.sender_count
-        )
+        yield GaugeMetricFamily("kaveri_kv_senders", "Connections from senders.", value=receiving.sender_count)
         yield GaugeMetricFamily(
             "kaveri_kv_credit_window_bytes",
             "What each of them may have under way.",

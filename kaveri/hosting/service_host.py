@@ -93,7 +93,7 @@ class ServiceHost:
     async def serve(self, stopping: asyncio.Event) -> int:
         """Serves until `stopping` is set, then drains; or until break_off(). Returns the exit status.
 
-        Raises ConfigError when the address cannot be had.
+        Raises ConfigError when the address cannot be bound.
         """
         self._broken = self._broken or asyncio.get_running_loop().create_future()
         try:

@@ -41,7 +41,8 @@ async def open_store(
 
 @contextlib.asynccontextmanager
 async def _not_serving(config: ServiceConfig) -> AsyncIterator[None]:
-    """Health on the service's port says NOT_SERVING while the context lasts. Nobody knows a port that is free."""
+    """Health on the service's port says NOT_SERVING while the context lasts. With port 0 nothing is served: no client
+    knows the port yet."""
     if config.port == 0:
         yield
         return

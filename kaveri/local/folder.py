@@ -31,7 +31,7 @@ def stack_folder() -> Iterator[Path]:
 
 def _remove_abandoned() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        # In use, another user's, or removed by somebody else meanwhile.
+        # In use, another user's, or removed by another process meanwhile.
         with contextlib.suppress(OSError), path.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)

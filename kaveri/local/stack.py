@@ -104,7 +104,7 @@ class LocalStack:
         return await self._store.wait_for_change(timeout_s)
 
     async def stop(self) -> None:
-        """Drains and stops everything: routers first, so that nobody sends work to instances that are gone; Redis last.
+        """Drains and stops everything: routers first, so no work is sent to stopped instances; Redis last.
 
         Cancelled, it leaves the rest for leaving the context to kill.
         """
@@ -121,14 +121,14 @@ class LocalStack:
             await self._supervisors[REDIS].stop(_REDIS_GRACE_S)
 
     async def restart(self, name: str) -> None:
-        """Starts a killed child anew, when config.restart is off; Redis answers on return. See wait_until_ready()."""
+        """Starts a killed child again, when config.restart is off; Redis answers on return. See wait_until_ready()."""
         life = self.view().instances.get(name)
         if life is not None:
             self._former_lives[name] = life.record.incarnation
         await self._supervisors[name].restart()
         if name == REDIS:
             assert self._redis is not None
-            # Not ready because nobody has noticed yet that it is away.
+            # Ask Redis itself: the instances may not have noticed that it was away.
             await self._redis.wait_until_it_answers(self.process(REDIS))
 
     async def wait_until_ready(self, timeout_s: float) -> None:
@@ -285,4 +285,4 @@ class LocalStack:
 
 
 def _say_nothing(line: str) -> None:
-    """Takes reports that nobody wants."""
+    """Drops reports."""

@@ -1,4 +1,4 @@
-"""Keeps one child running: starts it again, with exponential back-off, when it ends without having been told to."""
+"""Keeps one child running: restarts it with exponential back-off when it ends unexpectedly."""
 
 import asyncio
 import signal
@@ -52,7 +52,7 @@ class Supervisor:
         await self.process.kill()
 
     async def restart(self) -> None:
-        """Starts a child anew that was killed and is not restarted by itself."""
+        """Restarts a killed child that is not restarted automatically."""
         assert not self._restarts, f"{self.name} is restarted by itself"
         await self.process.wait()
         self.process = self._launch()

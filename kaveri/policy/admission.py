@@ -62,7 +62,7 @@ class DecodeSnapshot:
 def choose_admitted(
     policy: AdmissionPolicy, snapshot: DecodeSnapshot, end: RangeEnd = RangeEnd.LOW
 ) -> tuple[LandedRequest, ...]:
-    """The landed requests to admit now, in the order of their landing: nobody overtakes one that must wait.
+    """The landed requests to admit now, in the order of their landing: none overtakes a request that must wait.
 
     The policies of TetriInfer (arXiv 2401.11181, section 3.4). All need a seat in the batch. Greedy asks for no more,
     and what answers grow by is found by preemption. Reserve-static admits a request when the free blocks suffice for

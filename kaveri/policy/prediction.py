@@ -19,7 +19,7 @@ _LONGEST_REST_S = 2.0
 _DOUBLINGS = 5
 """Of the first rest, until it is longer than the longest."""
 _SLIPS_ALLOWED = 2
-"""Late answers and the like, one after the other, before a predictor counts as not working."""
+"""Consecutive failures, such as late answers, before a predictor counts as not working."""
 
 
 class PredictionMode(enum.StrEnum):

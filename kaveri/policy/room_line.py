@@ -1,7 +1,7 @@
 """Who is given room next on a decode instance that has too little for everyone. Pure: no clock, no I/O.
 
 Strictly first come, first served leaves blocks idle whenever the first request is large. Giving room to every request
-that fits lets small requests overtake a large one for ever. So a request may be overtaken, but only so often.
+that fits lets small requests overtake a large one forever. So a request may be overtaken, but only so often.
 """
 
 import itertools

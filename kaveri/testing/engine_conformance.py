@@ -122,7 +122,7 @@ def running_pair(
             max_model_len=max_model_len, total_blocks=decode_blocks, chunk_tokens=CHUNK_TOKENS, max_batch=max_batch
         )
         stack.callback(decode.close)
-        # Whoever has placed a request that ends with its first token gives the room back.
+        # A request that ends with its first token needs no room: the caller that placed it releases it.
         give_back = partial(_abort_when_finished, decode)
         pair = Pair(
             prefill, decode, EngineRecorder(on_event=give_back), EngineRecorder(admit_to=decode if admit else None)
@@ -408,7 +408,8 @@ class EngineConformance:
                 pair.prefill.check_integrity()
                 if moment == "twice":
                     pair.prefill.abort(request.key)
-                # A push that was accepted before the abort has landed there, and is aborted by whoever placed it.
+                # A push that was accepted before the abort has landed there, and is aborted by the caller that placed
+                # it.
                 pair.decode.abort(request.key)
             wait_until_free(pair.prefill, pair.decode)
 

@@ -26,7 +26,7 @@ EventT = TypeVar("EventT")
 
 
 class EngineRecorder:
-    """The listener of one engine. Any thread may ask it; what it finds wrong is raised to whoever waits.
+    """The listener of one engine. Thread-safe. Errors that it finds are raised in the waiting calls.
 
     admit_to: a decode engine whose landed requests are admitted at once.
     on_event: called with every event, on the engine's thread, after it is recorded.

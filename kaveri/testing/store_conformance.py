@@ -104,7 +104,7 @@ def shows(instance_id: str, sequence_number: int) -> Callable[[ClusterView], boo
 async def lead(store: ClusterStore, candidate_id: str, ttl_s: float = 60.0) -> int:
     """Campaigns until `candidate_id` leads; its fencing token."""
     async with asyncio.timeout(_SOON_S):
-        while (token := await store.campaign(candidate_id, ttl_s)) is None:  # noqa: ASYNC110 - nobody tells of its end
+        while (token := await store.campaign(candidate_id, ttl_s)) is None:  # noqa: ASYNC110 - its end sets no event
             await asyncio.sleep(0.02)
     return token
 
@@ -599,7 +599,7 @@ class StoreConformance:
             heartbeat = Heartbeat(leader, DECODE, InstanceLoad, interval_s=0.05)
             running = asyncio.create_task(heartbeat.run())
             seen = [await view_that(prefill, shows("decode-0", 5), within_s=SILENT_AFTER_S + _SOON_S)]
-            # Nobody leads, and what a leader would say has to come from the instances: the predictor never was one.
+            # Without a leader, its facts must come from the instances; the predictor never was one.
             while "predictor-0" in seen[-1].instances:
                 seen.append(await prefill.wait_for_change(0.1))
             assert all("decode-0" in view.instances for view in seen)

@@ -38,7 +38,7 @@ from kaveri.kv.transports.socket import SocketTransport
 from kaveri.telemetry.logs import configure_logs
 
 WAIT_S = 20.0
-"""Deadline of every wait; a loaded machine is slow, a hang is for ever."""
+"""Deadline of every wait; a loaded machine is slow, a hang never ends."""
 _PATIENCE_S = 60.0
 """The same where connections to dead and stopped processes may have to be waited for first."""
 _PACKET_BYTES = 1 << 18
@@ -172,7 +172,7 @@ class PeerProcess:
         # Names this very process, even once its number has been given to another one.
         self._process = os.pidfd_open(pid)
         self.is_alive = True
-        # What it is told while it is stopped. It would fill the socket sooner or later.
+        # Commands while it is stopped. They would eventually fill the socket.
         self._held: list[tuple[str, tuple[Any, ...], bool]] | None = None
         self.recorder = Recorder()
 
@@ -343,7 +343,7 @@ def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 def _nurse(factory: str, channel: socket.socket) -> None:
     """A nursery: forks a peer for each socket that comes, until its own ends."""
-    # Nobody waits for peers: their sockets tell when they end.
+    # Peers are not waited for: their sockets close when they end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     load_transport(factory)
     while True:
@@ -357,7 +357,7 @@ def _nurse(factory: str, channel: socket.socket) -> None:
 
 
 def _serve(factory: str, channel: socket.socket) -> None:
-    """A peer: does what it is told, until its socket ends."""
+    """A peer: runs commands until its socket closes."""
     try:
         side = Side(factory)
         while True:

@@ -16,7 +16,7 @@ from kaveri.testing.transport_world import SMALL_LAYOUT, World
 
 
 class RefusalTests(TransportSuite):
-    """Transfers that are not let in, and those that somebody ends."""
+    """Transfers that are refused, and those that one side ends."""
 
     # What is refused
 

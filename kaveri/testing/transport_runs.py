@@ -84,7 +84,7 @@ class _Transfer:
 
 @dataclass
 class _Account:
-    """What the receiver's pool must hold. Used by whoever hears of the ends of transfers, under the lock."""
+    """The expected content of the receiver's pool. Used by the listener of transfer ends, under the lock."""
 
     memory: npt.NDArray[np.uint8]
     reference: npt.NDArray[np.uint8]
@@ -116,7 +116,7 @@ class _Account:
                 self.allocator.release(event.transfer_id)
 
     def check(self) -> None:
-        """Compares all blocks but those that somebody may be writing to."""
+        """Compares all blocks except those that a sender may still write to."""
         with self.lock:
             is_settled = np.ones(self.allocator.total, bool)
             for owner in self.allocator.owners():
@@ -316,7 +316,7 @@ class RandomRun:
             tell("write", transfer_id, layer, start, transfer.source[start:end])
             yield True
         if ending in (*_CUT, *_EITHER) and self._chance.random() < 0.5:
-            # Into the midst of what has been told.
+            # In the middle of earlier commands.
             time.sleep(self._chance.uniform(0, _DELAY_S))
         if ending == "abort":
             tell("abort", transfer_id)

@@ -48,7 +48,7 @@ class DecodeMetrics:
         self.tokens = Counter("kaveri_decode_tokens", "Tokens generated.", registry=registry)
         self.received_bytes = Counter("kaveri_kv_received_bytes", "KV bytes landed and verified.", registry=registry)
         self.preemptions = Counter(
-            "kaveri_decode_preemptions", "Requests preempted for want of blocks.", registry=registry
+            "kaveri_decode_preemptions", "Requests preempted because blocks ran out.", registry=registry
         )
         self.in_line = Gauge(
             "kaveri_decode_line_requests",

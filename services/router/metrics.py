@@ -8,7 +8,7 @@ REQUESTS = Counter("kaveri_router_requests", "Requests that ended, by outcome.",
 IN_FLIGHT = Gauge("kaveri_router_in_flight_requests", "Requests that were taken and have not ended.")
 WAITING = Gauge("kaveri_router_waiting_requests", "Requests that no prefill instance takes now.")
 ATTEMPTS = Counter("kaveri_router_attempts", "Placements of requests on prefill instances.")
-LOST_ATTEMPTS = Counter("kaveri_router_lost_attempts", "Placements that failed; the request was placed anew.")
+LOST_ATTEMPTS = Counter("kaveri_router_lost_attempts", "Placements that failed; the request was placed again.")
 RELAYED_TOKENS = Counter("kaveri_router_relayed_tokens", "Tokens received from decode instances.")
 TTFT_S = Histogram("kaveri_router_ttft_seconds", "Arrival to first token.", buckets=LATENCY_BUCKETS_S)
 TPOT_S = Histogram(

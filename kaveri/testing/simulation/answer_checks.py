@@ -213,7 +213,7 @@ class _Owners:
         self._replaced: set[DrawRun] = set()
 
     def accept(self, runs: tuple[DrawRun, ...]) -> DrawRun | None:
-        """Takes those who may have drawn the next token. Returns one that was replaced before and is back."""
+        """Takes the instances that may have drawn the next token. Returns one that was replaced before and is back."""
         going_on = tuple(run for run in self._current if run in runs)
         if going_on:
             self._current = going_on

@@ -151,7 +151,7 @@ class SimulatedEngine:
         self._lifecycle.admit(key)
 
     def _hear(self, event: PlaneEvent) -> None:
-        """A ticket is told of at the engine's next look at its commands."""
+        """The engine reports a ticket when it next reads its commands."""
         if isinstance(event, Granted):
             delay_s = self._rng.random() * self._step_s
             loop = asyncio.get_running_loop()

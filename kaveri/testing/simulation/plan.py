@@ -96,7 +96,7 @@ class PlannedRequest:
     at_s: float
     prompt: tuple[int, ...] = ()
     text: str = ""
-    """Sent in place of prompt where it is not empty."""
+    """Sent instead of the prompt if not empty."""
     params: SamplingParams = field(default_factory=SamplingParams)
     timeout_s: float = 120.0
     cancel_after_s: float | None = None
