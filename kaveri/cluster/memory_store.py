@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestRecord
+from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestClaim
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
 _TICK_S = 0.02
@@ -37,7 +38,7 @@ class MemoryCluster:
         self._registration_numbers = itertools.count()
         self._registrations: dict[tuple[str, int], int] = {}
         self._held: dict[str, _Held] = {}
-        self._requests: dict[str, tuple[RequestRecord, float]] = {}
+        self._requests: dict[str, tuple[RequestClaim, float]] = {}
         self._members: list[Membership] = []
         self._hears_heartbeats: list[Membership] = []
         self._fencing_tokens = itertools.count(1)
@@ -170,22 +171,21 @@ class MemoryCluster:
                     self._hears_heartbeats.remove(membership)
         return True
 
-    def request(self, request_id: str) -> RequestRecord | None:
-        """The record of a request in flight."""
+    def request(self, request_id: str) -> RequestClaim | None:
+        """The claim of a request id."""
         record, expires_at_s = self._requests.get(request_id, (None, 0.0))
         return record if expires_at_s > time.monotonic() else None
 
-    def put_request(self, record: RequestRecord, ttl_s: float | None = None) -> None:
-        """Enters or replaces a record. ttl_s None: keeps its time to live."""
-        expires_at_s = self._requests[record.request_id][1] if ttl_s is None else time.monotonic() + ttl_s
-        self._requests[record.request_id] = (record, expires_at_s)
+    def put_request(self, claim: RequestClaim, ttl_s: float) -> None:
+        """Enters or replaces a claim."""
+        self._requests[claim.request_id] = (claim, time.monotonic() + ttl_s)
 
     def remove_request(self, request_id: str) -> None:
-        """Takes a record out."""
+        """Ends a claim."""
         del self._requests[request_id]
 
     def request_ids(self) -> tuple[str, ...]:
-        """All ids in the table, expired ones too."""
+        """All claimed ids, expired ones too."""
         return tuple(self._requests)
 
 
@@ -239,37 +239,28 @@ class MemoryStore:
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
         return not self._cluster.lost and self._cluster.broadcast(broadcast)
 
-    async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
+    async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
         if self._cluster.lost:
             return None
-        holder = self._cluster.request(record.request_id)
+        holder = self._cluster.request(claim.request_id)
         if holder is not None and self._cluster.is_registered(holder.router_id, holder.router_incarnation):
             return holder
-        self._cluster.put_request(record, ttl_s)
+        self._cluster.put_request(claim, ttl_s)
         return None
 
-    async def update_request(self, record: RequestRecord) -> None:
-        if not self._cluster.lost and self._is_claimed_by(
-            record.request_id, record.router_id, record.router_incarnation
-        ):
-            self._cluster.put_request(record)
-
-    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
+    async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         if self._cluster.lost:
             return False
-        if self._is_claimed_by(request_id, router_id, router_incarnation):
-            self._cluster.remove_request(request_id)
+        for claim in claims:
+            if self._cluster.request(claim.request_id) == claim:
+                self._cluster.remove_request(claim.request_id)
         return True
 
-    async def requests(self) -> tuple[RequestRecord, ...]:
+    async def requests(self) -> tuple[RequestClaim, ...]:
         if self._cluster.lost:
             return ()
         found = (self._cluster.request(request_id) for request_id in self._cluster.request_ids())
         return tuple(record for record in found if record is not None)
-
-    def _is_claimed_by(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
-        claimed = self._cluster.request(request_id)
-        return claimed is not None and claimed.is_of(router_id, router_incarnation)
 
     async def _tick(self) -> None:
         while True:

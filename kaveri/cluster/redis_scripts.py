@@ -101,7 +101,7 @@ return 1
 """
 
 # KEYS: the request, the instance of the router that holds it. ARGV: the value held, that router's incarnation, the new
-# record, its time to live in ms. Returns whether the claim was taken over: not while that life's lease holds.
+# value, its time to live in ms. Returns whether the claim was taken over: not while that life's lease holds.
 TAKE_OVER_REQUEST = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local lease = redis.call('GET', KEYS[2])
@@ -110,22 +110,10 @@ redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
 return 1
 """
 
-# In these two the incarnation is a string also in JSON: Lua's numbers have 53 bits.
-# KEYS: the request. ARGV: router id, incarnation, the new record.
-UPDATE_REQUEST = """
-local held = redis.call('GET', KEYS[1])
-if not held then return end
-local record = cjson.decode(held)
-if record.router_id == ARGV[1] and record.router_incarnation == ARGV[2] then
-  redis.call('SET', KEYS[1], ARGV[3], 'KEEPTTL')
+# KEYS: requests. ARGV: the values that this router's life has claimed them with.
+CLOSE_REQUESTS = """
+for number, key in ipairs(KEYS) do
+  if redis.call('GET', key) == ARGV[number] then redis.call('DEL', key) end
 end
-"""
-
-# KEYS: the request. ARGV: router id, incarnation.
-CLOSE_REQUEST = """
-local held = redis.call('GET', KEYS[1])
-if not held then return 1 end
-local record = cjson.decode(held)
-if record.router_id == ARGV[1] and record.router_incarnation == ARGV[2] then redis.call('DEL', KEYS[1]) end
 return 1
 """

@@ -4,7 +4,7 @@ Names begin with `kaveri:<cluster name>:<database>`, the database too because Re
 
     ...:instance:<id>   "<registration>:<incarnation>:<InstanceStatus>", expires with the lease
     ...:instances       set of instance ids; those whose lease has ended are taken out by the next process that loads it
-    ...:request:<id>    the RequestRecord as JSON, expires with the request
+    ...:request:<id>    "<router incarnation>:<router id>" of the claim, expires with the request
     ...:leader          "<fencing token>:<lease in ms>:<candidate>" of the cluster monitor, expires with that lease
     ...:counters        hash: what registrations and fencing tokens are drawn from
     ...:events          channel: "+<InstanceStatus>" per heartbeat, "-<InstanceStatus>" per deregistration
@@ -21,12 +21,10 @@ replica or one without memory does. Either way the last view stays, until neithe
 
 import asyncio
 import contextlib
-import json
 import re
 import secrets
 import time
-from collections.abc import Awaitable
-from dataclasses import asdict
+from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
@@ -39,9 +37,10 @@ from kaveri.cluster import redis_scripts as scripts
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.monitored_membership import MonitoredMembership
+from kaveri.cluster.redis_batches import CommandBatches
 from kaveri.cluster.redis_connection import FIRST_ANSWER_TIMEOUT_S, bad_url, connect, why
 from kaveri.cluster.redis_url import database_of, shown
-from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestRecord
+from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestClaim
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.telemetry.logs import get_logger
@@ -104,12 +103,11 @@ class RedisStore:
         self._deregister_script = self._client.register_script(scripts.DEREGISTER)
         self._forget_script = self._client.register_script(scripts.FORGET_ENDED)
         self._take_over_script = self._client.register_script(scripts.TAKE_OVER_REQUEST)
-        self._update_script = self._client.register_script(scripts.UPDATE_REQUEST)
-        self._close_script = self._client.register_script(scripts.CLOSE_REQUEST)
         self._campaign_script = self._client.register_script(scripts.CAMPAIGN)
         self._resign_script = self._client.register_script(scripts.RESIGN)
         self._broadcast_script = self._client.register_script(scripts.BROADCAST)
         loaded = asyncio.Event()
+        self._commands = CommandBatches(self._client)
         self._watching = asyncio.create_task(self._watch(loaded), name="redis store: watch")
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -128,6 +126,7 @@ class RedisStore:
         assert self._watching is not None, "left without being entered"
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
+        await self._commands.close()
         await self._client.aclose(close_connection_pool=True)
 
     async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
@@ -195,19 +194,16 @@ class RedisStore:
         ]
         return bool(await self._unless_lost(self._broadcast_script(keys=[self._key("leader")], args=arguments), 0))
 
-    async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
-        return await self._unless_lost(self._claim(record, _milliseconds(ttl_s)), None)
+    async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
+        return await self._unless_lost(self._claim(claim, _milliseconds(ttl_s)), None)
 
-    async def update_request(self, record: RequestRecord) -> None:
-        arguments: list[bytes | str | int] = [record.router_id, str(record.router_incarnation), _encode_request(record)]
-        await self._unless_lost(self._update_script(keys=[self._request_key(record.request_id)], args=arguments), None)
-
-    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
-        arguments: list[bytes | str | int] = [router_id, str(router_incarnation)]
-        closing = self._close_script(keys=[self._request_key(request_id)], args=arguments)
+    async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
+        keys = [self._request_key(claim.request_id) for claim in claims]
+        values = [_encode_claim(claim) for claim in claims]
+        closing = self._commands.execute("EVAL", scripts.CLOSE_REQUESTS, len(keys), *keys, *values)
         return bool(await self._unless_lost(closing, 0))
 
-    async def requests(self) -> tuple[RequestRecord, ...]:
+    async def requests(self) -> tuple[RequestClaim, ...]:
         return await self._unless_lost(self._load_requests(), ())
 
     @property
@@ -422,25 +418,28 @@ class RedisStore:
             with contextlib.suppress(ResponseError):
                 await self._forget_script(keys=keys, args=ended)
 
-    async def _claim(self, record: RequestRecord, ttl_ms: int) -> RequestRecord | None:
-        key, encoded = self._request_key(record.request_id), _encode_request(record)
-        while not await self._redis.set(key, encoded, nx=True, px=ttl_ms):
+    async def _claim(self, claim: RequestClaim, ttl_ms: int) -> RequestClaim | None:
+        key, value = self._request_key(claim.request_id), _encode_claim(claim)
+        while not await self._commands.execute("SET", key, value, "NX", "PX", ttl_ms):
             held = cast(bytes | None, await self._redis.get(key))
             if held is None:
                 continue  # It ended in between.
-            holder = _decode_request(held)
-            arguments: list[bytes | str | int] = [held, str(holder.router_incarnation), encoded, ttl_ms]
+            holder = _decode_claim(claim.request_id, held)
+            arguments: list[bytes | str | int] = [held, str(holder.router_incarnation), value, ttl_ms]
             keys = [key, self._instance_key(holder.router_id)]
             return None if await self._take_over_script(keys=keys, args=arguments) else holder
         return None
 
-    async def _load_requests(self) -> tuple[RequestRecord, ...]:
+    async def _load_requests(self) -> tuple[RequestClaim, ...]:
         async with asyncio.timeout(_SCAN_TIMEOUT_S):
             # SCAN may name a key twice.
             found = self._redis.scan_iter(match=self._request_key("*"), count=_BATCH_COUNT)
             keys = list({key async for key in found})
             values = await cast(Awaitable[list[bytes | None]], self._redis.mget(keys)) if keys else []
-        return tuple(_decode_request(value) for value in values if value is not None)
+        ids = [key.decode().removeprefix(self._request_key("")) for key in keys]
+        return tuple(
+            _decode_claim(request_id, value) for request_id, value in zip(ids, values, strict=True) if value is not None
+        )
 
 
 def _cancellations() -> int:
@@ -454,13 +453,13 @@ def _cancellations() -> int:
     return task.cancelling()
 
 
-def _encode_request(record: RequestRecord) -> bytes:
-    return json.dumps(asdict(record) | {"router_incarnation": str(record.router_incarnation)}).encode()
+def _encode_claim(claim: RequestClaim) -> bytes:
+    return f"{claim.router_incarnation}:{claim.router_id}".encode()
 
 
-def _decode_request(value: bytes) -> RequestRecord:
-    fields = json.loads(value)
-    return RequestRecord(**fields | {"router_incarnation": int(fields["router_incarnation"])})
+def _decode_claim(request_id: str, value: bytes) -> RequestClaim:
+    incarnation, _, router_id = value.decode().partition(":")
+    return RequestClaim(request_id, router_id, int(incarnation))
 
 
 def _milliseconds(duration_s: float) -> int:

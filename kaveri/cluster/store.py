@@ -1,10 +1,11 @@
-"""The ClusterStore contract: leases, heartbeats, the view, who leads the cluster monitor, the table of requests.
+"""The ClusterStore contract: leases, heartbeats, the view, who leads the cluster monitor, claims of request ids.
 
 State in a store is soft. When the store dies, requests in flight go on, the last view stays in use, and everything
 registers anew when it returns. Implementations: redis_store (real), memory_store (one process, for tests).
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -40,20 +41,13 @@ class HeartbeatAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """A request in flight, as its router reports it."""
+class RequestClaim:
+    """One life of a router has a request id in flight."""
 
     request_id: str
     router_id: str
     """The router's instance id."""
     router_incarnation: int
-    phase: str
-    """"prefill" or "decode"."""
-    attempt: int
-    prefill_instance_id: str = ""
-    decode_instance_id: str = ""
-    prefill_incarnation: int = 0
-    decode_incarnation: int = 0
 
     def is_of(self, router_id: str, router_incarnation: int) -> bool:
         """Whether that life of that router holds the request."""
@@ -111,18 +105,15 @@ class ClusterStore(Protocol):
         """Sends it to every store that follows broadcasts. False: not sent, because its token is no longer the leader's
         or the store is away. Nothing comes between the check and the sending, so nobody hears a deposed leader."""
 
-    async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
-        """Enters a request into the table for at most `ttl_s` seconds. Returns None when claimed; the holder's record
-        when a router whose lease holds, possibly this one, has the same request id in flight.
+    async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
+        """Claims a request id for at most `ttl_s` seconds. Returns None when claimed; the holder's claim when a router
+        whose lease holds, possibly this one, has the id.
 
-        A claim of a router life whose lease has ended is taken over, atomically."""
+        The claim of a router life whose lease has ended is taken over, atomically."""
 
-    async def update_request(self, record: RequestRecord) -> None:
-        """Replaces the record of a claimed request, keeping its time to live. Ignored when it is not claimed."""
+    async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
+        """Ends claims. Those that other router lives hold are left alone. Returns False when the store is away: the
+        claims may still be there when it returns."""
 
-    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
-        """Takes a request that this life of a router claimed out of the table. Other claims are ignored. Returns False
-        when the store is away: the claim may still be there when it returns."""
-
-    async def requests(self) -> tuple[RequestRecord, ...]:
-        """All requests in the table, in no particular order."""
+    async def requests(self) -> tuple[RequestClaim, ...]:
+        """All claims, in no particular order. No service calls it."""

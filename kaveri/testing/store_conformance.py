@@ -15,7 +15,7 @@ import pytest
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.monitored_membership import SILENT_AFTER_S
-from kaveri.cluster.store import ClusterStore, Follow, HeartbeatAnswer, RequestRecord
+from kaveri.cluster.store import ClusterStore, Follow, HeartbeatAnswer, RequestClaim
 from kaveri.domain.view import (
     ClusterView,
     InstanceLoad,
@@ -49,7 +49,7 @@ DECODE = InstanceRecord(
 PREFILL = InstanceRecord("prefill-0", 1, Role.PREFILL, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
 PREDICTOR = InstanceRecord("predictor-0", 1, Role.PREDICTOR, "127.0.0.1:2", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
 ROUTER = InstanceRecord("router-0", 2**63 + 1, Role.ROUTER, "127.0.0.1:3", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
-REQUEST = RequestRecord("request-1", "router-0", ROUTER.incarnation, "prefill", 0, prefill_instance_id="prefill-0")
+REQUEST = RequestClaim("request-1", "router-0", ROUTER.incarnation)
 
 
 class ClusterUnderTest(Protocol):
@@ -294,7 +294,7 @@ class StoreConformance:
             await one.heartbeat(replace(again, lease_ttl_s=60.0), InstanceLoad())
             assert await other.claim_request(theirs, 60.0) is None
             assert await other.requests() == (theirs,)
-            await one.close_request("request-1", "router-0", ROUTER.incarnation)
+            await one.close_requests([REQUEST])
             assert await other.requests() == (theirs,)
 
     async def test_claim_outlives_its_routers_lease_only_until_another_router_asks(
@@ -313,12 +313,12 @@ class StoreConformance:
     ) -> None:
         async with cluster.open_store() as store:
             assert await store.claim_request(REQUEST, 60.0) is None
-            assert await store.close_request("request-1", "router-9", ROUTER.incarnation)
-            await store.close_request("request-1", "router-0", ROUTER.incarnation + 1)
+            assert await store.close_requests([replace(REQUEST, router_id="router-9")])
+            await store.close_requests([replace(REQUEST, router_incarnation=ROUTER.incarnation + 1)])
             assert await store.requests() == (REQUEST,)
-            assert await store.close_request("request-1", "router-0", ROUTER.incarnation)
+            assert await store.close_requests([REQUEST])
             assert await store.requests() == ()
-            assert await store.close_request("request-1", "router-0", ROUTER.incarnation)
+            assert await store.close_requests([REQUEST])
             assert await store.claim_request(REQUEST, 60.0) is None
 
     async def test_claim_ends_with_its_time_to_live(self, cluster: ClusterUnderTest) -> None:
@@ -327,19 +327,6 @@ class StoreConformance:
             assert await store.claim_request(REQUEST, 0.1) is None
             await _no_requests_in(store)
             assert await store.claim_request(REQUEST, 60.0) is None
-
-    async def test_update_replaces_a_claimed_record_and_keeps_its_time_to_live(self, cluster: ClusterUnderTest) -> None:
-        moved = replace(REQUEST, phase="decode", attempt=1, decode_instance_id="decode-0", decode_incarnation=2**64 - 1)
-        async with cluster.open_store() as store:
-            await store.update_request(moved)
-            assert await store.requests() == ()
-            assert await store.claim_request(REQUEST, 0.5) is None
-            await store.update_request(replace(moved, router_id="router-9"))
-            await store.update_request(replace(moved, router_incarnation=ROUTER.incarnation + 1))
-            assert await store.requests() == (REQUEST,)
-            await store.update_request(moved)
-            assert await store.requests() == (moved,)
-            await _no_requests_in(store)
 
     async def test_last_view_stays_while_the_store_is_away_and_nobody_raises(self, cluster: ClusterUnderTest) -> None:
         async with cluster.open_store() as instance, cluster.open_store() as router:
@@ -355,9 +342,8 @@ class StoreConformance:
                 assert has("decode-0")(view)
                 assert not view.store_connected
             assert await router.claim_request(REQUEST, 60.0) is None
-            await router.update_request(REQUEST)
             assert await router.requests() == ()
-            assert not await router.close_request("request-1", "router-0", ROUTER.incarnation)
+            assert not await router.close_requests([REQUEST])
             await instance.deregister(DECODE)
 
     async def test_calls_while_the_store_is_away_take_at_most_a_second(self, cluster: ClusterUnderTest) -> None:

@@ -12,7 +12,7 @@ from services.router.config import RouterConfig
 def main() -> int:
     """Runs the router with the process's own arguments; returns the exit status."""
     _hide_torch()
-    from services.router.server import serve
+    from services.router.service import serve
 
     return run_service("router", RouterConfig, serve)
 

@@ -1,15 +1,13 @@
 """Places requests on prefill instances, follows each attempt to its end, and places requests again that lost theirs."""
 
 import asyncio
-import contextlib
-import itertools
 import random
 import time
 from collections.abc import Coroutine
 
 from grpc import aio
 
-from kaveri.cluster.store import ClusterStore, RequestRecord
+from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import ClusterView, InstanceState, InstanceStatus, Role
 from kaveri.errors import (
     DeadlineExceeded,
@@ -59,11 +57,6 @@ _LONGEST_WAIT_S = 1.0
 """Between two looks for an instance, when nothing wakes the request."""
 _HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists)
 """Errors that would meet the request anywhere else as well."""
-_CLAIM_WAIT_S = 5.0
-"""Longest wait for a sign of life from the router that holds a request id: more than the lease of most clusters."""
-_CLAIM_AGAIN_S = 0.1
-_MAX_UNCLOSED = 65_536
-_CLOSED_AT_ONCE = 100
 
 
 class RequestPlacer:
@@ -73,8 +66,6 @@ class RequestPlacer:
         self,
         *,
         model: str,
-        router_id: str,
-        router_incarnation: int,
         stream_id: str,
         policy: PlacementPolicy,
         max_attempts: int,
@@ -86,8 +77,6 @@ class RequestPlacer:
     ) -> None:
         """stream_id: the router_id of the prefill and decode protocols: unique over the router's lives, and secret."""
         self._model = model
-        self._router_id = router_id
-        self._router_incarnation = router_incarnation
         self._stream_id = stream_id
         self._policy = policy
         self._limits = RetryLimits(max_attempts, unavailable_after_s)
@@ -101,23 +90,17 @@ class RequestPlacer:
         self._view_changed = asyncio.Event()
         self._line: PlacementLine[RequestEntry] = PlacementLine()
         self._members: frozenset[tuple[str, int, InstanceState]] = frozenset()
+        self._running: set[asyncio.Task[None]] = set()
         self._errands: set[asyncio.Task[None]] = set()
-        self._closing: dict[str, asyncio.Task[None]] = {}
-        # Claims of ended requests that the store could not be asked to close; at most one for each id.
-        self._unclosed: dict[str, None] = {}
 
     def update(self, view: ClusterView) -> None:
-        """Wakes requests that wait for an instance; closes claims that were left open while the store was away."""
+        """Wakes requests that wait for an instance."""
         self._view_changed.set()
         self._view_changed = asyncio.Event()
         members = frozenset(
             (instance_id, status.record.incarnation, status.load.state)
             for instance_id, status in view.instances.items()
         )
-        if view.store_connected:
-            for request_id in tuple(itertools.islice(self._unclosed, _CLOSED_AT_ONCE)):
-                del self._unclosed[request_id]
-                self.close_request(request_id)
         if members != self._members:
             self._members = members
             self._line.wake_all()
@@ -141,6 +124,13 @@ class RequestPlacer:
             except TimeoutError as error:
                 raise Unavailable(f"no {missing[0]} instance serves {self._model!r}", retry_after_s=1.0) from error
 
+    def start(self, entry: RequestEntry) -> asyncio.Task[None]:
+        """run() as a task that this placer owns. Cancel it when the client's RPC is over."""
+        task = asyncio.create_task(self.run(entry), name=f"request {entry.request_id}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
     async def run(self, entry: RequestEntry) -> None:
         """Follows a request until it has ended; what goes wrong ends the entry with an error. Cancelled, it ends the
         prefill stream; releasing the entry then aborts the request at decode."""
@@ -156,58 +146,14 @@ class RequestPlacer:
             )
             entry.fail(InternalError(f"the router failed while it served request {entry.request_id!r}"))
 
-    async def claim_request(self, request_id: str, ttl_s: float) -> None:
-        """Enters a request into the store's table. Raises RequestAlreadyExists when a router that lives holds it.
-
-        A router that died holds its requests until its lease ends: so the holder has to show one more heartbeat, for
-        which this waits.
-        """
-        closing = self._closing.get(request_id)
-        if closing is not None:
-            # The caller uses an id again before the store has heard that its former request ended.
-            await asyncio.wait({closing})
-        claim = RequestRecord(request_id, self._router_id, self._router_incarnation, phase="prefill", attempt=1)
-        asked_s = time.monotonic()
-        self._unclosed.pop(request_id, None)
-        while (holder := await self._store.claim_request(claim, ttl_s)) is not None:
-            if holder.is_of(self._router_id, self._router_incarnation):
-                # Left behind: a request of this router that is in flight is in its own table.
-                await self._store.close_request(request_id, self._router_id, self._router_incarnation)
-                continue
-            if self._was_heard(holder, asked_s) or time.monotonic() > asked_s + _CLAIM_WAIT_S:
-                raise RequestAlreadyExists(request_id)
-            changed = self._view_changed
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CLAIM_AGAIN_S):
-                    await changed.wait()
-
-    def _was_heard(self, holder: RequestRecord, since_s: float) -> bool:
-        """Whether the holder's router has sent a heartbeat since then."""
-        status = self._store.view().instances.get(holder.router_id)
-        if status is None or status.record.incarnation != holder.router_incarnation:
-            return False
-        return time.monotonic() - status.heartbeat_age_s >= since_s
-
-    def close_request(self, request_id: str) -> None:
-        """Takes an ended request out of the store's table, without making anyone wait."""
-        errand = self._start_errand(self._close_claim(request_id))
-        self._closing[request_id] = errand
-        errand.add_done_callback(lambda _: self._closing.pop(request_id, None))
-
-    async def _close_claim(self, request_id: str) -> None:
-        if not await self._store.close_request(request_id, self._router_id, self._router_incarnation):
-            self._unclosed[request_id] = None
-            if len(self._unclosed) > _MAX_UNCLOSED:
-                # It ends with the request's deadline.
-                del self._unclosed[next(iter(self._unclosed))]
-
     async def close(self) -> None:
-        """Waits for errands, each of which has a time limit of its own."""
-        if self._errands:
-            await asyncio.wait(self._errands)
+        """Waits for the tasks of requests that have ended, and for errands. Each errand has a time limit of its own."""
+        if tasks := self._running | self._errands:
+            await asyncio.wait(tasks)
 
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that nothing of ended ones is left."""
+        assert not self._running, self._running
         assert not self._errands, self._errands
         assert not len(self._unconfirmed), len(self._unconfirmed)
         assert not len(self._line), len(self._line)
@@ -230,7 +176,8 @@ class RequestPlacer:
         number = self._numbers.last(entry.request_id)
         retry = RetryState()
         while True:
-            await asyncio.sleep(retry.pause_until_s - time.monotonic())
+            if (pause_s := retry.pause_until_s - time.monotonic()) > 0:
+                await asyncio.sleep(pause_s)
             target = await self._choose(entry, retry)
             number += 1
             self._numbers.note(entry.request_id, number, time.monotonic())
@@ -395,7 +342,6 @@ class RequestPlacer:
                 placed = event.placed
                 timing.decode_instance_id = placed.decode_instance_id
                 life = Life(placed.decode_instance_id, placed.decode_incarnation)
-                self._start_errand(self._store.update_request(self._record(entry, attempt, life)))
                 entry.handle(PlaceNamed(life, placed.stream_losses), now_s)
             case "first_token":
                 first = event.first_token
@@ -408,19 +354,6 @@ class RequestPlacer:
                 timing.kv_tail_s = event.handed_over.kv_tail_s
                 timing.kv_transport = event.handed_over.kv_transport
                 entry.handle(HandedOver(), now_s)
-
-    def _record(self, entry: RequestEntry, attempt: Attempt, decode: Life) -> RequestRecord:
-        return RequestRecord(
-            request_id=entry.request_id,
-            router_id=self._router_id,
-            router_incarnation=self._router_incarnation,
-            phase="decode",
-            attempt=attempt.number,
-            prefill_instance_id=attempt.prefill.instance_id,
-            decode_instance_id=decode.instance_id,
-            prefill_incarnation=attempt.prefill.incarnation,
-            decode_incarnation=decode.incarnation,
-        )
 
     def _start_errand(self, errand: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(errand)

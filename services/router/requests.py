@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestAlreadyExists, Unavailable
@@ -74,6 +75,10 @@ class RequestTiming:
     kv_transport: str = ""
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
+
+    def known(self) -> dict[str, Any]:
+        """By name, without what is 0 or empty."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name))}
 
 
 class RequestEntry:

@@ -5,7 +5,7 @@ process finds out as it would with Redis: by a broken connection, or because not
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, cast
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestRecord
+from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestClaim
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.testing.simulation.loop import SimulatedProcess, current_process
@@ -179,16 +179,13 @@ class SimulatedStore:
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
         return await self._command(lambda store: store.broadcast(broadcast), False)
 
-    async def claim_request(self, record: RequestRecord, ttl_s: float) -> RequestRecord | None:
-        return await self._command(lambda store: store.claim_request(record, ttl_s), None)
+    async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
+        return await self._command(lambda store: store.claim_request(claim, ttl_s), None)
 
-    async def update_request(self, record: RequestRecord) -> None:
-        await self._command(lambda store: store.update_request(record), None)
+    async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
+        return await self._command(lambda store: store.close_requests(claims), False)
 
-    async def close_request(self, request_id: str, router_id: str, router_incarnation: int) -> bool:
-        return await self._command(lambda store: store.close_request(request_id, router_id, router_incarnation), False)
-
-    async def requests(self) -> tuple[RequestRecord, ...]:
+    async def requests(self) -> tuple[RequestClaim, ...]:
         return await self._command(lambda store: store.requests(), (), writes=False)
 
     # ---- what the store's process sends ----

@@ -32,7 +32,7 @@ from services.instance.service import colocated_host
 from services.prefill.config import PrefillConfig
 from services.prefill.service import prefill_host
 from services.router.config import RouterConfig
-from services.router.server import Router, serve_requests
+from services.router.service import Router, serve_requests
 
 MODEL_NAME = "simulated"
 PROBER = "prober"

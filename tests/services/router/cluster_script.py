@@ -34,7 +34,7 @@ from kaveri.wire.status import abort
 from services.router.config import RouterConfig
 from services.router.lifecycle_values import Placed
 from services.router.requests import RequestEntry
-from services.router.server import Router
+from services.router.service import Router
 
 MODEL = "kaveri-tiny"
 MAX_MODEL_LEN = 8_192
@@ -524,8 +524,10 @@ class RouterUnderTest:
     async def check_integrity(self) -> None:
         """Nothing of ended requests is left: table, counts, timers, errands, attempts tied to streams."""
         await eventually(lambda: len(self.router.table) == 0)
+        await self.router.claims.close_all()
         await self.router.placer.close()
         await eventually(lambda: not any(task.get_name().startswith("request ") for task in asyncio.all_tasks()))
+        self.router.claims.check_integrity()
         self.router.placer.check_integrity()
         self.router.feeds.check_integrity()
         assert await self.router.store.requests() == ()

@@ -10,7 +10,7 @@ from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryStore
-from kaveri.cluster.store import RequestRecord
+from kaveri.cluster.store import RequestClaim
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from tests.services.router.cluster_script import (
     PROMPT,
@@ -24,7 +24,7 @@ from tests.services.router.cluster_script import (
 )
 
 OTHER = InstanceRecord("router-9", 7, Role.ROUTER, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=0.5)
-HELD = RequestRecord("mine", OTHER.instance_id, OTHER.incarnation, "decode", 1)
+HELD = RequestClaim("mine", OTHER.instance_id, OTHER.incarnation)
 
 
 def is_refused(call: "asyncio.Task[object]") -> bool:
@@ -63,7 +63,7 @@ async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_hear
         assert is_refused(call)
         assert time.monotonic() - started_s < 2.0
         assert await other.requests() == (HELD,), "the other router's claim stays"
-        await other.close_request("mine", OTHER.instance_id, OTHER.incarnation)
+        await other.close_requests([HELD])
         beating.cancel()
 
 
@@ -83,7 +83,7 @@ async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_
         assert cluster.cluster.request("mine") is not None
         await eventually(lambda: cluster.cluster.request("mine") is None)
         assert await other.claim_request(HELD, 60.0) is None
-        await other.close_request("mine", OTHER.instance_id, OTHER.incarnation)
+        await other.close_requests([HELD])
 
 
 async def test_a_claim_that_this_router_has_left_behind_refuses_nothing(cluster: ScriptedCluster) -> None:

@@ -1,0 +1,138 @@
+"""The request ids that this router has in flight, as the store knows them: one router at a time has a request id.
+
+An id that a caller has chosen is claimed before its request goes anywhere. Nobody else knows an id that this router made,
+so it is claimed a moment later, unless its request has ended by then. Claims are closed in batches, a moment after their
+requests have ended.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+
+from kaveri.cluster.store import ClusterStore, RequestClaim
+from kaveri.domain.view import ClusterView
+from kaveri.errors import RequestAlreadyExists
+
+_CLAIM_WAIT_S = 5.0
+"""Longest wait for a sign of life from the router that holds a request id: more than the lease of most clusters."""
+_CLAIM_AGAIN_S = 0.1
+_FLUSH_AFTER_S = 0.01
+"""Claims that are opened and closed within this time go to the store together."""
+_MOST_AT_ONCE = 500
+_MOST_UNCLOSED = 65_536
+
+
+class RequestClaims:
+    """For one event loop. close() ends what runs in the background."""
+
+    def __init__(self, store: ClusterStore, router_id: str, router_incarnation: int) -> None:
+        self._store = store
+        self._router_id = router_id
+        self._router_incarnation = router_incarnation
+        self._view_changed = asyncio.Event()
+        self._opening: dict[str, float] = {}
+        """Ids to be claimed, with their time to live."""
+        self._ended: dict[str, None] = {}
+        """Ids of ended requests whose claims are to be closed."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._flushing: asyncio.Task[None] | None = None
+
+    def update(self, view: ClusterView) -> None:
+        """Wakes those that wait for the holder of an id; closes claims that were left open while the store was away."""
+        self._view_changed.set()
+        self._view_changed = asyncio.Event()
+        if view.store_connected:
+            self._flush_later()
+
+    async def open(self, request_id: str, ttl_s: float) -> None:
+        """Claims an id. Raises RequestAlreadyExists when a router that lives holds it.
+
+        A router that died holds its requests until its lease ends: so the holder has to show one more heartbeat, for
+        which this waits.
+        """
+        claim = self._claim_of(request_id)
+        if request_id in self._ended:
+            # The caller uses an id again before the store has heard that its former request ended.
+            if self._flushing is not None:
+                await asyncio.wait({self._flushing})
+            self._ended.pop(request_id, None)
+        asked_s = time.monotonic()
+        while (holder := await self._store.claim_request(claim, ttl_s)) is not None:
+            if holder == claim:
+                # Left behind: a request of this router that is in flight is in its own table.
+                await self._store.close_requests([claim])
+                continue
+            if self._was_heard(holder, asked_s) or time.monotonic() > asked_s + _CLAIM_WAIT_S:
+                raise RequestAlreadyExists(request_id)
+            changed = self._view_changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLAIM_AGAIN_S):
+                    await changed.wait()
+
+    def open_later(self, request_id: str, ttl_s: float) -> None:
+        """Claims an id that this router made, without making anyone wait."""
+        self._opening[request_id] = ttl_s
+        self._flush_later()
+
+    def close(self, request_id: str) -> None:
+        """Ends this router's claim of an ended request soon, without making anyone wait. Other claims stay."""
+        if self._opening.pop(request_id, None) is not None:
+            return
+        self._ended[request_id] = None
+        if len(self._ended) > _MOST_UNCLOSED:
+            # It ends with the request's deadline.
+            del self._ended[next(iter(self._ended))]
+        self._flush_later()
+
+    async def close_all(self) -> None:
+        """Closes the claims of all ended requests now, unless the store is away."""
+        if self._flushing is not None:
+            await asyncio.wait({self._flushing})
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        await self._flush()
+
+    def check_integrity(self) -> None:
+        """Asserts, while no request is in flight and the store is there, that no claim is left."""
+        assert not self._opening, self._opening
+        assert not self._ended, self._ended
+
+    def _flush_later(self) -> None:
+        if (self._opening or self._ended) and self._timer is None and self._flushing is None:
+            self._timer = asyncio.get_running_loop().call_later(_FLUSH_AFTER_S, self._start_flush)
+
+    def _start_flush(self) -> None:
+        self._timer = None
+        self._flushing = asyncio.create_task(self._flush(), name="claims of request ids")
+
+    async def _flush(self) -> None:
+        opening = tuple(itertools.islice(self._opening.items(), _MOST_AT_ONCE))
+        ended = tuple(itertools.islice(self._ended, _MOST_AT_ONCE))
+        is_away = False
+        try:
+            for request_id, _ in opening:
+                del self._opening[request_id]
+            claiming = (self._store.claim_request(self._claim_of(request_id), ttl_s) for request_id, ttl_s in opening)
+            await asyncio.gather(*claiming)
+            if ended:
+                is_away = not await self._store.close_requests([self._claim_of(request_id) for request_id in ended])
+            if not is_away:
+                for request_id in ended:
+                    self._ended.pop(request_id, None)
+        finally:
+            self._flushing = None
+            if not is_away:
+                # Otherwise the next view that has the store tries again.
+                self._flush_later()
+
+    def _claim_of(self, request_id: str) -> RequestClaim:
+        return RequestClaim(request_id, self._router_id, self._router_incarnation)
+
+    def _was_heard(self, holder: RequestClaim, since_s: float) -> bool:
+        """Whether the holder's router has sent a heartbeat since then."""
+        status = self._store.view().instances.get(holder.router_id)
+        if status is None or status.record.incarnation != holder.router_incarnation:
+            return False
+        return time.monotonic() - status.heartbeat_age_s >= since_s

@@ -1,0 +1,83 @@
+"""Writes the answers of requests to their clients, domain -> proto, and reports how each has ended."""
+
+from typing import Any
+
+from grpc import aio
+
+from kaveri.domain.sampling import FinishReason
+from kaveri.telemetry.logs import get_logger
+from kaveri.v1 import inference_pb2
+from kaveri.wire.messages import finish_to_proto
+from services.router import metrics
+from services.router.requests import RequestEntry
+
+ServicerContext = aio.ServicerContext[Any, Any]
+
+
+async def write_answer(entry: RequestEntry, context: ServicerContext) -> None:
+    """Writes the entry's output until it has ended. Raises the error that it ended with."""
+    answer = entry.answer
+    request_id = entry.request_id
+    while True:
+        await entry.wait_for_output()
+        if entry.error is not None:
+            raise entry.error
+        part = answer.take()
+        response = inference_pb2.GenerateResponse(
+            request_id=request_id,
+            index=part.first_index,
+            token_ids=part.token_ids,
+            text=part.text,
+            logprobs=part.logprobs,
+        )
+        # On the first response only.
+        request_id = ""
+        ended = entry.ended and not answer.has_output
+        if ended:
+            _complete(entry, response)
+        await context.write(response)
+        if ended:
+            return
+
+
+async def write_cancelled(request_id: str, context: ServicerContext) -> None:
+    """Writes the only response of a request that Cancel reached before its input was checked."""
+    outcome = FinishReason.CANCELLED
+    metrics.REQUESTS.labels(outcome=outcome.value).inc()
+    get_logger().info("request_finished", request_id=request_id, attempt=0, finish_reason=outcome.value)
+    response = inference_pb2.GenerateResponse(
+        request_id=request_id,
+        finish_reason=finish_to_proto(outcome),
+        usage=inference_pb2.Usage(),
+        timing=inference_pb2.Timing(),
+    )
+    await context.write(response)
+
+
+def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> None:
+    """Fills in what the last response carries, and reports the request."""
+    answer, accepted, finish = entry.answer, entry.accepted, entry.finish
+    assert finish is not None
+    token_count = len(answer.token_ids)
+    timing = entry.timing.known()
+    if answer.first_token_s is not None:
+        timing["ttft_s"] = answer.first_token_s - accepted.arrived_s
+        timing["e2e_s"] = answer.last_token_s - accepted.arrived_s
+        metrics.TTFT_S.observe(timing["ttft_s"])
+        metrics.E2E_S.observe(timing["e2e_s"])
+        if token_count > 1:
+            metrics.TPOT_S.observe((answer.last_token_s - answer.first_token_s) / (token_count - 1))
+    response.finish_reason = finish_to_proto(finish)
+    response.usage.prompt_tokens = len(accepted.prompt_token_ids)
+    response.usage.completion_tokens = token_count
+    response.timing.CopyFrom(inference_pb2.Timing(**timing))
+    metrics.REQUESTS.labels(outcome=finish.value).inc()
+    get_logger().info(
+        "request_finished",
+        request_id=entry.request_id,
+        attempt=entry.attempt_number,
+        finish_reason=finish.value,
+        prompt_tokens=len(accepted.prompt_token_ids),
+        completion_tokens=token_count,
+        **timing,
+    )
