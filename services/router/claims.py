@@ -1,8 +1,8 @@
 """The request ids that this router has in flight, as the store knows them: one router at a time has a request id.
 
-An id that a caller has chosen is claimed before its request goes anywhere. Nobody else knows an id that this router made,
-so it is claimed a moment later, unless its request has ended by then. Claims are closed in batches, a moment after their
-requests have ended.
+An id that a caller has chosen is claimed before its request goes anywhere. No other process knows an id that this
+router made, so it is claimed a moment later, unless its request has ended by then. Claims are closed in batches, a
+moment after their requests have ended.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from kaveri.errors import RequestAlreadyExists
 _CLAIM_WAIT_S = 5.0
 """Longest wait for a sign of life from the router that holds a request id: more than the lease of most clusters."""
 _CLAIM_AGAIN_S = 0.1
-_FLUSH_AFTER_S = 0.01
+_FLUSH_AFTER_S = 0.05
 """Claims that are opened and closed within this time go to the store together."""
 _MOST_AT_ONCE = 500
 _MOST_UNCLOSED = 65_536
@@ -63,7 +63,9 @@ class RequestClaims:
                 # Left behind: a request of this router that is in flight is in its own table.
                 await self._store.close_requests([claim])
                 continue
-            if self._was_heard(holder, asked_s) or time.monotonic() > asked_s + _CLAIM_WAIT_S:
+            waited_s = time.monotonic() - asked_s
+            # Its request may have ended just now: the holder closes claims a moment later.
+            if (waited_s > 2 * _FLUSH_AFTER_S and self._was_heard(holder, asked_s)) or waited_s > _CLAIM_WAIT_S:
                 raise RequestAlreadyExists(request_id)
             changed = self._view_changed
             with contextlib.suppress(TimeoutError):

@@ -83,11 +83,7 @@ class Intake:
         return AcceptedRequest(
             request_id=offered.request_id,
             prompt_token_ids=tuple(token_ids),
-            params=dataclasses.replace(
-                params,
-                max_tokens=room if params.max_tokens is None else params.max_tokens,
-                seed=secrets.randbits(64) if params.seed is None else params.seed,
-            ),
+            params=_completed(params, room),
             max_model_len=limit,
             arrived_s=offered.arrived_s,
             deadline_s=deadline_s,
@@ -123,6 +119,17 @@ class Intake:
     def _check_token_id(self, field: str, token_id: int) -> None:
         if token_id >= self._tokenizer.vocab_size:
             raise InvalidArgument(field, token_id, f"below {self._tokenizer.vocab_size}, the size of the vocabulary")
+
+
+def _completed(params: SamplingParams, room: int) -> SamplingParams:
+    """The parameters with max_tokens and seed set."""
+    if params.max_tokens is not None and params.seed is not None:
+        return params
+    return dataclasses.replace(
+        params,
+        max_tokens=room if params.max_tokens is None else params.max_tokens,
+        seed=secrets.randbits(64) if params.seed is None else params.seed,
+    )
 
 
 def _check_given(prompt: Prompt) -> None:

@@ -23,7 +23,7 @@ from services.decode import token_streams as decode_streams
 from services.prefill import dispatcher as prefill_dispatcher
 from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
-from services.router import lifecycle, request_placer, token_feeds
+from services.router import claims, lifecycle, request_placer, token_feeds
 from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
 
@@ -207,7 +207,7 @@ def retry_forgets_generated_tokens() -> Iterator[None]:
 @_planted
 def ended_request_keeps_its_claim() -> Iterator[None]:
     """The router leaves ended requests in the store's table."""
-    with _replaced(request_placer.RequestPlacer, "close_request", lambda _: _nothing):
+    with _replaced(claims.RequestClaims, "close", lambda _: _nothing):
         yield
 
 
