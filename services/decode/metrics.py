@@ -6,6 +6,7 @@ from kaveri.engine.contract import Engine
 from kaveri.hosting.kv_metrics import ReceivingMetrics
 from kaveri.hosting.metrics import register_block_gauges
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
+from services.decode.lifecycle import Report
 
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -62,6 +63,22 @@ class DecodeMetrics:
             ["outcome"],
             registry=registry,
         )
+        self._last_step_s: float | None = None
         if engine is not None:
             register_block_gauges(engine, registry)
             registry.register(ReceivingMetrics(engine.kv_flow))
+
+    def count_step(self, token_count: int, now_s: float, running_count: int) -> None:
+        """A step has brought so many tokens, one for each request; so many requests go on."""
+        if self._last_step_s is not None:
+            self.step_seconds.observe(now_s - self._last_step_s)
+        self.step_requests.observe(token_count)
+        self.tokens.inc(token_count)
+        self._last_step_s = now_s if running_count else None
+
+    def count_end(self, report: Report) -> None:
+        """A request has ended here."""
+        self.requests.labels(report.outcome.value).inc()
+        if report.times is not None:
+            self.queue_seconds.observe(report.times.queue_s)
+            self.decode_seconds.observe(report.times.decode_s)

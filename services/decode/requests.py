@@ -1,30 +1,15 @@
 """The requests that a decode instance holds, and which attempts of them it has known. No I/O."""
 
 import asyncio
-import enum
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kaveri.domain.length import TokenRange
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.errors import StaleAttempt
 from kaveri.kv.transfer.ticket import Ticket
-
-
-class Phase(enum.Enum):
-    """Where a request is."""
-
-    WAITING = "waiting"
-    """It waits in line for room."""
-    ASKED = "asked"
-    """The engine is asked for its room."""
-    RESERVED = "reserved"
-    """Room is taken; its KV is expected."""
-    LANDED = "landed"
-    """Its KV is here."""
-    RUNNING = "running"
-    """It has joined the batch."""
+from kaveri.policy.growth import BatchMember
+from services.decode.lifecycle import State
 
 
 @dataclass(eq=False, slots=True)
@@ -35,63 +20,34 @@ class DecodeRequest:
     engine_request: EngineRequest
     attempt: int
     router_id: str
-    reserved_s: float
-    """When the engine was asked for its room; until then, when it came."""
-    expires_s: float = 0.0
-    waits: bool = False
-    """Whether it stays in line when there is no room."""
-    answer: asyncio.Future[Ticket] | None = None
-    """What reserve() waits for. None: it was prefilled here."""
+    came_s: float
+    expires_s: float
+    member: BatchMember
+    """What it counts as in the batch, when it comes."""
+    state: State
     heavy: bool = False
     """Long in decode, by the thresholds here."""
-    predicted_length: TokenRange | None = None
-    """Tokens of the whole answer, cut to what may be generated. None: unknown."""
-    phase: Phase = Phase.WAITING
+    answer: asyncio.Future[Ticket] | None = None
+    """What its Reserve call waits for. None: it was prefilled here."""
     deadline: asyncio.TimerHandle | None = None
     """Ends the request when its time is over."""
-    landing_number: int = 0
-    landed_s: float = 0.0
-    first_step_s: float | None = None
-    preemptions: int = 0
-    drawn_here: int = 0
-    """Tokens drawn on this instance."""
-    without_blocks: bool = False
-    """It was preempted and has drawn no token since."""
 
     @property
     def key(self) -> EngineKey:
-        """The request's id, and a number that is unique in this process: what the engine knows it by. Not the attempt,
-        so that events of a former reservation of the same attempt are never taken for this one's."""
+        """What the engine knows it by. Its serial is new, so no event of an earlier one is taken for this one's."""
         return self.engine_request.key
 
     @property
     def request_id(self) -> str:
-        return self.key.request_id
-
-    @property
-    def token_count(self) -> int:
-        """Tokens whose KV is pushed."""
-        return len(self.engine_request.token_ids)
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens whose KV it holds between two steps."""
-        return self.token_count + self.drawn_here
-
-    @property
-    def remaining(self) -> TokenRange | None:
-        """Tokens that it will still draw, as predicted."""
-        if self.predicted_length is None:
-            return None
-        # Prefill drew the first one of this attempt.
-        return self.predicted_length.after(self.engine_request.generated_count + 1 + self.drawn_here)
+        return self.engine_request.key.request_id
 
 
 class DecodeRequests:
-    """All requests here, found by engine key, by request id and by router; counted by phase."""
+    """All requests here, found by engine key, by request id and by router."""
 
     def __init__(self) -> None:
         self._by_key: dict[EngineKey, DecodeRequest] = {}
+        self._by_serial: dict[int, DecodeRequest] = {}
         self._by_request_id: dict[str, DecodeRequest] = {}
         # Ordered: what ends one by one ends in the order in which it came.
         self._by_router: dict[str, dict[DecodeRequest, None]] = {}
@@ -106,6 +62,7 @@ class DecodeRequests:
         """Its request id must not be in use here."""
         assert request.request_id not in self._by_request_id
         self._by_key[request.key] = request
+        self._by_serial[request.key.serial] = request
         self._by_request_id[request.request_id] = request
         self._by_router.setdefault(request.router_id, {})[request] = None
 
@@ -113,6 +70,7 @@ class DecodeRequests:
         """False when it was not here (any more)."""
         if self._by_key.pop(request.key, None) is None:
             return False
+        del self._by_serial[request.key.serial]
         del self._by_request_id[request.request_id]
         of_router = self._by_router[request.router_id]
         del of_router[request]
@@ -123,6 +81,10 @@ class DecodeRequests:
     def by_key(self, key: EngineKey) -> DecodeRequest | None:
         """The request that the engine knows as `key`."""
         return self._by_key.get(key)
+
+    def by_serial(self, serial: int) -> DecodeRequest:
+        """The one whose key has that serial. It must be here."""
+        return self._by_serial[serial]
 
     def by_request_id(self, request_id: str) -> DecodeRequest | None:
         """The one attempt of the request that is here."""

@@ -10,16 +10,8 @@ from dataclasses import dataclass, field
 
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import TokenStep
+from services.decode.lifecycle import RequestTimes
 from services.decode.requests import DecodeRequest
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimes:
-    """Where a request spent its time here."""
-
-    queue_s: float
-    decode_s: float
-    preemptions: int
 
 
 @dataclass(eq=False, slots=True)

@@ -275,7 +275,7 @@ async def test_a_full_line_refuses_the_next_request(
     cluster: Any, by_hand: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = await small_decode(cluster)
-    monkeypatch.setattr(decode.host._hosted._line, "_max_waiting", 2)
+    monkeypatch.setattr(decode.host._hosted._room.line, "_max_waiting", 2)
     await cluster.router()
     await by_hand.reserve(decode, "taken", 79)
     for name in ("a", "b"):

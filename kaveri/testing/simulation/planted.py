@@ -19,6 +19,7 @@ from kaveri.policy.retry import Setback
 from kaveri.testing.simulation.store import SimulatedStore
 from kaveri.text import detokenizer as router_detokenizer
 from services.decode import instance as decode_instance
+from services.decode import lifecycle as decode_lifecycle
 from services.decode import token_streams as decode_streams
 from services.prefill import dispatcher as prefill_dispatcher
 from services.prefill import lifecycle as prefill_lifecycle
@@ -273,16 +274,16 @@ def freed_seat_stays_empty() -> Iterator[None]:
     """A landed request is not admitted when an aborted one leaves its seat in the batch."""
 
     def make(original: Any) -> Any:
-        def end(self: Any, *args: Any, **named: Any) -> None:
+        def follow(self: Any, *args: Any, **named: Any) -> None:
             self._admit = _nothing
             try:
                 original(self, *args, **named)
             finally:
                 del self._admit
 
-        return end
+        return follow
 
-    with _replaced(decode_instance.DecodeInstance, "_end", make):
+    with _replaced(decode_instance.DecodeInstance, "_follow", make):
         yield
 
 
@@ -311,14 +312,14 @@ def abort_of_a_running_request_unanswered() -> Iterator[None]:
     """Decode ends a request that prefill gives up after its landing, and does not tell the router."""
 
     def make(original: Any) -> Any:
-        def end(self: Any, request: Any, outcome: str, *args: Any, **named: Any) -> None:
-            if outcome == "aborted":
-                named["error"] = None
-            original(self, request, outcome, *args, **named)
+        def ended(state: Any, outcome: Any, *args: Any, **named: Any) -> Any:
+            if outcome is decode_lifecycle.Outcome.ABORTED:
+                named["tell"] = None
+            return original(state, outcome, *args, **named)
 
-        return end
+        return ended
 
-    with _replaced(decode_instance.DecodeInstance, "_end", make):
+    with _replaced(decode_lifecycle, "_ended", make):
         yield
 
 
@@ -327,14 +328,14 @@ def replaced_owner_not_told() -> Iterator[None]:
     """Decode ends a request for another router's request with the same id, and does not tell the former router."""
 
     def make(original: Any) -> Any:
-        def end(self: Any, request: Any, outcome: str, *args: Any, **named: Any) -> None:
-            if outcome == "replaced":
-                named["error"] = None
-            original(self, request, outcome, *args, **named)
+        def ended(state: Any, outcome: Any, *args: Any, **named: Any) -> Any:
+            if outcome is decode_lifecycle.Outcome.REPLACED:
+                named["tell"] = None
+            return original(state, outcome, *args, **named)
 
-        return end
+        return ended
 
-    with _replaced(decode_instance.DecodeInstance, "_end", make):
+    with _replaced(decode_lifecycle, "_ended", make):
         yield
 
 

@@ -7,14 +7,17 @@ import pytest
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.errors import StaleAttempt
+from kaveri.policy.growth import BatchMember
+from services.decode.lifecycle import InLine, RequestTimes
 from services.decode.requests import DecodeRequest, KnownAttempts
-from services.decode.token_streams import RequestTimes, TokenStreams
+from services.decode.token_streams import TokenStreams
 
 WAIT_S = 10.0
 
 
 def request(request_id: str = "a", router_id: str = "router") -> DecodeRequest:
-    return DecodeRequest(EngineRequest(EngineKey(request_id, 1), (1,) * 10, 0, SamplingParams()), 1, router_id, 0.0)
+    engine_request = EngineRequest(EngineKey(request_id, 1), (1,) * 10, 0, SamplingParams())
+    return DecodeRequest(engine_request, 1, router_id, 0.0, 60.0, BatchMember(10), InLine(stays=False))
 
 
 def gain(streams: TokenStreams, entry: DecodeRequest, index: int, finish: FinishReason | None = None) -> None:

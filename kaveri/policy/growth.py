@@ -1,0 +1,158 @@
+"""How many blocks a batch will want beyond those that it holds. Pure: no clock, no I/O."""
+
+import heapq
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+_SPARE_ENDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMember:
+    """A request that decodes, or would if it were admitted."""
+
+    context_tokens: int
+    """Tokens whose KV it holds, or must compute again when it was preempted."""
+    remaining_tokens: int = 0
+    """Tokens that it will still draw, as predicted. 0: unknown, or it has outlived its prediction."""
+    holds_blocks: bool = True
+    """It holds the blocks of its context and of its next token. False: it was preempted, and holds none."""
+
+
+@dataclass(slots=True)
+class _Holder:
+    """A member that holds its blocks. It draws one token in each step, so what is kept does not change by a step."""
+
+    offset_tokens: int
+    """Its context, less the steps so far."""
+    end_step: int
+    """The step in which it is predicted to end. 0: unknown."""
+
+
+class BatchGrowth:
+    """The growth of one batch, kept up to date while the batch runs: neither a step nor a question looks at every
+    member. Members are named by numbers of the caller's choice.
+
+    In a block of B tokens at most B different contexts need another block next, so members are counted by their
+    context's remainder, and a question looks at B numbers.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._steps = 0
+        self._holders: dict[int, _Holder] = {}
+        self._preempted: dict[int, BatchMember] = {}
+        # Holders by (context - steps) modulo the block's tokens: all of them, and those with a predicted end.
+        self._counts = [0] * block_tokens
+        self._counts_with_end = [0] * block_tokens
+        # Blocks that the holders with a predicted end want until then.
+        self._wanted_to_end = 0
+        # (end_step, number), least first. Entries of members that have left are skipped when they are found.
+        self._ends: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        """Members of the batch."""
+        return len(self._holders) + len(self._preempted)
+
+    def add(self, number: int, member: BatchMember) -> None:
+        """The member joins the batch. No other member may have its number."""
+        if not member.holds_blocks:
+            self._preempted[number] = member
+            return
+        end_step = self._steps + member.remaining_tokens if member.remaining_tokens > 0 else 0
+        holder = _Holder(member.context_tokens - self._steps, end_step)
+        self._holders[number] = holder
+        self._counts[holder.offset_tokens % self._block_tokens] += 1
+        if member.remaining_tokens > 0:
+            self._count_end(holder, 1)
+            heapq.heappush(self._ends, (holder.end_step, number))
+            if len(self._ends) > 2 * len(self._holders) + _SPARE_ENDS:
+                # A member that has left and come back may have left the same entry twice.
+                self._ends = [*dict.fromkeys(end for end in self._ends if self._is_current(end))]
+                heapq.heapify(self._ends)
+
+    def remove(self, number: int) -> None:
+        """The member leaves the batch. Unknown ones are ignored."""
+        if self._preempted.pop(number, None) is None and number in self._holders:
+            self._take(number)
+
+    def preempt(self, number: int) -> None:
+        """The member has lost its blocks. Unknown ones are ignored."""
+        if number in self._holders:
+            self._preempted[number] = replace(self._take(number), holds_blocks=False)
+
+    def step(self, drawn: AbstractSet[int]) -> None:
+        """The members `drawn` have drawn one token each, the others none. A preempted member that draws holds its
+        blocks again. Unknown ones are ignored."""
+        resumed: dict[int, BatchMember] = {}
+        still: dict[int, BatchMember] = {}
+        if drawn != self._holders.keys():
+            resumed = {number: member for number, member in self._preempted.items() if number in drawn}
+            still = {number: self._take(number) for number in self._holders.keys() - drawn}
+        self._steps += 1
+        # These have filled a block, and took the next one.
+        self._wanted_to_end -= self._counts_with_end[-self._steps % self._block_tokens]
+        while self._ends and self._ends[0][0] <= self._steps:
+            end = heapq.heappop(self._ends)
+            if self._is_current(end):
+                holder = self._holders[end[1]]
+                self._count_end(holder, -1)
+                holder.end_step = 0
+        for number, member in resumed.items():
+            del self._preempted[number]
+            left = max(0, member.remaining_tokens - 1)
+            self.add(number, BatchMember(member.context_tokens + 1, left))
+        for number, member in still.items():
+            self.add(number, member)
+
+    def until_all_end(self) -> int:
+        """Blocks that the batch will want until every member has ended as predicted. For a member with an unknown end
+        the next token counts."""
+        preempted = self._preempted.values()
+        return self._wanted_to_end + sum(
+            self._blocks(member.context_tokens + max(1, member.remaining_tokens)) for member in preempted
+        )
+
+    def until_first_ends(self) -> int:
+        """Blocks that the batch will want until the first member ends as predicted. When all ends are unknown the next
+        token counts."""
+        steps = self._steps_to_first_end()
+        total = sum(self._blocks(member.context_tokens + steps) for member in self._preempted.values())
+        size, shift = self._block_tokens, self._steps
+        # With r tokens in its last block, a member that draws k tokens begins (r + k - 1) // B more blocks beyond the
+        # one that it has for its next token.
+        for offset, count in enumerate(self._counts):
+            if count:
+                total += count * (((offset + shift) % size + steps - 1) // size)
+        return total
+
+    def _steps_to_first_end(self) -> int:
+        while self._ends and not self._is_current(self._ends[0]):
+            heapq.heappop(self._ends)
+        ends = [member.remaining_tokens for member in self._preempted.values() if member.remaining_tokens > 0]
+        if self._ends:
+            ends.append(self._ends[0][0] - self._steps)
+        return min(ends, default=1)
+
+    def _take(self, number: int) -> BatchMember:
+        holder = self._holders.pop(number)
+        self._counts[holder.offset_tokens % self._block_tokens] -= 1
+        left = max(0, holder.end_step - self._steps)
+        if left:
+            self._count_end(holder, -1)
+        return BatchMember(holder.offset_tokens + self._steps, left)
+
+    def _count_end(self, holder: _Holder, sign: int) -> None:
+        """Counts the holder among those with a predicted end (1), or no longer (-1)."""
+        context_tokens = holder.offset_tokens + self._steps
+        end_tokens = holder.offset_tokens + holder.end_step
+        self._counts_with_end[holder.offset_tokens % self._block_tokens] += sign
+        self._wanted_to_end += sign * (self._blocks(end_tokens) - self._blocks(context_tokens + 1))
+
+    def _is_current(self, end: tuple[int, int]) -> bool:
+        end_step, number = end
+        holder = self._holders.get(number)
+        return holder is not None and holder.end_step == end_step
+
+    def _blocks(self, token_count: int) -> int:
+        return -(-token_count // self._block_tokens)

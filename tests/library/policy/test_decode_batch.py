@@ -1,0 +1,123 @@
+"""What a decode instance's batch takes in, keeps free and shows."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kaveri.domain.length import RangeEnd, TokenRange
+from kaveri.policy import decode_batch
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom, RequestCounts
+from kaveri.policy.growth import BatchMember
+
+SIZE = 16
+STATIC = AdmissionPolicy.RESERVE_STATIC
+
+
+def landed(batch: DecodeBatch, number: int, member: BatchMember) -> None:
+    batch.expect(number, member, 0.0)
+    batch.land(number)
+
+
+def test_ready_requests_take_free_seats_in_the_order_of_their_landing() -> None:
+    batch = DecodeBatch(AdmissionPolicy.GREEDY, SIZE, max_batch=2)
+    for number in (3, 1, 2):
+        landed(batch, number, BatchMember(10))
+    assert batch.admissible(0) == (3, 1)
+    batch.admit(3)
+    assert batch.admissible(0) == (1,)
+    batch.leave(1)
+    assert batch.admissible(0) == (2,)
+    batch.admit(2)
+    assert (batch.running_count, batch.ready_count, batch.admissible(0)) == (2, 0, ())
+    batch.leave(3)
+    assert batch.running_count == 1
+
+
+def test_blocks_are_kept_for_what_runs_else_for_the_first_that_will() -> None:
+    batch = DecodeBatch(STATIC, SIZE, max_batch=4)
+    assert batch.kept_blocks(0.0) == 0
+    coming = BatchMember(SIZE, 5 * SIZE)
+    assert batch.kept_blocks(0.0, coming) == 4
+    batch.expect(1, BatchMember(SIZE, 2 * SIZE), 0.0)
+    batch.expect(2, BatchMember(SIZE, 3 * SIZE), 1.0)
+    assert batch.kept_blocks(1.0, coming) == 1
+    assert batch.kept_blocks(decode_batch.UNLANDED_KEEPS_S, coming) == 2, "a push that stands still keeps nothing"
+    assert batch.kept_blocks(10.0, coming) == 4
+    batch.land(2)
+    assert batch.kept_blocks(10.0, coming) == 2
+    batch.admit(2)
+    assert batch.kept_blocks(10.0) == 2
+
+
+def test_a_preempted_ready_request_wants_its_blocks_again() -> None:
+    batch = DecodeBatch(STATIC, SIZE, max_batch=4)
+    landed(batch, 1, BatchMember(SIZE, SIZE))
+    assert batch.kept_blocks(0.0) == 0
+    batch.preempt(1)
+    assert batch.kept_blocks(0.0) == 2
+
+
+def test_a_prediction_is_cut_to_what_may_be_generated() -> None:
+    predicted = TokenRange(100, 201)
+    assert expected_answer(None, 10, 50, 1000) is None
+    assert expected_answer(predicted, 10, None, 1000) == predicted
+    assert expected_answer(predicted, 10, 150, 1000) == TokenRange(100, 151)
+    assert expected_answer(predicted, 950, 150, 1000) == TokenRange(50, 51)
+    assert member_of(20, 4, predicted, RangeEnd.LOW) == BatchMember(20, 95)
+    assert member_of(20, 4, predicted, RangeEnd.HIGH) == BatchMember(20, 195)
+    assert member_of(20, 4, None, RangeEnd.HIGH) == BatchMember(20, 0)
+
+
+events = st.lists(st.tuples(st.sampled_from(["expect", "land", "admit", "preempt", "leave"]), st.integers(1, 6)))
+
+
+@given(st.sampled_from(AdmissionPolicy), events, st.integers(0, 20))
+def test_counts_and_seats_hold_under_any_order_of_events(
+    policy: AdmissionPolicy, events: list[tuple[str, int]], free_blocks: int
+) -> None:
+    batch = DecodeBatch(policy, SIZE, max_batch=3)
+    phases: dict[int, str] = {}
+    for event, number in events:
+        phase = phases.get(number)
+        if event == "expect" and phase is None:
+            batch.expect(number, BatchMember(number * 7, number * 5), 0.0)
+            phases[number] = "expected"
+        elif event == "land" and phase == "expected":
+            batch.land(number)
+            phases[number] = "ready"
+        elif event == "admit":
+            for admitted in batch.admissible(free_blocks):
+                assert phases[admitted] == "ready"
+                batch.admit(admitted)
+                phases[admitted] = "running"
+        elif event == "preempt" and phase in ("ready", "running"):
+            batch.preempt(number)
+        elif event == "leave":
+            batch.leave(number)
+            phases.pop(number, None)
+        counts = [list(phases.values()).count(name) for name in ("ready", "running")]
+        assert [batch.ready_count, batch.running_count] == counts
+        assert batch.running_count <= 3
+        assert batch.kept_blocks(0.0) >= 0
+        # An empty batch takes the first one whatever is predicted.
+        if batch.ready_count and not batch.running_count:
+            assert batch.admissible(free_blocks)
+
+
+@given(st.sampled_from(AdmissionPolicy), st.integers(0, 10), st.lists(st.integers(1, 60), max_size=5))
+def test_shown_room_is_room_that_a_request_gets(policy: AdmissionPolicy, free: int, answers: list[int]) -> None:
+    room = DecodeRoom(10, SIZE, DecodeBatch(policy, SIZE, max_batch=8))
+    for number, answer in enumerate(answers, 1):
+        landed(room.batch, number, BatchMember(SIZE, answer))
+        room.batch.admit(number)
+    now = FreeRoom(free, 0)
+    load = room.load(now, 0, RequestCounts(len(answers), 0, len(answers)), 0.0)
+    assert load.waiting_requests == 0
+    if load.free_blocks:
+        room.line.join("a", load.free_blocks, 1)
+        assert room.next_to_ask(now, 0.0) == "a"
+        room.line.leave("a")
+    room.line.join("b", load.free_blocks + 1, 1)
+    assert room.next_to_ask(now, 0.0) is None
+    assert room.refusal(now, 0.0).role == "decode"

@@ -1,0 +1,239 @@
+"""A request's life on a decode instance: which events it takes in which state, and what has to be done."""
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kaveri.errors import EngineError, InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import Ticket
+from services.decode import lifecycle
+from services.decode.lifecycle import (
+    AbortAsked,
+    AbortInEngine,
+    Action,
+    AdoptedHere,
+    Answer,
+    Asked,
+    BlocksLost,
+    Broken,
+    CallEnded,
+    Drew,
+    DropTokens,
+    Event,
+    InLine,
+    KeepPlace,
+    KvLanded,
+    KvNotLanded,
+    LeaveLine,
+    Outcome,
+    Ready,
+    Released,
+    Report,
+    Reserved,
+    Rival,
+    RivalCame,
+    RoomAsked,
+    RoomGranted,
+    RoomRefused,
+    RouterLost,
+    Running,
+    SeatTaken,
+    State,
+    TellRouter,
+    TimeOver,
+    TurnedAway,
+    step,
+)
+
+TICKET = Ticket(b"0" * 16, b"1" * 16, 1, (), (0,), 1, 9.0, KvLayout("fingerprint", 2, 16, 2, 8, "float32"))
+FULL = NoCapacity("decode", 0.1)
+STATES: tuple[State, ...] = (InLine(True), Asked(True, 0.0), Reserved(0.0), Ready(0.0), Running(0.0))
+ENDS: tuple[Event, ...] = (
+    CallEnded(),
+    AbortAsked(by_router=True),
+    AbortAsked(by_router=False),
+    *(RivalCame(rival, RequestAlreadyExists("a")) for rival in Rival),
+    TimeOver(),
+    RouterLost(),
+    Broken("broken"),
+)
+EVENTS: tuple[Event, ...] = (
+    RoomAsked(),
+    RoomGranted(TICKET),
+    RoomRefused(FULL),
+    RoomRefused(EngineError("stopped")),
+    TurnedAway(FULL),
+    AdoptedHere(),
+    KvLanded(1),
+    KvNotLanded("expired"),
+    SeatTaken(),
+    Drew(is_last=False),
+    Drew(is_last=True),
+    BlocksLost(),
+    *ENDS,
+)
+POSSIBLE = {
+    RoomAsked: {InLine},
+    TurnedAway: {InLine},
+    RoomGranted: {Asked},
+    RoomRefused: {Asked},
+    AdoptedHere: {Asked},
+    KvLanded: {Reserved},
+    KvNotLanded: {Asked, Reserved},
+    SeatTaken: {Ready},
+    BlocksLost: {Ready, Running},
+    Drew: {Running},
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product((*STATES, Released(Outcome.FINISHED)), EVENTS)), ids=repr
+)
+def test_an_impossible_event_is_an_assertion_that_names_both(state: State, event: Event) -> None:
+    anywhere = {type(each) for each in STATES}
+    if type(state) in POSSIBLE.get(type(event), anywhere):
+        step(state, event, 1.0)
+        return
+    with pytest.raises(AssertionError) as impossible:
+        step(state, event, 1.0)
+    assert type(state).__name__ in str(impossible.value)
+    assert type(event).__name__ in str(impossible.value)
+
+
+def told(state: State, event: Event) -> TellRouter | None:
+    _, actions = step(state, event, 1.0)
+    return next((action for action in actions if isinstance(action, TellRouter)), None)
+
+
+@pytest.mark.parametrize("state", STATES, ids=repr)
+def test_a_router_hears_of_an_end_only_when_it_may_wait_for_tokens_in_vain(state: State) -> None:
+    landed = isinstance(state, Ready | Running)
+    asked = not isinstance(state, InLine)
+    assert (told(state, AbortAsked(by_router=False)) is not None) == landed
+    assert told(state, AbortAsked(by_router=True)) is None
+    assert told(state, CallEnded()) is None
+    assert told(state, TimeOver()) is None
+    assert (told(state, RivalCame(Rival.SAME_ATTEMPT, FULL)) is not None) == landed
+    assert told(state, RivalCame(Rival.NEWER_ATTEMPT, FULL)) is None
+    replaced = told(state, RivalCame(Rival.OTHER_ROUTER, FULL))
+    assert (replaced is not None and replaced.replaced) == asked
+    assert (told(state, Broken("broken")) is not None) == asked
+    assert (told(state, RouterLost()) is not None) == asked
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "answer"),
+    [
+        (FULL, Outcome.NO_ROOM, NoCapacity),
+        (EngineError("stopped"), Outcome.FAILED, Unavailable),
+        (InvalidArgument("a", 1, "less"), Outcome.REFUSED, InvalidArgument),
+    ],
+)
+def test_a_refusal_of_the_engine_answers_the_call(error: Exception, outcome: Outcome, answer: type) -> None:
+    state, actions = step(Asked(False, 0.0), RoomRefused(error), 1.0)  # type: ignore[arg-type]
+    assert state == Released(outcome)
+    assert isinstance(next(action.result for action in actions if isinstance(action, Answer)), answer)
+
+
+def test_a_request_that_stays_goes_back_to_its_place_when_the_engine_has_no_room() -> None:
+    assert step(Asked(True, 0.0), RoomRefused(FULL), 1.0) == (InLine(stays=True), (KeepPlace(),))
+
+
+def test_a_finished_request_says_where_its_time_went() -> None:
+    state: State = Ready(landed_s=1.0)
+    for event, now_s in ((BlocksLost(), 2.0), (SeatTaken(), 3.0), (Drew(False), 4.0), (Drew(False), 5.0)):
+        state, _ = step(state, event, now_s)
+    state, (report,) = step(state, Drew(True), 7.0)
+    assert state == Released(Outcome.FINISHED)
+    assert isinstance(report, Report)
+    assert report.times == lifecycle.RequestTimes(queue_s=3.0, decode_s=3.0, preemptions=1)
+
+
+def test_a_preempted_request_holds_blocks_again_when_it_draws() -> None:
+    state, _ = step(Running(0.0), BlocksLost(), 1.0)
+    assert isinstance(state, Running)
+    assert not state.holds_blocks
+    state, _ = step(state, Drew(False), 2.0)
+    assert isinstance(state, Running)
+    assert (state.holds_blocks, state.preemptions, state.drawn) == (True, 1, 1)
+
+
+class Life(RuleBasedStateMachine):
+    """One request under any order of possible events; follows the line, the call, the engine and the report."""
+
+    @initialize(stays=st.booleans())
+    def begin(self, stays: bool) -> None:
+        self.state: State = InLine(stays)
+        self.now_s = 0.0
+        self.in_line = True
+        self.answers: list[object] = []
+        self.in_engine = False
+        self.reports: list[Report] = []
+        self.adopted = False
+
+    @precondition(lambda self: not isinstance(self.state, Released))
+    @rule(data=st.data(), later_s=st.floats(0, 10))
+    def happens(self, data: st.DataObject, later_s: float) -> None:
+        """Some possible event."""
+        anywhere = {type(each) for each in STATES}
+        possible = [event for event in EVENTS if type(self.state) in POSSIBLE.get(type(event), anywhere)]
+        event = data.draw(st.sampled_from(possible))
+        self.now_s += later_s
+        if isinstance(event, RoomAsked):
+            self.in_engine = True
+        if isinstance(event, AdoptedHere):
+            # It has no call and no place.
+            self.in_line, self.adopted = False, True
+        self.state, actions = step(self.state, event, self.now_s)
+        if isinstance(event, RoomRefused) or (isinstance(event, Drew) and event.is_last):
+            self.in_engine = False
+        for action in actions:
+            self.act(action)
+
+    def act(self, action: Action) -> None:
+        assert not self.reports, "the report is the last action"
+        match action:
+            case Answer(result):
+                self.answers.append(result)
+            case LeaveLine():
+                self.in_line = False
+            case KeepPlace():
+                assert self.in_line
+            case AbortInEngine():
+                self.in_engine = False
+            case Report():
+                self.reports.append(action)
+            case DropTokens() | TellRouter():
+                assert not isinstance(self.state, InLine)
+
+    @rule()
+    def nothing_happens(self) -> None:
+        """A life may be over."""
+
+    @invariant()
+    def the_state_says_what_it_holds(self) -> None:
+        assert self.in_line == isinstance(self.state, InLine | Asked)
+        assert self.in_engine == (not isinstance(self.state, InLine | Released))
+        assert bool(self.reports) == isinstance(self.state, Released)
+        if isinstance(self.state, Released):
+            assert [report.outcome for report in self.reports] == [self.state.outcome]
+
+    @invariant()
+    def its_call_is_answered_once(self) -> None:
+        expected = 0 if self.adopted or isinstance(self.state, InLine | Asked) else 1
+        assert len(self.answers) == expected
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+def test_a_stale_call_is_answered_with_the_rivals_error() -> None:
+    stale = StaleAttempt("a", 1, 2)
+    for state in (InLine(True), Asked(True, 0.0)):
+        _, actions = step(state, RivalCame(Rival.NEWER_ATTEMPT, stale), 1.0)
+        assert Answer(stale) in actions
