@@ -60,8 +60,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         max_batch=settings.max_batch,
         listen=listen_endpoints(settings),
         transports=transports,
-        kv_credit_bytes=settings.kv_credit_bytes,
-        kv_digests=settings.kv_digests,
+        receiving=settings.receiving,
     )
 
 

@@ -10,7 +10,7 @@ from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.engine.vllm.options import parse_engine_args
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.digest import Digests
-from kaveri.kv.transfer.receiver import CREDIT_BYTES
+from kaveri.kv.transfer.receiver import CREDIT_BYTES, ReceiverOptions
 from kaveri.kv.transports import TLS, TRANSPORT_NAMES, transport_names
 from kaveri.kv.transports.link_speed import link_text
 from kaveri.kv.transports.tls import TlsFiles
@@ -158,6 +158,11 @@ class EngineSettings(MadeUpSettings):
     def kv_advertise_host(self) -> str | None:
         """The host in tickets. None: kv_listen_host."""
         return None
+
+    @property
+    def receiving(self) -> ReceiverOptions:
+        """How pushed KV is taken."""
+        return ReceiverOptions(self.kv_credit_bytes, self.kv_digests)
 
     @property
     def kv_tls(self) -> TlsFiles | None:

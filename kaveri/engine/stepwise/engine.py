@@ -22,9 +22,8 @@ from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.receiver import CREDIT_BYTES, KvReceiver
+from kaveri.kv.transfer.receiver import KvReceiver, ReceiverOptions
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
@@ -43,8 +42,7 @@ class StepwiseEngine:
     max_batch: most decode requests of a step; admitted ones beyond wait here, in order.
     listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
     transports: what carries KV, in the order in which this engine's pushes prefer them; None for the socket transports.
-    kv_credit_bytes: what all who push here may have under way together.
-    kv_digests: whether pushes here are verified by digests.
+    receiving: how pushes are taken.
     Raises ConfigError when one request of the runner's max_model_len does not fit into the empty pool, or when it
     cannot listen.
     """
@@ -58,8 +56,7 @@ class StepwiseEngine:
         max_batch: int = 64,
         listen: Ordered[KvEndpoint] = (),
         transports: Ordered[Transport] | None = None,
-        kv_credit_bytes: int = CREDIT_BYTES,
-        kv_digests: Digests = Digests.AUTO,
+        receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
     ) -> None:
         layout = runner.layout
         if chunk_tokens < 1:
@@ -98,8 +95,8 @@ class StepwiseEngine:
                 listen=listen,
                 epoch=info.epoch,
                 transports=transports,
-                digests=kv_digests,
-                credit_bytes=kv_credit_bytes,
+                digests=receiving.digests,
+                credit_bytes=receiving.credit_bytes,
             )
         plane = PoolPlane(layout, KvSender(pool, told, transports=transports), receiver, told)
         self._transfers.attach(plane)

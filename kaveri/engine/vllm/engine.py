@@ -23,9 +23,8 @@ from kaveri.engine.vllm.driver import Driver
 from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.rank import RankSetup
 from kaveri.errors import ConfigError
-from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.receiver import CREDIT_BYTES
+from kaveri.kv.transfer.receiver import ReceiverOptions
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger, log_settings
@@ -41,8 +40,7 @@ class VllmEngine:
     listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
     transports: makes what carries KV, for each rank, in the order in which this engine's pushes prefer them; at the top
     of a module where ranks are in processes of their own. None for the socket transports.
-    kv_credit_bytes: what all who push to one rank here may have under way together.
-    kv_digests: whether pushes here are verified by digests.
+    receiving: how each rank takes pushes.
     Raises ConfigError when one request of the model's length does not fit into the empty pool, or when it cannot
     listen; the host is the caller's own then, and the engine's otherwise.
     """
@@ -54,8 +52,7 @@ class VllmEngine:
         max_batch: int = 64,
         listen: Sequence[KvEndpoint] = (),
         transports: Callable[[], Sequence[Transport]] | None = None,
-        kv_credit_bytes: int = CREDIT_BYTES,
-        kv_digests: Digests = Digests.AUTO,
+        receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
     ) -> None:
         layout, total_blocks = host.ranks[0].layout, host.free_blocks
         if max_batch < 1:
@@ -75,7 +72,7 @@ class VllmEngine:
             kv_endpoints=(),
         )
         self._transfers = Transfers(info, self._board, self._board)
-        setup = RankSetup(tuple(listen), transports, info.epoch, kv_credit_bytes, kv_digests, log_settings())
+        setup = RankSetup(tuple(listen), transports, info.epoch, receiving, log_settings())
         plane = DataPlane(host.ranks, setup, self._transfers.hear, self._board.stop)
         self._transfers.attach(plane)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)

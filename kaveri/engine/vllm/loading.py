@@ -81,8 +81,7 @@ def load_engine(
             max_batch=settings.max_batch,
             listen=listen,
             transports=transports,
-            kv_credit_bytes=settings.kv_credit_bytes,
-            kv_digests=settings.kv_digests,
+            receiving=settings.receiving,
         )
     except BaseException:
         host.shutdown()

@@ -6,9 +6,8 @@ from typing import Protocol
 
 from kaveri.engine.kv_plane import PlaneListener
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.receiver import CREDIT_BYTES
+from kaveri.kv.transfer.receiver import ReceiverOptions
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import LogSettings
@@ -26,8 +25,7 @@ class RankSetup:
     transports: "Callable[[], Sequence[Transport]] | None"
     """Makes what carries KV, the preferred first; None for the socket transports."""
     epoch: int
-    credit_bytes: int = CREDIT_BYTES
-    digests: Digests = Digests.AUTO
+    receiving: ReceiverOptions = ReceiverOptions()  # noqa: RUF009 - it is frozen
     logs: LogSettings | None = None
     """Of the engine's process, for a rank that has a process of its own."""
 

@@ -56,8 +56,8 @@ class RankPlane:
                 listen=setup.listen,
                 epoch=setup.epoch,
                 transports=transports,
-                digests=setup.digests,
-                credit_bytes=setup.credit_bytes,
+                digests=setup.receiving.digests,
+                credit_bytes=setup.receiving.credit_bytes,
             )
         self._kv = PoolPlane(pool.layout, KvSender(pool, listener, transports=transports), receiver, listener)
         return receiver.endpoints if receiver is not None else ()

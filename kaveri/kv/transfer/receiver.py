@@ -4,6 +4,7 @@ import hmac
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kaveri.errors import ConfigError, TransferFailed
@@ -25,10 +26,18 @@ _LEAST_CREDIT_BYTES = 4 << 20
 the largest window, on two busy cores."""
 
 
-__all__ = ["KvReceiver", "LandingListener", "TransferLanded", "TransferReleased"]
+__all__ = ["KvReceiver", "LandingListener", "ReceiverOptions", "TransferLanded", "TransferReleased"]
 
 LandingListener = Callable[[TransferLanded | TransferReleased], None]
 """Called on a thread of the receiver, once per granted ticket, in the order in which things happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverOptions:
+    """What an operator chooses of a receiver; see KvReceiver."""
+
+    credit_bytes: int = CREDIT_BYTES
+    digests: Digests = Digests.AUTO
 
 
 class KvReceiver:
