@@ -9,21 +9,19 @@ from typing import Protocol
 
 from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.connection import Connection
 from kaveri.kv.transfer.digest import DigestFactory
 from kaveri.kv.transfer.flow import PeerFlow
+from kaveri.kv.transfer.outgoing import Ending, Opening, Push, QueuedWrite, Untold
 from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushFailed
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.kv.transfer.transport import Link, LinkLost, Transport
+from kaveri.kv.transfer.transport import LinkLost, Transport
 from kaveri.kv.transfer.turns import Turns
 from kaveri.telemetry.logs import get_logger
 
 _QUANTUM_BYTES = 4 << 20
 """What a push may send before the others of its receiver have their turn; but for nixl and gloo, one write."""
-_TELL_AGAIN_S = 0.25
-_TELL_AGAIN_MAX_S = 4.0
-"""After so long, twice as long each time, a receiver that could not be reached is told again of what was given up."""
-
 Route = tuple[Transport, KvEndpoint]
 
 
@@ -54,49 +52,18 @@ class PeerOwner(Protocol):
         """The last thing that the peer's thread does."""
 
 
-# What a push has queued, in order: one Opening, for each layer at most a QueuedWrite for each block, one Ending.
-
-
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """The transfer is to be begun at the receiver."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """The end mark is to be sent."""
-
-    note: bytes
-
-
-@dataclass(slots=True)
-class _QueuedWrite:
-    """Blocks of one layer that wait to be sent, at least one: [first_index, first_index + len(blocks)) of the
-    ticket's."""
-
-    layer: int
-    first_index: int
-    blocks: tuple[int, ...]
-
-    def take(self, count: int) -> tuple[int, ...]:
-        """The next blocks, which do not wait any more."""
-        taken, self.blocks = self.blocks[:count], self.blocks[count:]
-        self.first_index += len(taken)
-        return taken
-
-
 # What the thread does next.
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    push: "Push"
+    push: Push
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    push: "Push"
-    connection: "Connection"
+    push: Push
+    connection: Connection
     layers: range
     first_index: int
     blocks: tuple[int, ...]
@@ -104,18 +71,18 @@ class _Write:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    push: "Push"
+    push: Push
     note: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
-    push: "Push"
+    push: Push
 
 
 @dataclass(frozen=True, slots=True)
 class _Lose:
-    connection: "Connection"
+    connection: Connection
     reason: str
 
 
@@ -132,86 +99,6 @@ class _TellUntold:
 _Action = _Open | _Write | _End | _Abort | _Lose | _DropLost | _TellUntold
 
 
-class Push:
-    """One transfer under way. Guarded by the sender's lock, but for the digest, which is the peer thread's.
-
-    waiting ── connection is set: open ── is_ended: the end mark is sent ── accepted
-       └──────────────┴───────────────────────┴── stopped: its reason ── no longer reading: failed
-    """
-
-    def __init__(self, ticket: Ticket, peer: "Peer", digest: DigestFactory) -> None:
-        self.ticket = ticket
-        self.peer = peer
-        self.expires_at_s = time.monotonic() + ticket.expires_in_s
-        self.digest = digest()
-        self.queued = [0] * ticket.layout.layer_count
-        self.queue: deque[_Opening | _QueuedWrite | _Ending] = deque((_Opening(),))
-        self.kv_bytes = 0
-        self.connection: Connection | None = None
-        """Set once the transfer is open there."""
-        self.is_reading = False
-        """The peer's thread may read source blocks."""
-        self.is_ending = False
-        """The end mark is queued, or sent."""
-        self.is_ended = False
-        """The end mark is on its way."""
-        self.stopped: str | None = None
-
-    @property
-    def transfer_id(self) -> bytes:
-        """The ticket's."""
-        return self.ticket.transfer_id
-
-    def is_stopped(self) -> bool:
-        """Whether it is given up."""
-        return self.stopped is not None
-
-
-class Connection:
-    """A link, and the credit for it; the link's listener. A push belongs to one connection, and not to its
-    successor."""
-
-    def __init__(self, peer: "Peer", transport: Transport, endpoint: KvEndpoint) -> None:
-        self.transport = transport
-        self.endpoint = endpoint
-        self.lost_reason: str | None = None
-        """Why it was lost; None while it stands."""
-        self.credit_bytes = 0
-        """What may be written now."""
-        self.window_bytes = 0
-        """What may be under way."""
-        self._peer = peer
-        # Last: it may be given credit at once.
-        self.link: Link = transport.connect(endpoint, peer.epoch, peer.pool, self)
-
-    def room(self, block_bytes: int) -> int:
-        """Under the lock: how many blocks one write may have.
-
-        A write takes no more than half of what may be under way: while it is, credit for the next one comes back.
-        """
-        write_bytes = min(self.transport.capabilities.write_bytes, self.window_bytes // 2)
-        return min(max(1, write_bytes // block_bytes), self.credit_bytes // block_bytes)
-
-    def credited(self, byte_count: int, window_bytes: int) -> None:
-        """See LinkListener.credited."""
-        self._peer.take_credit(self, byte_count, window_bytes)
-
-    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
-        """See LinkListener.answered."""
-        self._peer.take_answer(self, transfer_id, rejection)
-
-    def lost(self, reason: str) -> None:
-        """See LinkListener.lost."""
-        self._peer.lose(self, reason)
-
-    def close(self) -> None:
-        """Ends the link. The last call."""
-        link = self.link
-        # It holds on to this listener, and the two on to the sender and its pool, until the garbage collector comes by.
-        del self.link
-        link.close()
-
-
 class Peer:
     """One receiver: the queues of its pushes, and the thread that carries them out over one connection at a time.
 
@@ -223,8 +110,7 @@ class Peer:
         self, setup: PeerSetup, owner: PeerOwner, key: tuple[object, ...], routes: Sequence[Route], epoch: int
     ) -> None:
         self.key = key
-        self.epoch = epoch
-        self.pool = setup.pool
+        self._epoch = epoch
         self.credit_waits = 0
         self.credit_wait_s = 0.0
         self._setup = setup
@@ -238,7 +124,7 @@ class Peer:
         self._turns: Turns[Push] = Turns(_QUANTUM_BYTES)
         # Since when all that is queued waits for credit, or when credit last came meanwhile [s].
         self._waiting_since_s: float | None = None
-        self._untold = _Untold()
+        self._untold = Untold()
         # When the last push ended.
         self._idle_since_s = time.monotonic()
         # What is not to wait for a turn: at most an abort for each push, and the dropping of a lost connection.
@@ -258,7 +144,7 @@ class Peer:
 
     def open(self, ticket: Ticket) -> Push:
         """Begins a push."""
-        push = Push(ticket, self, self._setup.digest)
+        push = Push(ticket, self._setup.digest)
         self._pushes[push.transfer_id] = push
         self._queue_changed(push)
         return push
@@ -269,14 +155,14 @@ class Peer:
             assert first_index == push.queued[layer], "a block was left out or written twice"
             push.queued[layer] += len(blocks)
             assert push.queued[layer] <= len(push.ticket.block_ids), "more blocks than the ticket has"
-            push.queue.append(_QueuedWrite(layer, first_index, blocks))
+            push.queue.append(QueuedWrite(layer, first_index, blocks))
             self._queue_changed(push)
 
     def finish(self, push: Push, note: bytes) -> None:
         """Queues the end mark. Ignored for one that is given up, and the second time."""
         if push.stopped is None and not push.is_ending:
             push.is_ending = True
-            push.queue.append(_Ending(note))
+            push.queue.append(Ending(note))
             self._queue_changed(push)
 
     def abort(self, push: Push, reason: str) -> None:
@@ -411,7 +297,7 @@ class Peer:
         return not has_work and time.monotonic() - self._idle_since_s >= self._setup.idle_s
 
     def _can_go(self, push: Push) -> bool:
-        if not isinstance(push.queue[0], _QueuedWrite):
+        if not isinstance(push.queue[0], QueuedWrite):
             return True
         assert push.connection is not None, "a write of a push that is not open"
         return push.connection.credit_bytes >= self._block_bytes
@@ -419,19 +305,19 @@ class Peer:
     def _next_of(self, push: Push) -> _Action:
         action: _Action
         match push.queue[0]:
-            case _Opening():
+            case Opening():
                 push.queue.popleft()
                 action = _Open(push)
-            case _Ending(note):
+            case Ending(note):
                 push.queue.popleft()
                 action = _End(push, note)
-            case _QueuedWrite() as head:
+            case QueuedWrite() as head:
                 action = self._take_write(push, head)
         if not push.queue:
             self._turns.leave(push)
         return action
 
-    def _take_write(self, push: Push, head: _QueuedWrite) -> _Write:
+    def _take_write(self, push: Push, head: QueuedWrite) -> _Write:
         """As much of the next write as there is credit for, and those of the following layers that bring the same
         blocks: a frame and a system call for each layer would cost more than the bytes of a short push."""
         connection = push.connection
@@ -446,7 +332,7 @@ class Peer:
             while push.queue and (layer_count + 1) * len(blocks) <= joined_max:
                 following = push.queue[0]
                 if (
-                    not isinstance(following, _QueuedWrite)
+                    not isinstance(following, QueuedWrite)
                     or following.layer != layer + layer_count
                     or following.first_index != index
                     or following.blocks != blocks
@@ -599,7 +485,7 @@ class Peer:
         problems: list[str] = []
         for transport, endpoint in self._routes:
             try:
-                connection = Connection(self, transport, endpoint)
+                connection = Connection(self, transport, endpoint, self._epoch, self._setup.pool)
             except LinkLost as error:
                 problems.append(error.reason)
                 continue
@@ -629,34 +515,3 @@ class Peer:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-
-
-class _Untold:
-    """Pushes that were given up before they were open: unless their receiver is told, it keeps blocks for them until
-    their tickets end, and they are forgotten then. Used by the peer's thread only."""
-
-    def __init__(self) -> None:
-        self.pushes: list[Push] = []
-        self.tell_at_s = 0.0
-        self._again_s = _TELL_AGAIN_S
-
-    def is_due(self) -> bool:
-        """Whether there are some, and it is time to try."""
-        return bool(self.pushes) and time.monotonic() >= self.tell_at_s
-
-    def rest_s(self) -> float:
-        """Until the next try."""
-        return max(0.0, self.tell_at_s - time.monotonic())
-
-    def drop_expired(self) -> None:
-        """Those whose tickets have ended."""
-        now_s = time.monotonic()
-        self.pushes = [push for push in self.pushes if push.expires_at_s > now_s]
-
-    def attempt_made(self) -> None:
-        """Says when to try again."""
-        if self.pushes:
-            self.tell_at_s = time.monotonic() + self._again_s
-            self._again_s = min(2 * self._again_s, _TELL_AGAIN_MAX_S)
-        else:
-            self.tell_at_s, self._again_s = 0.0, _TELL_AGAIN_S

@@ -16,7 +16,8 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory, xxh3
 from kaveri.kv.transfer.flow import SenderFlow
 from kaveri.kv.transfer.mapped_pushes import STAGING_BYTES, MappedPushes
-from kaveri.kv.transfer.peer import Peer, PeerSetup, Push, Route
+from kaveri.kv.transfer.outgoing import Push
+from kaveri.kv.transfer.peer import Peer, PeerSetup, Route
 from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushFailed, PushListener
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import Ticket
@@ -58,7 +59,7 @@ class KvSender:
         self.pool = pool
         self._transports = tuple(transports)
         self._lock = threading.Lock()
-        self._pushes: dict[bytes, Push] = {}
+        self._pushes: dict[bytes, tuple[Peer, Push]] = {}
         self._reporter = Reporter[PushAccepted | PushFailed]("kv-sender", listener)
         # Nothing of it holds on to this sender: its pool goes with its last reference, not with the garbage collector.
         forget = partial(_forget, self._pushes)
@@ -84,7 +85,8 @@ class KvSender:
         routes = self._routes(ticket)
         with self._lock:
             assert ticket.transfer_id not in self._pushes, "a ticket is used once"
-            self._pushes[ticket.transfer_id] = self._peers.find(ticket, routes).open(ticket)
+            peer = self._peers.find(ticket, routes)
+            self._pushes[ticket.transfer_id] = peer, peer.open(ticket)
         deadline_s = ticket.expires_in_s + _ANSWER_GRACE_S
         self._reporter.call_after(deadline_s, partial(self._give_up, ticket.transfer_id, "the ticket expired"))
 
@@ -103,20 +105,22 @@ class KvSender:
         # Its bytes would be missing from a frame, and the receiver take those of other pushes for them.
         self.pool.require_blocks("source_blocks", source_blocks)
         with self._lock:
-            push = self._pushes.get(transfer_id)
-            if push is not None and source_blocks:
-                push.peer.write(push, layer, first_index, tuple(source_blocks))
-        if push is None:
+            found = self._pushes.get(transfer_id)
+            if found is not None and source_blocks:
+                peer, push = found
+                peer.write(push, layer, first_index, tuple(source_blocks))
+        if found is None:
             self._mapped.write(transfer_id, layer, first_index, source_blocks)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """All blocks of all layers are queued. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
         require_note(note)
         with self._lock:
-            push = self._pushes.get(transfer_id)
-            if push is not None:
-                push.peer.finish(push, note)
-        if push is None:
+            found = self._pushes.get(transfer_id)
+            if found is not None:
+                peer, push = found
+                peer.finish(push, note)
+        if found is None:
             self._mapped.finish(transfer_id, note)
 
     def abort(self, transfer_id: bytes) -> None:
@@ -160,12 +164,13 @@ class KvSender:
 
     def _give_up(self, transfer_id: bytes, reason: str) -> None:
         with self._lock:
-            push = self._pushes.get(transfer_id)
-            if push is not None:
-                push.peer.abort(push, reason)
+            found = self._pushes.get(transfer_id)
+            if found is not None:
+                peer, push = found
+                peer.abort(push, reason)
 
 
-def _forget(pushes: dict[bytes, Push], transfer_id: bytes) -> None:
+def _forget(pushes: dict[bytes, tuple[Peer, Push]], transfer_id: bytes) -> None:
     """Under the sender's lock: the push has ended."""
     pushes.pop(transfer_id, None)
 

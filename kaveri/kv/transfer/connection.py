@@ -1,0 +1,68 @@
+"""A sender's connection to one receiver: a link, and the credit for it."""
+
+from typing import Protocol
+
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transfer.transport import Link, Transport
+
+
+class ConnectionOwner(Protocol):
+    """Who uses a connection. Called on the link's own thread."""
+
+    def take_credit(self, connection: "Connection", byte_count: int, window_bytes: int) -> None:
+        """See LinkListener.credited."""
+
+    def take_answer(self, connection: "Connection", transfer_id: bytes, rejection: str | None) -> None:
+        """See LinkListener.answered."""
+
+    def lose(self, connection: "Connection", reason: str) -> None:
+        """See LinkListener.lost."""
+
+
+class Connection:
+    """A link, and the credit for it; the link's listener. A push belongs to one connection, and not to its
+    successor."""
+
+    def __init__(
+        self, owner: ConnectionOwner, transport: Transport, endpoint: KvEndpoint, epoch: int, pool: KvPool
+    ) -> None:
+        """epoch: of the receiver. Raises LinkLost."""
+        self.transport = transport
+        self.endpoint = endpoint
+        self.lost_reason: str | None = None
+        """Why it was lost; None while it stands."""
+        self.credit_bytes = 0
+        """What may be written now."""
+        self.window_bytes = 0
+        """What may be under way."""
+        self._owner = owner
+        # Last: it may be given credit at once.
+        self.link: Link = transport.connect(endpoint, epoch, pool, self)
+
+    def room(self, block_bytes: int) -> int:
+        """Under the lock: how many blocks one write may have.
+
+        A write takes no more than half of what may be under way: while it is, credit for the next one comes back.
+        """
+        write_bytes = min(self.transport.capabilities.write_bytes, self.window_bytes // 2)
+        return min(max(1, write_bytes // block_bytes), self.credit_bytes // block_bytes)
+
+    def credited(self, byte_count: int, window_bytes: int) -> None:
+        """See LinkListener.credited."""
+        self._owner.take_credit(self, byte_count, window_bytes)
+
+    def answered(self, transfer_id: bytes, rejection: str | None) -> None:
+        """See LinkListener.answered."""
+        self._owner.take_answer(self, transfer_id, rejection)
+
+    def lost(self, reason: str) -> None:
+        """See LinkListener.lost."""
+        self._owner.lose(self, reason)
+
+    def close(self) -> None:
+        """Ends the link. The last call."""
+        link = self.link
+        # It holds on to this listener, and the two on to the sender and its pool, until the garbage collector comes by.
+        del self.link
+        link.close()

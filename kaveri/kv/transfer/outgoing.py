@@ -1,0 +1,108 @@
+"""Pushes under way on the sending side: what they have queued, and how far they are. Moves nothing."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from kaveri.kv.transfer.connection import Connection
+from kaveri.kv.transfer.digest import DigestFactory
+from kaveri.kv.transfer.ticket import Ticket
+
+_TELL_AGAIN_S = 0.25
+_TELL_AGAIN_MAX_S = 4.0
+"""After so long, twice as long each time, a receiver that could not be reached is told again of what was given up."""
+
+# What a push has queued, in order: one Opening, for each layer at most a QueuedWrite for each block, one Ending.
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The transfer is to be begun at the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end mark is to be sent."""
+
+    note: bytes
+
+
+@dataclass(slots=True)
+class QueuedWrite:
+    """Blocks of one layer that wait to be sent, at least one: [first_index, first_index + len(blocks)) of the
+    ticket's."""
+
+    layer: int
+    first_index: int
+    blocks: tuple[int, ...]
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """The next blocks, which do not wait any more."""
+        taken, self.blocks = self.blocks[:count], self.blocks[count:]
+        self.first_index += len(taken)
+        return taken
+
+
+class Push:
+    """One transfer under way. Guarded by the sender's lock, but for the digest, which is the peer thread's.
+
+    waiting ── connection is set: open ── is_ended: the end mark is sent ── accepted
+       └──────────────┴───────────────────────┴── stopped: its reason ── no longer reading: failed
+    """
+
+    def __init__(self, ticket: Ticket, digest: DigestFactory) -> None:
+        self.ticket = ticket
+        self.expires_at_s = time.monotonic() + ticket.expires_in_s
+        self.digest = digest()
+        self.queued = [0] * ticket.layout.layer_count
+        self.queue: deque[Opening | QueuedWrite | Ending] = deque((Opening(),))
+        self.kv_bytes = 0
+        self.connection: Connection | None = None
+        """Set once the transfer is open there."""
+        self.is_reading = False
+        """The peer's thread may read source blocks."""
+        self.is_ending = False
+        """The end mark is queued, or sent."""
+        self.is_ended = False
+        """The end mark is on its way."""
+        self.stopped: str | None = None
+
+    @property
+    def transfer_id(self) -> bytes:
+        """The ticket's."""
+        return self.ticket.transfer_id
+
+    def is_stopped(self) -> bool:
+        """Whether it is given up."""
+        return self.stopped is not None
+
+
+class Untold:
+    """Pushes that were given up before they were open: unless their receiver is told, it keeps blocks for them until
+    their tickets end, and they are forgotten then. Used by the peer's thread only."""
+
+    def __init__(self) -> None:
+        self.pushes: list[Push] = []
+        self.tell_at_s = 0.0
+        self._again_s = _TELL_AGAIN_S
+
+    def is_due(self) -> bool:
+        """Whether there are some, and it is time to try."""
+        return bool(self.pushes) and time.monotonic() >= self.tell_at_s
+
+    def rest_s(self) -> float:
+        """Until the next try."""
+        return max(0.0, self.tell_at_s - time.monotonic())
+
+    def drop_expired(self) -> None:
+        """Those whose tickets have ended."""
+        now_s = time.monotonic()
+        self.pushes = [push for push in self.pushes if push.expires_at_s > now_s]
+
+    def attempt_made(self) -> None:
+        """Says when to try again."""
+        if self.pushes:
+            self.tell_at_s = time.monotonic() + self._again_s
+            self._again_s = min(2 * self._again_s, _TELL_AGAIN_MAX_S)
+        else:
+            self.tell_at_s, self._again_s = 0.0, _TELL_AGAIN_S
