@@ -53,6 +53,7 @@ def test_progress_lets_the_next_one_in() -> None:
     queue.advance(first, 50)
     assert list(submitted(queue)) == [third]
     queue.advance(first, 100)
+    assert list(queue.computing) == [second, third]
     assert list(submitted(queue)) == []
     queue.remove(second)
     assert list(submitted(queue)) == [fourth]
@@ -90,7 +91,12 @@ def test_a_prompt_that_is_cancelled_half_way_gives_back_what_it_had_left() -> No
 @given(
     st.sampled_from(OrderingPolicy),
     st.integers(1, 5),
-    st.lists(st.tuples(st.sampled_from(["arrive", "release", "submit", "compute", "cancel"]), st.integers(0, 350))),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["arrive", "release", "submit", "compute", "compute", "cancel"]), st.integers(0, 350)
+        ),
+        min_size=20,
+    ),
 )
 def test_the_engine_is_never_idle_never_far_ahead_and_every_token_is_counted(
     policy: OrderingPolicy, batch: int, steps: list[tuple[str, int]]
