@@ -12,7 +12,7 @@ from kaveri.policy.prediction import PredictionMode
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig(InstanceConfig):
-    """Settings of whoever computes prompts, wherever their KV goes."""
+    """Settings of an instance that computes prompts, wherever their KV goes."""
 
     max_queue: int = setting(
         "requests that wait for the engine; more are refused with RESOURCE_EXHAUSTED", 256, least=1

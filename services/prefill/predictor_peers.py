@@ -1,4 +1,4 @@
-"""Talks to predictor instances: asks for lengths, and believes no answer that cannot be. Owns the channels to them."""
+"""Asks predictor instances for lengths and refuses impossible answers. Owns the channels to them."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ _PROBABILITY_SLACK = 0.01
 
 
 class UnusableAnswer(KaveriError):
-    """A predictor answered something that is no prediction."""
+    """A predictor's answer is not a possible prediction."""
 
 
 class _Peer:
@@ -44,8 +44,8 @@ class PredictorPeers:
     async def predict(self, address: str, prompts: Sequence[Sequence[int]], timeout_s: float) -> list[TokenRange]:
         """The predicted length of each prompt's whole answer. prompts: token ids of the served model.
 
-        Raises what the predictor answers, Unavailable or DeadlineExceeded when it does not, UnusableAnswer. Cancelled,
-        the predictor is told so.
+        Raises the error that the predictor answers, Unavailable or DeadlineExceeded without an answer, UnusableAnswer.
+        Cancellation ends the call at the predictor too.
         """
         peer = self._peers.get(address)
         if peer is None:
@@ -75,7 +75,7 @@ class PredictorPeers:
 
 
 def read_predictions(response: predictor_pb2.PredictResponse, prompt_count: int) -> list[TokenRange]:
-    """The predicted ranges, in the order of the prompts. Raises UnusableAnswer, saying what cannot be."""
+    """The predicted ranges, in the order of the prompts. Raises UnusableAnswer, which says what is wrong."""
     if len(response.predictions) != prompt_count:
         raise UnusableAnswer(f"{len(response.predictions)} predictions for {prompt_count} prompts")
     return [_read(prediction, response.granularity) for prediction in response.predictions]

@@ -29,7 +29,7 @@ async def serve(config: PrefillConfig, stopping: asyncio.Event) -> int:
     async with open_store(config, stopping, Follow.BROADCASTS) as store:
         if store is None:
             return 0
-        # The engine before the lease: nobody should be sent here while a model loads.
+        # The engine before the lease: no request should come here while a model loads.
         engine = await load_engine(config, stopping)
         if engine is None:
             return 0

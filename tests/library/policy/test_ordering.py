@@ -75,7 +75,7 @@ class PromptScheduleMachine:
             self.schedule.remove(self.waiting.pop(index % len(self.waiting)))
 
 
-# A number above 0 arrives with that length, 0 computes the head, one below cancels somebody.
+# A number above 0 arrives with that length, 0 computes the head, one below cancels a prompt.
 steps = st.lists(st.integers(-3, 6), max_size=200)
 
 

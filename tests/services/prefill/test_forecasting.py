@@ -1,4 +1,4 @@
-"""Predictions beside prefill: used when they are there, missed by nobody when they are not. Real gRPC all the way."""
+"""Predictions beside prefill: used when they come in time, not waited for otherwise. Real gRPC all the way."""
 
 import asyncio
 import random
@@ -90,7 +90,7 @@ async def test_a_prompt_of_one_chunk_is_placed_within_it_once_the_prediction_is_
 
 
 @pytest.mark.parametrize("settings", [{}, CHUNKS], ids=["one chunk", "four chunks"])
-async def test_in_parallel_nobody_waits_for_a_prediction(
+async def test_in_parallel_no_request_waits_for_a_prediction(
     cluster: Any, new_predictor: NewPredictor, settings: dict[str, Any]
 ) -> None:
     predictor = await new_predictor()
@@ -141,7 +141,7 @@ async def test_in_sequence_a_request_goes_on_when_the_budget_is_over(
     assert said() == ["predictor_failing"]
 
 
-def nobody(_: Any) -> predictor_pb2.PredictResponse:
+def no_predictions(_: Any) -> predictor_pb2.PredictResponse:
     return predictor_pb2.PredictResponse(granularity=100)
 
 
@@ -158,7 +158,7 @@ def no_number(predicted: Any) -> predictor_pb2.PredictResponse:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("garbage", [nobody, empty_range, no_number])
+@pytest.mark.parametrize("garbage", [no_predictions, empty_range, no_number])
 async def test_garbage_is_not_used_and_said_once(
     cluster: Any,
     new_predictor: NewPredictor,
@@ -201,7 +201,7 @@ async def test_a_predictor_for_another_model_is_said_once_and_rests(
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_dead_predictor_is_missed_by_nobody_and_used_again_when_it_is_back(
+async def test_a_dead_predictor_holds_no_request_up_and_is_used_again_when_it_is_back(
     cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]], mode: str
 ) -> None:
     predictor = await new_predictor()
@@ -227,7 +227,7 @@ async def test_a_dead_predictor_is_missed_by_nobody_and_used_again_when_it_is_ba
     assert said()[2:] == ["predictor_works"]
 
 
-async def test_a_predictor_that_hangs_is_found_out_although_nobody_waits_for_it(
+async def test_a_predictor_that_hangs_is_noticed_although_no_request_waits_for_it(
     cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]]
 ) -> None:
     predictor = await new_predictor()
@@ -277,7 +277,7 @@ async def test_what_is_settled_or_needs_no_decode_is_not_asked_about(cluster: An
     assert len(predictor.calls) == 1
 
 
-async def test_switched_off_nobody_is_asked(cluster: Any, new_predictor: NewPredictor) -> None:
+async def test_switched_off_no_predictor_is_asked(cluster: Any, new_predictor: NewPredictor) -> None:
     predictor = await new_predictor()
     prefill = await cluster.prefill(prediction=PredictionMode.OFF)
     await cluster.decode()
@@ -358,7 +358,7 @@ async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancel
     for call in held:
         call.call.cancel()
     await by_hand.eventually(lambda: prefill.load().queued_prefill_tokens == 0, "nothing is queued any more")
-    await by_hand.eventually(lambda: predictor.cancelled == len(predictor.calls), "the predictor is told")
+    await by_hand.eventually(lambda: predictor.cancelled == len(predictor.calls), "its calls are cancelled")
     predictor.held.set()
     await ask(cluster, router, prefill, "next")
 
