@@ -135,7 +135,7 @@ class InstanceStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
     heartbeat_age_s: _builtins.float
-    """Seconds since that heartbeat, filled in by whoever shows the view; 0 in the store."""
+    """Seconds since that heartbeat, filled in when a view is shown; 0 in the store."""
     @_builtins.property
     def record(self) -> Global___InstanceRecord:
         """What does not change during its life."""
@@ -293,7 +293,7 @@ Global___InstanceLoad: _TypeAlias = InstanceLoad  # noqa: Y015
 
 @_typing.final
 class LoadBroadcast(_message.Message):
-    """What the cluster monitor tells prefill instances: everybody whom they choose among, in one message."""
+    """The cluster monitor's broadcast: all instances that prefill instances choose among, in one message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -304,7 +304,7 @@ class LoadBroadcast(_message.Message):
     leader_id: _builtins.str
     """The router that leads."""
     fencing_token: _builtins.int
-    """Grows with each change of leader. Whoever has seen a greater one ignores this message."""
+    """Grows with each change of leader. A follower that knows a greater one ignores this message."""
     sequence_number: _builtins.int
     """Rises by one with each broadcast of one leader."""
     @_builtins.property

@@ -278,7 +278,7 @@ class RequestTokens(_message.Message):
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Set when the request has ended; its KV cache is free."""
     error: _builtins.str
-    """Set when the request could not go on (an engine fault, say); the router places it anew."""
+    """Set when the request could not go on (an engine fault, say); the router places it again."""
     replaced: _builtins.bool
     """Set with error when another router has begun a request with the same id: this one must not be placed again."""
     @_builtins.property

@@ -64,7 +64,7 @@ class DecodeServiceServicer(object):
         been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
         never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
         router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
-        UNAVAILABLE (draining, or its engine broke; those who wait hear it at once).
+        UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

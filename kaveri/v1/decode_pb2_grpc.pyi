@@ -41,7 +41,7 @@ class DecodeServiceStub:
     been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
     never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
     router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
-    UNAVAILABLE (draining, or its engine broke; those who wait hear it at once).
+    UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
     """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
@@ -65,7 +65,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
     never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
     router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
-    UNAVAILABLE (draining, or its engine broke; those who wait hear it at once).
+    UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
@@ -92,7 +92,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
         never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
         router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
-        UNAVAILABLE (draining, or its engine broke; those who wait hear it at once).
+        UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
         """
 
     @_abc_1.abstractmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LengthPredictorServiceStub(object):
-    """Predicts how long answers will be. Predictions only ever improve a decision: whoever asks goes on without them.
+    """Predicts how long answers will be. Predictions only improve decisions: callers continue without them.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class LengthPredictorServiceStub(object):
 
 
 class LengthPredictorServiceServicer(object):
-    """Predicts how long answers will be. Predictions only ever improve a decision: whoever asks goes on without them.
+    """Predicts how long answers will be. Predictions only improve decisions: callers continue without them.
     """
 
     def Predict(self, request, context):
@@ -72,7 +72,7 @@ def add_LengthPredictorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LengthPredictorService(object):
-    """Predicts how long answers will be. Predictions only ever improve a decision: whoever asks goes on without them.
+    """Predicts how long answers will be. Predictions only improve decisions: callers continue without them.
     """
 
     @staticmethod

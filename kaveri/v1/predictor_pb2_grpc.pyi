@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LengthPredictorServiceStub:
-    """Predicts how long answers will be. Predictions only ever improve a decision: whoever asks goes on without them."""
+    """Predicts how long answers will be. Predictions only improve decisions: callers continue without them."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -41,7 +41,7 @@ class LengthPredictorServiceStub:
 
 @_typing.type_check_only
 class LengthPredictorServiceAsyncStub(LengthPredictorServiceStub):
-    """Predicts how long answers will be. Predictions only ever improve a decision: whoever asks goes on without them."""
+    """Predicts how long answers will be. Predictions only improve decisions: callers continue without them."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Predict: _aio.UnaryUnaryMultiCallable[_predictor_pb2.PredictRequest, _predictor_pb2.PredictResponse]  # type: ignore[assignment]
@@ -51,7 +51,7 @@ class LengthPredictorServiceAsyncStub(LengthPredictorServiceStub):
     """
 
 class LengthPredictorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Predicts how long answers will be. Predictions only ever improve a decision: whoever asks goes on without them."""
+    """Predicts how long answers will be. Predictions only improve decisions: callers continue without them."""
 
     @_abc_1.abstractmethod
     def Predict(

@@ -63,7 +63,7 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate, at least 1. Unset: as many as the model's length leaves after the prompt."""
+    """Most tokens to generate, at least 1. Unset: all that the model's length leaves after the prompt."""
     temperature: _builtins.float
     """Divides the logits before drawing. 0 is greedy. Unset: 1.0."""
     top_p: _builtins.float
@@ -168,7 +168,7 @@ class Logprobs(_message.Message):
     """Log-probability of the token that was drawn."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """The most likely tokens, the likeliest first; as many as SamplingParams.logprobs asks for."""
+        """The most likely tokens, the likeliest first; their number is SamplingParams.logprobs."""
 
     def __init__(
         self,
