@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 STILTED = re.compile(
     r"\b("
     r"whoever|whomever|whom|nobody|somebody|anew|affairs?|whence|thence|whereupon|wherein|therein|thereof|hitherto|lest"
-    r"|(?:is|are|was|were|be|been|being|gets) told(?! apart)|of no account|for want of|what (?:became|becomes|has become) of"
-    r"|as many as|by no more than|(?:be|is|are|was|were|been) had|all the same|for ever|but for|in place of"
+    r"|(?:is|are|was|were|be|been|being|gets) told(?! apart)|of no account|for want of"
+    r"|what (?:became|becomes|has become) of|as many as|by no more than|(?:be|is|are|was|were|been) had"
+    r"|all the same|for ever|but for|in place of"
     r"|at the (?:most|least)|those who|he who|that which|as it were|by and by|ever so|none the less|the like"
     r")\b",
     re.IGNORECASE,

@@ -106,7 +106,7 @@ def test_the_services_take_the_settings_and_are_reached_under_their_names(
     config_type = INSTANCES.get(name, ColocatedConfig)
     config = read_settings(config_type, f"kaveri {name}", [], environment, setting_sections).config
     known = {f"KAVERI_{field.upper()}" for field in vars(config)}
-    assert {key for key in service["environment"] if key.startswith("KAVERI_")} <= known, "a variable nobody reads"
+    assert {key for key in service["environment"] if key.startswith("KAVERI_")} <= known, "an unread variable"
     assert config.instance_id in (name, f"{name}-0")
     assert config.host == "0.0.0.0"
     assert config.advertised_address(config.port) == f"{name}:{config.port}"

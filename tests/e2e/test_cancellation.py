@@ -1,4 +1,4 @@
-"""A request that nobody wants any more ends everywhere, in whatever phase it is caught, and frees every block."""
+"""A cancelled request ends everywhere, in every phase, and frees every block."""
 
 import asyncio
 import subprocess

@@ -105,7 +105,7 @@ async def test_cancel_in_each_phase_frees_every_block() -> None:
             chunks = await asyncio.wait_for(reading, 10)
             assert chunks[-1].finish_reason == "cancelled", phase
             await cluster.wait_for_view(is_free, within_s=FREE_WITHIN_S)
-        # At once, when nobody can say how far it has come.
+        # Immediately, at an unknown stage of the request.
         for number in range(20):
             reading = asyncio.create_task(read_all(client, f"request {number}"))
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Strangers on the ports: what is no gRPC, and no KV protocol, is sent away and disturbs nobody."""
+"""Garbage on the ports: bytes that are not gRPC or the KV protocol are refused and disturb no request."""
 
 import asyncio
 import random

@@ -264,7 +264,7 @@ async def test_a_drain_that_takes_too_long_ends_what_is_left(cluster: Any, by_ha
     await call.ended()
     await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     assert await decode.stop() == 0
-    await by_hand.eventually(lambda: router.finished("a"), "the router is told")
+    await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
     assert router.last["a", 1].error
     assert await prefill.stop() == 0
 
@@ -283,7 +283,7 @@ async def test_a_broken_engine_fails_its_requests_and_ends_the_instance(cluster:
 
     decode.engine._runner.run = broken
     assert await asyncio.wait_for(decode.serving, 10.0) == 1
-    await by_hand.eventually(lambda: router.finished("decoding"), "the router is told")
+    await by_hand.eventually(lambda: router.finished("decoding"), "the router hears of it")
     assert "the arithmetic broke" in router.last["decoding", 1].error
 
     prefilling = router.prefill(prefill, "prefilling", prompt(13, 400), max_tokens=5)

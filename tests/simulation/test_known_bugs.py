@@ -56,7 +56,7 @@ def test_a_late_placement_that_names_a_dead_decode_instance_does_not_tie_the_req
 
 
 def test_a_request_whose_first_token_is_lost_with_the_prefill_stream_is_placed_again(run: Run) -> None:
-    """Decode had sent tokens already, so the router held the loss of prefill for none: the tokens waited for ever."""
+    """Decode had sent tokens already, so the router held the loss of prefill for none: the tokens waited forever."""
     late = Fault(
         kind=FaultKind.SLOW,
         after=RESERVED,

@@ -12,7 +12,7 @@ FILES_VARIABLE = "KAVERI_TESTING_TLS"
 
 
 class Authority:
-    """A certificate authority that nobody else trusts; its files are in `folder`, which is there."""
+    """A certificate authority for one test; its files are in `folder`, which must exist."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder

@@ -63,7 +63,7 @@ class LocalCluster:
         return await self.stack.process(name).stop(grace_s)
 
     async def restart(self, name: str, within_s: float = 60.0) -> None:
-        """Starts a dead one anew and waits until the whole cluster takes requests."""
+        """Restarts a dead one and waits until the whole cluster accepts requests."""
         await self.stack.restart(name)
         await self.stack.wait_until_ready(within_s)
 

@@ -35,7 +35,7 @@ class Engines(Protocol):
     block_tokens: int
     """What a block of theirs holds where nothing else is asked for."""
     free_within_s: float
-    """When blocks must be free that nobody needs any more."""
+    """When blocks that are no longer needed must be free."""
 
     def make(self, settings: EngineSettings) -> BuiltEngine:
         """Not started."""

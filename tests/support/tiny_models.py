@@ -53,7 +53,7 @@ def make_tiny_model(
     configuration.
 
     Weights are drawn wide (standard deviation 0.12) and embeddings untied: with the usual 0.02 a random model repeats
-    one token for ever, and a test of exactness proves little.
+    one token forever, and a test of exactness proves little.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -66,7 +66,7 @@ class LentHost(Host):
         self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
 
     def step(self) -> list[Any]:
-        """As the host's, but for the one that fails or hangs."""
+        """As the host's, except the one that fails or hangs."""
         self._step_count += 1
         if self._step_count == self._fail_at_step:
             raise RuntimeError("a step that fails")

@@ -1,4 +1,4 @@
-"""A small InferenceService on real gRPC: answers a fixed alphabet, and lets a test see what became of each request."""
+"""A small InferenceService on real gRPC: answers a fixed alphabet, and shows a test how each request ended."""
 # ruff: noqa: N802 - gRPC names the methods
 
 import asyncio

@@ -291,7 +291,7 @@ async def test_errors_arrive_with_their_data(service: InferenceDouble, target: s
 
 
 async def test_nobody_listening_raises_unavailable_soon_and_names_the_target() -> None:
-    with socket.socket() as taken:  # Bound and not listening: nobody else gets the port meanwhile.
+    with socket.socket() as taken:  # Bound and not listening: no other process gets the port meanwhile.
         taken.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{taken.getsockname()[1]}"
         started_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""A follower believes the newest leader, loses nobody while nobody leads, and counts heartbeats as it hears them."""
+"""A follower believes the newest leader, loses no instance without a leader, and counts heartbeats as they arrive."""
 
 from kaveri.cluster.membership import MAX_TICK_S
 from kaveri.cluster.monitored_membership import SILENT_AFTER_S, MonitoredMembership
@@ -73,7 +73,7 @@ def test_nobody_is_lost_while_nobody_leads_however_long_that_is() -> None:
     clock.now_s += 3600.0
     assert membership.is_silent()
     assert membership.view().instances["decode-0"].heartbeat_age_s > 3600.0
-    # The next leader knows nobody yet.
+    # The next leader knows no instance yet.
     membership.take_in(_broadcast(2, 1))
     assert _ids(membership) == {"decode-0"}
     assert not membership.is_silent()

@@ -348,7 +348,7 @@ async def test_nothing_there_is_a_config_error_within_seconds_that_keeps_the_pas
 
 
 async def test_leaving_the_store_at_any_moment_ends_its_watch() -> None:
-    # Leaving while a ping is being sent used to lose the cancellation: 5 of 100 such stores then hung for ever.
+    # Leaving while a ping is being sent used to lose the cancellation: 5 of 100 such stores then hung forever.
     async with run_redis() as redis:
 
         async def enter_and_leave(pause_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Loading an engine: it can take minutes, and nobody who wants the process to end waits for it."""
+"""Loading an engine can take minutes; a stopping process does not wait for it."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ async def test_stopping_while_it_loads_ends_the_wait_at_once(monkeypatch: pytest
     stopping.set()
     assert await asyncio.wait_for(waiting, 5) is None
     assert not ended.is_set()
-    # What the thread comes to in the end disturbs nobody.
+    # The thread's late result has no effect.
     go_on.set()
     assert await asyncio.to_thread(ended.wait, 10)
 

@@ -1,4 +1,4 @@
-"""The folder of a local stack: nobody's is taken while it is used, and nobody's stays for ever."""
+"""The folder of a local stack: never removed while in use, always removed in the end."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Children end when they are told to, and always with their parent."""
+"""Children end when they are stopped, and always with their parent."""
 
 import asyncio
 import os

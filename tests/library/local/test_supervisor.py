@@ -1,4 +1,4 @@
-"""A supervised child comes back, later each time, until it is told to end."""
+"""A supervised child is restarted, later each time, until it is stopped."""
 
 import asyncio
 import errno

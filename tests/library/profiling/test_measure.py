@@ -1,4 +1,4 @@
-"""Steps are measured on a clock of the test's: what the runner took is what is told, and what the fit finds."""
+"""Steps are measured on the test's clock: the runner's times are reported, and the fit finds them."""
 
 from collections import Counter
 from collections.abc import Sequence

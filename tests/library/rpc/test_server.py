@@ -1,4 +1,4 @@
-"""RpcServer on loopback: health, reflection, addresses that cannot be had, limits, and garbage."""
+"""RpcServer on loopback: health, reflection, addresses that cannot be bound, limits, and garbage."""
 
 import asyncio
 import os

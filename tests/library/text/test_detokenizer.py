@@ -141,7 +141,7 @@ def test_no_answer_of_a_byte_fallback_tokenizer_breaks_the_text(llama2: ModelTok
     assert None not in ids.values()
     token_ids = [ids[rng.choice(names)] for _ in range(rng.randrange(1, 40))]
     text, expected = joined(llama2, [], token_ids), decoded(llama2, token_ids)
-    # Only a run of bytes with a broken one among them may be told in another way; the text around it is all there.
+    # Only a run of bytes with an invalid one may decode differently; the text around it is complete.
     assert re.split("[^ helo]+", text) == re.split("[^ helo]+", expected), seed
 
 

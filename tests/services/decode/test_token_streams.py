@@ -81,7 +81,7 @@ async def test_a_router_that_never_opens_its_stream_counts_as_gone() -> None:
     streams.expect("router")
     await asyncio.wait_for(gone.changed.wait(), WAIT_S)
     assert gone.routers == ["router"]
-    gain(streams, request(), 1)  # nobody to tell; nothing is kept
+    gain(streams, request(), 1)  # no stream to report to; nothing is kept
     stream = streams.open("router")
     streams.close_all()
     assert await stream.next_batch() == []

@@ -1,4 +1,4 @@
-"""A colocated instance: prompts and answers share one engine and one pool; no token is lost, nobody waits for ever."""
+"""A colocated instance: prompts and answers share one engine and one pool; no token is lost, no wait is endless."""
 
 import asyncio
 import random

@@ -45,7 +45,7 @@ class LastTokenModel:
         self.free.set()
         self.fails = False
         self.rows: Callable[[int], list[list[float]]] | None = None
-        """Answers this in place of the truth."""
+        """Answers this instead of the true length."""
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         self.batches.append([tuple(prompt) for prompt in prompts])

@@ -131,9 +131,9 @@ async def test_a_damaged_bundle_is_one_line_and_exit_status_2(
 async def test_a_bundle_made_for_another_model_is_one_line_and_exit_status_2(
     processes: Processes, bundle_of: Callable[..., Path]
 ) -> None:
-    folder = bundle_of(1, model="somebody-else")
+    folder = bundle_of(1, model="another-model")
     await expect_one_line(
-        processes.start("predictor", "--predictor", str(folder)), "was made for model 'somebody-else'"
+        processes.start("predictor", "--predictor", str(folder)), "was made for model 'another-model'"
     )
 
 
@@ -215,7 +215,7 @@ class Traffic:
 
 @pytest.fixture
 def metrics_port() -> Iterator[int]:
-    """A port that nobody else gets until a process listens on it, which it may beside a socket that is merely bound."""
+    """A port reserved by a bound socket until a process listens on it, which a bound socket allows."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

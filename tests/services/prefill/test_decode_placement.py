@@ -80,7 +80,7 @@ class World:
         return request
 
     def pushed(self) -> list[str]:
-        """Ids of the requests that the engine pushes, in the order in which it was told."""
+        """Ids of the requests that the engine pushes, in the order of the calls."""
         return [key.request_id for key, _ in self.engine.pushes]
 
     def outcome(self, name: str) -> float:

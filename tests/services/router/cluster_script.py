@@ -1,7 +1,7 @@
 """A cluster for router tests: real gRPC servers that speak the prefill and decode protos and do as the test says.
 
 Tokens are a function of the prompt and the index alone, as real engines' are for a seed, so that a test can say what
-every answer must be however often it was placed anew. No KV moves: the two sides meet in memory.
+every answer must be however often it was placed again. No KV moves: the two sides meet in memory.
 """
 
 import asyncio
@@ -261,7 +261,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Steps before which every request waits for `release`: started, placed, first_token, handed_over."""
         self.release = asyncio.Event()
         self.decode_first = False
-        """Let decode begin before the first token is told."""
+        """Let decode begin before the first token is reported."""
         self.decode_has_begun = False
         """The test has let decode begin."""
         self.break_after_hold = False

@@ -26,7 +26,7 @@ from tests.services.router.cluster_script import (
 
 @pytest_asyncio.fixture
 async def colocated(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """Two scripted colocated instances and nobody else."""
+    """Two scripted colocated instances only."""
     cluster = ScriptedCluster(tokenizer)
     for name in ("colocated-0", "colocated-1"):
         await cluster.add_colocated(name)

@@ -1,4 +1,4 @@
-"""What dies, refuses or breaks: requests are placed anew and answers go on with the same tokens, or fail clearly."""
+"""Failures of instances: requests are placed again and answers continue with the same tokens, or fail clearly."""
 
 import asyncio
 import time
@@ -63,7 +63,7 @@ async def test_a_request_refused_by_one_prefill_instance_goes_to_another(cluster
 
 @pytest.mark.parametrize("step", ["started", "placed", "first_token", "handed_over"])
 async def test_a_prefill_that_breaks_at_any_step_costs_no_token(cluster: ScriptedCluster, step: str) -> None:
-    # Not before every request has taken its turn: those that are placed anew take turns too.
+    # Not before every request has taken its turn: those that are placed again take turns too.
     breaking = cluster.prefills["prefill-0"]
     breaking.hold.add(step)
     breaking.break_after_hold = True

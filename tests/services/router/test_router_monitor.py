@@ -250,7 +250,7 @@ async def test_leader_killed_another_leads_and_requests_go_on() -> None:
             await cluster.kill(leader)
             while listener.leader() != heir:
                 await _ask(client)
-                assert time.monotonic() - killed_s < _PATIENT_S, "nobody took over"
+                assert time.monotonic() - killed_s < _PATIENT_S, "no router took over"
             await _ask(client)
         first_s = next(heard_s for heard_s, broadcast in listener.heard if broadcast.leader_id.startswith(f"{heir}."))
         print(f"took over after {first_s - killed_s:.2f} s")
@@ -259,7 +259,7 @@ async def test_leader_killed_another_leads_and_requests_go_on() -> None:
         assert "monitor_lead_taken" in cluster.log_text(heir)
 
         def followed() -> list[int]:
-            """By the prefill instance; it may have heard a leader whom the listener came too late for."""
+            """By the prefill instance; it may have heard a leader that the listener missed."""
             tokens = re.findall(r'"fencing_token": (\d+).*broadcasts are followed', cluster.log_text("prefill-0"))
             return [int(token) for token in tokens if int(token) >= min(listener.tokens())]
 
@@ -294,7 +294,7 @@ async def test_without_a_leader_requests_are_placed_on_old_and_new_decode_instan
         AsyncClient(cluster.target) as client,
     ):
         silence = "no cluster monitor is heard"
-        # Somebody has the lead and says nothing.
+        # The leader is silent.
         noticed = cluster.log_text("prefill-0").count(silence)
         while await store.campaign("mute", 600.0) is None:
             await store.resign(listener.heard[-1][1].leader_id)
@@ -308,7 +308,7 @@ async def test_without_a_leader_requests_are_placed_on_old_and_new_decode_instan
         await cluster.restart("decode-0")
         assert cluster.view().instances["decode-0"].record.incarnation != former
         await _ask(client)
-        assert len(listener.heard) <= count + 1, "somebody led after all"
+        assert len(listener.heard) <= count + 1, "a router led after all"
         await store.resign("mute")
         await listener.another_than("mute")
         await _until(lambda: len(listener.heard) > count + 1, "the router leads again")
