@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,10 +151,12 @@ class _Streamed:
 async def _streams(relay: _Relay, count: int, max_tokens: int, step_s: float) -> _Streamed:
     tokens = responses = 0
     params = sampling_pb2.SamplingParams(max_tokens=max_tokens, temperature=0, seed=int(step_s * 1e6))
-    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT), params=params)
+    prompt = inference_pb2.TokenIds(ids=PROMPT)
 
     async def one() -> None:
         nonlocal tokens, responses
+        # As the SDK does: an id of the caller's own, which the router claims before it places the request.
+        request = inference_pb2.GenerateRequest(token_ids=prompt, params=params, request_id=uuid.uuid4().hex)
         async for response in relay.stub.Generate(request, timeout=120):
             responses += 1
             tokens += len(response.token_ids)

@@ -81,7 +81,10 @@ class Answer:
         index = self._taken_count
         count = self._fitting_count()
         self._taken_count += count
-        part = AnswerPart(index, self.token_ids[index : self._taken_count], self._take_text(), self._logprobs[:count])
+        token_ids = self.token_ids[index : self._taken_count]
+        if not self._logprobs:
+            return AnswerPart(index, token_ids, self._take_text(), ())
+        part = AnswerPart(index, token_ids, self._take_text(), self._logprobs[:count])
         del self._logprobs[:count]
         return part
 

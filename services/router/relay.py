@@ -9,6 +9,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import inference_pb2
 from kaveri.wire.messages import finish_to_proto
 from services.router import metrics
+from services.router.lifecycle_values import Ended
 from services.router.requests import RequestEntry
 
 ServicerContext = aio.ServicerContext[Any, Any]
@@ -20,19 +21,17 @@ async def write_answer(entry: RequestEntry, context: ServicerContext) -> None:
     request_id = entry.request_id
     while True:
         await entry.wait_for_output()
-        if entry.error is not None:
+        has_ended = isinstance(entry.state, Ended)
+        if has_ended and entry.error is not None:
             raise entry.error
         part = answer.take()
-        response = inference_pb2.GenerateResponse(
-            request_id=request_id,
-            index=part.first_index,
-            token_ids=part.token_ids,
-            text=part.text,
-            logprobs=part.logprobs,
-        )
-        # On the first response only.
-        request_id = ""
-        ended = entry.ended and not answer.has_output
+        response = inference_pb2.GenerateResponse(index=part.first_index, token_ids=part.token_ids, text=part.text)
+        if part.logprobs:
+            response.logprobs.extend(part.logprobs)
+        if request_id:
+            # On the first response only.
+            response.request_id, request_id = request_id, ""
+        ended = has_ended and not answer.has_output
         if ended:
             _complete(entry, response)
         await context.write(response)

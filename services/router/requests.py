@@ -34,6 +34,7 @@ from services.router.lifecycle_values import (
     Unplaced,
 )
 
+_COMPLETE = (Finishing, Ended)
 RETRY_AFTER_S = 0.5
 """Told to clients that found the router full: about a short answer's time."""
 
@@ -147,13 +148,15 @@ class RequestEntry:
 
     def handle(self, event: Event, now_s: float) -> None:
         """Takes in what has happened. now_s: time.monotonic()."""
-        had_ended = self.ended
         self.state, actions = step(self.state, event, now_s)
         for action in actions:
-            self._carry_out(action, now_s)
-        if self.answer.stopped and not isinstance(self.state, Finishing | Ended):
+            if type(action) is Append:
+                self.answer.append(action.token_ids, action.logprobs, action.finish, now_s)
+            else:
+                self._carry_out(action, now_s)
+        if self.answer.stopped and not isinstance(self.state, _COMPLETE):
             self.handle(TextStopped(), now_s)
-        if self.ended and not had_ended:
+        if isinstance(self.state, Ended):
             self._deadline.cancel()
             if self._grace is not None:
                 self._grace.cancel()
@@ -161,8 +164,6 @@ class RequestEntry:
 
     def _carry_out(self, action: Action, now_s: float) -> None:
         match action:
-            case Append():
-                self.answer.append(action.token_ids, action.logprobs, action.finish, now_s)
             case Complete():
                 self.answer.flush()
                 self.timing.decode_queue_s, self.timing.decode_s = action.decode_queue_s, action.decode_s
@@ -193,7 +194,7 @@ class RequestEntry:
 
     async def wait_for_output(self) -> None:
         """Returns when the answer has output, or the request has ended. One waiter at a time."""
-        if not self.answer.has_output and not self.ended:
+        if not (self.answer.has_output or isinstance(self.state, Ended)):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -201,8 +202,9 @@ class RequestEntry:
                 self._waiter = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done() and (self.answer.has_output or self.ended):
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and (self.answer.has_output or isinstance(self.state, Ended)):
+            waiter.set_result(None)
 
 
 class Place:
