@@ -22,9 +22,12 @@ from kaveri.errors import Unavailable
 from kaveri.policy.place_search import PlaceSearch
 from kaveri.policy.prediction import PredictionOutcome
 from services.prefill.lifecycle import (
+    Action,
     Advance,
     Asked,
     Close,
+    Computed,
+    Computing,
     CountPrediction,
     Do,
     Ended,
@@ -36,6 +39,10 @@ from services.prefill.lifecycle import (
     Known,
     LengthAnswered,
     Outcome,
+    Placing,
+    Predicted,
+    Prefilling,
+    Pushing,
     Queued,
     State,
     Stopped,
@@ -251,3 +258,24 @@ def test_a_prediction_is_used_unless_the_answer_has_outlived_it(
     used = CountPrediction(PredictionOutcome.OUTLIVED if found.length is None else PredictionOutcome.USED)
     assert counted == used
     assert found.length is None or found.length.high <= most + 1
+
+
+TERMS = Terms(0.0, TOKENS, 0, 50, PlaceSearch.AFTER_FIRST_CHUNK)
+GIVES_BACK: list[tuple[State, list[Action]]] = [
+    (Held(TERMS), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
+    (Queued(TERMS, Asked()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
+    (Queued(TERMS, Known(None)), [Do.LEAVE_QUEUE]),
+    (Prefilling(TERMS, Computing(1.0), Asked()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
+    (Prefilling(TERMS, Computing(1.0), Predicted(TokenRange(1, 2))), [Do.LEAVE_QUEUE]),
+    (Placing(TERMS, Computing(1.0)), [Do.LEAVE_QUEUE, EndHandOver(False)]),
+    (Placing(TERMS, Computed(1.0)), [EndHandOver(False)]),
+    (Pushing(TERMS, Computing(1.0), 1.0), [Do.LEAVE_QUEUE, EndHandOver(False)]),
+    (Pushing(TERMS, Computed(1.0), 1.0), [EndHandOver(False)]),
+]
+
+
+@pytest.mark.parametrize(("state", "gives_back"), GIVES_BACK)
+def test_an_early_end_gives_back_what_the_state_holds_and_nothing_else(state: State, gives_back: list[Action]) -> None:
+    ended, actions = step(state, Stopped(Outcome.CANCELLED), 3.0)
+    assert ended == Ended(Outcome.CANCELLED)
+    assert list(actions) == [*gives_back, Do.ABORT_IN_ENGINE, Close(Outcome.CANCELLED, None, 3.0)]
