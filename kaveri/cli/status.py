@@ -83,7 +83,9 @@ async def _view(stub: "cluster_pb2_grpc.ClusterServiceAsyncStub", target: str) -
 def _as_json(view: "ClusterView") -> dict[str, object]:
     import dataclasses
 
-    instances = [dataclasses.asdict(view.instances[instance_id]) for instance_id in sorted(view.instances)]
+    from kaveri.domain.view import status_now
+
+    instances = [dataclasses.asdict(status_now(view.instances[instance_id])) for instance_id in sorted(view.instances)]
     return {"store_connected": view.store_connected, "instances": instances}
 
 

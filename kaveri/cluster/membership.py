@@ -3,26 +3,28 @@
 That clock counts only time in which the store was heard: it stands still while the store is away, and while this
 process does not run (a stalled event loop, a stopped process), because heartbeats then wait unread. Wall clocks of
 different machines are never compared.
+
+Pure: time comes from the caller's clock, and waiting for a change is view_changes.py's.
 """
 
-import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, ViewedInstance
 
 MAX_TICK_S = 0.25
 """Most seconds that one tick adds to the leases' clock: stores tick more often than this when all is well."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Member:
-    """One instance that is known."""
+    """One life of an instance, as views show it. Only its Membership changes it."""
 
     record: InstanceRecord
+    clock: Callable[[], float]
+    """The process's."""
     load: InstanceLoad
-    """As the view shows it."""
+    """As views show it."""
     sequence_number: int
     """Of its last heartbeat."""
     heard_at_s: float
@@ -30,18 +32,26 @@ class Member:
     lease_end_s: float
     """On the leases' clock."""
 
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since its last heartbeat."""
+        return self.clock() - self.heard_at_s
+
 
 class Membership:
-    """The members whose leases hold. For one event loop; its store feeds it."""
+    """The members whose leases hold. A store feeds it."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """clock: None for time.monotonic."""
-        self._clock = time.monotonic if clock is None else clock
-        self._ticked_at_s = self._clock()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """clock: seconds that never go back."""
+        self._clock = clock
+        self._ticked_at_s = clock()
         self._leases_s = 0.0
         self._members: dict[str, Member] = {}
         self._connected = True
-        self._changed = asyncio.Event()
+        self._view = ClusterView()
+        self._is_view_current = True
+        self.on_change: Callable[[], object] = _ignore
+        """Called when the instances, or any load, may have changed."""
 
     @property
     def connected(self) -> bool:
@@ -64,26 +74,30 @@ class Membership:
 
         heartbeat_age_s: seconds since it was made; None: what its lease has lost.
         """
-        member = self._members.get(record.instance_id)
-        if member is not None and member.record.incarnation == record.incarnation:
-            if load.sequence_number < member.sequence_number:
-                return
-            shown = self._shown(load, member)
-        else:
-            shown = load
         remaining_s = record.lease_ttl_s if remaining_s is None else min(remaining_s, record.lease_ttl_s)
         if heartbeat_age_s is None:
             heartbeat_age_s = record.lease_ttl_s - remaining_s
-        self._members[record.instance_id] = Member(
-            record, shown, load.sequence_number, self._clock() - heartbeat_age_s, self._leases_s + remaining_s
-        )
-        self._changed.set()
+        heard_at_s, lease_end_s = self._clock() - heartbeat_age_s, self._leases_s + remaining_s
+        member = self._members.get(record.instance_id)
+        if member is None or member.record.incarnation != record.incarnation:
+            self._members[record.instance_id] = Member(
+                record, self._clock, load, load.sequence_number, heard_at_s, lease_end_s
+            )
+            self._is_view_current = False
+        elif load.sequence_number < member.sequence_number:
+            return
+        else:
+            if (load.state, load.total_blocks) != (member.load.state, member.load.total_blocks):
+                self._is_view_current = False
+            member.load = self._shown(load, member)
+            member.sequence_number = load.sequence_number
+            member.heard_at_s, member.lease_end_s = heard_at_s, lease_end_s
+        self.on_change()
 
     def forget(self, instance_id: str, incarnation: int) -> None:
         """Takes in that this life has ended. Another life of the instance stays."""
         if self.record_of(instance_id, incarnation) is not None:
-            del self._members[instance_id]
-            self._changed.set()
+            self._remove([instance_id])
 
     def tick(self) -> None:
         """Takes in that the store was just heard: time passes, and leases end, unless the store is lost."""
@@ -95,37 +109,29 @@ class Membership:
     def store_lost(self) -> None:
         """The store is away, or refuses heartbeats: time stands still."""
         if self._connected:
-            self._connected = False
-            self._changed.set()
+            self._set_connected(False)
 
     def store_returned(self) -> None:
         """The store is back, perhaps without its state: every member has one lease time to show up."""
         if self._connected:
             return
-        self._connected = True
         self._ticked_at_s = self._clock()
         for member in self._members.values():
             member.lease_end_s = self._leases_s + member.record.lease_ttl_s
-        self._changed.set()
+        self._set_connected(True)
 
     def view(self) -> ClusterView:
-        """The members now."""
-        now_s = self._clock()
-        instances = {
-            name: InstanceStatus(member.record, member.load, now_s - member.heard_at_s)
-            for name, member in self._members.items()
-        }
-        return ClusterView(instances, self._connected)
+        """The members now: the same object until an instance comes, goes, drains or grows, or the store does."""
+        if not self._is_view_current:
+            instances: Mapping[str, ViewedInstance] = dict(self._members)
+            self._view = ClusterView(instances, self._connected)
+            self._is_view_current = True
+        return self._view
 
-    async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        """See ClusterStore.wait_for_change."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-        self._changed.clear()
-        return self.view()
+    def _set_connected(self, connected: bool) -> None:
+        self._view = ClusterView(self.view().instances, connected)
+        self._connected = connected
+        self.on_change()
 
     def _pass_time(self) -> None:
         now_s = self._clock()
@@ -134,11 +140,19 @@ class Membership:
 
     def _end_leases(self) -> None:
         ended = [name for name, member in self._members.items() if member.lease_end_s <= self._leases_s]
-        for instance_id in ended:
-            del self._members[instance_id]
         if ended:
-            self._changed.set()
+            self._remove(ended)
+
+    def _remove(self, instance_ids: list[str]) -> None:
+        for instance_id in instance_ids:
+            del self._members[instance_id]
+        self._is_view_current = False
+        self.on_change()
 
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
         """What the view shows of a heartbeat that is not older than the former one of the same life."""
         return load
+
+
+def _ignore() -> None:
+    pass

@@ -11,6 +11,7 @@ from typing import Self
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestClaim
+from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
 _TICK_S = 0.02
@@ -194,7 +195,9 @@ class MemoryStore:
 
     def __init__(self, cluster: MemoryCluster, follow: Follow = Follow.HEARTBEATS) -> None:
         self._cluster = cluster
-        self._membership = MonitoredMembership() if follow is Follow.BROADCASTS else Membership()
+        kind = MonitoredMembership if follow is Follow.BROADCASTS else Membership
+        self._membership = kind(time.monotonic)
+        self._changes = ViewChanges(self._membership)
         self._ticking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -227,7 +230,7 @@ class MemoryStore:
         return self._membership.view()
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        return await self._membership.wait_for_change(timeout_s)
+        return await self._changes.wait(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         return None if self._cluster.lost else self._cluster.campaign(candidate_id, ttl_s)

@@ -19,7 +19,7 @@ SILENT_AFTER_S = 2.0
 class MonitoredMembership(Membership):
     """Members of BROADCAST_ROLES, fed by broadcasts, and by heartbeats while is_silent()."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self._broadcast_at_s = -float("inf")
         self._newest = (0, 0)

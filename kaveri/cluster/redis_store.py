@@ -41,6 +41,7 @@ from kaveri.cluster.redis_batches import CommandBatches
 from kaveri.cluster.redis_connection import FIRST_ANSWER_TIMEOUT_S, bad_url, connect, why
 from kaveri.cluster.redis_url import database_of, shown
 from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestClaim
+from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.telemetry.logs import get_logger
@@ -82,8 +83,9 @@ class RedisStore:
         self._wait_s = wait_s
         self._cluster_name = cluster_name
         self._prefix = ""
-        self._monitored = MonitoredMembership() if follow is Follow.BROADCASTS else None
-        self._membership = self._monitored or Membership()
+        self._monitored = MonitoredMembership(time.monotonic) if follow is Follow.BROADCASTS else None
+        self._membership = self._monitored or Membership(time.monotonic)
+        self._changes = ViewChanges(self._membership)
         self._hears_heartbeats = True
         self._is_heard = True
         self._refusal = ""
@@ -172,7 +174,7 @@ class RedisStore:
         return self._membership.view()
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        return await self._membership.wait_for_change(timeout_s)
+        return await self._changes.wait(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         arguments: list[bytes | str | int] = [candidate_id, _milliseconds(ttl_s), self._greatest_token]

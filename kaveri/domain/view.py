@@ -1,11 +1,14 @@
-"""The cluster as one process sees it: frozen snapshots that policies decide over. Pure."""
+"""The cluster as one process sees it: what policies decide over. Pure."""
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, cast
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint
+
+ValueT = TypeVar("ValueT")
 
 
 class Role(enum.StrEnum):
@@ -73,33 +76,86 @@ class InstanceLoad:
     """Decode: all others here."""
 
 
+class ViewedInstance(Protocol):
+    """An instance as a view shows it."""
+
+    @property
+    def record(self) -> InstanceRecord:
+        """What does not change during its life."""
+
+    @property
+    def load(self) -> InstanceLoad:
+        """As of its last heartbeat."""
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since that heartbeat."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
-    """An instance with its last heartbeat."""
+    """An instance at one moment, as messages carry it. Is a ViewedInstance."""
 
     record: InstanceRecord
     load: InstanceLoad
     heartbeat_age_s: float = 0.0
-    """Seconds since that heartbeat, when the snapshot was taken."""
+    """Seconds since that heartbeat, when the status was taken."""
+
+
+def status_now(instance: ViewedInstance) -> InstanceStatus:
+    """The instance at this moment."""
+    return InstanceStatus(instance.record, instance.load, instance.heartbeat_age_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """Every instance whose lease holds."""
+    """Every instance whose lease holds.
 
-    instances: Mapping[str, InstanceStatus] = field(default_factory=dict)
-    """By instance id."""
+    Which instances there are, their states and the sizes of their pools stay the same within one view; the rest of
+    their loads follows their heartbeats. So a decision takes one view and does not wait before it has decided.
+    """
+
+    instances: Mapping[str, ViewedInstance] = field(default_factory=dict)
+    """By instance id. Views with the same mapping object have the same instances in the same states."""
     store_connected: bool = True
     """False while the store cannot be reached and this is the last view known."""
+    _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def ready(self, role: Role, model: str | None = None) -> Iterator[InstanceStatus]:
+    def ready(self, role: Role, model: str | None = None) -> tuple[ViewedInstance, ...]:
         """The instances of `role` (serving `model`, when named) that take work, in the order of their ids."""
-        for instance_id in sorted(self.instances):
-            status = self.instances[instance_id]
-            if status.record.role is not role or status.load.state is not InstanceState.READY:
-                continue
-            if model is None or status.record.model == model:
-                yield status
+        return self.derive(("ready", role, model), self._ready, role, model)
+
+    def lives(self, roles: frozenset[Role]) -> frozenset[tuple[str, int, InstanceState]]:
+        """Id, incarnation and state of every instance of `roles`."""
+        return self.derive(("lives", roles), self._lives, roles)
+
+    def derive(self, key: Hashable, compute: Callable[..., ValueT], *args: object) -> ValueT:
+        """The value of `compute(*args)`, which is called once per view and key.
+
+        It may depend only on what stays the same within a view.
+        """
+        try:
+            return cast(ValueT, self._derived[key])
+        except KeyError:
+            value = self._derived[key] = compute(*args)
+            return value
+
+    def _ready(self, role: Role, model: str | None) -> tuple[ViewedInstance, ...]:
+        instances = (self.instances[instance_id] for instance_id in sorted(self.instances))
+        return tuple(
+            instance
+            for instance in instances
+            if instance.record.role is role
+            and instance.load.state is InstanceState.READY
+            and model in (None, instance.record.model)
+        )
+
+    def _lives(self, roles: frozenset[Role]) -> frozenset[tuple[str, int, InstanceState]]:
+        return frozenset(
+            (instance_id, instance.record.incarnation, instance.load.state)
+            for instance_id, instance in self.instances.items()
+            if instance.record.role in roles
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """Chooses instances for requests: where to prefill, where to decode. Pure: no clock, no I/O.
 
+Power of two choices, heavy-light, round-robin and random cost the same in a cluster of any size, as long as a few
+instances in a hundred take the request. Least-loaded looks at all of them.
+
 Power of two choices: draw two candidates at random and take the less loaded one (TetriInfer, arXiv 2401.11181, sections
 3.2 and 3.3.4). It needs no fresher loads than heartbeats bring, because many choosers do not all run to the one
 instance that looked idle.
@@ -9,13 +12,12 @@ import enum
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import ClusterView, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, Role, ViewedInstance
 from kaveri.kv.layout.layout import KvLayout
-
-KeyT = TypeVar("KeyT")
+from kaveri.policy.candidates import Candidates
+from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 
 class PlacementPolicy(enum.StrEnum):
@@ -61,209 +63,149 @@ class HeavyThresholds:
 
 DEFAULT_THRESHOLDS = HeavyThresholds()
 
+_ENGINE_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    incarnation: int
-    sequence_number: int
-    amount: int
+class Demand:
+    """What a request asks of a decode instance."""
 
-
-class UnconfirmedWork(Generic[KeyT]):
-    """What one chooser has sent to instances and their heartbeats cannot show yet: tokens of prompts, or blocks.
-
-    A piece counts until it is settled, until the second heartbeat after it was sent (the first may have been made while
-    the piece was on its way), or until the instance starts a new life. Pieces are named by keys of the caller's choice.
-    """
-
-    def __init__(self) -> None:
-        self._sent: dict[str, dict[KeyT, _Sent]] = {}
-
-    def add(self, key: KeyT, target: InstanceStatus, amount: int) -> None:
-        """Counts `amount` for `target` from now on. `target` is the snapshot that the choice was made from."""
-        sent = _Sent(target.record.incarnation, target.load.sequence_number, amount)
-        self._sent.setdefault(target.record.instance_id, {})[key] = sent
-
-    def settle(self, key: KeyT, instance_id: str) -> None:
-        """Stops counting a piece: it was begun, refused or dropped. Unknown pieces are ignored."""
-        pieces = self._sent.get(instance_id)
-        if pieces is not None:
-            pieces.pop(key, None)
-            if not pieces:
-                del self._sent[instance_id]
-
-    def __len__(self) -> int:
-        """Pieces that were neither settled nor found confirmed."""
-        return sum(len(pieces) for pieces in self._sent.values())
-
-    def count(self, status: InstanceStatus) -> int:
-        """How many pieces the heartbeat in `status` does not show yet."""
-        return len(self._pending(status))
-
-    def amount(self, status: InstanceStatus) -> int:
-        """The sum of the pieces that the heartbeat in `status` does not show yet."""
-        return sum(piece.amount for piece in self._pending(status).values())
-
-    def _pending(self, status: InstanceStatus) -> dict[KeyT, _Sent]:
-        pieces = self._sent.get(status.record.instance_id)
-        if pieces is None:
-            return {}
-        newest = status.load.sequence_number
-        confirmed = [
-            key
-            for key, piece in pieces.items()
-            if piece.incarnation != status.record.incarnation or newest >= piece.sequence_number + 2
-        ]
-        for key in confirmed:
-            del pieces[key]
-        return pieces
+    tokens: int
+    """Tokens to reserve room for: those whose KV is pushed, and the next one."""
+    predicted: int = 0
+    """Tokens that it is predicted to end with, at the least. 0: unknown."""
+    heavy: bool = False
+    """Long in decode (HeavyThresholds)."""
+    layout: KvLayout | None = None
+    """Of the pool that pushes its KV: only instances onto whose layout it can be mapped are chosen. None: any."""
 
 
 def choose_prefill(
     view: ClusterView,
     model: str,
-    unconfirmed_tokens: UnconfirmedWork[KeyT],
+    unconfirmed: UnconfirmedWork[KeyT],
     policy: PlacementPolicy,
     rng: random.Random,
     turn: int = 0,
     avoid: Collection[str] = (),
     exclude: Collection[str] = (),
-) -> InstanceStatus | None:
+) -> ViewedInstance | None:
     """The ready prefill or colocated instance of `model` to send a request to, or None when none takes one now.
 
-    Load is the prompt tokens that wait there: as of the last heartbeat, plus `unconfirmed_tokens`. An instance whose
+    Load is the prompt tokens that wait there: as of the last heartbeat, plus those `unconfirmed`. An instance whose
     queue is full, with the requests that no heartbeat shows yet, takes none.
     turn: rises by one with each choice; used by round-robin. avoid: instance ids taken only when nothing else is left.
     exclude: instance ids that are not taken.
     """
 
-    def load(status: InstanceStatus) -> tuple[int, ...]:
-        waiting_tokens = status.load.queued_prefill_tokens + unconfirmed_tokens.amount(status)
+    def load(instance: ViewedInstance) -> tuple[int, ...]:
+        waiting_tokens = instance.load.queued_prefill_tokens + unconfirmed.at(instance).amount
         # Requests break ties, so that a burst of short prompts spreads as well.
-        return waiting_tokens, status.load.running_requests + status.load.waiting_requests
+        return waiting_tokens, instance.load.running_requests + instance.load.waiting_requests
 
-    def takes_one_more(status: InstanceStatus) -> bool:
-        room = status.load.queue_room
-        return room is None or room > unconfirmed_tokens.count(status)
+    def takes_one_more(instance: ViewedInstance) -> bool:
+        if exclude and instance.record.instance_id in exclude:
+            return False
+        room = instance.load.queue_room
+        return room is None or room > unconfirmed.at(instance).count
 
-    candidates = [
-        status
-        for status in _prompt_takers(view, model)
-        if status.record.instance_id not in exclude and takes_one_more(status)
-    ]
-    candidates = _preferred(candidates, avoid)
-    if not candidates:
-        return None
+    candidates = Candidates(_prompt_takers(view, model), takes_one_more, avoid)
     match policy:
         case PlacementPolicy.POWER_OF_TWO:
-            return _better_of_two(candidates, load, rng)
+            return candidates.better_of_two(load, rng)
         case PlacementPolicy.LEAST_LOADED:
-            return min(candidates, key=load)
+            return min(candidates.all(), key=load, default=None)
         case PlacementPolicy.ROUND_ROBIN:
-            return candidates[turn % len(candidates)]
+            return candidates.in_turn(turn)
         case PlacementPolicy.RANDOM:
-            return rng.choice(candidates)
+            return candidates.any(rng)
 
 
 def missing_roles(view: ClusterView, model: str) -> tuple[Role, ...]:
-    """The roles for want of which no request for `model` can be served now; a colocated instance needs no other."""
-    if next(view.ready(Role.COLOCATED, model), None) is not None:
+    """The roles without which no request for `model` can be served now; a colocated instance needs no other."""
+    if view.ready(Role.COLOCATED, model):
         return ()
-    return tuple(role for role in (Role.PREFILL, Role.DECODE) if next(view.ready(role, model), None) is None)
+    return tuple(role for role in (Role.PREFILL, Role.DECODE) if not view.ready(role, model))
 
 
 def choose_decode(
     view: ClusterView,
     model: str,
-    needed_tokens: int,
-    unconfirmed_blocks: UnconfirmedWork[KeyT],
+    demand: Demand,
+    unconfirmed: UnconfirmedWork[KeyT],
+    policy: DecodePlacementPolicy,
     rng: random.Random,
-    layout: KvLayout | None = None,
-    avoid: Collection[str] = (),
-    policy: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO,
-    predicted_tokens: int = 0,
-    unconfirmed_heavy: UnconfirmedWork[KeyT] | None = None,
-    heavy: bool = False,
     turn: int = 0,
-) -> InstanceStatus | None:
-    """The ready decode instance of `model` to reserve room for `needed_tokens` on, or None when none has it now.
+    avoid: Collection[str] = (),
+) -> ViewedInstance | None:
+    """The ready decode instance of `model` to reserve room on, or None when none has it now.
 
-    Load is the requests there, then their tokens of context. Placements that no heartbeat shows yet count: their blocks
-    as taken, themselves as requests.
-    layout: when given, only instances onto whose KV layout it can be mapped. avoid: taken only when nothing else has
-    room.
+    Load is the requests there, then their tokens of context. `unconfirmed` counts the blocks of placements that no
+    heartbeat shows yet: as taken, and themselves as requests.
+    turn: rises by one with each choice; used by round-robin. avoid: taken only when nothing else has room.
 
-    Heavy-light is TetriInfer's algorithm (section 3.3.4): it draws two instances that have room for `predicted_tokens`,
-    if there are any, else for `needed_tokens`. A heavy request takes the one with the lower ratio of heavy to light
-    requests, load breaking ties, so that heavy ones are spread evenly; a light one takes the less loaded.
-    unconfirmed_heavy: the pieces of unconfirmed_blocks again, with amount 1 for heavy ones, else 0.
-    heavy: whether this request is; for heavy-light and imbalance. turn: rises by one with each choice; for round-robin.
+    Heavy-light is TetriInfer's algorithm (section 3.3.4): it draws two instances that have room for the predicted
+    tokens, if there are any, else for the needed ones. A heavy request takes the one with the lower ratio of heavy to
+    light requests, load breaking ties, so that heavy ones are spread evenly; a light one takes the less loaded.
     """
 
-    def room(status: InstanceStatus) -> int:
-        return status.load.free_blocks - unconfirmed_blocks.amount(status)
+    def load(instance: ViewedInstance) -> tuple[int, ...]:
+        load, sent = instance.load, unconfirmed.at(instance)
+        return load.running_requests + load.waiting_requests + sent.count, load.context_tokens
 
-    def load(status: InstanceStatus) -> tuple[int, ...]:
-        requests = status.load.running_requests + status.load.waiting_requests + unconfirmed_blocks.count(status)
-        return requests, status.load.context_tokens
-
-    def heavy_share(status: InstanceStatus) -> tuple[float, ...]:
+    def heavy_share(instance: ViewedInstance) -> tuple[float, ...]:
         # The share of heavy ones orders instances as their ratio to light ones does, and is 0 where there is nothing.
-        sent = unconfirmed_blocks.count(status)
-        heavy_sent = unconfirmed_heavy.amount(status) if unconfirmed_heavy is not None else 0
-        heavy_requests = status.load.heavy_requests + heavy_sent
-        requests = status.load.heavy_requests + status.load.light_requests + sent
-        return (heavy_requests / requests if requests else 0.0), *load(status)
+        load, sent = instance.load, unconfirmed.at(instance)
+        heavy_requests = load.heavy_requests + sent.heavy_count
+        requests = load.heavy_requests + load.light_requests + sent.count
+        share = heavy_requests / requests if requests else 0.0
+        return share, load.running_requests + load.waiting_requests + sent.count, load.context_tokens
 
-    candidates = [
-        status
-        for status in view.ready(Role.DECODE, model)
-        if (layout is None or layout.is_mappable(status.record.layout))
-        and room(status) >= blocks_there(status, needed_tokens)
-    ]
-    candidates = _preferred(candidates, avoid)
-    if not candidates:
-        return None
+    def room_for(token_count: int) -> Callable[[ViewedInstance], bool]:
+        def has_room(instance: ViewedInstance) -> bool:
+            return instance.load.free_blocks - unconfirmed.at(instance).amount >= blocks_there(instance, token_count)
+
+        return has_room
+
+    candidates = Candidates(_takers_of_pushes(view, model, demand), room_for(demand.tokens), avoid)
     match policy:
         case DecodePlacementPolicy.POWER_OF_TWO:
-            return _better_of_two(candidates, load, rng)
+            return candidates.better_of_two(load, rng)
         case DecodePlacementPolicy.HEAVY_LIGHT:
-            enough = [status for status in candidates if room(status) >= blocks_there(status, predicted_tokens)]
             # Light ones go by load: by the ratio, each would lower it where it is low, and draw all others there.
-            return _better_of_two(enough or candidates, heavy_share if heavy else load, rng)
+            wanted = room_for(max(demand.tokens, demand.predicted))
+            return candidates.better_of_two(heavy_share if demand.heavy else load, rng, wanted)
         case DecodePlacementPolicy.LEAST_LOADED:
-            return min(candidates, key=load)
+            return min(candidates.all(), key=load, default=None)
         case DecodePlacementPolicy.ROUND_ROBIN:
-            return candidates[turn % len(candidates)]
+            return candidates.in_turn(turn)
         case DecodePlacementPolicy.RANDOM:
-            return rng.choice(candidates)
+            return candidates.any(rng)
         case DecodePlacementPolicy.IMBALANCE:
-            return candidates[0] if heavy else rng.choice(candidates)
+            return candidates.first() if demand.heavy else candidates.any(rng)
 
 
 def choose_line(
     view: ClusterView,
     model: str,
-    needed_tokens: int,
-    unconfirmed_blocks: UnconfirmedWork[KeyT],
-    layout: KvLayout | None = None,
+    demand: Demand,
+    unconfirmed: UnconfirmedWork[KeyT],
     avoid: Collection[str] = (),
-) -> InstanceStatus | None:
-    """The ready decode instance of `model` to wait at when none has room for `needed_tokens`: of those whose pool is
-    large enough, the one where the fewest requests wait, and of these the one with the most room. None: there is none.
+) -> ViewedInstance | None:
+    """The ready decode instance of `model` to wait at when none has room: of those whose pool is large enough, the one
+    where the fewest requests wait, and of these the one with the most room. None: there is none.
 
     Parameters as of choose_decode, but that instances to avoid are not taken at all.
     """
     candidates = [
-        status
-        for status in view.ready(Role.DECODE, model)
-        if status.record.instance_id not in avoid
-        and (layout is None or layout.is_mappable(status.record.layout))
-        and status.load.total_blocks >= blocks_there(status, needed_tokens)
+        instance
+        for instance in _takers_of_pushes(view, model, demand)
+        if instance.record.instance_id not in avoid
+        and instance.load.total_blocks >= blocks_there(instance, demand.tokens)
     ]
 
-    def attraction(status: InstanceStatus) -> tuple[int, int]:
-        return -status.load.waiting_requests, status.load.free_blocks - unconfirmed_blocks.amount(status)
+    def attraction(instance: ViewedInstance) -> tuple[int, int]:
+        return -instance.load.waiting_requests, instance.load.free_blocks - unconfirmed.at(instance).amount
 
     return max(candidates, key=attraction, default=None)
 
@@ -277,9 +219,51 @@ def largest_prompt(
     Instances that drain count as well: one of their size may be about to come back. layout: when given, only instances
     onto whose KV layout it can be mapped.
     """
+    key = "largest_prompt", model, tuple(roles), layout
+    return view.derive(key, _largest_prompt, view, model, roles, layout)
+
+
+def max_model_len(view: ClusterView, model: str) -> int:
+    """Most tokens of prompt and answer that every instance with an engine takes; 0 when there is none."""
+    return view.derive(("max_model_len", model), _max_model_len, view, model)
+
+
+def blocks_there(instance: ViewedInstance, token_count: int) -> int:
+    """Blocks of that instance which so many tokens take; one for each where it has not said how large they are."""
+    layout = instance.record.layout
+    return token_count if layout is None else layout.block_count(token_count)
+
+
+def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
+    colocated = view.ready(Role.COLOCATED, model)
+    if not colocated:
+        return view.ready(Role.PREFILL, model)
+    if not view.ready(Role.DECODE, model):
+        # What prefill computes could go nowhere: colocated instances take no pushes.
+        return colocated
+    return view.derive(("prompt takers", model), lambda: (*view.ready(Role.PREFILL, model), *colocated))
+
+
+def _takers_of_pushes(view: ClusterView, model: str, demand: Demand) -> tuple[ViewedInstance, ...]:
+    """The ready decode instances into whose pools the KV can be pushed, as far as layouts tell."""
+    layout = demand.layout
+    if layout is None:
+        return view.ready(Role.DECODE, model)
+
+    # By identity: every request of a prefill instance names the same object. The value holds it, so no other object
+    # gets its id.
+    return view.derive(("takers of pushes", model, id(layout)), _mappable, view, model, layout)[1]
+
+
+def _mappable(view: ClusterView, model: str, layout: KvLayout) -> tuple[KvLayout, tuple[ViewedInstance, ...]]:
+    ready = view.ready(Role.DECODE, model)
+    return layout, tuple(instance for instance in ready if layout.is_mappable(instance.record.layout))
+
+
+def _largest_prompt(view: ClusterView, model: str, roles: Collection[Role], layout: KvLayout | None) -> int | None:
     largest: int | None = None
-    for status in view.instances.values():
-        record, total_blocks = status.record, status.load.total_blocks
+    for instance in view.instances.values():
+        record, total_blocks = instance.record, instance.load.total_blocks
         if record.role not in roles or record.model != model:
             continue
         if layout is not None and not layout.is_mappable(record.layout):
@@ -293,26 +277,10 @@ def largest_prompt(
     return largest
 
 
-def blocks_there(status: InstanceStatus, token_count: int) -> int:
-    """Blocks of that instance which so many tokens take; one for each where it has not said how large they are."""
-    layout = status.record.layout
-    return token_count if layout is None else layout.block_count(token_count)
-
-
-def _prompt_takers(view: ClusterView, model: str) -> list[InstanceStatus]:
-    colocated = list(view.ready(Role.COLOCATED, model))
-    if colocated and next(view.ready(Role.DECODE, model), None) is None:
-        # What prefill computes could go nowhere: colocated instances take no pushes.
-        return colocated
-    return [*view.ready(Role.PREFILL, model), *colocated]
-
-
-def _preferred(candidates: list[InstanceStatus], avoid: Collection[str]) -> list[InstanceStatus]:
-    return [status for status in candidates if status.record.instance_id not in avoid] or candidates
-
-
-def _better_of_two(
-    candidates: list[InstanceStatus], load: Callable[[InstanceStatus], tuple[float, ...]], rng: random.Random
-) -> InstanceStatus:
-    # rng.sample gives the pair in random order and min takes the first of equals, so ties fall evenly.
-    return min(rng.sample(candidates, min(2, len(candidates))), key=load)
+def _max_model_len(view: ClusterView, model: str) -> int:
+    lengths = (
+        instance.record.max_model_len
+        for instance in view.instances.values()
+        if instance.record.role in _ENGINE_ROLES and instance.record.model == model
+    )
+    return min(lengths, default=0)

@@ -5,18 +5,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Generic
 
-from kaveri.domain.view import ClusterView, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, Role, ViewedInstance
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import (
     DecodePlacementPolicy,
-    KeyT,
-    UnconfirmedWork,
+    Demand,
     blocks_there,
     choose_decode,
     choose_line,
     largest_prompt,
 )
+from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Seeker(Generic[KeyT]):
 class Ask:
     """Ask `target` for room."""
 
-    target: InstanceStatus
+    target: ViewedInstance
     waits: bool
     """Whether to wait there in line. A request waits at one instance, and keeps that place while it asks others."""
     shows_room: bool
@@ -79,8 +79,8 @@ class RoomSearch(Generic[KeyT]):
         self._policy = policy
         self._rng = rng
         self._turn = 0
-        self._blocks: UnconfirmedWork[KeyT] = UnconfirmedWork()
-        self._heavy: UnconfirmedWork[KeyT] = UnconfirmedWork()
+        # In blocks.
+        self._unconfirmed: UnconfirmedWork[KeyT] = UnconfirmedWork()
         self._resting_until_s: dict[str, float] = {}
 
     def look(
@@ -91,41 +91,26 @@ class RoomSearch(Generic[KeyT]):
         The room of an Ask counts as taken until a heartbeat shows it or settle() is called, so that no two requests
         count on the same room.
         """
-        ready = {status.record.instance_id: status for status in view.ready(Role.DECODE, self._model)}
-        if seeker.waits_at is not None and seeker.waits_at not in ready:
+        if seeker.waits_at is not None and not self._is_ready(view, seeker.waits_at):
             return LeaveLine()
         self._resting_until_s = {name: until_s for name, until_s in self._resting_until_s.items() if until_s > now_s}
         avoid = {*seeker.unfit, *self._resting_until_s}
         if seeker.waits_at is not None:
             avoid.add(seeker.waits_at)
-        needed_tokens = seeker.token_count + 1
-        target = choose_decode(
-            view,
-            self._model,
-            needed_tokens,
-            self._blocks,
-            self._rng,
-            self._layout,
-            avoid,
-            policy=self._policy,
-            predicted_tokens=seeker.predicted_tokens,
-            unconfirmed_heavy=self._heavy,
-            heavy=seeker.heavy,
-            turn=self._turn,
-        )
+        demand = Demand(seeker.token_count + 1, seeker.predicted_tokens, seeker.heavy, self._layout)
+        target = choose_decode(view, self._model, demand, self._unconfirmed, self._policy, self._rng, self._turn, avoid)
         if target is not None and target.record.instance_id not in avoid:
             return self._ask(seeker, target, shows_room=True)
         if seeker.waits_at is not None:
             return None
-        target = choose_line(view, self._model, needed_tokens, self._blocks, self._layout, avoid)
+        target = choose_line(view, self._model, demand, self._unconfirmed, avoid)
         if target is not None:
             return self._ask(seeker, target, shows_room=False)
-        return self._why_none(seeker, view, ready)
+        return self._why_none(seeker, view)
 
     def settle(self, key: KeyT, instance_id: str) -> None:
         """The request has no room at that instance and asks for none. Idempotent."""
-        self._blocks.settle(key, instance_id)
-        self._heavy.settle(key, instance_id)
+        self._unconfirmed.remove(key, instance_id)
 
     def rest(self, instance_id: str, until_s: float) -> None:
         """No request asks that instance before then."""
@@ -137,27 +122,29 @@ class RoomSearch(Generic[KeyT]):
 
     def unconfirmed_count(self) -> int:
         """Asks whose room counts as taken here."""
-        return len(self._blocks)
+        return len(self._unconfirmed)
 
-    def _ask(self, seeker: Seeker[KeyT], target: InstanceStatus, shows_room: bool) -> Ask:
-        self._blocks.add(seeker.key, target, blocks_there(target, seeker.token_count + 1))
-        self._heavy.add(seeker.key, target, int(seeker.heavy))
+    def _ask(self, seeker: Seeker[KeyT], target: ViewedInstance, shows_room: bool) -> Ask:
+        self._unconfirmed.add(seeker.key, target, blocks_there(target, seeker.token_count + 1), seeker.heavy)
         self._turn += 1
         return Ask(target, waits=seeker.waits_at is None, shows_room=shows_room)
 
-    def _why_none(
-        self, seeker: Seeker[KeyT], view: ClusterView, ready: Mapping[str, InstanceStatus]
-    ) -> Hopeless | NoInstance | None:
-        fitting = {name for name, status in ready.items() if self._layout.is_mappable(status.record.layout)}
+    def _is_ready(self, view: ClusterView, instance_id: str) -> bool:
+        instance = view.instances.get(instance_id)
+        return instance is not None and instance in view.ready(Role.DECODE, self._model)
+
+    def _why_none(self, seeker: Seeker[KeyT], view: ClusterView) -> Hopeless | NoInstance | None:
+        ready = view.ready(Role.DECODE, self._model)
+        fitting = {one.record.instance_id for one in ready if self._layout.is_mappable(one.record.layout)}
         if fitting and fitting.issubset(seeker.unfit):
             return Hopeless(seeker.unfit[min(fitting)])
         largest = largest_prompt(view, self._model, (Role.DECODE,), self._layout)
         if largest is not None and seeker.token_count > largest:
             limit = f"at most {largest} tokens: no decode instance holds more"
             return Hopeless(InvalidArgument("token_ids", f"{seeker.token_count} tokens", limit))
-        return None if fitting else NoInstance(self._why_not_mappable(ready.values()))
+        return None if fitting else NoInstance(self._why_not_mappable(ready))
 
-    def _why_not_mappable(self, ready: Collection[InstanceStatus]) -> str:
+    def _why_not_mappable(self, ready: Collection[ViewedInstance]) -> str:
         for status in ready:
             try:
                 if status.record.layout is not None:

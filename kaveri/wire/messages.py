@@ -2,7 +2,15 @@
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, LoadBroadcast, Role
+from kaveri.domain.view import (
+    InstanceLoad,
+    InstanceRecord,
+    InstanceState,
+    InstanceStatus,
+    LoadBroadcast,
+    Role,
+    ViewedInstance,
+)
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -232,7 +240,7 @@ def load_from_proto(message: cluster_pb2.InstanceLoad) -> InstanceLoad:
     )
 
 
-def status_to_proto(status: InstanceStatus) -> cluster_pb2.InstanceStatus:
+def status_to_proto(status: ViewedInstance) -> cluster_pb2.InstanceStatus:
     return cluster_pb2.InstanceStatus(
         record=record_to_proto(status.record), load=load_to_proto(status.load), heartbeat_age_s=status.heartbeat_age_s
     )

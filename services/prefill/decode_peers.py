@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from grpc import StatusCode, aio
 
-from kaveri.domain.view import InstanceStatus
+from kaveri.domain.view import ViewedInstance
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
@@ -58,7 +58,7 @@ class DecodePeers:
         self._peers: dict[str, _Peer] = {}
 
     async def reserve(
-        self, target: InstanceStatus, request: PrefillRequest, timeout_s: float, waits: bool
+        self, target: ViewedInstance, request: PrefillRequest, timeout_s: float, waits: bool
     ) -> Reservation:
         """Asks `target` for room; with `waits`, waits there in line until it has room. timeout_s: what is left of the
         request's time.
@@ -97,7 +97,7 @@ class DecodePeers:
             raise Unavailable(f"the decode instance's ticket is of no use: {error}") from error
         return Reservation(ticket, response.incarnation, response.stream_losses)
 
-    async def abort(self, target: InstanceStatus, request: PrefillRequest) -> None:
+    async def abort(self, target: ViewedInstance, request: PrefillRequest) -> None:
         """Ends the request at `target`. What cannot be reached is left to the reservation's expiry."""
         attempt = decode_pb2.AttemptId(
             request_id=request.request_id, attempt=request.attempt, router_id=request.router_id

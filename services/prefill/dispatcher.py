@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceStatus
+from kaveri.domain.view import ViewedInstance
 from kaveri.engine.contract import EngineKey, KvPushFailed, PrefillEngine
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, LayoutMismatch, Unavailable
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds
@@ -27,7 +27,7 @@ from services.prefill.room_finder import RoomFinder, Seeking
 class _Placement:
     seeking: Seeking
     task: asyncio.Task[None]
-    target: InstanceStatus | None = None
+    target: ViewedInstance | None = None
     """Where it has room."""
     push_failure: asyncio.Future[KvPushFailed] | None = None
 

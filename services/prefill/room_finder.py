@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceStatus
+from kaveri.domain.view import ViewedInstance
 from kaveri.engine.contract import EngineKey
 from kaveri.errors import (
     InvalidArgument,
@@ -38,7 +38,7 @@ _NO_INSTANCE_S = 2.0
 class _Question:
     """A Reserve call under way."""
 
-    target: InstanceStatus
+    target: ViewedInstance
     waits: bool
     patient_until_s: float
     answer: asyncio.Task[Reservation | Exception]
@@ -69,7 +69,7 @@ class Seeking:
 class Room:
     """Room that a decode instance has reserved."""
 
-    target: InstanceStatus
+    target: ViewedInstance
     reservation: Reservation
 
 
@@ -155,13 +155,13 @@ class RoomFinder:
         for instance_id in list(seeking.questions):
             self._drop(seeking, instance_id)
 
-    def give_back(self, request: PrefillRequest, target: InstanceStatus) -> None:
+    def give_back(self, request: PrefillRequest, target: ViewedInstance) -> None:
         """The request does not want the room that it has, or may have, at `target`."""
         self._search.settle(request.key, target.record.instance_id)
         # Not part of the caller's task: it must be sent although that one is cancelled.
         self._tasks.create_task(self._peers.abort(target, request))
 
-    def failed_there(self, request: PrefillRequest, target: InstanceStatus, outcome: str, reason: str) -> None:
+    def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
         """Room at `target` was of no use: no request asks there for a while."""
         self._metrics.placements.labels(outcome).inc()
         self._search.rest(target.record.instance_id, time.monotonic() + _REST_WHEN_FAILED_S)

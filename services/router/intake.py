@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import ClusterView, Role
 from kaveri.errors import InvalidArgument, ModelNotFound
-from kaveri.policy.placement import largest_prompt, missing_roles
+from kaveri.policy.placement import largest_prompt, max_model_len, missing_roles
 from kaveri.text.tokenizer import ModelTokenizer, Turn
 from services.router.request_placer import RequestPlacer
 from services.router.requests import AcceptedRequest
 
 _SLICE_TOKENS = 65_536
 """Token ids are copied and checked in slices, about a millisecond of the event loop each."""
-_SERVING_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +145,6 @@ def _check_given(prompt: Prompt) -> None:
         case _:
             if not prompt:
                 raise InvalidArgument("prompt.token_ids", [], "at least one token long")
-
-
-def max_model_len(view: ClusterView, model: str) -> int:
-    """Most tokens of prompt and answer that every instance with an engine takes; 0 when there is none."""
-    return min(
-        (
-            status.record.max_model_len
-            for status in view.instances.values()
-            if status.record.role in _SERVING_ROLES and status.record.model == model
-        ),
-        default=0,
-    )
 
 
 def is_ready(view: ClusterView, model: str) -> bool:

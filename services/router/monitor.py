@@ -1,15 +1,17 @@
-"""The cluster monitor: of all routers one leads, and tells prefill instances how busy those are whom they choose among.
+"""The cluster monitor: one router leads, and broadcasts the loads that prefill instances choose by.
 
 TetriInfer's (arXiv 2401.11181, section 3.2): loads come in from every instance and go out in one message for all.
-Every router campaigns; the store fences whoever no longer leads. Between two leaders prefill instances go on with what
-they heard last. How a leader's word is taken: kaveri/cluster/monitored_membership.py.
+Every router campaigns; the store fences routers that no longer lead. Between two leaders prefill instances use the
+last broadcast. What is broadcast, and when at once: kaveri/cluster/broadcasts.py. How it is received:
+kaveri/cluster/monitored_membership.py.
 """
 
 import asyncio
 import time
 
+from kaveri.cluster.broadcasts import Told, broadcast_statuses, is_news, told_by
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import BROADCAST_ROLES, ClusterView, InstanceState, LoadBroadcast
+from kaveri.domain.view import ClusterView, LoadBroadcast
 from kaveri.telemetry.logs import get_logger
 from services.router import metrics
 
@@ -19,24 +21,20 @@ _CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 10
 """Between two campaigns: most of the 2 s within which a dead leader is replaced are left to a busy machine."""
 _MIN_PAUSE_S = 0.02
 """Between two broadcasts, however fast instances come and go and blocks come free."""
-_TIGHT = 4
-"""An instance is tight when less than one block in so many was free at the last broadcast."""
 
 
 class Monitor:
-    """One router's part in it. For one event loop."""
+    """One router's part in the monitor. For one event loop."""
 
     def __init__(self, store: ClusterStore, router_id: str, interval_s: float) -> None:
-        """router_id: of one life of the router. interval_s: between two broadcasts when nobody comes or goes."""
+        """router_id: of one life of the router. interval_s: between two broadcasts without news."""
         self._store = store
         self._router_id = router_id
         self._interval_s = interval_s
         self._fencing_token: int | None = None
         self._sequence_number = 0
         self._campaign_at_s = 0.0
-        self._members: set[tuple[str, int, InstanceState]] = set()
-        # Free blocks as last told, of the instances that were tight then.
-        self._told_tight: dict[str, int] = {}
+        self._told = Told()
         self._due = asyncio.Event()
         self._stopping = False
 
@@ -63,20 +61,9 @@ class Monitor:
             self._set_token(None, "stopping")
 
     def update(self, view: ClusterView) -> None:
-        """Takes in a view; while leading, broadcasts at once when somebody came, began to drain or left, and when
-        blocks came free on an instance that was tight: requests may wait for just those."""
-        members = {
-            (status.record.instance_id, status.record.incarnation, status.load.state)
-            for status in view.instances.values()
-            if status.record.role in BROADCAST_ROLES
-        }
-        eased = any(
-            instance_id in view.instances and view.instances[instance_id].load.free_blocks > told
-            for instance_id, told in self._told_tight.items()
-        )
-        if self.leading and (eased or members != self._members):
+        """Takes in a view; while leading, broadcasts news at once."""
+        if self.leading and is_news(self._told, view):
             self._due.set()
-        self._members = members
 
     def stop(self) -> None:
         """Asks run() to resign and return."""
@@ -91,14 +78,10 @@ class Monitor:
 
     async def _broadcast(self, fencing_token: int) -> None:
         self._sequence_number += 1
-        instances = self._store.view().instances.values()
-        named = tuple(status for status in instances if status.record.role in BROADCAST_ROLES)
-        self._told_tight = {
-            status.record.instance_id: status.load.free_blocks
-            for status in named
-            if status.load.free_blocks * _TIGHT < status.load.total_blocks
-        }
-        if await self._store.broadcast(LoadBroadcast(self._router_id, fencing_token, self._sequence_number, named)):
+        view = self._store.view()
+        statuses = broadcast_statuses(view)
+        self._told = told_by(view, statuses)
+        if await self._store.broadcast(LoadBroadcast(self._router_id, fencing_token, self._sequence_number, statuses)):
             metrics.MONITOR_BROADCASTS.inc()
         else:
             self._set_token(None, "fenced, or the store is away")

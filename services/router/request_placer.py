@@ -3,12 +3,12 @@
 import asyncio
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import ClusterView, InstanceState, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, Role, ViewedInstance
 from kaveri.errors import (
     DeadlineExceeded,
     InternalError,
@@ -22,8 +22,9 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.policy.placement import PlacementPolicy, UnconfirmedWork, choose_prefill, missing_roles
+from kaveri.policy.placement import PlacementPolicy, choose_prefill, missing_roles
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
+from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
 from kaveri.wire.attempts import MAX_ATTEMPT
@@ -89,7 +90,7 @@ class RequestPlacer:
         self._unconfirmed: UnconfirmedWork[tuple[str, int]] = UnconfirmedWork()
         self._view_changed = asyncio.Event()
         self._line: PlacementLine[RequestEntry] = PlacementLine()
-        self._members: frozenset[tuple[str, int, InstanceState]] = frozenset()
+        self._instances: Mapping[str, ViewedInstance] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._errands: set[asyncio.Task[None]] = set()
 
@@ -97,12 +98,8 @@ class RequestPlacer:
         """Wakes requests that wait for an instance."""
         self._view_changed.set()
         self._view_changed = asyncio.Event()
-        members = frozenset(
-            (instance_id, status.record.incarnation, status.load.state)
-            for instance_id, status in view.instances.items()
-        )
-        if members != self._members:
-            self._members = members
+        if view.instances is not self._instances:
+            self._instances = view.instances
             self._line.wake_all()
         else:
             self._line.wake_first()
@@ -197,7 +194,7 @@ class RequestPlacer:
                 entry.handle(Exhausted(), time.monotonic())
                 return
 
-    def _after_loss(self, entry: RequestEntry, lost: Lost, target: InstanceStatus, retry: RetryState) -> RetryState:
+    def _after_loss(self, entry: RequestEntry, lost: Lost, target: ViewedInstance, retry: RetryState) -> RetryState:
         """What holds for the next attempt. Raises the error that has ended this one when there is to be none."""
         if lost.setback is Setback.LOST:
             metrics.LOST_ATTEMPTS.inc()
@@ -234,7 +231,7 @@ class RequestPlacer:
             entry.delay_noted = True
             get_logger().info("placement_delayed", request_id=entry.request_id, attempt=0, reason=reason)
 
-    async def _choose(self, entry: RequestEntry, retry: RetryState) -> InstanceStatus:
+    async def _choose(self, entry: RequestEntry, retry: RetryState) -> ViewedInstance:
         """Waits until an instance takes the request: until a rest ends, room appears or the view changes.
 
         Nothing may be awaited before the choice is entered as unconfirmed work, so that no two count on one place.
@@ -270,7 +267,7 @@ class RequestPlacer:
             self._line.leave(entry)
             metrics.WAITING.set(len(self._line))
 
-    async def _follow(self, entry: RequestEntry, number: int, target: InstanceStatus) -> None:
+    async def _follow(self, entry: RequestEntry, number: int, target: ViewedInstance) -> None:
         """Runs one attempt until it is over."""
         record = target.record
         prefill = Life(record.instance_id, record.incarnation)
@@ -281,7 +278,7 @@ class RequestPlacer:
         await over
 
     async def _prefill(
-        self, entry: RequestEntry, attempt: Attempt, target: InstanceStatus, over: asyncio.Future[None]
+        self, entry: RequestEntry, attempt: Attempt, target: ViewedInstance, over: asyncio.Future[None]
     ) -> None:
         """Sends the request to prefill, and passes on what it reports until its stream ends or the attempt is over."""
         accepted = entry.accepted
@@ -329,7 +326,7 @@ class RequestPlacer:
             entry.handle(ended, time.monotonic())
 
     def _settle(self, entry: RequestEntry, attempt: Attempt) -> None:
-        self._unconfirmed.settle((entry.request_id, attempt.number), attempt.prefill.instance_id)
+        self._unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._line.wake_first()
 
     def _take(self, entry: RequestEntry, attempt: Attempt, event: prefill_pb2.PrefillResponse) -> None:

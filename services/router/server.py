@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, Unavailable
+from kaveri.policy.placement import max_model_len
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
@@ -16,7 +17,7 @@ from kaveri.wire.messages import params_from_proto, status_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
 from services.router.answer import Answer
-from services.router.intake import Conversation, OfferedRequest, Prompt, is_ready, max_model_len
+from services.router.intake import Conversation, OfferedRequest, Prompt, is_ready
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.requests import RequestEntry
 

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 
 from grpc import aio
 
 from kaveri.domain.sampling import FinishReason
-from kaveri.domain.view import ClusterView, InstanceRecord, Role
+from kaveri.domain.view import ClusterView, InstanceRecord, Role, ViewedInstance
 from kaveri.errors import InternalError, KaveriError, RequestAlreadyExists, Unavailable
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
@@ -48,6 +48,7 @@ class TokenFeeds:
         self._relayed = relayed
         self._subscriptions: dict[str, _Subscription] = {}
         self._followed: dict[RequestEntry, _Subscription] = {}
+        self._instances: Mapping[str, ViewedInstance] = {}
         # When each of the newest aborts was sent, by (instance, request, attempt), and those under way that no request
         # waits for.
         self._aborted: OrderedDict[tuple[str, str, int], float] = OrderedDict()
@@ -55,6 +56,9 @@ class TokenFeeds:
 
     def update(self, view: ClusterView) -> None:
         """Subscribes to new instances; drops those that left or began a new life, losing their attempts."""
+        if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
+            return
+        self._instances = view.instances
         records = {
             instance_id: status.record
             for instance_id, status in view.instances.items()

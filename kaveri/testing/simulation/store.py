@@ -5,6 +5,7 @@ process finds out as it would with Redis: by a broken connection, or because not
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import TracebackType
@@ -14,6 +15,7 @@ from kaveri.cluster.membership import Membership
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestClaim
+from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.testing.simulation.loop import SimulatedProcess, current_process
@@ -91,7 +93,7 @@ class _Relay(Membership):
     """Stands for one process's membership in the store's process: passes on what the store publishes."""
 
     def __init__(self, store: "SimulatedStore", pipe: Pipe) -> None:
-        super().__init__()
+        super().__init__(time.monotonic)
         self._store = store
         self._pipe = pipe
 
@@ -128,7 +130,9 @@ class SimulatedStore:
     def __init__(self, server: SimulatedStoreServer, follow: Follow = Follow.HEARTBEATS) -> None:
         self._server = server
         self._network = server.network
-        self._membership = MonitoredMembership() if follow is Follow.BROADCASTS else Membership()
+        kind = MonitoredMembership if follow is Follow.BROADCASTS else Membership
+        self._membership = kind(time.monotonic)
+        self._changes = ViewChanges(self._membership)
         self.process = current_process()
         self._relay: _Relay | None = None
         self._pipes: dict[int, tuple[Pipe, Pipe]] = {}
@@ -168,7 +172,7 @@ class SimulatedStore:
         return self._membership.view()
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        return await self._membership.wait_for_change(timeout_s)
+        return await self._changes.wait(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         return await self._command(lambda store: store.campaign(candidate_id, ttl_s), None)

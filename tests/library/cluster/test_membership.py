@@ -1,9 +1,11 @@
 """Leases run on time in which the store was heard, and on no other."""
 
 import asyncio
+from dataclasses import replace
 
 from kaveri.cluster.membership import MAX_TICK_S, Membership
-from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
+from kaveri.cluster.view_changes import ViewChanges
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
 
 _RECORD = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0)
 
@@ -75,8 +77,9 @@ def test_nothing_ends_while_the_store_is_away_and_everybody_has_one_lease_after_
 
 async def test_end_of_a_lease_wakes_who_waits_for_a_change() -> None:
     clock, membership = _membership()
-    await membership.wait_for_change(0.0)
-    waiting = asyncio.create_task(membership.wait_for_change(60.0))
+    changes = ViewChanges(membership)
+    await changes.wait(0.0)
+    waiting = asyncio.create_task(changes.wait(60.0))
     _tick(clock, membership, 1.1)
     view = await asyncio.wait_for(waiting, 5.0)
     assert view.instances == {}
@@ -95,3 +98,42 @@ def test_end_of_another_life_is_ignored() -> None:
     assert _ids(membership) == {"decode-0"}
     membership.forget("decode-0", 1)
     assert _ids(membership) == set()
+
+
+def test_a_view_stays_the_same_object_while_only_loads_change_and_shows_them() -> None:
+    clock, membership = _membership()
+    view = membership.view()
+    assert view.ready(Role.DECODE, "kaveri-tiny") is view.ready(Role.DECODE, "kaveri-tiny")
+    membership.learn(_RECORD, InstanceLoad(6, free_blocks=3))
+    clock.now_s += 0.5
+    assert membership.view() is view
+    (instance,) = view.ready(Role.DECODE, "kaveri-tiny")
+    assert instance.load.free_blocks == 3
+    assert instance.heartbeat_age_s == 0.5
+
+
+def test_a_view_is_a_new_one_when_an_instance_comes_drains_grows_or_goes() -> None:
+    clock, membership = _membership()
+    other = replace(_RECORD, instance_id="decode-1", model="other")
+    seen = [membership.view()]
+
+    def ready_ids(model: str | None = None) -> list[str]:
+        assert all(membership.view() is not former for former in seen)
+        seen.append(membership.view())
+        return [instance.record.instance_id for instance in membership.view().ready(Role.DECODE, model)]
+
+    membership.learn(other, InstanceLoad(1))
+    assert ready_ids() == ["decode-0", "decode-1"]
+    membership.learn(other, InstanceLoad(2, total_blocks=9))
+    assert ready_ids("other") == ["decode-1"]
+    membership.learn(_RECORD, InstanceLoad(6, InstanceState.DRAINING))
+    assert ready_ids() == ["decode-1"]
+    membership.learn(replace(_RECORD, incarnation=2), InstanceLoad(1))
+    assert ready_ids() == ["decode-0", "decode-1"]
+    membership.forget("decode-1", 1)
+    assert ready_ids() == ["decode-0"]
+    _tick(clock, membership, 1.1)
+    assert ready_ids() == []
+    # Only whether the store can be reached: the instances are the same.
+    membership.store_lost()
+    assert membership.view().instances is seen[-1].instances

@@ -3,7 +3,7 @@
 from kaveri.cluster.membership import MAX_TICK_S
 from kaveri.cluster.monitored_membership import SILENT_AFTER_S, MonitoredMembership
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, Role
-from kaveri.policy.placement import UnconfirmedWork
+from kaveri.policy.unconfirmed import UnconfirmedWork
 
 _DECODE = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0)
 _OTHER = InstanceRecord("decode-1", 1, Role.DECODE, "127.0.0.1:2", "kaveri-tiny", lease_ttl_s=1.0)
@@ -117,8 +117,8 @@ def test_work_sent_between_two_broadcasts_counts_until_one_shows_it() -> None:
     membership.take_in(_broadcast(1, 1, _DECODE, heartbeat=5))
     sent.add("request", membership.view().instances["decode-0"], 7)
     membership.take_in(_broadcast(1, 2, _DECODE, heartbeat=7))
-    assert sent.amount(membership.view().instances["decode-0"]) == 7, "its seventh heartbeat does not show the work"
+    assert sent.at(membership.view().instances["decode-0"]).amount == 7, "its seventh heartbeat does not show the work"
     membership.take_in(_broadcast(1, 3, _DECODE, heartbeat=7))
-    assert sent.amount(membership.view().instances["decode-0"]) == 7, "that was the same heartbeat again"
+    assert sent.at(membership.view().instances["decode-0"]).amount == 7, "that was the same heartbeat again"
     membership.take_in(_broadcast(1, 4, _DECODE, heartbeat=12))
-    assert sent.amount(membership.view().instances["decode-0"]) == 0
+    assert sent.at(membership.view().instances["decode-0"]).amount == 0

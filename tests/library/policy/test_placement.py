@@ -9,13 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
+from kaveri.domain.view import (
+    ClusterView,
+    InstanceLoad,
+    InstanceRecord,
+    InstanceState,
+    InstanceStatus,
+    Role,
+    ViewedInstance,
+)
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import (
     DecodePlacementPolicy,
+    Demand,
     HeavyThresholds,
     PlacementPolicy,
-    UnconfirmedWork,
     blocks_there,
     choose_decode,
     choose_line,
@@ -23,8 +31,10 @@ from kaveri.policy.placement import (
     largest_prompt,
     missing_roles,
 )
+from kaveri.policy.unconfirmed import UnconfirmedWork
 
 MODEL = "tiny"
+POWER_OF_TWO = DecodePlacementPolicy.POWER_OF_TWO
 LAYOUT = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
 
 
@@ -75,27 +85,20 @@ def test_prefill_goes_to_a_ready_instance_of_the_model_whenever_there_is_one(
 def test_decode_goes_to_a_ready_instance_with_room_whenever_there_is_one(
     view: ClusterView, needed_blocks: int, seed: int, policy: DecodePlacementPolicy, heavy: bool
 ) -> None:
-    chosen = choose_decode(
-        view,
-        MODEL,
-        needed_blocks,
-        UnconfirmedWork[str](),
-        random.Random(seed),
-        policy=policy,
-        predicted_tokens=needed_blocks + seed % 3,
-        heavy=heavy,
-        turn=seed,
-    )
+    demand = Demand(needed_blocks, predicted=needed_blocks + seed % 3, heavy=heavy)
+    chosen = choose_decode(view, MODEL, demand, UnconfirmedWork[str](), policy, random.Random(seed), turn=seed)
     fitting = [entry for entry in view.ready(Role.DECODE, MODEL) if entry.load.free_blocks >= needed_blocks]
     assert (chosen in fitting) if fitting else (chosen is None)
 
 
 @given(views(), st.sampled_from(list(PlacementPolicy)), st.integers(0, 2**32))
 def test_the_same_seed_makes_the_same_choice(view: ClusterView, policy: PlacementPolicy, seed: int) -> None:
-    def choose() -> tuple[InstanceStatus | None, InstanceStatus | None]:
+    def choose() -> tuple[ViewedInstance | None, ViewedInstance | None]:
         rng = random.Random(seed)
         nothing = UnconfirmedWork[str]()
-        return choose_prefill(view, MODEL, nothing, policy, rng), choose_decode(view, MODEL, 1, nothing, rng)
+        return choose_prefill(view, MODEL, nothing, policy, rng), choose_decode(
+            view, MODEL, Demand(1), nothing, POWER_OF_TWO, rng
+        )
 
     assert choose() == choose()
 
@@ -108,7 +111,7 @@ def test_whoever_is_chosen_while_no_role_is_missing_can_see_the_request_to_its_e
         return
     chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), policy, random.Random(seed))
     assert chosen is not None
-    assert chosen.record.role is Role.COLOCATED or next(view.ready(Role.DECODE, MODEL), None) is not None
+    assert chosen.record.role is Role.COLOCATED or view.ready(Role.DECODE, MODEL)
 
 
 def test_a_colocated_instance_needs_no_other_and_both_kinds_share_the_load() -> None:
@@ -146,7 +149,7 @@ def test_power_of_two_takes_the_better_decode_instance_of_its_two(seed: int) -> 
         status("a", Role.DECODE, running_requests=2, context_tokens=1, free_blocks=9),
         status("b", Role.DECODE, running_requests=1, waiting_requests=1, context_tokens=0, free_blocks=1),
     )
-    chosen = choose_decode(view, MODEL, 1, UnconfirmedWork[str](), random.Random(seed))
+    chosen = choose_decode(view, MODEL, Demand(1), UnconfirmedWork[str](), POWER_OF_TWO, random.Random(seed))
     assert chosen is view.instances["b"], "equal in requests; fewer tokens of context decide"
 
 
@@ -186,7 +189,7 @@ def test_work_just_sent_counts_before_a_heartbeat_shows_it() -> None:
     assert choose_prefill(view, MODEL, sent, PlacementPolicy.LEAST_LOADED, rng) is one
     sent.add("request", one, 60)
     assert choose_prefill(view, MODEL, sent, PlacementPolicy.LEAST_LOADED, rng) is other
-    sent.settle("request", "p0")
+    sent.remove("request", "p0")
     assert choose_prefill(view, MODEL, sent, PlacementPolicy.LEAST_LOADED, rng) is one
     assert len(sent) == 0
 
@@ -200,27 +203,29 @@ def test_blocks_just_placed_count_as_taken_and_as_requests() -> None:
     placed.add("first", one, 4)
     placed.add("second", one, 3)
     rng = random.Random(0)
-    assert choose_decode(view_of(one, other), MODEL, 3, placed, rng) is other, "two placed against one running"
-    assert choose_decode(view_of(one), MODEL, 3, placed, rng) is one
-    assert choose_decode(view_of(one), MODEL, 4, placed, rng) is None
+    assert choose_decode(view_of(one, other), MODEL, Demand(3), placed, POWER_OF_TWO, rng) is other, (
+        "two placed against one running"
+    )
+    assert choose_decode(view_of(one), MODEL, Demand(3), placed, POWER_OF_TWO, rng) is one
+    assert choose_decode(view_of(one), MODEL, Demand(4), placed, POWER_OF_TWO, rng) is None
 
 
 def test_sent_work_is_confirmed_by_the_second_heartbeat_and_by_a_new_life() -> None:
     sent = UnconfirmedWork[str]()
     sent.add("request", status("p0", sequence_number=10), 7)
-    assert sent.amount(status("p0", sequence_number=11)) == 7, "this heartbeat may have crossed the request"
-    assert sent.amount(status("p0", sequence_number=12)) == 0
+    assert sent.at(status("p0", sequence_number=11)).amount == 7, "this heartbeat may have crossed the request"
+    assert sent.at(status("p0", sequence_number=12)).amount == 0
     assert len(sent) == 0
     sent.add("request", status("p0", sequence_number=10), 7)
-    assert sent.amount(status("p0", incarnation=2, sequence_number=1)) == 0
+    assert sent.at(status("p0", incarnation=2, sequence_number=1)).amount == 0
 
 
 def test_decode_instances_with_another_kv_layout_are_left_out() -> None:
     layout = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
     fitting, other = status("d0", Role.DECODE, free_blocks=1), status("d1", Role.DECODE, free_blocks=9)
     fitting = replace(fitting, record=replace(fitting.record, layout=layout))
-    chosen = choose_decode(view_of(fitting, other), MODEL, 1, UnconfirmedWork[str](), random.Random(1), layout=layout)
-    assert chosen is fitting
+    demand, sent = Demand(1, layout=layout), UnconfirmedWork[str]()
+    assert choose_decode(view_of(fitting, other), MODEL, demand, sent, POWER_OF_TWO, random.Random(1)) is fitting
 
 
 def test_room_is_counted_in_the_blocks_of_each_decode_instance() -> None:
@@ -235,20 +240,26 @@ def test_room_is_counted_in_the_blocks_of_each_decode_instance() -> None:
     )
     view = view_of(small, large, opaque)
 
-    def choice(token_count: int) -> InstanceStatus | None:
-        return choose_decode(view, MODEL, token_count, UnconfirmedWork[str](), random.Random(1), layout=here)
+    def choice(token_count: int, seed: int = 1) -> ViewedInstance | None:
+        demand = Demand(token_count, layout=here)
+        return choose_decode(view, MODEL, demand, UnconfirmedWork[str](), POWER_OF_TWO, random.Random(seed))
 
     assert choice(193) is large, "13 blocks of 16, 2 of 128"
     assert choice(257) is None
     assert [blocks_there(entry, 129) for entry in (small, large, status("d3"))] == [9, 2, 129]
-    assert {
-        choose_decode(view, MODEL, 192, UnconfirmedWork[str](), random.Random(seed), layout=here) is small
-        for seed in range(20)
-    } == {True, False}
+    assert {choice(192, seed) is small for seed in range(20)} == {True, False}
 
 
-def decode_choice(view: ClusterView, policy: DecodePlacementPolicy, seed: int = 0, **more: object) -> str:
-    chosen = choose_decode(view, MODEL, 1, UnconfirmedWork[str](), random.Random(seed), policy=policy, **more)  # type: ignore[arg-type]
+def decode_choice(
+    view: ClusterView,
+    policy: DecodePlacementPolicy,
+    seed: int = 0,
+    heavy: bool = False,
+    predicted: int = 0,
+    turn: int = 0,
+) -> str:
+    demand = Demand(1, predicted, heavy)
+    chosen = choose_decode(view, MODEL, demand, UnconfirmedWork[str](), policy, random.Random(seed), turn)
     assert chosen is not None
     return chosen.record.instance_id
 
@@ -279,24 +290,14 @@ def test_heavy_light_spreads_a_burst_of_both_kinds_evenly(seed: int, instances: 
     kinds = [True, False] * (16 * instances)
     rng.shuffle(kinds)
     view = view_of(*(status(f"d{number}", Role.DECODE, free_blocks=1000) for number in range(instances)))
-    blocks, heavies = UnconfirmedWork[int](), UnconfirmedWork[int]()
+    sent = UnconfirmedWork[int]()
     for number, heavy in enumerate(kinds):
-        chosen = choose_decode(
-            view,
-            MODEL,
-            1,
-            blocks,
-            rng,
-            policy=DecodePlacementPolicy.HEAVY_LIGHT,
-            unconfirmed_heavy=heavies,
-            heavy=heavy,
-        )
+        chosen = choose_decode(view, MODEL, Demand(1, heavy=heavy), sent, DecodePlacementPolicy.HEAVY_LIGHT, rng)
         assert chosen is not None
-        blocks.add(number, chosen, 1)
-        heavies.add(number, chosen, int(heavy))
+        sent.add(number, chosen, 1, heavy)
     for entry in view.instances.values():
-        assert abs(heavies.amount(entry) - 16) <= 10
-        assert abs(blocks.count(entry) - 32) <= 16
+        assert abs(sent.at(entry).heavy_count - 16) <= 10
+        assert abs(sent.at(entry).count - 32) <= 16
 
 
 def test_heavy_light_wants_room_for_the_predicted_answer_and_does_without_when_there_is_none() -> None:
@@ -305,29 +306,20 @@ def test_heavy_light_wants_room_for_the_predicted_answer_and_does_without_when_t
         status("d1", Role.DECODE, free_blocks=9, heavy_requests=3, running_requests=3),
     )
     policy = DecodePlacementPolicy.HEAVY_LIGHT
-    assert {decode_choice(view, policy, seed, predicted_tokens=5) for seed in range(20)} == {"d1"}
-    assert {decode_choice(view, policy, seed, predicted_tokens=4) for seed in range(20)} == {"d0"}
-    assert {decode_choice(view, policy, seed, predicted_tokens=50) for seed in range(20)} == {"d0"}
+    assert {decode_choice(view, policy, seed, predicted=5) for seed in range(20)} == {"d1"}
+    assert {decode_choice(view, policy, seed, predicted=4) for seed in range(20)} == {"d0"}
+    assert {decode_choice(view, policy, seed, predicted=50) for seed in range(20)} == {"d0"}
 
 
 def test_heavy_requests_just_placed_count_in_the_ratio() -> None:
     one, other = (status(name, Role.DECODE, free_blocks=9, light_requests=4) for name in ("d0", "d1"))
-    blocks, heavy = UnconfirmedWork[str](), UnconfirmedWork[str]()
-    for target, amount in ((one, 1), (other, 0)):
-        blocks.add(target.record.instance_id, target, 1)
-        heavy.add(target.record.instance_id, target, amount)
+    sent = UnconfirmedWork[str]()
+    for target, heavy in ((one, True), (other, False)):
+        sent.add(target.record.instance_id, target, 1, heavy)
+    policy = DecodePlacementPolicy.HEAVY_LIGHT
     for seed in range(20):
-        chosen = choose_decode(
-            view_of(one, other),
-            MODEL,
-            1,
-            blocks,
-            random.Random(seed),
-            policy=DecodePlacementPolicy.HEAVY_LIGHT,
-            unconfirmed_heavy=heavy,
-            heavy=True,
-        )
-        assert chosen is other, seed
+        rng = random.Random(seed)
+        assert choose_decode(view_of(one, other), MODEL, Demand(1, heavy=True), sent, policy, rng) is other, seed
 
 
 def test_imbalance_sends_all_heavy_ones_to_the_first_and_spreads_the_light_ones() -> None:
@@ -371,7 +363,7 @@ def test_a_request_without_room_waits_where_few_wait_and_most_is_free_in_a_pool_
     sent.add("other", view.instances["sent-to"], 2)
 
     def chosen(*avoid: str) -> str | None:
-        found = choose_line(view, MODEL, 8, sent, avoid=avoid)
+        found = choose_line(view, MODEL, Demand(8), sent, avoid)
         return found.record.instance_id if found is not None else None
 
     assert chosen() == "most-room"
@@ -423,7 +415,7 @@ def test_a_prefill_instance_whose_queue_is_full_takes_no_request() -> None:
         assert chosen(target) is target
         sent.add(f"r{number}", target, 0)
     assert chosen(target) is None
-    sent.settle("r0", "p0")
+    sent.remove("r0", "p0")
     assert chosen(target) is target
     # Not taken at all, where those to avoid are taken when nothing else is left.
     assert chosen(target, exclude={"p0"}) is None

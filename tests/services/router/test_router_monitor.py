@@ -35,7 +35,7 @@ class _Recorder(MonitoredMembership):
     """Hears every broadcast on a MemoryCluster."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(time.monotonic)
         self.heard: list[LoadBroadcast] = []
 
     def take_in(self, broadcast: LoadBroadcast) -> bool:

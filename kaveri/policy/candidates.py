@@ -1,0 +1,83 @@
+"""Draws instances from those that take a request, at a cost that does not grow with the cluster. Pure."""
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from kaveri.domain.view import ViewedInstance
+
+_MOST_DRAWS = 48
+"""Draws at random before the whole cluster is looked at: the cost of a choice while most instances are full."""
+
+Load = Callable[[ViewedInstance], tuple[float, ...]]
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The `ready` instances that take a request. Those to avoid are candidates only when there are no others.
+
+    Every draw is uniform over the candidates: an instance drawn from all ready ones, again and again until it is a
+    candidate, is each of them with the same probability.
+    """
+
+    ready: Sequence[ViewedInstance]
+    takes: Callable[[ViewedInstance], bool]
+    avoid: Collection[str] = ()
+
+    def all(self) -> list[ViewedInstance]:
+        """Every candidate, in the order of `ready`."""
+        taking = [instance for instance in self.ready if self.takes(instance)]
+        if not self.avoid:
+            return taking
+        return [instance for instance in taking if instance.record.instance_id not in self.avoid] or taking
+
+    def first(self) -> ViewedInstance | None:
+        """The first candidate in the order of `ready`."""
+        found = next(filter(self._is_preferred, self.ready), None)
+        return found or next(iter(self.all()), None)
+
+    def in_turn(self, turn: int) -> ViewedInstance | None:
+        """The candidate whose turn it is."""
+        if not self.ready:
+            return None
+        found = self.ready[turn % len(self.ready)]
+        if self._is_preferred(found):
+            return found
+        candidates = self.all()
+        return candidates[turn % len(candidates)] if candidates else None
+
+    def any(self, rng: random.Random) -> ViewedInstance | None:
+        """One candidate at random."""
+        for _ in range(_MOST_DRAWS if self.ready else 0):
+            found = self.ready[int(rng.random() * len(self.ready))]
+            if self._is_preferred(found):
+                return found
+        candidates = self.all()
+        return rng.choice(candidates) if candidates else None
+
+    def better_of_two(
+        self, load: Load, rng: random.Random, wanted: Callable[[ViewedInstance], bool] | None = None
+    ) -> ViewedInstance | None:
+        """Of two candidates at random the one with the lower `load`; the only one when there is no other.
+
+        wanted: when given, the two are drawn from the candidates for which it holds, if there are any. It must not hold
+        for an instance that does not take the request.
+        """
+        ready, avoid, fits = self.ready, self.avoid, wanted or self.takes
+        first: ViewedInstance | None = None
+        for _ in range(_MOST_DRAWS if len(ready) > 1 else 0):
+            found = ready[int(rng.random() * len(ready))]
+            if found is first or (avoid and found.record.instance_id in avoid) or not fits(found):
+                continue
+            if first is None:
+                first = found
+            else:
+                # The pair is in random order, so ties fall evenly.
+                return found if load(found) < load(first) else first
+        candidates = self.all()
+        if wanted is not None:
+            candidates = list(filter(wanted, candidates)) or candidates
+        return min(rng.sample(candidates, min(2, len(candidates))), key=load, default=None)
+
+    def _is_preferred(self, instance: ViewedInstance) -> bool:
+        return instance.record.instance_id not in self.avoid and self.takes(instance)

@@ -1,0 +1,162 @@
+"""Draws among instances: every draw has the distribution that looking at all instances would give."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Role, ViewedInstance
+from kaveri.policy import candidates as candidates_module
+from kaveri.policy.candidates import Candidates
+from tests.library.policy.reference_choices import Distribution, any_of, better_of_two, candidates_of
+
+_MOST_RUNS = 200_000
+
+
+def _instance(number: int, load: int, takes: bool, wanted: bool) -> InstanceStatus:
+    record = InstanceRecord(f"i{number:03}", 1, Role.DECODE, "h:1", "tiny")
+    return InstanceStatus(record, InstanceLoad(running_requests=load, free_blocks=takes, light_requests=wanted))
+
+
+def _load(instance: ViewedInstance) -> tuple[float, ...]:
+    return (instance.load.running_requests,)
+
+
+def _takes(instance: ViewedInstance) -> bool:
+    return instance.load.free_blocks > 0
+
+
+def _wanted(instance: ViewedInstance) -> bool:
+    return _takes(instance) and instance.load.light_requests > 0
+
+
+class _EveryDraw(random.Random):
+    """Draws what `path` says, and the first possibility after its end. Notes how many possibilities there were."""
+
+    def __init__(self, path: Sequence[int], ready_count: int) -> None:
+        super().__init__(0)
+        self._path = path
+        self._ready_count = ready_count
+        self.possibilities: list[int] = []
+
+    def _draw(self, count: int) -> int:
+        place = len(self.possibilities)
+        self.possibilities.append(count)
+        return self._path[place] if place < len(self._path) else 0
+
+    def random(self) -> float:
+        return (self._draw(self._ready_count) + 0.5) / self._ready_count
+
+    def choice(self, seq: Any) -> Any:
+        return seq[self._draw(len(seq))]
+
+    def sample(self, population: Any, k: int, **_: Any) -> list[Any]:
+        samples = list(itertools.permutations(population, k))
+        return list(samples[self._draw(len(samples))])
+
+
+def _distribution(choose: Callable[[random.Random], ViewedInstance | None], ready_count: int) -> Distribution:
+    """With which probability each instance is chosen, from all that can be drawn."""
+    found: Counter[str | None] = Counter()
+    paths: list[list[int]] = [[]]
+    for _ in range(_MOST_RUNS):
+        path = paths.pop()
+        rng = _EveryDraw(path, ready_count)
+        chosen = choose(rng)
+        probability = Fraction(1)
+        for count in rng.possibilities:
+            probability /= count
+        found[chosen.record.instance_id if chosen is not None else None] += probability  # type: ignore[assignment]
+        drawn = [*path, *[0] * (len(rng.possibilities) - len(path))]
+        for place in range(len(path), len(drawn)):
+            paths += [[*drawn[:place], other] for other in range(1, rng.possibilities[place])]
+        if not paths:
+            return dict(found)  # type: ignore[arg-type]
+    raise AssertionError("more possibilities than are looked at")
+
+
+@st.composite
+def _clusters(draw: st.DrawFn) -> tuple[tuple[InstanceStatus, ...], frozenset[str]]:
+    count = draw(st.integers(0, 4))
+    ready = tuple(
+        _instance(number, draw(st.integers(0, 2)), draw(st.booleans()), draw(st.booleans())) for number in range(count)
+    )
+    return ready, frozenset(draw(st.sets(st.sampled_from([f"i{number:03}" for number in range(4)]))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(_clusters(), st.integers(0, 4))
+def test_small_clusters_have_exactly_the_probabilities_of_looking_at_all(
+    cluster: tuple[tuple[InstanceStatus, ...], frozenset[str]], most_draws: int
+) -> None:
+    ready, avoid = cluster
+    drawing = Candidates(ready, _takes, avoid)
+    everyone = candidates_of(ready, _takes, avoid)
+    wanted = [instance for instance in everyone if _wanted(instance)] or everyone
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates_module, "_MOST_DRAWS", most_draws)
+        assert _distribution(drawing.any, len(ready)) == any_of(everyone)
+        assert _distribution(lambda rng: drawing.better_of_two(_load, rng), len(ready)) == better_of_two(
+            everyone, _load
+        )
+        assert _distribution(lambda rng: drawing.better_of_two(_load, rng, _wanted), len(ready)) == better_of_two(
+            wanted, _load
+        )
+    assert drawing.first() == next(iter(everyone), None)
+    assert drawing.all() == everyone
+
+
+_CHOICES = 40_000
+_LEAST_EXPECTED = 5.0
+_LIMIT_AT_ONE_IN_A_THOUSAND = {63: 103.4, 15: 37.7, 14: 36.1}
+"""Of chi-squared, by degrees of freedom."""
+_SEEDS = (1, 2, 3)
+
+
+def _fits(choose: Callable[[random.Random], ViewedInstance | None], expected: Distribution, seed: int) -> bool:
+    """Whether many choices are as frequent as expected, by Pearson's test."""
+    assert min(expected.values()) * _CHOICES > _LEAST_EXPECTED, "too rare to be tested"
+    rng = random.Random(seed)
+    chosen = [choose(rng) for _ in range(_CHOICES)]
+    found = Counter(one.record.instance_id if one is not None else None for one in chosen)
+    if not found.keys() <= expected.keys():
+        return False
+    wanted = {name: _CHOICES * float(probability) for name, probability in expected.items()}
+    chi_squared = sum((found[name] - count) ** 2 / count for name, count in wanted.items())
+    return chi_squared < _LIMIT_AT_ONE_IN_A_THOUSAND[len(expected) - 1]
+
+
+def _sixty_four(taking: int) -> tuple[InstanceStatus, ...]:
+    """So many of them take the request. There are two of each load, so that ties are met too."""
+    return tuple(_instance(number, number // 2, number % (64 // taking) == 0, True) for number in range(64))
+
+
+@pytest.mark.parametrize("taking", [64, 16])
+def test_choices_among_64_instances_fit_the_distribution_of_looking_at_all(taking: int) -> None:
+    ready = _sixty_four(taking)
+    drawing, everyone = Candidates(ready, _takes), candidates_of(ready, _takes, ())
+    for seed in _SEEDS:
+        assert _fits(lambda rng: drawing.better_of_two(_load, rng), better_of_two(everyone, _load), seed)
+        assert _fits(drawing.any, any_of(everyone), seed)
+
+
+def test_other_distributions_do_not_fit() -> None:
+    ready = _sixty_four(taking=16)
+    everyone = candidates_of(ready, _takes, ())
+
+    def next_that_takes(rng: random.Random) -> ViewedInstance:
+        start = rng.randrange(50)
+        return next(instance for instance in ready[start:] + ready if _takes(instance))
+
+    def with_itself(rng: random.Random) -> ViewedInstance:
+        return min(rng.choices(everyone, k=2), key=_load)
+
+    for seed in _SEEDS:
+        assert not _fits(next_that_takes, any_of(everyone), seed)
+        assert not _fits(with_itself, better_of_two(everyone, _load), seed)
