@@ -231,7 +231,7 @@ def max_model_len(view: ClusterView, model: str) -> int:
 def blocks_there(instance: ViewedInstance, token_count: int) -> int:
     """Blocks of that instance which so many tokens take; one for each where it has not said how large they are."""
     layout = instance.record.layout
-    return token_count if layout is None else layout.block_count(token_count)
+    return token_count if layout is None else -(-token_count // layout.block_tokens)
 
 
 def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
