@@ -91,7 +91,7 @@ class EngineStats:
     """A snapshot, cheap enough for every heartbeat."""
 
     free_blocks: int
-    """Blocks that nobody holds and nobody was promised, a running request's next token included."""
+    """Blocks that no request holds and none was promised, a running request's next token included."""
     running_requests: int
     """Prefill: submitted and not fully computed. Decode: admitted, preempted ones included."""
     waiting_requests: int
@@ -264,8 +264,8 @@ class PrefillEngine(Engine, Protocol):
         """Pushes what is computed, and what will be, layer by layer, to the ticket's blocks; then hands over.
 
         Raises LayoutMismatch, InvalidArgument while an earlier push of the request is open, and EngineError once the
-        engine has stopped. Everything else that goes wrong is told by KvPushFailed. Unknown keys are ignored, those of
-        requests that have ended too: whoever reserved for a request that ends with FirstToken aborts it there.
+        engine has stopped. Every other failure is a KvPushFailed. Unknown keys are ignored, and so are those of
+        requests that have ended: a caller whose request ends with FirstToken aborts its reservation.
         """
 
 
@@ -286,7 +286,7 @@ class DecodeEngine(Engine, Protocol):
 
         For an engine that plays both sides. Unknown keys, and requests whose push is open, are ignored.
 
-        It never fails for want of blocks, and what it adopts can be preempted. So it is the way out when no place has
+        It never fails for lack of blocks, and what it adopts can be preempted. So it is the way out when no place has
         room: prompts that are computed and wait for a ticket keep their blocks, and preempted requests that need those
         blocks keep every reservation here refused until then.
         """

@@ -264,7 +264,7 @@ def _listen_address(transport: str, settings: EngineSettings) -> str:
 
 
 def _remove_abandoned_sockets() -> None:
-    """A killed process leaves the file of its socket, where nobody listens any more."""
+    """A killed process leaves the file of its socket, on which no process listens."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET_PREFIX}*.sock"):
         pid = path.name.removeprefix(_SOCKET_PREFIX).partition("-")[0]
         # A living process may be about to listen; a process that lives in another container answers.

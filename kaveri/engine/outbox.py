@@ -8,7 +8,7 @@ from kaveri.engine.contract import EngineEvent, EngineListener
 
 
 class Outbox:
-    """Events that the listener has not heard. Nobody waits here: while one thread delivers, it delivers for all.
+    """Events that the listener has not heard. No thread waits here: the one that delivers does so for all.
 
     on_error: told, on the delivering thread, what the listener has raised.
     """

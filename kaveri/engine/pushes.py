@@ -1,9 +1,8 @@
 """The prefill side's pushes: which blocks may be read, which are written, when a hand-over is complete.
 
 Per layer, blocks go out in index order and each exactly once, although two threads write: the engine's own, layer by
-layer while a step computes, and whoever calls push_to, for what was computed before. So every call to the sender
-happens under one lock, which is never held while waiting for anything. Hearing what became of a push takes no lock
-of this file.
+layer while a step computes, and the caller of push_to, for what was computed before. So every call to the sender
+happens under one lock, which is never held while waiting for anything. The end of a push takes no lock of this file.
 """
 
 import threading

@@ -27,6 +27,8 @@ class Shared:
         self.outbox = Outbox(self._on_listener_error)
         self.promises: set[Future[Any]] = set()
         """Futures that a caller waits for. The thread that removes one, under the lock, sets its outcome."""
+        self.woken = False
+        """Something is new for the engine thread, which resets it."""
         self.closing = False
         self.broken: str | None = None
         """Why the engine has stopped by itself."""
@@ -38,6 +40,11 @@ class Shared:
         future.set_running_or_notify_cancel()
         self.promises.add(future)
         return future
+
+    def wake(self) -> None:
+        """The engine thread has something to do. Under the lock."""
+        self.woken = True
+        self.work.notify()
 
     def require_alive(self) -> None:
         """Raises EngineError once the engine has stopped. Under the lock."""

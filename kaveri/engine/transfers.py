@@ -132,7 +132,7 @@ class Transfers(Generic[OwnerT]):
         return self._plane.flow()
 
     def close(self) -> None:
-        """Ends all transfers; nobody waits for a ticket any more. Idempotent."""
+        """Ends all transfers; every ticket that is waited for fails. Idempotent."""
         self._plane.close()
         self._shared.fail_promises("it is closed")
 

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from kaveri.engine.settings import EngineSettings
+from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.engine import VllmEngine
-from kaveri.engine.vllm.host import Host
-from kaveri.engine.vllm.loading import load_host
+from kaveri.engine.vllm.loading import load_core
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 
@@ -19,11 +19,11 @@ _VACATE_STEPS = 100
 def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
     """For EngineProcess: loads the model and returns what makes engines of it.
 
-    loading: of EngineSettings, and "mirrored" of load_host.
+    loading: of EngineSettings, and "mirrored" of load_core.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mirrored = loading.pop("mirrored", False)
-    host = load_host(EngineSettings(model=model, **loading), mirrored)
+    core = load_core(EngineSettings(model=model, **loading), mirrored)
 
     def make(
         total_blocks: int,
@@ -35,13 +35,13 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
         pause_s: float = 0.0,
     ) -> VllmEngine:
         spoken = None if transports is None else partial(make_transports, tuple(transports), None)
-        lent = LentHost(host, total_blocks, fail_at_step, hang_at_step, pause_s)
+        lent = LentCore(core, total_blocks, fail_at_step, hang_at_step, pause_s)
         return VllmEngine(lent, max_batch=max_batch, listen=listen, transports=spoken)
 
     return make
 
 
-class LentHost(Host):
+class LentCore(VllmCore):
     """A loaded vLLM that outlives its engine, and of whose blocks the engine has only so many.
 
     fail_at_step, hang_at_step: the step, counted from 1, that raises, or never ends, instead. pause_s: before each
@@ -50,13 +50,13 @@ class LentHost(Host):
 
     def __init__(
         self,
-        host: Host,
+        core: VllmCore,
         total_blocks: int,
         fail_at_step: int | None = None,
         hang_at_step: int | None = None,
         pause_s: float = 0.0,
     ) -> None:
-        vars(self).update(vars(host))
+        vars(self).update(vars(core))
         self._fail_at_step = fail_at_step
         self._hang_at_step = hang_at_step
         self._pause_s = pause_s
@@ -66,7 +66,7 @@ class LentHost(Host):
         self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
 
     def step(self) -> list[Any]:
-        """As the host's, except the one that fails or hangs."""
+        """As the core's, except the one that fails or hangs."""
         self._step_count += 1
         if self._step_count == self._fail_at_step:
             raise RuntimeError("a step that fails")
@@ -77,7 +77,7 @@ class LentHost(Host):
         return super().step()
 
     def reference_counts(self) -> dict[int, int]:
-        """As the host's, without the blocks that the engine has not got."""
+        """As the core's, without the blocks that the engine has not got."""
         withheld = {block.block_id for block in self._withheld}
         counts = super().reference_counts()
         return {block: count for block, count in counts.items() if block not in withheld}
@@ -92,7 +92,7 @@ class LentHost(Host):
         for vllm_id in tuple(self._scheduler.requests):
             self.abort(vllm_id)
             if self.holds(vllm_id):
-                self.scheduler_side.report_released(vllm_id)
+                self.scheduler_side.release_unknown(vllm_id)
         for _ in range(_VACATE_STEPS):
             if not self._scheduler.requests:
                 return

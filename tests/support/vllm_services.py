@@ -7,18 +7,18 @@ from functools import partial
 from typing import Any
 
 from kaveri.engine.settings import EngineSettings
+from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.engine import VllmEngine
-from kaveri.engine.vllm.host import Host
-from kaveri.engine.vllm.loading import load_host
+from kaveri.engine.vllm.loading import load_core
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
-from tests.support.vllm_engines import LentHost
+from tests.support.vllm_engines import LentCore
 
 
 def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
     """For EngineProcess: loads the model, with these settings, and returns what makes engines of it."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    host = load_host(EngineSettings(model=model, **loading))
+    core = load_core(EngineSettings(model=model, **loading))
 
     def make(
         total_blocks: int,
@@ -30,28 +30,28 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
         transports: Sequence[str],
         advertise_host: str | None,
     ) -> VllmEngine:
-        shaped = ShapedHost(host, total_blocks, max_model_len, chunk_tokens + max_batch * bool(listen), step_s)
+        shaped = ShapedCore(core, total_blocks, max_model_len, chunk_tokens + max_batch * bool(listen), step_s)
         spoken = partial(make_transports, tuple(transports), advertise_host)
         return VllmEngine(shaped, max_batch=max_batch, listen=listen, transports=spoken)
 
     return make
 
 
-class ShapedHost(LentHost):
+class ShapedCore(LentCore):
     """A lent vLLM with shorter requests, smaller steps and slower ones than it was loaded for.
 
     step_tokens: most tokens of a step. step_s: what a step that computes takes beside computing.
     """
 
-    def __init__(self, host: Host, total_blocks: int, max_model_len: int, step_tokens: int, step_s: float) -> None:
-        super().__init__(host, total_blocks)
+    def __init__(self, core: VllmCore, total_blocks: int, max_model_len: int, step_tokens: int, step_s: float) -> None:
+        super().__init__(core, total_blocks)
         self.max_model_len = max_model_len
         self._scheduler.max_model_len = max_model_len
         self._scheduler.max_num_scheduled_tokens = step_tokens
         self._step_s = step_s
 
     def step(self) -> list[Any]:
-        """As the host's, and as slow as it was made."""
+        """As the core's, and as slow as it was made."""
         outputs = super().step()
         if self._step_s and (outputs or self.running_count):
             threading.Event().wait(self._step_s)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kaveri.engine.contract import EngineKey, EngineStats
-from kaveri.engine.phase import Phase
+from kaveri.engine.stepwise.phase import Phase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.errors import NoCapacity, RequestAlreadyExists

@@ -219,7 +219,7 @@ class StepwiseEngine:
             drawn = self._runner.run(batch, None)
         with self._shared.lock:
             computed, unwanted = self._lifecycle.apply(planned, drawn)
-        # Nobody waits longer for a first token because its KV is handed over.
+        # No first token waits for the hand-over of its KV.
         if computed:
             self._shared.outbox.publish()
         for source, first_token_id in computed:

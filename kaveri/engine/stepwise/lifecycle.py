@@ -20,10 +20,10 @@ from kaveri.engine.contract import (
     StepTokens,
     TokenStep,
 )
-from kaveri.engine.phase import Phase
 from kaveri.engine.pushes import Source
 from kaveri.engine.stepwise.account import Account
 from kaveri.engine.stepwise.batch import PlannedSlice, form_step
+from kaveri.engine.stepwise.phase import Phase
 from kaveri.engine.stepwise.runner import Drawn, NoToken
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.engine.stopping import finish_reason

@@ -7,15 +7,15 @@ What each container holds, in the order in which it gives blocks up::
     running   in the batch                       the latest admission first
     reserved  leased to a transfer               never: it lands, fails or expires
 
-Nobody waits for ever: the earliest admitted sequence is the last to give its blocks up and the first to get them back;
-while any admitted sequence lacks blocks no new reservation is taken, so the ones before it are finitely many; and a
-sequence alone in the pool fits by construction.
+No request waits without end: the earliest admitted sequence is the last to give its blocks up and the first to get
+them back; while any admitted sequence lacks blocks no new reservation is taken, so the ones before it are finitely
+many; and a sequence alone in the pool fits by construction.
 """
 
 from bisect import insort
 from collections.abc import Iterable
 
-from kaveri.engine.phase import Phase
+from kaveri.engine.stepwise.phase import Phase
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.blocks import BlockAllocator

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest
-from kaveri.engine.phase import Phase
 from kaveri.engine.pushes import Source
+from kaveri.engine.stepwise.phase import Phase
 from kaveri.engine.stepwise.runner import SequenceSlice
 
 
@@ -33,7 +33,7 @@ class Sequence:
     source: Source | None = None
     """What of its blocks may be pushed. Prefill side only."""
     runner_unaware: bool = False
-    """A transfer has written its blocks and the runner has not been told."""
+    """A transfer has written its blocks, and the runner does not know yet."""
     in_step: bool = False
     """The running step reads or writes its blocks."""
     transfer_id: bytes | None = None

@@ -2,7 +2,7 @@
 
 vLLM makes one with the scheduler and one in each worker. Order of the hooks in a step, as tests/vllm/test_hooks.py
 holds vLLM to it: the scheduler asks get_num_new_matched_tokens and tells update_state_after_alloc for each request
-that it places, then build_connector_meta; the worker is told handle_preemptions before the model runs, save_kv_layer
+that it places, then build_connector_meta; the worker gets handle_preemptions before the model runs, save_kv_layer
 behind each layer's attention, wait_for_save behind all, and asked get_transfer_results; the scheduler hears
 request_finished_all_groups of each request that has ended, and takes back the blocks of those in the results.
 """
@@ -98,7 +98,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        # Of those whose KV has landed vLLM is told before a step (Host.begin_answer), which saves them one.
+        # Landed KV is reported before a step (VllmCore.begin_answer), which saves the request one.
         return KVConnectorTransferResults(finished_sending=self._worker.take_released())
 
     @property

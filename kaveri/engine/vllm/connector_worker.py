@@ -1,4 +1,4 @@
-"""The connector's side beside the model: the pool over vLLM's memory, and what of a step its rank is told.
+"""The connector's side beside the model: the pool over vLLM's memory, and what its rank needs to know of a step.
 
 Bytes are moved by the rank's end of the data plane, which belongs to the engine that has attached it.
 """

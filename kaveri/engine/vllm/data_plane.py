@@ -14,10 +14,8 @@ from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
 from kaveri.engine.vllm.rank import (
     AbortPush,
     BeginPush,
-    ForgetPrompt,
     GrantTicket,
     LostListener,
-    PassFirstToken,
     Rank,
     RankCall,
     RankSetup,
@@ -78,21 +76,13 @@ class DataPlane:
         self._open(self._landings, ticket, GrantTicket)
 
     def revoke(self, transfer_id: bytes) -> None:
-        self._do(RevokeTicket(transfer_id))
+        self.do(RevokeTicket(transfer_id))
 
     def open_push(self, source: str, ticket: Ticket) -> None:
         self._open(self._pushes, ticket, partial(BeginPush, source))
 
     def abort_push(self, transfer_id: bytes) -> None:
-        self._do(AbortPush(transfer_id))
-
-    def hand_over(self, engine_id: str, first_token_id: int) -> None:
-        """A prompt is computed and its first token drawn; every push of it carries the token."""
-        self._do(PassFirstToken(engine_id, first_token_id))
-
-    def forget(self, engine_id: str) -> None:
-        """A request has ended, and no transfer of it is open."""
-        self._do(ForgetPrompt(engine_id))
+        self.do(AbortPush(transfer_id))
 
     def flow(self) -> KvFlow:
         flows = [rank.flow() for rank in self._ranks]
@@ -104,7 +94,8 @@ class DataPlane:
         for rank in self._ranks:
             rank.detach()
 
-    def _do(self, call: RankCall) -> None:
+    def do(self, call: RankCall) -> None:
+        """The same call to every rank."""
         for rank in self._ranks:
             rank.do(call)
 
@@ -138,7 +129,7 @@ class DataPlane:
                     del table[event.transfer_id]
                     told = spread.outcome(event)
         if told is not None and len(spread.notes) > 1:
-            # The sender was told that it is accepted, and no token of it can be trusted.
+            # The sender counts it as accepted, and no token of it can be trusted.
             self._on_lost("the ranks were handed over to differently")
         elif told is not None:
             self._listener(told)
@@ -182,7 +173,7 @@ class _Spread:
         return False
 
     def outcome(self, last: PlaneEvent) -> PlaneEvent:
-        """What became of it, when it has ended in every rank."""
+        """Its outcome, when it has ended in every rank."""
         transfer_id = self.ticket.transfer_id
         if isinstance(last, PushAccepted | PushFailed):
             if self.failure is not None:

@@ -1,6 +1,6 @@
 """Draws vLLM's tokens as the transformers engine draws its own: by (seed, index within the answer, token id).
 
-vLLM is told to be greedy, and a logits processor leaves it nothing but the drawn token. So an answer that goes on in
+vLLM is set to be greedy, and a logits processor leaves it nothing but the drawn token. So an answer that goes on in
 another batch, after a preemption or on another instance goes on as if nothing had happened, and vLLM's generators, one
 per request with a state of their own, are not used. Log-probabilities are vLLM's, taken from the logits before.
 
@@ -160,5 +160,5 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
             if isinstance(token, DrawnToken):
                 logits[row, token.token_id] = 0.0
             else:
-                # vLLM counts these (Host.undrawable), where the logits are float32 from the beginning.
+                # vLLM counts these (VllmCore.undrawable), where the logits are float32 from the beginning.
                 logits[row] = torch.nan

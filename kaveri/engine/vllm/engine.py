@@ -1,11 +1,11 @@
 """The engine seam on vLLM: our order, our admission, our transfers around its in-process engine.
 
-Owns the calls of the seam. Leaves computing, batching and blocks to vLLM (host), stepping it to the driver, requests to
-the board, and KV to transfers and the ranks' ends of the data plane.
+Owns the calls of the seam. Leaves computing, batching and blocks to vLLM (core), its thread to the driver, requests to
+requests, and KV to transfers and the ranks' ends of the data plane.
 
 What vLLM does not offer is made of what it does: a prompt is a request for one token, whose blocks are kept when it
 has ended until they are pushed; a reservation is a request that waits for its KV, its prompt followed by the token that
-prefill has yet to draw, and is told that it is there when the service admits it.
+prefill has yet to draw; vLLM learns that the KV is there when the service admits the request.
 """
 
 import secrets
@@ -16,12 +16,14 @@ from dataclasses import replace
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.limits import require_room
+from kaveri.engine.shared import Shared
 from kaveri.engine.transfers import Transfers
-from kaveri.engine.vllm.board import Board
+from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.driver import Driver
-from kaveri.engine.vllm.host import Host
 from kaveri.engine.vllm.rank import RankSetup
+from kaveri.engine.vllm.requests import Requests
+from kaveri.engine.vllm.steps import Steps
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import ReceiverOptions
@@ -30,7 +32,6 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger, log_settings
 
 _CLOSE_TIMEOUT_S = 5.0
-_CHECK_TIMEOUT_S = 30.0
 
 
 class VllmEngine:
@@ -42,42 +43,45 @@ class VllmEngine:
     of a module where ranks are in processes of their own. None for the socket transports.
     receiving: how each rank takes pushes.
     Raises ConfigError when one request of the model's length does not fit into the empty pool, or when it cannot
-    listen; the host is the caller's own then, and the engine's otherwise.
+    listen; the core is the caller's own then, and the engine's otherwise.
     """
 
     def __init__(
         self,
-        host: Host,
+        core: VllmCore,
         *,
         max_batch: int = 64,
         listen: Sequence[KvEndpoint] = (),
         transports: Callable[[], Sequence[Transport]] | None = None,
         receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
     ) -> None:
-        layout, total_blocks = host.ranks[0].layout, host.free_blocks
+        layout, total_blocks = core.ranks[0].layout, core.free_blocks
         if max_batch < 1:
             raise ConfigError("max_batch", f"is {max_batch}; it must be at least 1")
-        require_room(host.max_model_len, layout, total_blocks)
-        self._host = host
-        self._board = Board(layout, host.max_model_len, total_blocks)
+        require_room(core.max_model_len, layout, total_blocks)
+        self._core = core
         self._shut_down = False
         info = EngineInfo(
             engine="vllm",
             layout=layout,
             total_blocks=total_blocks,
-            max_model_len=host.max_model_len,
-            vocab_size=host.vocab_size,
-            eos_token_ids=host.eos_token_ids,
+            max_model_len=core.max_model_len,
+            vocab_size=core.vocab_size,
+            eos_token_ids=core.eos_token_ids,
             epoch=secrets.randbits(63),
             kv_endpoints=(),
         )
-        self._transfers = Transfers(info, self._board, self._board)
+        self._shared = Shared()
+        put, wake = self._shared.outbox.put, self._shared.wake
+        self._requests = Requests(layout, core.max_model_len, total_blocks, put, on_work=wake)
+        self._transfers = Transfers(info, self._shared, self._requests)
         setup = RankSetup(tuple(listen), transports, info.epoch, receiving, log_settings())
-        plane = DataPlane(host.ranks, setup, self._transfers.hear, self._board.stop)
+        plane = DataPlane(core.ranks, setup, self._transfers.hear, self._shared.stop)
         self._transfers.attach(plane)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
-        self._driver = Driver(self._board, host, plane, self._transfers, self._info, max_batch)
-        host.scheduler_side.desk = self._driver
+        steps = Steps(self._shared, self._requests, core, plane, self._transfers, self._info, max_batch)
+        self._driver = Driver(self._shared, self._requests, steps, self._transfers)
+        core.scheduler_side.hooks = steps
 
     # Both sides.
 
@@ -86,31 +90,31 @@ class VllmEngine:
         return self._info
 
     def start(self, listener: EngineListener) -> None:
-        self._board.outbox.listener = listener
+        self._shared.outbox.listener = listener
         self._driver.thread.start()
         # A rank may have been lost before there was a listener.
-        self._board.outbox.publish()
+        self._shared.outbox.publish()
 
     def close(self) -> None:
         thread = self._driver.thread
-        self._board.close()
+        self._shared.close()
         if thread.is_alive() and thread is not threading.current_thread():
             thread.join(_CLOSE_TIMEOUT_S)
         self._transfers.close()
         if thread.is_alive():
             get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
             return
-        self._host.scheduler_side.desk = None
-        with self._board.lock:
-            self._board.account.clear()
+        self._core.scheduler_side.hooks = None
+        with self._shared.lock:
+            self._requests.clear(self._info.total_blocks)
             self._transfers.forget()
         if not self._shut_down:
             self._shut_down = True
-            self._host.shutdown()
+            self._core.shutdown()
 
     def stats(self) -> EngineStats:
-        with self._board.lock:
-            return self._board.account.stats()
+        with self._shared.lock:
+            return self._requests.stats()
 
     def kv_flow(self) -> KvFlow:
         return self._transfers.flow()
@@ -120,26 +124,15 @@ class VllmEngine:
 
     def check_integrity(self) -> None:
         """As the contract. Waits for the step under way, if any; must not be called by the listener."""
-        thread = self._driver.thread
-        check: Future[None] | None = None
-        with self._board.lock:
-            if self._board.closing:
-                return
-            if thread.is_alive():
-                check = self._board.promise()
-                self._board.checks.append(check)
-                self._board.wake()
-        if check is not None:
-            check.result(_CHECK_TIMEOUT_S)
-        else:
-            self._driver.check()
+        self._driver.check_integrity()
 
     # The prefill side.
 
     def prefill(self, request: EngineRequest) -> None:
         self._info.require_servable(request)
-        with self._board.lock:
-            self._board.open_prefill(request)
+        with self._shared.lock:
+            self._shared.require_alive()
+            self._requests.open_prefill(request)
 
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._transfers.push_to(key, ticket)
@@ -151,10 +144,12 @@ class VllmEngine:
         return self._transfers.reserve(request, expires_in_s)[1]
 
     def adopt(self, key: EngineKey) -> None:
-        with self._board.lock:
-            self._board.adopt(key)
+        with self._shared.lock:
+            self._shared.require_alive()
+            self._requests.adopt(key)
 
     def admit(self, key: EngineKey) -> None:
         """As the contract; also ignores a request that is not landed."""
-        with self._board.lock:
-            self._board.admit(key)
+        with self._shared.lock:
+            self._shared.require_alive()
+            self._requests.admit(key)

@@ -17,8 +17,8 @@ from kaveri.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
     from kaveri.engine.vllm.connector_worker import WorkerSide
+    from kaveri.engine.vllm.core import VllmCore
     from kaveri.engine.vllm.engine import VllmEngine
-    from kaveri.engine.vllm.host import Host
     from kaveri.engine.vllm.rank import Rank
 
 _PREFILLS_AT_ONCE = 64
@@ -72,23 +72,23 @@ def load_engine(
     Must be called by the thread that imports vLLM, once in a process: vLLM's state is the process's.
     listen: where it takes pushes. transports: see VllmEngine. Raises ConfigError.
     """
-    host = load_host(settings)
+    core = load_core(settings)
     from kaveri.engine.vllm.engine import VllmEngine
 
     try:
         return VllmEngine(
-            host,
+            core,
             max_batch=settings.max_batch,
             listen=listen,
             transports=transports,
             receiving=settings.receiving,
         )
     except BaseException:
-        host.shutdown()
+        core.shutdown()
         raise
 
 
-def load_host(settings: EngineSettings, mirrored: bool = False) -> "Host":
+def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     """vLLM with our connector in it; see load_engine.
 
     mirrored: push and land by way of a copy, as on a device, where there is no need to; for tests.
@@ -100,12 +100,12 @@ def load_host(settings: EngineSettings, mirrored: bool = False) -> "Host":
             raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
         if key == "tensor_parallel_size" and (type(value) is not int or value < 1):
             raise ConfigError("engine_args", f"{key} is {value!r}; it must be a whole number, at least 1")
-    # In another process vLLM's scheduler could not be told anything between two steps.
+    # In another process vLLM's scheduler could not be reached between two steps.
     if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", "is not 0; Kaveri drives vLLM within its own process")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Else a request whose logits are NaN would get token 0; see Host.undrawable.
+    # Else a request whose logits are NaN would get token 0; see VllmCore.undrawable.
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
     # Of ranks: this process has threads, gRPC's among them, which do not survive a fork.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -115,8 +115,8 @@ def load_host(settings: EngineSettings, mirrored: bool = False) -> "Host":
     from kaveri.engine.transformers.fingerprint import fingerprint
     from kaveri.engine.transformers.loading import local_folder
     from kaveri.engine.vllm.connector import CONNECTOR_NAME
+    from kaveri.engine.vllm.core import VllmCore
     from kaveri.engine.vllm.draws import KeyedDraws
-    from kaveri.engine.vllm.host import Host
 
     rank_count = engine_args.get("tensor_parallel_size", 1)
     folder = local_folder(resolve_model(settings.model))
@@ -134,7 +134,7 @@ def load_host(settings: EngineSettings, mirrored: bool = False) -> "Host":
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "async_scheduling": False,
-        # Prompts first, in our order; see Host.add.
+        # Prompts first, in our order; see VllmCore.add.
         "scheduling_policy": "priority",
         "logits_processors": [KeyedDraws],
         "kv_transfer_config": KVTransferConfig(
@@ -151,25 +151,25 @@ def load_host(settings: EngineSettings, mirrored: bool = False) -> "Host":
         arguments["block_size"] = settings.block_tokens
     llm, ranks = _start(settings.model, arguments, rank_count)
     config = llm.model_config
-    host = Host(
+    core = VllmCore(
         llm,
         ranks,
         max_model_len=config.max_model_len,
         vocab_size=config.get_vocab_size(),
         eos_token_ids=_eos_token_ids(config),
     )
-    pool_tokens = host.free_blocks * ranks[0].layout.block_tokens
-    if settings.max_model_len == 0 and host.max_model_len > pool_tokens:
+    pool_tokens = core.free_blocks * ranks[0].layout.block_tokens
+    if settings.max_model_len == 0 and core.max_model_len > pool_tokens:
         # vLLM has counted the block that it keeps for itself.
-        host.max_model_len = pool_tokens
-    if settings.max_model_len == 0 and host.max_model_len < (made_for := config.hf_text_config.max_position_embeddings):
+        core.max_model_len = pool_tokens
+    if settings.max_model_len == 0 and core.max_model_len < (made_for := config.hf_text_config.max_position_embeddings):
         get_logger().warning(
             "max_model_len_reduced",
             model_tokens=made_for,
-            served_tokens=host.max_model_len,
+            served_tokens=core.max_model_len,
             kv_cache_memory=settings.kv_cache_memory,
         )
-    return host
+    return core
 
 
 def _start(model: str, arguments: dict[str, Any], rank_count: int) -> "tuple[Any, Sequence[Rank]]":

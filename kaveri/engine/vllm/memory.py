@@ -30,7 +30,7 @@ class SharedCache:
 
     @contextmanager
     def allocation(self) -> Iterator[None]:
-        """What vLLM allocates within, where it is told to by the connector's get_mem_pool_context."""
+        """vLLM allocates its cache within, as the connector's get_mem_pool_context asks."""
         with _ZerosFromFile(self):
             yield
 

@@ -63,7 +63,7 @@ class RankPlane:
         return receiver.endpoints if receiver is not None else ()
 
     def detach(self) -> None:
-        # Kept: what is opened from now on is told of as failed.
+        # Kept: what is opened from now on fails.
         if self._kv is not None:
             self._kv.close()
 

@@ -37,7 +37,7 @@ _CALLS_MAX = 65_536
 
 
 class RankMeeting:
-    """Where the ranks of one engine connect to it. Ends with its context: nobody else is expected then.
+    """Where the ranks of one engine connect to it. Ends with its context: no other rank is expected then.
 
     Raises ConfigError when it cannot listen.
     """
@@ -83,7 +83,7 @@ class RankMeeting:
 
 
 class RemoteRank:
-    """See Rank. flow() is as of the last answer, so that nobody waits for another process.
+    """See Rank. flow() is as of the last answer, so that no caller waits for another process.
 
     Calls go out on a thread of their own, what comes is read on another. A rank that answers nothing for twice _QUIET_S
     is lost, as one that has ended is.
@@ -156,7 +156,7 @@ class RemoteRank:
             # Part of a message may be on its way: there is nothing to go on with.
             self._lose("takes no calls")
         except Exception as error:
-            self._lose(f"cannot be told: {error!r}")
+            self._lose(f"cannot be called: {error!r}")
             get_logger().exception("rank_send_failed", rank=self._rank)
 
     def _read(self) -> None:

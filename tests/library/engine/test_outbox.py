@@ -1,4 +1,4 @@
-"""Events arrive in order and one call at a time, whoever publishes."""
+"""Events arrive in order and one call at a time, on any publishing thread."""
 
 import threading
 from collections.abc import Sequence

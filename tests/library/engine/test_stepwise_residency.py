@@ -7,8 +7,8 @@ import pytest
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import EngineKey
-from kaveri.engine.phase import Phase
 from kaveri.engine.stepwise.batch import form_step
+from kaveri.engine.stepwise.phase import Phase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.errors import NoCapacity

@@ -119,7 +119,7 @@ class Pair:
     def compute(self, number: str, block_ids: Sequence[int], first_token_id: int = 7) -> None:
         for memory in self.sources:
             memory.compute(number, block_ids)
-        self.sending.plane.hand_over(number, first_token_id)
+        self.sending.plane.do(PassFirstToken(number, first_token_id))
 
     def require_equal(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
         for source, target in zip(self.sources, self.targets, strict=True):
@@ -239,7 +239,7 @@ def test_ranks_that_cannot_all_listen_leave_none_listening(tmp_path: Path) -> No
 
 
 def _serve(path: str, rank: int, seed: int, block_ids: Sequence[int], compute: Any, done: Any) -> None:
-    """A rank: computes one prompt when it is told to, and tells what is in its blocks when it is asked."""
+    """A rank: computes one prompt on command, and answers with what is in its blocks."""
     memory = RankMemory(rank)
     if seed:
         memory.fill(seed + rank)
@@ -298,7 +298,7 @@ def test_ranks_in_processes_of_their_own_do_the_same_for_one_engine_after_anothe
         assert ticket.epoch == epoch
         sending.plane.open_push("r", ticket)
         ours = source.ask("compute")
-        sending.plane.hand_over("r", 7)
+        sending.plane.do(PassFirstToken("r", 7))
         assert isinstance(receiving.next(), TransferLanded)
         assert isinstance(sending.next(), PushAccepted)
         assert target.ask("tell") == ours
@@ -317,7 +317,7 @@ def test_a_rank_that_dies_is_told_of_and_its_peers_transfers_end(remote_pair: An
     target.processes[1].kill()
     assert receiving.lost.get(timeout=SOON_S) == "tensor-parallel rank 1 has ended"
     source.ask("compute")
-    sending.plane.hand_over("r", 7)
+    sending.plane.do(PassFirstToken("r", 7))
     failed = sending.next()
     assert (type(failed), failed.transfer_id) == (PushFailed, ticket.transfer_id)
     assert sending.lost.empty()

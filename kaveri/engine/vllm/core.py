@@ -1,6 +1,6 @@
 """vLLM's in-process engine as we drive it. Everything of vLLM's inside that the engine touches is touched here.
 
-Not safe for threads: called by whoever constructs the engine, then by the engine's thread alone.
+Not safe for threads: called by the thread that constructs the engine, then by the engine thread alone.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_param
 from kaveri.engine.vllm.rank import Rank
 
 
-class Host:
+class VllmCore:
     """A loaded vLLM engine (LLMEngine, VLLM_ENABLE_V1_MULTIPROCESSING=0) with our connector in it.
 
     ranks: its tensor-parallel ranks, in their order.
@@ -35,17 +35,17 @@ class Host:
         assert connector.scheduler_side is not None
         self.scheduler_side: SchedulerSide = connector.scheduler_side
 
-    def add(self, number: str, token_ids: Sequence[int], params: Any, *, is_prefill: bool) -> None:
+    def add(self, engine_id: str, token_ids: Sequence[int], params: Any, *, is_prefill: bool) -> None:
         """Queues a request. Raises whatever vLLM does when it refuses one.
 
         Prompts are computed in the order of this call and before all else, and what they need is taken from others:
         they were promised their blocks.
         """
-        params.extra_args = {**(params.extra_args or {}), **transfer_params(number)}
+        params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
         self._count += 1
         priority = 0 if is_prefill else 1
         prompt = {"prompt_token_ids": list(token_ids)}
-        self._llm.add_request(number, prompt, params, arrival_time=float(self._count), priority=priority)
+        self._llm.add_request(engine_id, prompt, params, arrival_time=float(self._count), priority=priority)
 
     def begin_answer(self, request: Any, first_token_id: int) -> None:
         """The KV of a request that waited for it is there, but its last token's, which is this one: the next step
@@ -87,7 +87,7 @@ class Host:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no request holds; those of the prefix cache that nobody uses are free."""
+        """Blocks that no request holds; those of the prefix cache that are not in use are free."""
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def tables(self) -> dict[str, list[int]]:

@@ -1,0 +1,415 @@
+"""The life of one request inside the vLLM engine, as values: step(state, event) -> (state, actions). Needs no vLLM.
+
+    prefill   Submitted ── Prefilling ── Computed ── pushed
+                                            │ adopted
+    decode    Reserved ─────── landed ─── Arrived ── Waiting ── Joining ── Running ⇄ Evicted
+
+Every state may become Ended. An ended request causes no event; its blocks follow when no transfer touches them.
+What vLLM itself keeps for a request is an entry (request.py).
+"""
+
+from dataclasses import dataclass, replace
+
+from kaveri.domain.sampling import FinishReason, Logprobs
+from kaveri.engine.contract import (
+    EngineEvent,
+    EngineKey,
+    EngineRequest,
+    FirstToken,
+    Preempted,
+    PrefillProgress,
+    PrefillStarted,
+    RequestFailed,
+    TokenStep,
+)
+from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
+from kaveri.kv.layout.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What does not change during a request's life."""
+
+    engine_id: str
+    """Ours, never used again; the id that vLLM is given."""
+    key: EngineKey
+    prompt_tokens: int
+    generated_count: int
+    """How many of them earlier attempts generated."""
+    block_tokens: int
+
+    def block_count(self, token_count: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-token_count // self.block_tokens)
+
+    def next_block(self, computed: int) -> int:
+        """Blocks that the token behind `computed` tokens takes: 1 where those fill their blocks."""
+        return int(computed % self.block_tokens == 0)
+
+
+# States.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    facts: RequestFacts
+    computed: int = 0
+    """Tokens whose KV is in its blocks, as of the last step."""
+    promised: int = 0
+    """Free blocks that are kept for it."""
+
+    @property
+    def transfer_id(self) -> bytes | None:
+        """The open transfer that may touch its blocks."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Touched(_State):
+    """A state in which a transfer may touch the request's blocks."""
+
+    open_id: bytes | None = None
+
+    @property
+    def transfer_id(self) -> bytes | None:
+        return self.open_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted(_Touched):
+    """A prompt that vLLM has not begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilling(_Touched):
+    """A prompt that is being computed."""
+
+    block_count: int
+    """Blocks that it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed(_Touched):
+    """A prompt whose KV waits to be accepted elsewhere."""
+
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved(_Touched):
+    """A prompt whose KV a transfer is to bring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived(_State):
+    """A prompt with its first token; its KV is here, or was and is to be computed again."""
+
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting(_State):
+    """Admitted; the running batch is full."""
+
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining(_State):
+    """In the running batch; vLLM has not begun it."""
+
+    index: int
+    """Within the answer, of the next token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running(_State):
+    """vLLM computes it."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted(_State):
+    """In the running batch without blocks; vLLM computes it again when there are some."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended(_Touched):
+    """Done. vLLM frees its blocks as soon as no transfer touches them."""
+
+
+State = Submitted | Prefilling | Computed | Reserved | Arrived | Waiting | Joining | Running | Evicted | Ended
+OF_PREFILL = (Submitted, Prefilling, Computed)
+"""States of the prefill side. The others, but Ended, are of the decode side."""
+IN_BATCH = (Joining, Running, Evicted)
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOpened:
+    """A transfer may touch its blocks from now on."""
+
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """No transfer touches them any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLanded:
+    """A transfer has brought all of its KV."""
+
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """It is decoded here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The service lets it run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The running batch has room for it, and vLLM has its KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedAnew:
+    """The running batch has room for it, and vLLM is given it as another request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """vLLM has given it so many blocks, for the KV that a transfer brings."""
+
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """The step that begins computes it. block_count: that it has then, on the prefill side."""
+
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The step that computed it has ended; its KV of so many tokens is in its blocks."""
+
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The step drew its next token. finish: why it is the last."""
+
+    token_id: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The step found no room for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksTaken:
+    """vLLM has taken its blocks back."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksGivenUp:
+    """The engine takes its blocks back, for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """vLLM cannot go on with it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """It is not needed any more: it was aborted, pushed, or refused."""
+
+
+Event = (
+    TransferOpened
+    | TransferEnded
+    | KvLanded
+    | Adopted
+    | Admitted
+    | Joined
+    | JoinedAnew
+    | Placed
+    | Scheduled
+    | Stepped
+    | Drawn
+    | LeftOut
+    | BlocksTaken
+    | BlocksGivenUp
+    | Failed
+    | Stopped
+)
+
+Action = EngineEvent | TokenStep | AbortPush | PassFirstToken
+"""What a step asks for: an event or a token for the listener, a call to the ranks."""
+
+
+def submitted(engine_id: str, request: EngineRequest, layout: KvLayout) -> Submitted:
+    """A new prompt to compute. Its blocks are promised."""
+    facts = _facts(engine_id, request, layout)
+    return Submitted(facts=facts, promised=facts.block_count(facts.prompt_tokens))
+
+
+def reserved(engine_id: str, request: EngineRequest, layout: KvLayout) -> Reserved:
+    """A new prompt whose KV is to land. Its blocks, and that of its next token, are promised."""
+    facts = _facts(engine_id, request, layout)
+    return Reserved(facts=facts, promised=facts.block_count(facts.prompt_tokens + 1))
+
+
+def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+    """The state behind an event, and what it asks for, in order. An event that cannot happen is an AssertionError."""
+    match event:
+        case TransferOpened() | TransferEnded():
+            return _with_transfer(state, event), ()
+        case Stopped() | Failed() | BlocksTaken():
+            return _ended(state, event)
+        case KvLanded() | Adopted() | Admitted() | Joined() | JoinedAnew() | Placed():
+            return _advanced(state, event), ()
+        case BlocksGivenUp():
+            if isinstance(state, Arrived | Waiting):
+                return replace(state, computed=0, promised=0), (Preempted(state.facts.key),)
+        case LeftOut():
+            if isinstance(state, Joining):
+                return Evicted(facts=state.facts, index=state.index), ()
+        case Scheduled():
+            return _scheduled(state, event)
+        case Stepped():
+            return _stepped(state, event)
+        case Drawn():
+            return _drawn(state, event)
+    raise _impossible(state, event)
+
+
+def _with_transfer(state: State, event: TransferOpened | TransferEnded) -> State:
+    match state, event:
+        case (Submitted() | Prefilling() | Computed() | Reserved(), TransferOpened()) if state.open_id is None:
+            return replace(state, open_id=event.transfer_id)
+        case (Submitted() | Prefilling() | Computed() | Reserved() | Ended(), TransferEnded()) if state.open_id:
+            return replace(state, open_id=None)
+    raise _impossible(state, event)
+
+
+def _ended(state: State, event: Stopped | Failed | BlocksTaken) -> tuple[State, tuple[Action, ...]]:
+    facts, open_id = state.facts, state.transfer_id
+    ended = Ended(facts=facts, open_id=open_id)
+    # The blocks are others' from now on, or the token means nothing: what was queued must not be accepted.
+    abort = (AbortPush(open_id),) if open_id is not None and isinstance(state, OF_PREFILL) else ()
+    match state, event:
+        case (Ended(), _):
+            pass
+        case (_, Stopped()):
+            return ended, ()
+        case (Submitted() | Prefilling() | Joining() | Running() | Evicted(), Failed()):
+            return ended, (RequestFailed(facts.key, event.reason), *abort)
+        case (Submitted() | Prefilling() | Computed(), BlocksTaken()):
+            return ended, (RequestFailed(facts.key, "vLLM took back the blocks that it was promised"), *abort)
+        case (Joining() | Running() | Evicted(), BlocksTaken()):
+            return Evicted(facts=facts, index=state.index), (Preempted(facts.key),)
+    raise _impossible(state, event)
+
+
+def _advanced(state: State, event: KvLanded | Adopted | Admitted | Joined | JoinedAnew | Placed) -> State:
+    facts, prompt_tokens = state.facts, state.facts.prompt_tokens
+    match state, event:
+        case (Reserved(), Placed()):
+            return replace(state, promised=max(0, state.promised - event.block_count))
+        case (Reserved(open_id=None), KvLanded()):
+            token_id, promised = event.first_token_id, state.promised
+            return Arrived(facts=facts, computed=prompt_tokens, promised=promised, first_token_id=token_id)
+        case (Computed(open_id=None), Adopted()):
+            token_id, promised = state.first_token_id, facts.next_block(prompt_tokens)
+            return Arrived(facts=facts, computed=prompt_tokens, promised=promised, first_token_id=token_id)
+        case (Arrived(), Admitted()):
+            token_id, computed, promised = state.first_token_id, state.computed, state.promised
+            return Waiting(facts=facts, computed=computed, promised=promised, first_token_id=token_id)
+        case (Waiting(), Joined()):
+            index, promised = facts.generated_count + 1, state.promised
+            return Joining(facts=facts, computed=state.computed, promised=promised, index=index)
+        case (Waiting(), JoinedAnew()):
+            return Joining(facts=facts, index=facts.generated_count + 1)
+    raise _impossible(state, event)
+
+
+def _scheduled(state: State, event: Scheduled) -> tuple[State, tuple[Action, ...]]:
+    facts = state.facts
+    match state:
+        case Submitted() | Prefilling():
+            started = () if isinstance(state, Prefilling) else (PrefillStarted(facts.key),)
+            promised = max(0, facts.block_count(facts.prompt_tokens) - event.block_count)
+            prefilling = Prefilling(
+                facts=facts,
+                computed=state.computed,
+                promised=promised,
+                open_id=state.open_id,
+                block_count=event.block_count,
+            )
+            return prefilling, started
+        case Joining() | Running() | Evicted():
+            return Running(facts=facts, computed=state.computed, index=state.index), ()
+    raise _impossible(state, event)
+
+
+def _stepped(state: State, event: Stepped) -> tuple[State, tuple[Action, ...]]:
+    facts, computed = state.facts, event.computed
+    match state:
+        case Prefilling():
+            progress = (PrefillProgress(facts.key, computed),) if computed < facts.prompt_tokens else ()
+            return replace(state, computed=computed), progress
+        case Running():
+            return Running(facts=facts, computed=computed, promised=facts.next_block(computed), index=state.index), ()
+    raise _impossible(state, event)
+
+
+def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
+    facts, token_id, finish = state.facts, event.token_id, event.finish
+    match state:
+        case Prefilling():
+            open_id = state.open_id
+            first = FirstToken(facts.key, token_id, event.logprobs, finish)
+            if finish is not None:
+                abort = (AbortPush(open_id),) if open_id is not None else ()
+                return Ended(facts=facts, open_id=open_id), (first, *abort)
+            computed = Computed(facts=facts, computed=state.computed, open_id=open_id, first_token_id=token_id)
+            return computed, (first, PassFirstToken(facts.engine_id, token_id))
+        case Running():
+            token = TokenStep(facts.key, state.index, token_id, event.logprobs, finish)
+            if finish is not None:
+                return Ended(facts=facts), (token,)
+            index = state.index + 1
+            return Running(facts=facts, computed=state.computed, promised=state.promised, index=index), (token,)
+    raise _impossible(state, event)
+
+
+def _facts(engine_id: str, request: EngineRequest, layout: KvLayout) -> RequestFacts:
+    prompt_tokens = len(request.token_ids)
+    return RequestFacts(engine_id, request.key, prompt_tokens, request.generated_count, layout.block_tokens)
+
+
+def _impossible(state: State, event: Event) -> AssertionError:
+    names = type(event).__name__, type(state).__name__
+    return AssertionError(f"{names[0]} cannot happen to a request that is {names[1]}: {state}")

@@ -1,0 +1,103 @@
+"""One request of the vLLM engine, and what vLLM keeps for it. No I/O, no locks; needs no vLLM."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kaveri.engine.contract import EngineKey, EngineRequest
+from kaveri.engine.vllm.life import Ended, Reserved, State
+
+
+@dataclass(eq=False, slots=True)
+class VllmRequest:
+    """The cell that holds a request's state. The engine's lock guards its state."""
+
+    request: EngineRequest
+    state: State
+    entry: "Entry | None" = None
+    """What vLLM keeps for it now. The engine thread's own."""
+
+    @property
+    def engine_id(self) -> str:
+        """What vLLM is given as the request's id."""
+        return self.state.facts.engine_id
+
+    @property
+    def key(self) -> EngineKey:
+        """What the service calls it."""
+        return self.state.facts.key
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.state.facts.prompt_tokens
+
+    @property
+    def source(self) -> str:
+        """What the ranks know its blocks by."""
+        return self.engine_id
+
+    @property
+    def done(self) -> bool:
+        return isinstance(self.state, Ended)
+
+    @property
+    def transfer_id(self) -> bytes | None:
+        return self.state.transfer_id
+
+    def enter(self, vllm_id: str, record: Any) -> "Entry":
+        """vLLM has taken it in."""
+        self.entry = Entry(self, vllm_id, record, AwaitingBlocks() if isinstance(self.state, Reserved) else Queued())
+        return self.entry
+
+    def leave_entry(self) -> "VllmRequest | None":
+        """Parts with what vLLM keeps for it: that belongs to the returned stand-in, which has ended. None: nothing."""
+        if self.entry is None:
+            return None
+        left = VllmRequest(self.request, Ended(facts=self.state.facts), self.entry)
+        self.entry.owner, self.entry = left, None
+        return left
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """vLLM has not begun it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitingBlocks:
+    """vLLM is to give it blocks for the KV that a transfer brings."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitingKv:
+    """vLLM has, and counts it as unfinished, but can do nothing for it."""
+
+    landing_blocks: Sequence[int]
+    """Those that the transfer writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """vLLM computes it, or will when there are blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """vLLM computes it no more, and may keep its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """vLLM is to take the blocks back with the next step."""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """What vLLM keeps for a request that it was given. A request that is given again has another. The engine thread's
+    own."""
+
+    owner: VllmRequest
+    vllm_id: str
+    record: Any
+    """vLLM's own; VllmCore.begin_answer writes its last token, nothing else is written."""
+    state: Queued | AwaitingBlocks | AwaitingKv | Computing | Kept | Released

@@ -1,0 +1,243 @@
+"""Every request of a vLLM engine, and what of vLLM's blocks is promised to which. No I/O, no locks; needs no vLLM."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, EngineStats, TokenStep
+from kaveri.engine.vllm.life import (
+    IN_BATCH,
+    OF_PREFILL,
+    Admitted,
+    Adopted,
+    Arrived,
+    Computed,
+    Ended,
+    Event,
+    Evicted,
+    KvLanded,
+    Prefilling,
+    State,
+    Stopped,
+    Submitted,
+    TransferEnded,
+    TransferOpened,
+    Waiting,
+    reserved,
+    step,
+    submitted,
+)
+from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
+from kaveri.engine.vllm.request import AwaitingKv, VllmRequest
+from kaveri.errors import NoCapacity, RequestAlreadyExists
+from kaveri.kv.layout.layout import KvLayout
+
+_RETRY_AFTER_S = 0.1
+_SERIALS = itertools.count()
+"""Of all engines of the process, as vLLM's logits processors are the process's."""
+
+
+class Requests:
+    """Requests from their submission until vLLM has their blocks back. A TransferAccount (transfers.py).
+
+    put: takes events, in the order in which things happen. on_work: called when the engine thread has something to do.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        max_model_len: int,
+        total_blocks: int,
+        put: Callable[[EngineEvent], None],
+        on_work: Callable[[], None],
+    ) -> None:
+        self.prefills: dict[EngineKey, VllmRequest] = {}
+        self.decodes: dict[EngineKey, VllmRequest] = {}
+        self.waiting: deque[VllmRequest] = deque()
+        """Those of `decodes` that are Waiting, in the order of admission."""
+        self.by_id: dict[str, VllmRequest] = {}
+        """Live and ended ones, by engine id."""
+        self.ended: set[VllmRequest] = set()
+        """Done, but vLLM has not got their blocks back, or a transfer may still touch them."""
+        self.added: list[VllmRequest] = []
+        """Those that vLLM has not been given."""
+        self.unused_blocks = total_blocks
+        """Blocks that no request held at the end of the last step."""
+        self._layout = layout
+        self._max_model_len = max_model_len
+        self._put = put
+        self._on_work = on_work
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds and none was promised."""
+        return max(0, self.unused_blocks - sum(request.state.promised for request in self._live()))
+
+    @property
+    def short_of_blocks(self) -> bool:
+        """Whether a request that gave its blocks up waits for others."""
+        return any(isinstance(request.state, Evicted) for request in self.decodes.values())
+
+    def open_prefill(self, request: EngineRequest) -> VllmRequest:
+        """Takes a new prompt. Raises RequestAlreadyExists and NoCapacity."""
+        return self._open("prefill", self.prefills, request, submitted(_new_id(), request, self._layout))
+
+    def adopt(self, key: EngineKey) -> None:
+        """A computed prompt without an open push becomes one that has arrived. Others are ignored."""
+        request = self.prefills.get(key)
+        if request is not None and isinstance(request.state, Computed) and request.transfer_id is None:
+            if key in self.decodes:
+                raise RequestAlreadyExists(key.request_id)
+            self.apply(request, Adopted())
+            self.decodes[key] = self.prefills.pop(key)
+            self._on_work()
+
+    def admit(self, key: EngineKey) -> None:
+        """A request whose KV is here may run. Others are ignored."""
+        request = self.decodes.get(key)
+        if request is not None and isinstance(request.state, Arrived):
+            self.apply(request, Admitted())
+            self.waiting.append(request)
+            self._on_work()
+
+    def apply(self, request: VllmRequest, event: Event) -> list[TokenStep | AbortPush | PassFirstToken]:
+        """Takes a request one event further. Returns its tokens, and the calls to the ranks that the caller makes."""
+        before = request.state
+        request.state, actions = step(before, event)
+        if isinstance(request.state, Ended) and not isinstance(before, Ended):
+            self._retire(request, before)
+        rest: list[TokenStep | AbortPush | PassFirstToken] = []
+        for action in actions:
+            if isinstance(action, TokenStep | AbortPush | PassFirstToken):
+                rest.append(action)
+            else:
+                self._put(action)
+        return rest
+
+    def take_waiting(self, max_batch: int) -> list[VllmRequest]:
+        """The waiting requests that the running batch has room for, in order; the caller lets them join."""
+        room = max_batch - self.running_count()
+        return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+
+    def leave_entry(self, request: VllmRequest) -> VllmRequest | None:
+        """Parts a request from the blocks that vLLM keeps for it. Returns the ended stand-in that has them now."""
+        left = request.leave_entry()
+        if left is not None:
+            self.ended.add(left)
+        return left
+
+    def forget(self, request: VllmRequest) -> None:
+        """vLLM has the blocks of an ended request back."""
+        self.ended.discard(request)
+        if self.by_id.get(request.engine_id) is request:
+            del self.by_id[request.engine_id]
+
+    def running_count(self) -> int:
+        """Requests in the running batch, evicted ones included."""
+        return sum(isinstance(request.state, IN_BATCH) for request in self.decodes.values())
+
+    def idle_count(self) -> int:
+        """Requests that vLLM counts as unfinished and can do nothing for: their KV is to come, or to be admitted."""
+        return sum(
+            request.entry is not None and isinstance(request.entry.state, AwaitingKv)
+            for request in (*self.decodes.values(), *self.ended)
+        )
+
+    def clear(self, total_blocks: int) -> None:
+        """vLLM has all blocks back and no transfer is open."""
+        for table in (self.prefills, self.decodes, self.waiting, self.by_id, self.ended, self.added):
+            table.clear()
+        self.unused_blocks = total_blocks
+
+    def stats(self) -> EngineStats:
+        """Takes time in proportion to the live requests."""
+        prefilling = [r for r in self.prefills.values() if isinstance(r.state, Submitted | Prefilling)]
+        admitted = len(self.waiting) + self.running_count()
+        return EngineStats(
+            free_blocks=self.free_blocks,
+            running_requests=len(prefilling) + admitted,
+            waiting_requests=len(self.decodes) - admitted,
+            pending_prefill_tokens=sum(request.prompt_tokens - request.state.computed for request in prefilling),
+            context_tokens=sum(request.state.computed for request in self._live()),
+        )
+
+    def check_integrity(self, vllm_ids: Iterable[str]) -> None:
+        """Asserts that each request is in the tables of its state, and that vLLM holds none that is unknown here."""
+        known = {r.entry.vllm_id for r in (*self._live(), *self.ended) if r.entry is not None}
+        for vllm_id in vllm_ids:
+            assert vllm_id in known, f"vLLM keeps {vllm_id}, which is unknown here"
+        assert all(isinstance(request.state, OF_PREFILL) for request in self.prefills.values()), "not a prefill"
+        assert not any(isinstance(request.state, OF_PREFILL) for request in self.decodes.values()), "not a decode"
+        waiting = {request for request in self.decodes.values() if isinstance(request.state, Waiting)}
+        assert waiting == set(self.waiting), "the line is not those that wait"
+        assert len(self.waiting) == len(waiting), "a request waits twice"
+        assert all(request.done for request in self.ended), "a request has ended that is not done"
+        assert not any(request.done for request in self._live()), "a request is done that has not ended"
+
+    # For transfers; see TransferAccount.
+
+    def find_prefill(self, key: EngineKey) -> VllmRequest | None:
+        return self.prefills.get(key)
+
+    def open_decode(self, request: EngineRequest) -> VllmRequest:
+        return self._open("decode", self.decodes, request, reserved(_new_id(), request, self._layout))
+
+    def hold(self, request: VllmRequest, transfer_id: bytes) -> None:
+        self.apply(request, TransferOpened(transfer_id))
+
+    def let_go(self, request: VllmRequest) -> None:
+        self.apply(request, TransferEnded())
+        if request.done:
+            self._on_work()
+
+    def land(self, request: VllmRequest, first_token_id: int) -> str | None:
+        if not self.goes_on(request):
+            return f"no room behind {self._max_model_len} tokens"
+        self.apply(request, KvLanded(first_token_id))
+        return None
+
+    def end(self, request: VllmRequest) -> None:
+        self.apply(request, Stopped())
+
+    def abort(self, key: EngineKey) -> tuple[VllmRequest | None, VllmRequest | None]:
+        prefill, decode = self.prefills.get(key), self.decodes.get(key)
+        for request in (prefill, decode):
+            if request is not None:
+                self.end(request)
+        return prefill, decode
+
+    def goes_on(self, request: VllmRequest) -> bool:
+        """Whether there is room for a token behind the one that prefill draws."""
+        return request.prompt_tokens + 1 < self._max_model_len
+
+    def _open(
+        self, role: str, table: dict[EngineKey, VllmRequest], request: EngineRequest, state: State
+    ) -> VllmRequest:
+        if request.key in table:
+            raise RequestAlreadyExists(request.key.request_id)
+        # New requests would take the blocks that a preempted one waits for.
+        if self.short_of_blocks:
+            raise NoCapacity(role, _RETRY_AFTER_S, "a preempted request waits for blocks")
+        free_blocks = self.free_blocks
+        if state.promised > free_blocks:
+            raise NoCapacity(role, _RETRY_AFTER_S, f"{state.promised} KV blocks are needed, {free_blocks} are free")
+        opened = table[request.key] = VllmRequest(request, state)
+        self.by_id[opened.engine_id] = opened
+        self.added.append(opened)
+        self._on_work()
+        return opened
+
+    def _retire(self, request: VllmRequest, before: State) -> None:
+        """It is done: no event of it follows. Its blocks follow when no transfer touches them."""
+        del (self.prefills if isinstance(before, OF_PREFILL) else self.decodes)[request.key]
+        if isinstance(before, Waiting):
+            self.waiting.remove(request)
+        self.ended.add(request)
+        self._on_work()
+
+    def _live(self) -> tuple[VllmRequest, ...]:
+        return (*self.prefills.values(), *self.decodes.values())
+
+
+def _new_id() -> str:
+    return f"kaveri-{next(_SERIALS)}"

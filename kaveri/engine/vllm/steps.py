@@ -1,0 +1,340 @@
+"""One turn of the engine: gives vLLM what is new, lets it make a step, and applies what came of it to the requests.
+
+Called by the engine thread, which alone calls vLLM. Within a step vLLM's scheduler calls back (StepHooks).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kaveri.domain.sampling import FinishReason
+from kaveri.engine.contract import EngineInfo, StepTokens, TokenStep
+from kaveri.engine.shared import Shared
+from kaveri.engine.stepwise.runner import NOT_FINITE
+from kaveri.engine.stopping import finish_reason
+from kaveri.engine.transfers import Transfers
+from kaveri.engine.vllm.connector_scheduler import Advance, Placement
+from kaveri.engine.vllm.core import VllmCore
+from kaveri.engine.vllm.data_plane import DataPlane
+from kaveri.engine.vllm.life import (
+    OF_PREFILL,
+    Arrived,
+    BlocksGivenUp,
+    BlocksTaken,
+    Drawn,
+    Failed,
+    Joined,
+    JoinedAnew,
+    Joining,
+    LeftOut,
+    Placed,
+    Prefilling,
+    Reserved,
+    Running,
+    Scheduled,
+    Stepped,
+    Waiting,
+)
+from kaveri.engine.vllm.orders import Chunk
+from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken
+from kaveri.engine.vllm.request import AwaitingBlocks, AwaitingKv, Computing, Entry, Kept, Queued, Released, VllmRequest
+from kaveri.engine.vllm.requests import Requests
+from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
+from kaveri.errors import NoCapacity
+
+_RETRY_AFTER_S = 0.1
+_UNKNOWN = 0
+"""Stands for the token that prefill will draw, of which nothing is computed before it is known."""
+
+_Actions = list[TokenStep | AbortPush | PassFirstToken]
+
+
+class Steps:
+    """StepHooks, and the turns that they are called in."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        requests: Requests,
+        core: VllmCore,
+        plane: DataPlane,
+        transfers: Transfers[VllmRequest],
+        info: EngineInfo,
+        max_batch: int,
+    ) -> None:
+        self._shared = shared
+        self._requests = requests
+        self._core = core
+        self._plane = plane
+        self._transfers = transfers
+        self._info = info
+        self._max_batch = max_batch
+        # What the step under way computes.
+        self._advances: Sequence[Advance] = ()
+
+    def runnable_count(self) -> int:
+        """Requests that the next step could compute something for. With the lock held."""
+        return self._core.unfinished_count - self._requests.idle_count()
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether the next step has something to report to vLLM."""
+        return self._core.scheduler_side.has_reports
+
+    def turn(self, added: Sequence[VllmRequest], stalled: bool) -> bool:
+        """Gives vLLM what has changed and lets it make a step. Whether anything came of it.
+
+        added: new requests. stalled: nothing came of the last turn.
+        """
+        for request in added:
+            self._add(request)
+        self._release_ended()
+        self._admit_waiting(stalled)
+        reporting = self.has_reports
+        with self._shared.lock:
+            runnable = self.runnable_count() > 0
+        outputs: Sequence[Any] = ()
+        self._advances = ()
+        if reporting or runnable:
+            outputs = self._core.step()
+        advanced = bool(self._advances)
+        self._apply_step(outputs)
+        # Nothing waits for room inside vLLM: room would come when it is not needed any more.
+        for request in added:
+            unplaced = request.entry is None or isinstance(request.entry.state, AwaitingBlocks)
+            if unplaced and isinstance(request.state, Reserved):
+                self._transfers.refuse(request, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
+        return reporting or advanced or bool(added)
+
+    def check_integrity(self) -> None:
+        """Asserts that vLLM's blocks and the requests agree. Between steps: on the engine thread, or when it is not
+        running."""
+        tables, counts = self._core.tables(), self._core.reference_counts()
+        held: dict[int, int] = {}
+        for block_ids in tables.values():
+            for block in block_ids:
+                held[block] = held.get(block, 0) + 1
+        assert held == counts, f"vLLM's tables {tables} do not account for its blocks {counts}"
+        assert self._core.free_blocks + len(counts) == self._info.total_blocks, "vLLM has lost blocks"
+        with self._shared.lock:
+            self._requests.check_integrity(tables)
+
+    # What vLLM's scheduler tells within a step; see StepHooks.
+
+    def find(self, engine_id: str) -> VllmRequest | None:
+        return self._requests.by_id.get(engine_id)
+
+    def stepping(
+        self, placements: Sequence[Placement], advances: Sequence[Advance], preempted: Sequence[Entry]
+    ) -> Sequence[Chunk]:
+        chunks: list[Chunk] = []
+        actions: _Actions = []
+        with self._shared.lock:
+            for entry in preempted:
+                if not entry.owner.done:
+                    actions += self._requests.apply(entry.owner, BlocksTaken())
+            for entry, computed, block_ids in advances:
+                if not entry.owner.done:
+                    if isinstance(entry.owner.state, OF_PREFILL):
+                        chunks.append(_chunk(entry.owner, computed, block_ids))
+                    actions += self._requests.apply(entry.owner, Scheduled(len(block_ids)))
+            for entry, _, block_count in placements:
+                if not entry.owner.done:
+                    actions += self._requests.apply(entry.owner, Placed(block_count))
+            self._requests.unused_blocks = self._core.free_blocks
+        self._call_ranks(actions)
+        for entry, first_block, _ in placements:
+            assert isinstance(entry.state, AwaitingKv), "a placed request waits for its KV"
+            self._transfers.grant(entry.owner, entry.state.landing_blocks, first_block)
+        self._advances = advances
+        # A request that has begun says so before the step that begins it is computed.
+        self._shared.outbox.publish()
+        return chunks
+
+    def keeps_blocks(self, entry: Entry, token_id: int | None) -> bool:
+        if isinstance(entry.state, AwaitingBlocks | AwaitingKv):
+            # vLLM itself keeps those of a request that still waits for its KV.
+            return False
+        with self._shared.lock:
+            if entry.owner.transfer_id is not None:
+                return True
+            is_prompt = isinstance(entry.owner.state, Prefilling)
+            return is_prompt and token_id is not None and self._finish(entry.owner, token_id) is None
+
+    # Before the step.
+
+    def _add(self, request: VllmRequest) -> None:
+        """Gives vLLM a request for the first time."""
+        if request.done:
+            return
+        given = request.request
+        if isinstance(request.state, OF_PREFILL):
+            self._give(request, given.token_ids, prefill_params(given), is_prefill=True)
+        else:
+            # The token that prefill will draw is the last of this prompt: vLLM has its KV to compute, and no other's.
+            token_ids, drawn_count = given.token_ids, given.generated_count
+            if self._requests.goes_on(request):
+                token_ids, drawn_count = (*token_ids, _UNKNOWN), drawn_count + 1
+            extended = replace(given, token_ids=token_ids, generated_count=drawn_count)
+            self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
+
+    def _give(self, request: VllmRequest, token_ids: Sequence[int], params: Any, *, is_prefill: bool = False) -> None:
+        try:
+            self._core.add(request.engine_id, token_ids, params, is_prefill=is_prefill)
+        except Exception as error:  # vLLM has no one class for what it refuses
+            self._transfers.refuse(request, refusal_of(error))
+
+    def _release_ended(self) -> None:
+        """Has vLLM end what we have ended, and take back the blocks that no transfer touches any more."""
+        with self._shared.lock:
+            ended = [(request, request.entry, request.transfer_id is None) for request in self._requests.ended]
+        gone = []
+        for request, entry, untouched in ended:
+            if entry is not None and not isinstance(entry.state, Kept | Released):
+                self._core.abort(entry.vllm_id)
+            if entry is None or not self._core.holds(entry.vllm_id):
+                if untouched:
+                    gone.append(request)
+            elif untouched and not isinstance(entry.state, Released):
+                self._core.scheduler_side.release(entry)
+        with self._shared.lock:
+            for request in gone:
+                self._requests.forget(request)
+        for request in gone:
+            self._plane.do(ForgetPrompt(request.engine_id))
+
+    def _admit_waiting(self, stalled: bool) -> None:
+        """Lets vLLM compute admitted requests, as far as the batch has room."""
+        joined: list[tuple[VllmRequest, Entry | None, int]] = []
+        with self._shared.lock:
+            if self._requests.short_of_blocks:
+                self._give_up_adopted()
+                if stalled:
+                    self._give_up_landed()
+            for request in self._requests.take_waiting(self._max_batch):
+                assert isinstance(request.state, Waiting), "only a waiting request joins"
+                first_token_id = request.state.first_token_id
+                entry = request.entry if _awaits_kv(request) else None
+                self._requests.apply(request, JoinedAnew() if entry is None else Joined())
+                if entry is None:
+                    self._part(request)
+                joined.append((request, entry, first_token_id))
+        for request, entry, first_token_id in joined:
+            if entry is not None and isinstance(entry.state, AwaitingKv):
+                self._core.scheduler_side.landed(entry.state.landing_blocks)
+                entry.state = Computing()
+                self._core.begin_answer(entry.record, first_token_id)
+            else:
+                self._give_anew(request, first_token_id)
+
+    def _give_anew(self, request: VllmRequest, first_token_id: int) -> None:
+        """vLLM has ended a prompt with its first token, so what follows is another request to it.
+
+        It finds the prompt's blocks in vLLM's prefix cache: those in use are given back at the end of the very step
+        that places it.
+        """
+        given = request.request
+        token_ids = (*given.token_ids, first_token_id)
+        extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + 1)
+        self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
+
+    def _give_up_adopted(self) -> None:
+        """Adopted requests that are not computed make room for those that were, and wait for blocks."""
+        for request in self._requests.decodes.values():
+            held_back = isinstance(request.state, Arrived | Waiting)
+            if held_back and request.entry is not None and not _awaits_kv(request):
+                self._part(request)
+                self._requests.apply(request, BlocksGivenUp())
+
+    def _give_up_landed(self) -> None:
+        """One that landed, the last, and is not computed makes room for those that were, and wait for blocks.
+
+        It is computed from the beginning when its time comes. Else a service that admits none until the running ones
+        get on, and running ones that wait for the blocks of those it holds back, would wait for each other without end.
+        """
+        for request in reversed(self._requests.decodes.values()):
+            if isinstance(request.state, Arrived | Waiting) and _awaits_kv(request):
+                self._part(request)
+                self._requests.apply(request, BlocksGivenUp())
+                self._shared.wake()
+                return
+
+    def _part(self, request: VllmRequest) -> None:
+        """Parts a request from the blocks that vLLM keeps for it: vLLM takes them back."""
+        left = self._requests.leave_entry(request)
+        # One that waits for its KV, as far as vLLM knows, is aborted with the others that have ended.
+        if left is not None and left.entry is not None and isinstance(left.entry.state, Kept):
+            self._core.scheduler_side.release(left.entry)
+
+    # Behind the step.
+
+    def _apply_step(self, outputs: Sequence[Any]) -> None:
+        """Applies a step to the requests that it computed."""
+        actions: _Actions = []
+        apply = self._requests.apply
+        with self._shared.lock:
+            for advance in self._advances:
+                request = advance.entry.owner
+                if not request.done:
+                    actions += apply(request, Stepped(advance.computed))
+            for output in outputs:
+                found = self._requests.by_id.get(output.request_id)
+                if found is not None and not found.done:
+                    actions += apply(found, self._outcome(found, output))
+                    if isinstance(found.state, Running) and output.finished:
+                        actions += apply(found, Failed(_ended_by_vllm(output)))
+            for request in self._requests.decodes.values():
+                if isinstance(request.state, Joining) and _is_queued(request):
+                    # Others must not take what it waits for.
+                    actions += apply(request, LeftOut())
+            tokens = tuple(action for action in actions if isinstance(action, TokenStep))
+            if tokens:
+                self._shared.outbox.put(StepTokens(tokens))
+            self._requests.unused_blocks = self._core.free_blocks
+        # No first token waits for the hand-over of its KV.
+        self._shared.outbox.publish()
+        self._call_ranks(actions)
+
+    def _outcome(self, request: VllmRequest, output: Any) -> Drawn | Failed:
+        """What the step drew for a request."""
+        drawn = output.outputs[0]
+        if not drawn.token_ids:
+            return Failed(_ended_by_vllm(output))
+        if request.entry is not None and self._core.undrawable(request.entry.record):
+            return Failed(NOT_FINITE)
+        token_id = drawn.token_ids[0]
+        position = drawn.logprobs[0] if drawn.logprobs else None
+        logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
+        return Drawn(token_id, logprobs, self._finish(request, token_id))
+
+    def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
+        """Why the request ends with this token, its next; None when it goes on."""
+        state, first_index = request.state, request.request.generated_count
+        index = state.index if isinstance(state, Running) else first_index
+        context_tokens = request.prompt_tokens + index - first_index + 1
+        eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
+        return finish_reason(request.request.params, eos_token_ids, token_id, index, context_tokens, max_model_len)
+
+    def _call_ranks(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
+        for action in actions:
+            if not isinstance(action, TokenStep):
+                self._plane.do(action)
+
+
+def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> Chunk:
+    """What a step adds to a prompt. Before it is applied to the request."""
+    state = request.state
+    known = state.block_count if isinstance(state, Prefilling) else 0
+    return Chunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)
+
+
+def _awaits_kv(request: VllmRequest) -> bool:
+    return request.entry is not None and isinstance(request.entry.state, AwaitingKv)
+
+
+def _is_queued(request: VllmRequest) -> bool:
+    return request.entry is not None and isinstance(request.entry.state, Queued)
+
+
+def _ended_by_vllm(output: Any) -> str:
+    return f"vLLM ended it for the reason {output.outputs[0].finish_reason!r}"

@@ -1,0 +1,249 @@
+"""The life of a request in the vLLM engine: any order of the events that can happen, and every event that cannot.
+
+Does not verify that vLLM causes them in such orders; tests/vllm does.
+"""
+
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.engine.contract import (
+    EngineKey,
+    EngineRequest,
+    FirstToken,
+    Preempted,
+    PrefillProgress,
+    PrefillStarted,
+    RequestFailed,
+    TokenStep,
+)
+from kaveri.engine.vllm.life import (
+    Admitted,
+    Adopted,
+    Arrived,
+    BlocksGivenUp,
+    BlocksTaken,
+    Computed,
+    Drawn,
+    Ended,
+    Event,
+    Evicted,
+    Failed,
+    Joined,
+    JoinedAnew,
+    Joining,
+    KvLanded,
+    LeftOut,
+    Placed,
+    Prefilling,
+    Reserved,
+    Running,
+    Scheduled,
+    State,
+    Stepped,
+    Stopped,
+    Submitted,
+    TransferEnded,
+    TransferOpened,
+    Waiting,
+    reserved,
+    step,
+    submitted,
+)
+from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
+from kaveri.kv.layout.layout import KvLayout
+
+_LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
+_GENERATED = 3
+"""Tokens that an earlier attempt generated: they count as prompt."""
+_EVENTS: dict[type[Any], Event] = {
+    type(event): event
+    for event in (
+        TransferOpened(b"x"),
+        TransferEnded(),
+        KvLanded(1),
+        Adopted(),
+        Admitted(),
+        Joined(),
+        JoinedAnew(),
+        Placed(1),
+        Scheduled(1),
+        Stepped(1),
+        Drawn(1, None, None),
+        LeftOut(),
+        BlocksTaken(),
+        BlocksGivenUp(),
+        Failed("why"),
+        Stopped(),
+    )
+}
+_LEGAL: dict[type[Any], set[type[Any]]] = {
+    Submitted: {TransferOpened, TransferEnded, Scheduled, BlocksTaken, Failed, Stopped},
+    Prefilling: {TransferOpened, TransferEnded, Scheduled, Stepped, Drawn, BlocksTaken, Failed, Stopped},
+    Computed: {TransferOpened, TransferEnded, Adopted, BlocksTaken, Stopped},
+    Reserved: {TransferOpened, TransferEnded, Placed, KvLanded, Stopped},
+    Arrived: {Admitted, BlocksGivenUp, Stopped},
+    Waiting: {Joined, JoinedAnew, BlocksGivenUp, Stopped},
+    Joining: {Scheduled, LeftOut, BlocksTaken, Failed, Stopped},
+    Running: {Scheduled, Stepped, Drawn, BlocksTaken, Failed, Stopped},
+    Evicted: {Scheduled, BlocksTaken, Failed, Stopped},
+    Ended: {TransferEnded},
+}
+
+
+_ENDS = {Stopped, Failed, BlocksTaken}
+
+
+def _request(prompt_tokens: int) -> EngineRequest:
+    return EngineRequest(EngineKey("r", 1), (0,) * prompt_tokens, _GENERATED, SamplingParams(max_tokens=50, seed=0))
+
+
+class Life(RuleBasedStateMachine):
+    """One request. Each rule is an event that can happen now; its actions are checked against what it means."""
+
+    state: State
+    told: list[Any]
+
+    @rule(prompt_tokens=st.integers(_GENERATED + 1, 20), is_prefill=st.booleans())
+    @precondition(lambda self: not hasattr(self, "state"))
+    def begin(self, prompt_tokens: int, is_prefill: bool) -> None:
+        make = submitted if is_prefill else reserved
+        self.state = make("kaveri-1", _request(prompt_tokens), _LAYOUT)
+        self.told = []
+
+    @rule(data=st.data())
+    @precondition(lambda self: hasattr(self, "state"))
+    def anything(self, data: st.DataObject) -> None:
+        # Most lives end late: what follows an early end is soon said.
+        is_end = data.draw(st.integers(0, 9)) == 0
+        legal = _LEGAL[type(self.state)]
+        kinds = [kind for kind in _EVENTS if kind in legal and (is_end or kind not in _ENDS)] or [*legal]
+        event = data.draw(st.sampled_from([_EVENTS[kind] for kind in kinds]))
+        match event:
+            case TransferOpened() if self.state.transfer_id is not None:
+                return
+            case TransferEnded() if self.state.transfer_id is None:
+                return
+            case KvLanded() | Adopted() if self.state.transfer_id is not None:
+                return
+            case Scheduled() | Placed():
+                event = type(event)(data.draw(st.integers(0, 6)))
+            case Stepped():
+                event = Stepped(self.state.computed + data.draw(st.integers(1, 5)))
+            case Drawn():
+                event = Drawn(5, None, data.draw(st.sampled_from([None, FinishReason.STOP])))
+        before = self.state
+        self.state, actions = step(before, event)
+        self.check(before, event, list(actions))
+        self.told += actions
+
+    def check(self, before: State, event: Event, actions: list[Any]) -> None:
+        """The actions of each event; a push ends with its prompt."""
+        is_prompt = isinstance(before, Submitted | Prefilling | Computed)
+        abort = [AbortPush(before.transfer_id)] if is_prompt and before.transfer_id is not None else []
+        key = before.facts.key
+        expected: list[Any] = []
+        match event:
+            case Scheduled() if isinstance(before, Submitted):
+                expected = [PrefillStarted(key)]
+            case Stepped(computed) if is_prompt and computed < before.facts.prompt_tokens:
+                expected = [PrefillProgress(key, computed)]
+            case Drawn(token_id, logprobs, finish) if is_prompt:
+                rest = [PassFirstToken("kaveri-1", token_id)] if finish is None else abort
+                expected = [FirstToken(key, token_id, logprobs, finish), *rest]
+            case Drawn(token_id, logprobs, finish):
+                index = sum(isinstance(each, TokenStep) for each in self.told)
+                expected = [TokenStep(key, _GENERATED + 1 + index, token_id, logprobs, finish)]
+            case BlocksGivenUp():
+                expected = [Preempted(key)]
+            case BlocksTaken() if not is_prompt:
+                expected = [Preempted(key)]
+            case Failed() | BlocksTaken():
+                expected = [RequestFailed(key, actions[0].reason), *abort]
+        assert actions == expected
+
+    @invariant()
+    def keeps_no_more_than_it_may_need(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        state, facts = self.state, self.state.facts
+        assert 0 <= state.promised <= facts.block_count(facts.prompt_tokens + 1)
+        match state:
+            case Ended():
+                assert (state.computed, state.promised) == (0, 0)
+            case Evicted():
+                assert (state.computed, state.promised) == (0, 0)
+            case Running() | Joining():
+                assert state.transfer_id is None
+            case Arrived() | Waiting():
+                assert (state.computed, state.transfer_id) in {(facts.prompt_tokens, None), (0, None)}
+
+    @invariant()
+    def tells_of_one_end_only(self) -> None:
+        ends = [each for each in getattr(self, "told", ()) if _is_end(each)]
+        assert len(ends) <= 1
+        if ends:
+            assert isinstance(self.state, Ended)
+
+
+def _is_end(told: Any) -> bool:
+    return isinstance(told, RequestFailed) or (isinstance(told, FirstToken | TokenStep) and told.finish is not None)
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def _example(kind: type[Any]) -> State:
+    first = submitted("kaveri-1", _request(6), _LAYOUT)
+    extra: dict[str, Any] = {"first_token_id": 1, "index": 1, "block_count": 1}
+    named = {field.name for field in fields(kind)}
+    state: State = kind(facts=first.facts, **{name: value for name, value in extra.items() if name in named})
+    return state
+
+
+def test_every_pair_of_state_and_event_is_either_possible_or_refused_by_both_names() -> None:
+    assert set(_LEGAL) == set(get_args(State))
+    assert set(_EVENTS) == set(get_args(Event))
+    for kind, legal in _LEGAL.items():
+        for event_kind, event in _EVENTS.items():
+            state = _example(kind)
+            if event_kind is TransferEnded and TransferEnded in legal:
+                state = replace(state, open_id=b"x")  # type: ignore[type-var, assignment, call-arg]
+            if event_kind in legal:
+                step(state, event)
+                continue
+            with pytest.raises(AssertionError, match=f"{event_kind.__name__} cannot happen .* {kind.__name__}"):
+                step(state, event)
+
+
+@pytest.mark.parametrize("event", [KvLanded(1), Adopted(), TransferOpened(b"y")])
+def test_nothing_becomes_of_a_request_whose_transfer_is_open(event: Event) -> None:
+    for kind in (Reserved, Computed):
+        state = replace(_example(kind), open_id=b"x")  # type: ignore[type-var, call-arg]
+        with pytest.raises(AssertionError):
+            step(state, event)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("event", [Drawn(5, None, FinishReason.STOP), Failed("why"), BlocksTaken()])
+def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
+    ended, actions = step(replace(_example(Prefilling), open_id=b"x"), event)  # type: ignore[type-var, call-arg]
+    assert AbortPush(b"x") in actions
+    # Its blocks are touched until the push has ended.
+    assert ended.transfer_id == b"x"
+
+
+def test_a_preempted_answer_goes_on_with_its_next_token() -> None:
+    state: State = _example(Running)
+    state, (first,) = step(state, Drawn(5, None, None))
+    state, _ = step(state, BlocksTaken())
+    state, _ = step(state, Scheduled(0))
+    _, (second,) = step(state, Drawn(6, None, None))
+    assert isinstance(first, TokenStep)
+    assert isinstance(second, TokenStep)
+    assert (first.index, second.index) == (1, 2)

@@ -1,0 +1,159 @@
+"""Which requests hold or are promised vLLM's blocks, and which are in its running batch. None of it needs vLLM."""
+
+from typing import Any
+
+import pytest
+
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest
+from kaveri.engine.vllm.life import (
+    BlocksTaken,
+    Drawn,
+    JoinedAnew,
+    Joining,
+    KvLanded,
+    LeftOut,
+    Placed,
+    Scheduled,
+    Stepped,
+)
+from kaveri.engine.vllm.request import Entry, Kept, VllmRequest
+from kaveri.engine.vllm.requests import Requests
+from kaveri.errors import NoCapacity, RequestAlreadyExists
+from kaveri.kv.layout.layout import KvLayout
+
+_LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
+
+
+class _Table(Requests):
+    """Requests, with what they told and the steps that vLLM would make."""
+
+    def __init__(self, total_blocks: int) -> None:
+        self.told: list[EngineEvent] = []
+        super().__init__(_LAYOUT, 100, total_blocks, self.told.append, lambda: None)
+
+    def admitted(self, name: str, prompt_tokens: int = 3) -> VllmRequest:
+        request = self.open_decode(_request(name, prompt_tokens))
+        self.apply(request, Placed(_LAYOUT.block_count(prompt_tokens + 1)))
+        self.apply(request, KvLanded(7))
+        self.admit(request.key)
+        return request
+
+    def fill_batch(self, max_batch: int) -> list[VllmRequest]:
+        joined = self.take_waiting(max_batch)
+        for request in joined:
+            self.apply(request, JoinedAnew())
+        return joined
+
+    def step(self, request: VllmRequest, computed: int, block_count: int = 0) -> None:
+        self.apply(request, Scheduled(block_count))
+        self.apply(request, Stepped(computed))
+
+
+def _request(name: str, prompt_tokens: int) -> EngineRequest:
+    return EngineRequest(EngineKey(name, 1), (0,) * prompt_tokens, 0, SamplingParams(max_tokens=5, seed=0))
+
+
+def test_what_was_promised_between_two_steps_is_promised_to_no_other() -> None:
+    table = _Table(10)
+    # Five blocks, and four for 12 tokens and the next.
+    table.open_prefill(_request("a", 20))
+    table.open_decode(_request("b", 12))
+    assert table.free_blocks == 1
+    with pytest.raises(NoCapacity, match="2 KV blocks are needed, 1 are free") as raised:
+        table.open_prefill(_request("c", 8))
+    assert raised.value.role == "prefill"
+    table.open_prefill(_request("d", 4))
+    assert table.free_blocks == 0
+    with pytest.raises(RequestAlreadyExists):
+        table.open_prefill(_request("d", 1))
+
+
+def test_blocks_that_vllm_has_given_are_not_counted_twice() -> None:
+    table = _Table(10)
+    request = table.open_prefill(_request("a", 20))
+    table.step(request, 8, block_count=2)
+    table.unused_blocks = 8
+    assert table.free_blocks == 5
+    table.step(request, 12, block_count=3)
+    table.unused_blocks = 7
+    assert table.free_blocks == 5
+
+
+def test_block_of_an_answers_next_token_is_free_for_no_other_between_two_steps() -> None:
+    table = _Table(10)
+    request = table.admitted("a")
+    table.fill_batch(8)
+    for computed, claimed in ((4, 1), (5, 0), (7, 0), (8, 1)):
+        table.step(request, computed)
+        assert table.free_blocks == 10 - claimed
+
+
+def test_an_adopted_prompt_keeps_room_for_its_next_token() -> None:
+    table = _Table(10)
+    for name, prompt_tokens, claimed in (("full", 8, 1), ("part full", 7, 0)):
+        request = table.open_prefill(_request(name, prompt_tokens))
+        table.step(request, prompt_tokens, block_count=2)
+        table.apply(request, Drawn(7, None, None))
+        assert table.free_blocks == 10
+        table.adopt(request.key)
+        assert table.free_blocks == 10 - claimed
+        table.end(request)
+    table.check_integrity([])
+
+
+def test_nothing_new_is_taken_while_a_preempted_request_waits_for_blocks() -> None:
+    table = _Table(10)
+    evicted, left_out = table.admitted("a"), table.admitted("b")
+    table.fill_batch(8)
+    table.step(evicted, 4)
+    table.apply(evicted, BlocksTaken())
+    table.apply(left_out, LeftOut())
+    for scheduled in (evicted, left_out):
+        with pytest.raises(NoCapacity, match="a preempted request waits"):
+            table.open_prefill(_request("c", 1))
+        with pytest.raises(NoCapacity, match="a preempted request waits"):
+            table.open_decode(_request("d", 1))
+        table.step(scheduled, 4)
+    table.open_prefill(_request("c", 1))
+
+
+def test_batch_is_filled_in_order_and_no_further_than_it_holds() -> None:
+    table = _Table(40)
+    first, second, third = (table.admitted(name) for name in "abc")
+    assert table.fill_batch(2) == [first, second]
+    assert table.fill_batch(2) == []
+    assert table.running_count() == 2
+    table.end(first)
+    assert table.fill_batch(2) == [third]
+    assert isinstance(third.state, Joining)
+    table.check_integrity([])
+
+
+def test_request_that_ended_while_it_waited_is_not_admitted() -> None:
+    table = _Table(40)
+    first, second = (table.admitted(name) for name in "ab")
+    table.abort(first.key)
+    table.check_integrity([])
+    assert table.fill_batch(8) == [second]
+    assert table.stats().waiting_requests == 0
+    # Known until vLLM has its blocks back.
+    assert first in table.ended
+    table.forget(first)
+    assert first.engine_id not in table.by_id
+
+
+def test_what_a_request_leaves_behind_is_known_until_vllm_has_it_back() -> None:
+    table = _Table(40)
+    request = table.admitted("a")
+    record: Any = object()
+    entry = Entry(request, "vllm-1", record, Kept())
+    request.entry = entry
+    left = table.leave_entry(request)
+    assert left is not None
+    assert (request.entry, left.entry, entry.owner, left.done) == (None, entry, left, True)
+    table.check_integrity(["vllm-1"])
+    table.forget(left)
+    with pytest.raises(AssertionError, match="vllm-1"):
+        table.check_integrity(["vllm-1"])
+    assert table.by_id[request.engine_id] is request
