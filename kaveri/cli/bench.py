@@ -64,7 +64,7 @@ def bench(
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a file.", min=1)] = 100,
     rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests per second. With --trace: in place of its times.")
+        float | None, typer.Option(help="Open loop: requests per second. With --trace: replaces its times.")
     ] = None,
     burstiness: Annotated[
         float | None,
@@ -184,7 +184,7 @@ def bench(
     def plan(load: Workload, rate_per_s: float | None) -> list[PlannedRequest]:
         count = len(load.lengths)
         if rate_per_s is not None:
-            # The same gaps at every rate but for their scale.
+            # The same gaps at every rate, scaled.
             arrivals_s = gamma_arrivals(count, rate_per_s, burstiness or 1.0, random.Random(seed))
         elif concurrency is not None:
             arrivals_s = [0.0] * count

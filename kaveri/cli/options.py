@@ -6,7 +6,7 @@ import typer
 
 Target = Annotated[str, typer.Option(help="Router to ask, HOST:PORT.", envvar="KAVERI_TARGET")]
 Model = Annotated[str | None, typer.Option(help="Model to ask. Unset: the only one that is served.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Unset: as many as fit.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Unset: all that fit.")]
 Temperature = Annotated[float, typer.Option(help="Divides the logits. 0: the same answer every time.")]
 TopP = Annotated[float, typer.Option(help="Draw from the smallest set of tokens that reaches this probability.")]
 TopK = Annotated[int, typer.Option(help="Draw from this many most likely tokens. 0: all.")]

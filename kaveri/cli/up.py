@@ -77,7 +77,7 @@ def up(
     prefill: Annotated[int | None, typer.Option(help="Prefill instances; 2 by default.", min=1)] = None,
     decode: Annotated[int | None, typer.Option(help="Decode instances; 2 by default.", min=1)] = None,
     colocated: Annotated[
-        int, typer.Option(help="Instances that do both phases, in place of prefill and decode instances.", min=0)
+        int, typer.Option(help="Instances that do both phases, instead of prefill and decode instances.", min=0)
     ] = 0,
     port: Annotated[int, typer.Option(help="Port of the router; 0: a free one.", min=0, max=65535)] = 50051,
     host: Annotated[
@@ -218,7 +218,7 @@ async def _run(config: "StackConfig") -> int:
     from kaveri.local.stack import LocalStack
     from kaveri.telemetry.logs import configure_logs
 
-    # What happens is told by the stack's reports; its own logs are left for what those do not say.
+    # The stack's reports show what happens; logs are for details.
     configure_logs("up", "up", "error")
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     loop = asyncio.get_running_loop()

@@ -80,7 +80,7 @@ class EngineHost:
         """Serves until `stopping` is set, then drains; or until it breaks. Returns the exit status.
 
         Raises ConfigError when the engine cannot run its model, which is tried before the instance registers, and when
-        the address cannot be had. The engine is closed when this returns, however it ends.
+        the address cannot be bound. The engine is closed when this returns, however it ends.
         """
         loop = asyncio.get_running_loop()
         self._trial = Trial(self._engine, self._role is not Role.PREFILL)
@@ -111,7 +111,7 @@ class EngineHost:
             else:
                 self._hosted.handle(events)
         except Exception as error:
-            # Which events were lost is unknown, and a request without them would wait for ever.
+            # Which events were lost is unknown, and a request without them would wait forever.
             self._service.break_off(f"the instance lost its engine's events: {error!r}")
             get_logger().exception("engine_events_lost", error=repr(error))
         # By contract the last event that an engine ever sends.

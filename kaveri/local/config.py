@@ -29,7 +29,7 @@ class StackConfig:
     prefill_count: int = 2
     decode_count: int = 2
     colocated_count: int = 0
-    """Instances that do both phases; usually in place of the two above."""
+    """Instances that do both phases; usually instead of the two above."""
     predictor: str = ""
     """A bundled name or a folder; empty: no length predictor."""
     predictor_count: int = 1

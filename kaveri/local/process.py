@@ -33,7 +33,7 @@ class ChildProcess:
     def start(
         cls, name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
     ) -> "ChildProcess":
-        """Starts `command`, appending what it prints to log_path. environment: in place of this process's own."""
+        """Starts `command`, appending what it prints to log_path. environment: replaces this process's own."""
         leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
         with log_path.open("ab") as log:
             process = subprocess.Popen(

@@ -3,7 +3,7 @@ on the other side that is killed or stopped at a random moment. The same seed dr
 the threads bring it on, no seed says.
 
 Asserted of each: landed blocks hold what was sent, from the moment of their event on; blocks that were given back are
-written to by nobody; all others never change; a source block that was given back is read by nobody; every transfer has
+never written to; all others never change; a source block that was given back is never read; every transfer has
 one event on each side that lives; and no block, thread or descriptor is left.
 """
 

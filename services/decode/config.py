@@ -11,7 +11,7 @@ from kaveri.policy.admission import AdmissionPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(InstanceConfig):
-    """Settings of whoever generates tokens in a running batch, wherever the KV comes from."""
+    """Settings of an instance that decodes in a running batch, for pushed and local KV."""
 
     decode_policy: AdmissionPolicy = setting(  # noqa: RUF009
         "when a request joins the batch: greedy, reserve-static or reserve-dynamic", AdmissionPolicy.GREEDY

@@ -127,7 +127,7 @@ class DecodeInstance:
         info = self._engine.info
         info.layout.require_mappable(layout)
         engine_request = EngineRequest(EngineKey(request_id, next(self._serials)), token_ids, generated_count, params)
-        # Before it can get a place in line: it would wait there for ever.
+        # Before it can get a place in line: it would wait there forever.
         info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
         place = self._end_former(request_id, attempt, router_id)

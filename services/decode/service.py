@@ -24,7 +24,7 @@ async def serve(config: DecodeConfig, stopping: asyncio.Event) -> int:
     async with open_store(config, stopping) as store:
         if store is None:
             return 0
-        # The engine before the lease: nobody should be sent here while a model loads.
+        # Load before registering: prefill must not find this instance while the model loads.
         engine = await load_engine(config, stopping)
         if engine is None:
             return 0

@@ -64,7 +64,7 @@ class DecodePeers:
         request's time.
 
         Raises what the instance answers, or Unavailable or DeadlineExceeded when it does not. A frozen instance is
-        found by the channel's keep-alive. Cancelled, or without an answer, the room may have been granted all the same:
+        found by the channel's keep-alive. Cancelled, or without an answer, the room may have been granted nevertheless:
         abort() takes it back.
         """
         predicted = request.predicted_length

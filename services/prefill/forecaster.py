@@ -29,7 +29,7 @@ from services.prefill.predictors import Predictors
 
 _MAX_CALL_PROMPTS = 64
 _MAX_CALL_TOKENS = 2**18
-"""Of one call, but for a single longer prompt: well within the size limit of a message."""
+"""Of one call, except for a single longer prompt: well within the size limit of a message."""
 _LATE_IN_A_ROW = 8
 """Parallel: so many calls in a row that are answered after all their requests were placed are logged."""
 

@@ -218,7 +218,7 @@ class RoomFinder:
                     self._metrics.placements.labels("no_room").inc()
                     self._search.rest(instance_id, time.monotonic() + error.retry_after_s)
                 case KaveriError() as error:
-                    # It may have reserved all the same.
+                    # It may have reserved nevertheless.
                     self._drop(seeking, instance_id)
                     self.failed_there(request, question.target, "unavailable", str(error))
                 case error:

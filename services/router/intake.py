@@ -32,7 +32,7 @@ nothing is copied before their length is checked."""
 
 @dataclass(frozen=True, slots=True)
 class OfferedRequest:
-    """What a caller asked for, unchecked but for its sampling parameters."""
+    """A request as received; only its sampling parameters are checked."""
 
     model: str
     """Empty: the only model served."""

@@ -127,14 +127,14 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
 
 
 def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:
-    """Drops tokens. An instance that draws for a former attempt has not been told to end it, or has not heard that."""
+    """Drops tokens. An instance that draws for an older attempt has not received an Abort for it yet."""
     if event.attempt < attempt.number and event.finish is None:
         return state, (Disown(event.attempt, event.source),)
     return state, ()
 
 
 def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
-    """Takes tokens in that follow the answer's last one, but for those that it has already."""
+    """Appends tokens after the answer's last one; drops those that it has already."""
     seen = state.next_index - event.first_index
     added = len(event.token_ids) - seen
     append: tuple[Action, ...] = ()

@@ -148,7 +148,7 @@ class GraceOver:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Somebody has cancelled the request by its id. What it has produced is still delivered."""
+    """The request was cancelled by its id. Tokens produced so far are still delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +316,7 @@ class Abort:
 
     attempt: int
     place: Life | None
-    """None: nobody has said which instance it is, so all of them."""
+    """None: the instance is unknown, so all of them."""
 
 
 @dataclass(frozen=True, slots=True)

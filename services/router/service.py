@@ -148,7 +148,7 @@ class Router:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FAREWELL_S):
                     await self.table.wait_until_empty()
-        # Calls that came in at the last moment have yet to be told that the router is draining.
+        # Calls that arrived at the last moment still need the answer that the router is draining.
         await self._server.stop(_FAREWELL_S)
 
     async def _watch(self) -> None:

@@ -114,7 +114,7 @@ class TokenFeeds:
         await asyncio.gather(*(self._abort_at(record, request_id, attempt) for record in records))
 
     def disown(self, request_id: str, attempt: int, instance_id: str) -> None:
-        """Tells an instance to end an attempt whose tokens have no use here, unless it was told so just now."""
+        """Tells an instance to end an attempt whose tokens have no use here, unless it was sent just now."""
         sent_s = self._aborted.get((instance_id, request_id, attempt))
         subscription = self._subscriptions.get(instance_id)
         if subscription is None or subscription.record is None:

@@ -12,7 +12,7 @@ ORDERS = ("2NHD", "2HND")
 then element. Whatever else an engine declares is opaque, and fits only its like (KvLayout.require_same)."""
 
 MAPPED_TOKENS_MAX = 1024
-"""Tokens of a block that is mapped, at the most: whoever maps it keeps a few such blocks of each layer."""
+"""Most tokens of a block that is mapped: the mapping side keeps a few such blocks of each layer."""
 
 _MAPPED = frozenset({"block_tokens", "order"})
 """Fields that may differ where blocks are mapped."""

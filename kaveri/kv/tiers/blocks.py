@@ -18,7 +18,7 @@ class BlockAllocator:
 
     @property
     def free_count(self) -> int:
-        """Blocks that nobody holds."""
+        """Free blocks."""
         return len(self._free)
 
     def allocate(self, owner: Hashable, count: int) -> list[int]:
@@ -58,7 +58,7 @@ class BlockAllocator:
             return tuple(self._held)
 
     def check_integrity(self, expected_owners: Iterable[Hashable] | None = None) -> None:
-        """Asserts that every block is free or held exactly once, and that nobody but `expected_owners` holds any.
+        """Asserts that every block is free or held exactly once, and that only `expected_owners` hold any.
 
         Does not look into the blocks' contents.
         """

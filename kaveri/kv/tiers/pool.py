@@ -16,8 +16,8 @@ from kaveri.kv.layout.layout import KvLayout
 class SharedMemory:
     """A memory file of this host without a name, mapped and prefaulted. Goes with the last process that holds it.
 
-    bytes: [byte_count], uint8, zero, page-aligned. descriptor: sealed, so that nobody can shrink the file under those
-    who have mapped it; closed with this object.
+    bytes: [byte_count], uint8, zero, page-aligned. descriptor: sealed, so that no process can shrink the file under
+    those who have mapped it; closed with this object.
     """
 
     def __init__(self, byte_count: int) -> None:
@@ -46,7 +46,7 @@ class KvPool:
 
     @classmethod
     def over(cls, layout: KvLayout, memory: npt.NDArray[np.uint8], shared: "SharedMemory | None" = None) -> "KvPool":
-        """A pool over memory that somebody else has allocated and touched, and keeps alive as long as the pool.
+        """A pool over memory that the caller has allocated and touched, and keeps alive as long as the pool.
 
         memory: [layer_count, block_count, block_bytes], uint8, C-contiguous. shared: the file whose first bytes it is.
         """

@@ -8,7 +8,7 @@ no credit: what is for it waits on the sending side, and what is for others goes
     given: outstanding ── spend: arriving ── settle: home
     └──────────── held ────────────────┘
 
-Credit that was given cannot be called back, so it goes to those who are about to use it: a receiver knows from the
+Credit that was given cannot be called back, so it goes to senders that are about to use it: a receiver knows from the
 transfers that are open how many bytes each sender will still write.
 """
 
@@ -39,12 +39,12 @@ class _Account:
 class CreditBook(Generic[SenderT]):
     """The credit of one receiver. Not safe to use from several threads.
 
-    Every sender has `least_bytes`, whatever the others do, so that the first bytes of a transfer wait for nobody.
-    Those with transfers open have the same window, `total_bytes` over their number, as far as there is something to
-    come; what they hold beyond least_bytes they share: no more than total_bytes + least_bytes * senders is ever held.
-    When one more begins to push, the windows of the others shrink as they use them; what comes home then is given round
-    robin. A sender that has pushed all it had keeps what it did not need: least_bytes, and more where a transfer was
-    given up, until the next one uses it or the connection ends.
+    Every sender has `least_bytes`, whatever the others do, so the first bytes of a transfer never wait for other
+    senders. Those with transfers open have the same window, `total_bytes` over their number, as far as there is
+    something to come; what they hold beyond least_bytes they share: no more than total_bytes + least_bytes * senders is
+    ever held. When one more begins to push, the windows of the others shrink as they use them; what comes home then is
+    given round robin. A sender that has pushed all it had keeps what it did not need: least_bytes, and more where a
+    transfer was given up, until the next one uses it or the connection ends.
     """
 
     def __init__(self, total_bytes: int, least_bytes: int) -> None:

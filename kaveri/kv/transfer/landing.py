@@ -14,7 +14,7 @@ from kaveri.telemetry.logs import get_logger
 
 @dataclass(frozen=True, slots=True)
 class TransferLanded:
-    """Every byte has arrived and every digest is right. The blocks belong to whoever was granted the ticket."""
+    """Every byte has arrived and every digest is right. The blocks belong to the owner of the ticket."""
 
     transfer_id: bytes
     kv_bytes: int
@@ -52,7 +52,7 @@ class PoolLanding:
         self._lock = threading.Lock()
         self._answer: Answer | None = None
         self._credit: Credit | None = None
-        # Bytes that its connection was told to expect, and that have not arrived.
+        # Bytes that its connection expects and that have not arrived.
         self._due_bytes = 0
         # Per layer: blocks [0, arrived) are there and in the digest.
         self._arrived = [0] * ticket.layout.layer_count

@@ -26,7 +26,7 @@ STAGINGS_MAX = 4
 class MappedPushes:
     """KvSender's calls, for the tickets whose layout is not the pool's. Any thread; close() not from the listener.
 
-    Memory: STAGINGS_MAX * staging_bytes at the most (see StagedPushes for very large blocks), and nothing while all
+    Memory: at most STAGINGS_MAX * staging_bytes (see StagedPushes for very large blocks), and nothing while all
     receivers are alike. A shape whose staging gives way frees its memory before another takes any.
     make_sender: makes what pushes from a staging pool.
     """

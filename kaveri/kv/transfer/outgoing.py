@@ -10,7 +10,7 @@ from kaveri.kv.transfer.ticket import Ticket
 
 _TELL_AGAIN_S = 0.25
 _TELL_AGAIN_MAX_S = 4.0
-"""After so long, twice as long each time, a receiver that could not be reached is told again of what was given up."""
+"""First delay, doubled each time, before an unreachable receiver is notified again of pushes that were given up."""
 
 # What a push has queued, in order: one Opening, for each layer at most a QueuedWrite for each block, one Ending.
 
@@ -44,7 +44,7 @@ class QueuedWrite:
 
 
 class Push:
-    """One transfer under way. Guarded by the sender's lock, but for the digest, which is the peer thread's.
+    """One transfer under way. Guarded by the sender's lock, except the digest, which is the peer thread's.
 
     waiting ── connection is set: open ── is_ended: the end mark is sent ── accepted
        └──────────────┴───────────────────────┴── stopped: its reason ── no longer reading: failed
@@ -78,8 +78,8 @@ class Push:
 
 
 class Untold:
-    """Pushes that were given up before they were open: unless their receiver is told, it keeps blocks for them until
-    their tickets end, and they are forgotten then. Used by the peer's thread only."""
+    """Pushes that were given up before they were open: unless their receiver is notified, it keeps blocks for them
+    until their tickets end, and they are forgotten then. Used by the peer's thread only."""
 
     def __init__(self) -> None:
         self.pushes: list[Push] = []

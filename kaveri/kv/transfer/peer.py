@@ -21,7 +21,7 @@ from kaveri.kv.transfer.turns import Turns
 from kaveri.telemetry.logs import get_logger
 
 _QUANTUM_BYTES = 4 << 20
-"""What a push may send before the others of its receiver have their turn; but for nixl and gloo, one write."""
+"""What a push may send before the others of its receiver have their turn; except for nixl and gloo: one write."""
 Route = tuple[Transport, KvEndpoint]
 
 
@@ -93,7 +93,7 @@ class _DropLost:
 
 @dataclass(frozen=True, slots=True)
 class _TellUntold:
-    """The receiver is to be told of what was given up."""
+    """Notify the receiver of pushes that were given up."""
 
 
 _Action = _Open | _Write | _End | _Abort | _Lose | _DropLost | _TellUntold
@@ -279,7 +279,7 @@ class Peer:
                     continue
                 self._waiting_since_s = None
                 if not self._changed.wait(self._rest_s()) and self._is_idle():
-                    # In the same breath as the check: nobody may find this peer and queue behind its end.
+                    # Together with the check: no push may find this peer and queue after its end.
                     self._owner.forget(self)
                     return None
             return None
@@ -466,7 +466,7 @@ class Peer:
             connection.link.abort(push.ticket)
 
     def _tell_untold(self) -> None:
-        """Opens pushes only to give them up: nobody else tells the receiver before their tickets end."""
+        """Opens pushes only to give them up: otherwise the receiver learns of it only when their tickets end."""
         untold = self._untold
         untold.drop_expired()
         self._drop_lost()
@@ -481,7 +481,8 @@ class Peer:
             untold.attempt_made()
 
     def _connect(self) -> Connection | None:
-        """Tries the routes in turn. When none works, fails all pushes that wait for one: each alone would wait anew."""
+        """Tries the routes in turn. When none works, fails all pushes that wait for one: each alone would wait
+        again."""
         problems: list[str] = []
         for transport, endpoint in self._routes:
             try:
@@ -511,7 +512,7 @@ class Peer:
 
     def _drop(self) -> None:
         with self._lock:
-            # Before its descriptor is given back, so that close() cannot break somebody else's off.
+            # Before its descriptor is given back, so close() cannot shut down a reused one.
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

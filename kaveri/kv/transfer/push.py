@@ -1,4 +1,4 @@
-"""How a push ended, and who is told. Values; knows no connection."""
+"""How a push ended, and which listener hears of it. Values; knows no connection."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

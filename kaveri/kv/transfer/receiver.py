@@ -48,9 +48,9 @@ class KvReceiver:
 
     listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0").
     epoch: this incarnation, [0, 2**64); differs from that of every former receiver at the same addresses.
-    digests: which transfers are verified by a digest of all their bytes; senders are told when they connect.
+    digests: which transfers are verified by a digest of all their bytes; senders learn it when they connect.
     credit_bytes: what all senders together may have under way; see CreditBook. Each may have 4 MiB of it, or a quarter
-    where that is less, and two blocks at the least, even when that makes more in all.
+    where that is less, and at least two blocks, even when that makes more in all.
     Raises ConfigError when it cannot listen.
     """
 

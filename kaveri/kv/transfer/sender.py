@@ -33,7 +33,7 @@ class KvSender:
     """Pushes blocks of `pool`. Every method may be called from any thread, close() not from the listener.
 
     An opened transfer ends in exactly one event. A PushFailed does not say that the receiver has not landed it: the
-    acceptance may have been lost on its way, so whoever pushes again must give the hand-over a new attempt number.
+    acceptance may have been lost on its way, so a second push must give the hand-over a new attempt number.
 
     One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer. Blocks
     are written as far as the receiver has given credit; one that gives none for `credit_timeout_s` seconds, while

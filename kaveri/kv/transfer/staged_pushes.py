@@ -7,7 +7,7 @@ digests are over its own blocks. Owns the staging pool, the thread that copies a
 
 A staging block of a layer is taken when it is to be filled and free again when the link no longer reads it. Receivers
 share them by dynamic thresholds (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
-Switches", 1998, with alpha = 1): each may hold as many as are free. So one that takes nothing holds up nobody else, and
+Switches", 1998, with alpha = 1): each may hold the number that is free. So one that takes nothing delays no other, and
 one that is alone has half of them; it takes several such receivers to have them all, until their links or their tickets
 run out of time.
 """
@@ -30,7 +30,7 @@ from kaveri.telemetry.logs import get_logger
 
 _ROOM_CHECK_S = 0.1
 _BLOCKS_MIN = 4
-"""Staging blocks of each layer at the least, however large they are."""
+"""Fewest staging blocks of each layer, for any size of block."""
 
 
 class StagingSender(Protocol):
@@ -130,7 +130,7 @@ class StagedPush:
         first = (ticket.first_block + first_index) * block_tokens
         tokens = range(first, min(first + len(staging_ids) * block_tokens, ticket.token_count))
         if len(tokens) < len(staging_ids) * block_tokens:
-            # What an earlier push has left there is nobody's affair.
+            # Data left by an earlier push does not matter.
             staging.memory[layer, staging_ids[-1]] = 0
         first_source = tokens.start // source_tokens
         last_source = -(-tokens.stop // source_tokens)
@@ -197,7 +197,7 @@ class StagedPushes:
         return self._thread.is_alive()
 
     def open(self, push: StagedPush) -> None:
-        """Begins a push; everything that goes wrong is told by PushFailed."""
+        """Begins a push; every error is reported by PushFailed."""
         with self._changed:
             closed = self._closing
             if not closed:
@@ -232,7 +232,7 @@ class StagedPushes:
             push.aborted = True
             opened = push.opened
             sender = self._made
-        # Else the sender is told behind its open(): the receiver is to hear of it as well.
+        # Otherwise the sender is notified after its open(), so the receiver hears of it as well.
         if opened and sender is not None:
             sender.abort(transfer_id)
 
@@ -298,7 +298,7 @@ class StagedPushes:
                 turn()
                 # It holds on to the memory, through the push.
                 del turn
-        # Whatever broke, nobody may be left waiting for an event.
+        # After any error, no listener may be left waiting for an event.
         except Exception as error:
             get_logger().exception("kv_staging_failed", error=repr(error))
             reason = f"staging failed: {error!r}"
@@ -416,7 +416,7 @@ class StagedPushes:
             self._listener(ended)
 
     def _end(self, push: StagedPush, event: PushAccepted | PushFailed) -> PushAccepted | PushFailed | None:
-        """Under the lock: the sender reads nothing of this push any more. Returns what the listener is to be told, None
+        """Under the lock: the sender reads nothing of this push any more. Returns the event for the listener, None
         while source blocks are being copied."""
         if self._pushes.get(push.transfer_id) is not push:
             return None

@@ -32,12 +32,13 @@ def require_note(note: bytes) -> None:
 
 
 class LinkLost(TransferFailed):
-    """The connection cannot be had or is gone. It is fenced: this side neither reads nor writes blocks through it."""
+    """The connection cannot be opened or is gone. It is fenced: this side neither reads nor writes blocks through
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do, for whoever plans by it."""
+    """The abilities of a transport, for planning."""
 
     one_sided: bool
     """The sender writes into the receiver's memory by itself."""
@@ -52,7 +53,7 @@ class Capabilities:
     """Bytes are copied through buffers on their way, and a digest of them is worth its time; else the kernel or the
     network card writes them into the receiver's memory itself."""
     write_bytes: int
-    """Most bytes of one write(), but for a larger block: what may have to be filled up after an abort."""
+    """Most bytes of one write(), except for a larger block: what may have to be filled up after an abort."""
 
 
 class Landing(Protocol):
@@ -143,7 +144,7 @@ class Intake(Protocol):
     ) -> Landing:
         """Begins a transfer. Raises TransferFailed, having answered, when it may not begin.
 
-        credit: of the connection that it comes over, from admit(). with_digest: what its sender was told.
+        credit: of the connection that it comes over, from admit(). with_digest: what was agreed with its sender.
         """
 
 
@@ -236,4 +237,4 @@ class Transport(Protocol):
         is not of this epoch."""
 
     def listen(self, address: str, pool: KvPool, intake: Intake) -> Listener:
-        """Registers the pool where need be, and listens. Raises ConfigError when the address cannot be had."""
+        """Registers the pool where need be, and listens. Raises ConfigError when the address cannot be bound."""

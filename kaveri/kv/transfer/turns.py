@@ -13,7 +13,7 @@ class Turns(Generic[MemberT]):
     Deficit Round Robin", SIGCOMM 1995).
 
     A piece is never cut to fit: a member goes on while its balance is above zero, and what it took too much is missing
-    in its next round. While two members have work, the bytes that they were charged differ by no more than three
+    in its next round. While two members have work, the bytes that they were charged differ by at most three
     times the larger of the quantum and a piece.
     """
 

@@ -31,7 +31,7 @@ frame under way never disturbs the other transfers on the connection.
 Each DATA costs the bytes of its blocks, and the receiver begins with a CREDIT behind its hello.
 
 Where the sender writes by itself DATA has no payload: it says that the blocks are written. What else the receiver says
-behind its hello is told by shm.py, nixl.py and collective.py.
+behind its hello is described in shm.py, nixl.py and collective.py.
 """
 
 import enum

@@ -5,8 +5,8 @@ end is the sign of life.
 
 The receiver cannot stop a sender that writes, it can only ask. So a transfer is written to only once the receiver has
 granted it, and a rejected one keeps its blocks in quarantine until the sender says that it has let go of them, or its
-process is gone. Whoever may connect can write anywhere in the pool, by error or by intent, and digests find that in the
-transfer's own blocks only.
+process is gone. Any process that may connect can write anywhere in the pool, by error or by intent, and digests find
+that in the transfer's own blocks only.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ class OneSidedLink(SocketLink, ABC):
         super().__init__(stream, pool, listener, endpoint)
 
     def open(self, ticket: Ticket) -> None:
-        """See Link.open. Waits for the receiver: blocks of a ticket that is void may be somebody else's by now."""
+        """See Link.open. Waits for the receiver: blocks of a ticket that is void may belong to another transfer by
+        now."""
         with self._locked():
             self._opening = ticket.transfer_id
         super().open(ticket)
@@ -93,7 +94,7 @@ class OneSidedLink(SocketLink, ABC):
     def break_off(self) -> None:
         """See Link.break_off."""
         self._is_broken = True
-        # The socket's end tells the receiver that nothing is written any more: whoever holds the lock says it then.
+        # The socket's end tells the receiver that nothing is written any more; the thread with the lock ends it then.
         if self._changed.acquire(blocking=False):
             self._changed.notify_all()
             self._changed.release()

@@ -27,7 +27,7 @@ from kaveri.kv.transports.stream import CACHED_BYTES, Stream
 _OFFER = struct.Struct("<Q")
 """Blocks per layer of the receiver's pool. Its descriptor comes with it."""
 _PERMITTED_BYTES = 2 << 20
-"""What is copied under one permission, which whoever wants the writing to end waits for: a fraction of a millisecond.
+"""Bytes copied under one permission; ending the writing waits for one such copy, a fraction of a millisecond.
 Asking for it every 512 KiB costs a tenth of the speed."""
 
 

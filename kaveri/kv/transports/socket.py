@@ -83,7 +83,7 @@ class SocketTransport:
         """See Transport.connect."""
         connection = self._connected(endpoint)
         try:
-            # A frozen process still has its connections taken by the kernel: the hello shows that somebody is there.
+            # The kernel accepts connections for a hanging process; the hello shows that the process runs.
             meeting = self._stream(connection, self.connect_timeout_s)
             meeting.start()
             meeting.send_bytes(Hello().pack())

@@ -161,7 +161,7 @@ class SocketListener:
         except Exception:
             get_logger().exception("kv_connection_failed")
         finally:
-            # Under the lock, so that close() never breaks off a descriptor that has been given to somebody else.
+            # Under the lock, so close() never shuts down a descriptor that was reused.
             with self._lock:
                 self._leaving = {thread for thread in self._leaving if thread.is_alive()}
                 self._leaving.add(threading.current_thread())
@@ -356,7 +356,7 @@ class ReceivingConnection:
                 landing.end_write()
             raise
         except TransferFailed:
-            # Stopped, and given back by now: nobody waits for its blocks while the rest of the frame is read away.
+            # Stopped, and given back by now: its blocks do not wait while the rest of the frame is discarded.
             self._stream.discard(left_bytes)
             raise
 

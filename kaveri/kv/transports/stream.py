@@ -24,14 +24,14 @@ CACHED_BYTES = 1 << 19
 _BATCH_BYTES = 1 << 24
 """Of one call where nothing but the kernel looks at the bytes."""
 
-# What arrives for nobody goes here: written by all threads, read by none.
+# Discarded bytes go here: written by all threads, read by none.
 _SCRATCH = memoryview(bytearray(1 << 16))
 # What ends a frame whose payload was stopped half way.
 _FILLER = memoryview(bytes(1 << 16))
 
 
 def never() -> bool:
-    """For what nobody stops."""
+    """For operations that are never stopped."""
     return False
 
 
@@ -175,7 +175,7 @@ class Stream:
             raise LinkLost("answering: the peer does not read")
 
     def break_off(self) -> None:
-        """Ends the connection under whoever is blocked in it. Any thread; idempotent."""
+        """Ends the connection, also for threads blocked in it. Any thread; idempotent."""
         # An error says that it has ended already.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """The socket transport over tcp, encrypted, for those alone who show a certificate of the same authority: "tls".
 
-Whoever has such a certificate may push and be pushed to: the authority should certify nobody else. Names in it are not
-compared with addresses, which change with every instance.
+Any process with such a certificate may push and be pushed to: the authority should certify only these instances. Names
+in it are not compared with addresses, which change with every instance.
 
 A connection keeps the keys of its handshake: Python's ssl cannot renew them. RFC 8446, section 5.5, advises to after
 2**24.5 records of AES-GCM, which are 360 GiB here.
@@ -53,7 +53,7 @@ class TlsTransport(SocketTransport):
         self.name = self.label = "tls"
         self._connecting = _context(ssl.PROTOCOL_TLS_CLIENT, files)
         self._accepting = _context(ssl.PROTOCOL_TLS_SERVER, files)
-        # For resuming sessions, which nobody does.
+        # For resuming sessions, which is not used.
         self._accepting.num_tickets = 0
 
     def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> Stream:
@@ -80,7 +80,7 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     except ssl.SSLError as error:
         raise ConfigError("kv_tls_ca", f"{files.authority} holds no certificate") from error
     try:
-        # Whoever has a password for it would be asked on a terminal.
+        # OpenSSL would prompt for a password on the terminal.
         context.load_cert_chain(files.certificate, files.key, password=lambda: "")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":

@@ -50,7 +50,7 @@ class TlsStream(Stream):
             except ssl.SSLWantReadError:
                 super().send([memoryview(self._outgoing.read())])
                 try:
-                    # All of it has the time limit, not each piece: whoever is at the other end has shown nothing yet.
+                    # All of it has the time limit, not each piece: the peer is not authenticated yet.
                     self._require_progress(began_s, "was agreed on")
                     self._pull(began_s)
                 except LinkLost as error:

@@ -100,7 +100,7 @@ class CollectiveTransport(SocketTransport):
         self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> "CollectiveLink":
         port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
-        # The receiver waits for nobody who goes away again.
+        # The receiver does not wait for a peer that disconnects again.
         meeting.send_bytes(Hello().pack())
         # Nothing of the connection, which is closed when the meeting is given up.
         there, here, block_bytes, timeout_s = (
@@ -274,7 +274,7 @@ class GlooReceivingConnection(ReceivingConnection):
     def _end(self, reason: str) -> None:
         super()._end(reason)
         self._coming.clear()
-        # Here, where nobody's lock is held: it takes a while.
+        # Here, where no lock is held: it takes a while.
         if self._pair is not None:
             self._pair.close()
 
@@ -363,7 +363,7 @@ class _Pair:
         """Ends the group: the other rank's calls fail soon. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._moved is not self._tensors:
-            # NCCL's kernels wait for the other side for ever. gloo's threads and sockets go with its last reference.
+            # NCCL's kernels wait for the other side forever. gloo's threads and sockets go with its last reference.
             with contextlib.suppress(RuntimeError):
                 group.abort()
         self._works = [None] * _BUFFER_COUNT
@@ -378,7 +378,7 @@ class _Pair:
         if self._moved is self._tensors:
             work.wait(timedelta(seconds=self._timeout_s))
             return
-        # NCCL's wait() has no deadline: it makes the stream wait, and whoever waits for the stream waits for ever.
+        # NCCL's wait() has no deadline: it makes the stream wait, and a wait for the stream never ends.
         give_up_at_s = time.monotonic() + self._timeout_s
         while not work.is_completed():
             if time.monotonic() > give_up_at_s:
@@ -486,7 +486,7 @@ def _group_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # What they hold on to of the group would outlive close() while somebody handles the error.
+        # What they hold on to of the group would outlive close() while the error is handled.
         traceback.clear_frames(error.__traceback__)
         raise LinkLost(f"{doing}: {str(error).splitlines()[0][:200]}") from error
 
