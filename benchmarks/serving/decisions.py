@@ -162,7 +162,7 @@ def _layout() -> KvLayout:
 
 
 def _admission(policy: AdmissionPolicy, report: Report, repeats: int, calls: int) -> None:
-    """A full batch but for the seats of the landed requests, and blocks for all of them."""
+    """A full batch except the seats of the landed requests, and blocks for all of them."""
     rng = random.Random(7)
     for landed_count in LANDED:
         contexts = [rng.randrange(50, 900) for _ in range(BATCH)]

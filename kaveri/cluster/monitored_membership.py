@@ -1,9 +1,9 @@
-"""What a process that follows the cluster monitor knows of the cluster: what the leading router says, in one message.
+"""The members of the cluster as the cluster monitor's broadcasts name them.
 
-Of TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2). The leader says who is there: whom it names keeps its
-lease, whom it stops naming is gone. The leases' clock counts only time in which a leader was heard, so that nobody is
-lost when nobody leads. A new leader may know less than its predecessor for a moment (a router that started just when
-the store lost its state): whom only the predecessor named stays for one lease.
+From TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2). An instance in a broadcast keeps its lease; one that
+is missing is gone. Leases count only time in which a leader was heard, so no instance is lost without a leader. A new
+leader may briefly know less than its predecessor (a router that started just when the store lost its state), so
+instances that only the predecessor named stay for one lease.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,8 @@ class MonitoredMembership(Membership):
         self._broadcast_at_s = self._clock()
         ended = self._named if same_leader else {}
         self._named = {status.record.instance_id: status.record.incarnation for status in broadcast.instances}
-        # Leases end after the renewals: the time since the last broadcast does not count against whom this one names.
+        # Leases end after the renewals: the time since the last broadcast does not count against the instances that
+        # this one names.
         self._pass_time()
         for status in broadcast.instances:
             self.learn(status.record, status.load, heartbeat_age_s=status.heartbeat_age_s)
@@ -66,13 +67,13 @@ class MonitoredMembership(Membership):
             super().learn(record, load, remaining_s, heartbeat_age_s)
 
     def store_lost(self) -> None:
-        """See Membership.store_lost. Whoever leads has to be heard anew."""
+        """See Membership.store_lost. A leader must be heard again."""
         self._broadcast_at_s = -float("inf")
         super().store_lost()
 
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
-        # Counted as heard: between two broadcasts an instance makes many heartbeats. Whoever waits for the second one
-        # after having sent something there (kaveri.policy.placement.UnconfirmedWork) would take all of them for later
-        # than that, though the first broadcast that arrives may tell what was before it.
+        # Counted as heard: between two broadcasts an instance makes many heartbeats. A caller that waits for the second
+        # one after having sent something there (kaveri.policy.placement.UnconfirmedWork) would take all of them for
+        # later than that, though the first broadcast that arrives may tell what was before it.
         heard = former.load.sequence_number + (load.sequence_number > former.sequence_number)
         return replace(load, sequence_number=heard)

@@ -61,7 +61,7 @@ _SCAN_TIMEOUT_S = 5.0
 """Of requests(), which no service calls: it reads the names of all keys, those of others too."""
 
 _REFUSALS = (ResponseError, AuthenticationError)
-"""What Redis answers when it does not do what it is asked: OOM, READONLY, MISCONF, NOAUTH and the like."""
+"""What Redis answers when it does not do what it is asked: OOM, READONLY, MISCONF, NOAUTH and others."""
 
 
 class RedisStore:
@@ -279,7 +279,7 @@ class RedisStore:
             self._membership.store_lost()
 
     async def _watch(self, loaded: asyncio.Event) -> None:
-        """Follows the channels for ever, and finds Redis again when it was away."""
+        """Follows the channels until cancelled, and reconnects when Redis was away."""
         delay_s = _RECONNECT_MIN_S
         while not _cancellations():
             try:
@@ -448,7 +448,7 @@ def _cancellations() -> int:
     """How often this task was cancelled.
 
     redis-py sends through asyncio.wait_for(), which up to Python 3.11 loses a cancellation that arrives together with
-    its result (cpython issue 86296): the exception never comes, so whoever must not miss it asks here.
+    its result (cpython issue 86296): the exception never comes, so callers that must not miss it ask here.
     """
     task = asyncio.current_task()
     assert task is not None, "outside of a task"

@@ -1,7 +1,7 @@
 """The ClusterStore contract: leases, heartbeats, the view, who leads the cluster monitor, claims of request ids.
 
 State in a store is soft. When the store dies, requests in flight go on, the last view stays in use, and everything
-registers anew when it returns. Implementations: redis_store (real), memory_store (one process, for tests).
+registers again when it returns. Implementations: redis_store (real), memory_store (one process, for tests).
 """
 
 import enum
@@ -92,10 +92,11 @@ class ClusterStore(Protocol):
         `timeout_s` seconds have passed; then view(). One waiter at a time."""
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
-        """Leads the cluster monitor for the next `ttl_s` seconds, anew or still: the fencing token; None: another does.
+        """Leads the cluster monitor for the next `ttl_s` seconds, also if it leads already. Returns the fencing token;
+        None: another leads.
 
         candidate_id: of one life, so that a process started again does not pass for its dead predecessor. Every change
-        of leader brings a greater token, also when nobody led in between and when the store has lost its state.
+        of leader brings a greater token, also when none led in between and when the store has lost its state.
         """
 
     async def resign(self, candidate_id: str) -> None:
@@ -103,7 +104,7 @@ class ClusterStore(Protocol):
 
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
         """Sends it to every store that follows broadcasts. False: not sent, because its token is no longer the leader's
-        or the store is away. Nothing comes between the check and the sending, so nobody hears a deposed leader."""
+        or the store is away. Nothing comes between the check and the sending, so no follower hears a deposed leader."""
 
     async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
         """Claims a request id for at most `ttl_s` seconds. Returns None when claimed; the holder's claim when a router

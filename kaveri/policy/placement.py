@@ -73,7 +73,7 @@ class Demand:
     tokens: int
     """Tokens to reserve room for: those whose KV is pushed, and the next one."""
     predicted: int = 0
-    """Tokens that it is predicted to end with, at the least. 0: unknown."""
+    """Fewest tokens that it is predicted to end with. 0: unknown."""
     heavy: bool = False
     """Long in decode (HeavyThresholds)."""
     layout: KvLayout | None = None

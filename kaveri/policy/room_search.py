@@ -27,7 +27,7 @@ class Seeker(Generic[KeyT]):
     token_count: int
     """Tokens whose KV is pushed."""
     predicted_tokens: int = 0
-    """Tokens that it is predicted to end with, at the least."""
+    """Fewest tokens that it is predicted to end with."""
     heavy: bool = False
     waits_at: str | None = None
     """The decode instance at which it waits in line."""

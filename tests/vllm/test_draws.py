@@ -195,7 +195,7 @@ def test_a_preempted_request_and_one_placed_anew_go_on_with_the_same_tokens() ->
         # Preempted after five tokens: vLLM puts it back with what it has drawn.
         resumed = Batch()
         preempted = resumed.add(request, whole.outputs[:5])
-        # Placed anew after seven: they are part of the new request's tokens.
+        # Placed again after seven: they are part of the new request's tokens.
         elsewhere = Batch()
         anew = elsewhere.add(EngineRequest(request.key, (*request.token_ids, *whole.outputs[:7]), 7, request.params))
         for _ in range(5):

@@ -56,7 +56,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 class Asked(NamedTuple):
-    """Prompts that no other test asks, so that nobody has their KV cached, and what one plain engine answers."""
+    """Prompts that no other test asks, so their KV is not cached, and what one plain engine answers."""
 
     prompts: list[tuple[int, ...]]
     expected: list[tuple[int, ...]]
@@ -124,7 +124,7 @@ class Survivors:
         assert {name: lives_in(view)[name] for name in names} == {name: self._lives[name] for name in names}, "one died"
 
     def forget(self, name: str) -> None:
-        """It was started anew."""
+        """It was restarted."""
         self._lives = {**self._lives, name: lives_in(self._cluster.view())[name]}
 
 
@@ -330,7 +330,7 @@ async def test_decode_frozen_beyond_its_tickets_has_its_requests_placed_anew_and
             last_expiry_s = time.monotonic() + TICKET_TTL_S
             assert await watched.answers() == expected
             assert max(await watched.attempts()) > 1, "it held no request: the test has shown nothing"
-            # Nobody waits for it, neither blocks nor requests.
+            # Neither blocks nor requests wait for it.
             await survivors.come_free(without=[stopped])
             while time.monotonic() < last_expiry_s:
                 assert await Watched(client, prompts[:1], ANSWER_TOKENS).answers() == expected[:1]

@@ -217,7 +217,7 @@ class Bare:
         return SCRIPT.calls[start:]
 
     def run(self, most: int = 200) -> None:
-        """Until nobody runs or waits."""
+        """Until no request runs or waits."""
         for _ in range(most):
             if not self.llm.has_unfinished_requests():
                 return
@@ -352,7 +352,7 @@ def test_a_request_waits_for_the_kv_that_a_transfer_brings_and_then_computes_its
     assert placed["external"] == len(prompt) - 2 * BLOCK_TOKENS
     assert len(placed["blocks"]) == math.ceil(len(prompt) / BLOCK_TOKENS)
     assert "forward" not in names(calls), "nothing else is to be computed"
-    # Hooks of the worker go on all the same, so that it can report.
+    # Hooks of the worker still run, so that it can report.
     quiet = ["build_connector_meta", "handle_preemptions", "start_load_kv", "wait_for_save", "get_transfer_results"]
     for _ in range(3):
         assert names(bare.step(), "update_connector_output") == quiet
@@ -406,7 +406,7 @@ def test_a_request_that_waits_may_learn_its_last_token_and_that_its_kv_is_there(
     assert plan["scheduled"] == {vllm_id: 1}
     bare.run()
     assert bare.outputs["r"] == bare.outputs["reference"]
-    # Whoever comes later finds the block of the token that was not known at first.
+    # A later request finds the block of the token that was not known at first.
     bare.add("later", [*prompt, first, 7, 8])
     bare.run()
     (asked,) = (data for data in SCRIPT.of("get_num_new_matched_tokens") if data["name"] == "later")

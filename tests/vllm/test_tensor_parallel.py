@@ -196,7 +196,7 @@ async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_i
 
     ranks = ranks_of(cluster.pids()["prefill-0"])
     broken_before = broken_transfers()
-    # Nobody has these in a cache.
+    # These are in no cache.
     rng = random.Random(4)
     new = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(700)) for _ in range(3)]
     async with AsyncClient(cluster.target) as client:

@@ -85,7 +85,7 @@ async def test_what_a_frozen_receiver_does_not_take_before_its_ticket_expires_is
         expired_before = expired_pushes(cluster)
         cluster.freeze("decode-0")
         try:
-            # Its blocks are nobody's any more while the receiver still stands still, and still counts as alive.
+            # Its blocks have no owner any more while the receiver still hangs, and still counts as alive.
             view = await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL), within_s=100)
             assert "decode-0" in view.instances
             assert expired_pushes(cluster) > expired_before, "no push was caught half way: the test has shown nothing"

@@ -25,7 +25,7 @@ def test_up_serves_the_bundled_model_with_vllms_own_options(tmp_path: Path) -> N
     command += ["--prefill", "1", "--decode", "1", "--port", "0", "--predictor", "none"]
     command += ["--kv-cache-memory", "32MiB", "--log-dir", str(tmp_path), "--start-timeout-s", str(_START_S)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as up:
-        # A process that never gets ready would hold the read below for ever.
+        # A process that never gets ready would block the read below forever.
         giving_up = threading.Timer(_START_S, up.kill)
         giving_up.start()
         try:

@@ -120,7 +120,7 @@ class StaleKv(Exception):
 
 
 class FakeRunner:
-    """A ModelRunner (runner.py) on FakeModel. Ignores sampling parameters but for logprobs, which it makes up."""
+    """A ModelRunner (runner.py) on FakeModel. Ignores sampling parameters except logprobs, which it makes up."""
 
     name = "fake"
     device = "cpu"

@@ -1,6 +1,6 @@
 """Linear layers on a CPU: each weight laid out once as oneDNN multiplies it, and one product for what reads one input.
 
-torch lays a weight out anew in every call. Here that is done while loading, and the query, key and value projections,
+torch lays a weight out again in every call. Here that is done while loading, and the query, key and value projections,
 or gate and up, become one matrix. Which layers read the same input is seen in a run, not read off their names. Packed
 weights take the place of the layers' own, so memory does not grow; the model's code stays as it is.
 """
@@ -89,7 +89,7 @@ class PackedLinear(nn.Module):
 
 
 class _Joined:
-    """The product that several layers share: whoever is called first computes it, the others take their parts."""
+    """The product that several layers share: the first one called computes it, the others take their parts."""
 
     def __init__(self, packed: PackedLinear, sizes: list[int]) -> None:
         self.packed = packed

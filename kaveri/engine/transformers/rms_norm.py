@@ -29,7 +29,7 @@ class RmsNorm(nn.Module):
 
 @torch.inference_mode()
 def replace_rms_norms(model: nn.Module) -> None:
-    """Replaces the RMS norms that lie on a CPU. A norm of another kind is told by what it returns, and stays."""
+    """Replaces the RMS norms that lie on a CPU. A norm of another kind is recognized by its output, and stays."""
     for name, module in list(model.named_modules()):
         eps = getattr(module, "variance_epsilon", None)
         weight = getattr(module, "weight", None)

@@ -38,7 +38,7 @@ def waiting_times(states: Sequence[int], vocab_size: int, device: torch.device) 
     """
     gammas = torch.arange(1, vocab_size + 1, device=device).mul_(_signed(_GOLDEN_GAMMA))
     bits = gammas + torch.tensor([_signed(state) for state in states], device=device).unsqueeze(1)
-    # int64 wraps as uint64 does; only its right shift must be told not to copy the sign.
+    # int64 wraps as uint64 does; only its right shift must not copy the sign.
     shifted = torch.empty_like(bits)
     for shift, factor in _MIX_ROUNDS:
         bits ^= torch.bitwise_right_shift(bits, shift, out=shifted).bitwise_and_(_MASK_64 >> shift)
@@ -69,7 +69,7 @@ def draw_tokens(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[DrawnTo
     largest = logits.max(-1)
     token_ids: list[int] = largest.indices.tolist()
     usable: list[bool] = largest.values.isfinite().tolist()
-    # Sorting is for those who filter: it costs a lot, and nobody's draw may depend on what a neighbour asked for.
+    # Sort only for requests that filter: it costs a lot, and no draw may depend on a neighbour's parameters.
     plain = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and not _filters(piece.params)]
     filtered = [row for row, piece in enumerate(slices) if piece.params.temperature > 0 and _filters(piece.params)]
     for rows, sample in ((plain, _sample_plain), (filtered, _sample_filtered)):

@@ -366,7 +366,7 @@ def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admit
     engine.admit(first.key)
     recorder.wait_for(Preempted, first.key)
     assert not recorder.finished
-    # From here on no other call comes: an engine that slept now would sleep for ever.
+    # From here on no other call comes: an engine that slept now would sleep forever.
     engine.adopt(second.key)
     recorder.wait_for_finish(first.key)
     assert recorder.of(Preempted, second.key)

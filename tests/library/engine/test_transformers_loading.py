@@ -116,7 +116,7 @@ def test_what_is_no_model_is_refused(llama: Path, copied: Path, tmp_path: Path) 
 
 
 def test_hub_id_that_cannot_be_had_is_refused_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A port where nobody listens stands for the hub, so that no test leaves the machine.
+    # A port without a listener replaces the hub, so no test leaves the machine.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert "cannot be had from the hub" in refusal("kaveri-tests/no-such-model")
 

@@ -1,4 +1,4 @@
-"""Flow control of pushes on real links: who waits for whom, by bytes. What lands is the conformance suite's."""
+"""Flow control of pushes on real links: which pushes wait, by bytes. What lands is the conformance suite's."""
 
 import contextlib
 import importlib.util
@@ -182,7 +182,7 @@ def sender_of(world: World, on_local_done: WrittenBytes | None = None, credit_ti
 
 
 def credit_is_where_it_should_be(receiver: KvReceiver, senders: Sequence[KvSender]) -> bool:
-    """Nothing is under way: both sides count the same credit, and whoever wants to write has some."""
+    """Nothing is under way: both sides count the same credit, and every sender that wants to write has some."""
     flow = receiver.flow()
     peers = [peer for sender in senders for peer in sender.flow().peers if peer.transport]
     return (

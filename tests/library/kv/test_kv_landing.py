@@ -28,7 +28,7 @@ def receiver(events: "queue.Queue[Event]", monkeypatch: pytest.MonkeyPatch) -> I
     """Its timers never come round, as in a process that stood still and has just been let go on."""
 
     def never(self: Reporter[Event], delay_s: float, call: Callable[[], None]) -> None:
-        """In place of Reporter.call_after."""
+        """Replaces Reporter.call_after."""
 
     monkeypatch.setattr(Reporter, "call_after", never)
     made = KvReceiver(KvPool(LAYOUT, 4), events.put, listen=(), epoch=1, transports=make_transports())

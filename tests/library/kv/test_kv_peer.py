@@ -139,7 +139,7 @@ def test_a_receiver_that_cannot_be_reached_at_first_is_told_of_what_was_given_up
             sender.abort(ticket.transfer_id)
             assert pushed.wait(ticket) == PushFailed(ticket.transfer_id, "aborted")
         given_up.set()
-        wait_until(lambda: len(transport.told) == 4, "both are told")
+        wait_until(lambda: len(transport.told) == 4, "both are notified")
     ids = {ticket.transfer_id for ticket in tickets}
     assert {name for what, name in transport.told if what == "open"} == ids
     assert {name for what, name in transport.told if what == "abort"} == ids

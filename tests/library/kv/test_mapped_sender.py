@@ -316,7 +316,7 @@ def test_random_pushes_at_once_some_of_them_given_up_leave_no_staging_block_behi
         for number in range(12):
             receiving = pair.receiving(partitions[number % 4])
             given_up = chance.random() < 0.4
-            # Where no connection can be had in time, a receiver hears of the end by its ticket's expiry alone.
+            # Where no connection can be opened in time, a receiver hears of the end by its ticket's expiry alone.
             tickets = receiving.grant(700, expires_in_s=WAIT_S / 2 if given_up else 60.0)
             name = source.open(tickets)
             # How many steps are made before it is given up, None: never.

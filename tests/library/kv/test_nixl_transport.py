@@ -206,7 +206,7 @@ def test_a_receiver_with_a_bad_offer_is_not_connected_to(source: KvPool, offer: 
 
 @needs_nixl
 def test_an_agent_is_gone_even_while_its_error_is_at_hand(source: KvPool) -> None:
-    """The end of a connection says that nothing is written any more, and somebody may be handling the error then."""
+    """The end of a connection says that nothing is written any more, and the error may be handled then."""
     NixlTransport()
     before = open_descriptors()
     with pytest.raises(LinkLost) as meeting:

@@ -1,4 +1,5 @@
-"""Shared memory: what is mapped goes again, nobody pulls a pool from under its users, others are fallen back to."""
+"""Shared memory: what is mapped goes again, no process can shrink a pool in use, and other transports are the
+fallback."""
 
 import contextlib
 import dataclasses

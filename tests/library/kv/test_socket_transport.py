@@ -240,7 +240,7 @@ def test_a_transfer_revoked_within_a_frame_is_fenced_while_its_sender_stands_sti
     receiver.revoke(ticket.transfer_id)
     assert isinstance(landed.wait(ticket), TransferReleased)
     assert stranger.answer() == (Kind.REJECTED, ticket.transfer_id, "revoked")
-    # The blocks are somebody else's by now, and the rest of the frame must not touch them.
+    # The blocks belong to another transfer by now, and the rest of the frame must not touch them.
     receiver.pool.memory[:] = 0
     stranger.socket.sendall(data[half:])
     require_lands(receiver, landed, stranger, content)
@@ -345,7 +345,7 @@ def test_a_push_aborted_within_a_frame_is_fenced_while_its_receiver_stands_still
         sender.open(deaf.ticket)
         with deaf.greet() as accepted:
             sender.write(deaf.ticket.transfer_id, 0, 0, range(1024))
-            # Once a block is here the sender is in the middle of a frame that nobody takes.
+            # Once a block is here the sender is in the middle of a frame that is not read.
             accepted.recv(LARGE_LAYOUT.block_bytes, socket.MSG_WAITALL)
             sender.abort(deaf.ticket.transfer_id)
             assert pushed.wait(deaf.ticket) == PushFailed(deaf.ticket.transfer_id, "aborted")

@@ -1,4 +1,4 @@
-"""KV over TLS: who is let in, what those who are not hear, and that nobody reads along."""
+"""KV over TLS: which peers are accepted, what refused peers hear, and that the bytes are encrypted."""
 
 import contextlib
 import itertools

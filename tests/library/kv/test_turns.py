@@ -47,7 +47,7 @@ def test_whoever_has_work_waits_for_a_bounded_number_of_bytes(seed: int) -> None
             turns.charge(served, byte_count)
             for member in waited:
                 waited[member] = 0 if member == served else waited[member] + byte_count
-            # A round of each of the seven others; whoever overdrew its balance sits out one more.
+            # A round of each of the seven others; one that overdrew its balance waits one more.
             assert max(waited.values()) <= 2 * 7 * (QUANTUM_BYTES + 150), step
 
 

@@ -36,7 +36,7 @@ class _Harness:
             KvEndpoint("unix", str(self._socket_folder / f"kv{self._count}.sock")),
             KvEndpoint("tcp", "127.0.0.1:0"),
         ]
-        # A little before each step: what is told between two steps is seen.
+        # A little before each step: changes between two steps are seen.
         return self._decodes.lend().open(total_blocks=total_blocks, max_batch=max_batch, listen=listen, pause_s=0.002)
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
