@@ -33,6 +33,11 @@ class DecodeBatch:
         """Requests that have landed and wait for a seat."""
         return len(self._ready)
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether the policy keeps blocks for requests that are here."""
+        return self._policy is not AdmissionPolicy.GREEDY
+
     def expect(self, number: int, member: BatchMember, now_s: float) -> None:
         """Room is asked for or taken; the KV will come."""
         self._expected[number] = (member, now_s)
@@ -74,7 +79,7 @@ class DecodeBatch:
         oldest one expected that has been so for less than UNLANDED_KEEPS_S. A push that stands still keeps nothing from
         others for longer. coming: the request that will be adopted next. It runs first when there is no other.
         """
-        if self._policy is AdmissionPolicy.GREEDY:
+        if not self.keeps_blocks:
             return 0
         if len(self._running):
             return kept_blocks(self._policy, self._running)

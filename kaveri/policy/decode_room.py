@@ -18,6 +18,9 @@ class FreeRoom:
     """Held by no request."""
     quarantined_blocks: int
     """Blocks that frozen senders may still write to: it is unknown when they come free."""
+    running_requests: int
+    """Admitted and not ended, as the engine counts them. It counts fewer than the batch while events of ended requests
+    are on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class DecodeRoom:
 
     def next_to_ask(self, room: FreeRoom, now_s: float) -> str | None:
         """The id of the request in line that the engine is asked for next. None: there is room for none."""
-        return self.line.next_to_ask(room.free_blocks - self.batch.kept_blocks(now_s), self._attainable_blocks(room))
+        return self.line.next_to_ask(self._open_blocks(room, now_s), self._attainable_blocks(room))
 
     def refusal(self, room: FreeRoom, now_s: float) -> NoCapacity:
         """Why a request has no room now."""
@@ -68,12 +71,19 @@ class DecodeRoom:
         return InstanceLoad(
             waiting_requests=requests.all - self.batch.running_count,
             running_requests=self.batch.running_count,
-            free_blocks=max(0, room.free_blocks - self.batch.kept_blocks(now_s)) if is_open else 0,
+            free_blocks=max(0, self._open_blocks(room, now_s)) if is_open else 0,
             total_blocks=self._total_blocks,
             context_tokens=context_tokens,
             heavy_requests=requests.heavy,
             light_requests=requests.light,
         )
+
+    def _open_blocks(self, room: FreeRoom, now_s: float) -> int:
+        """Free blocks that are not kept for requests that are here."""
+        if self.batch.keeps_blocks and room.running_requests < self.batch.running_count:
+            # What ended requests have left free is kept for those that run next, once their ends are known here.
+            return 0
+        return room.free_blocks - self.batch.kept_blocks(now_s)
 
     def _attainable_blocks(self, room: FreeRoom) -> int:
         return self._total_blocks - room.quarantined_blocks

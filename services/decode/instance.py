@@ -301,7 +301,8 @@ class DecodeInstance:
 
     def _free_room(self) -> FreeRoom:
         quarantined_blocks = self._engine.kv_flow().receiving.quarantined_block_count
-        return FreeRoom(self._engine.stats().free_blocks, quarantined_blocks)
+        stats = self._engine.stats()
+        return FreeRoom(stats.free_blocks, quarantined_blocks, stats.running_requests)
 
     def _give_room(self) -> None:
         """Asks the engine for room for the requests in line that there is room for."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import re
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -260,8 +260,9 @@ async def test_leader_killed_another_leads_and_requests_go_on() -> None:
 
         def followed() -> list[int]:
             """By the prefill instance; it may have heard a leader that the listener missed."""
-            tokens = re.findall(r'"fencing_token": (\d+).*broadcasts are followed', cluster.log_text("prefill-0"))
-            return [int(token) for token in tokens if int(token) >= min(listener.tokens())]
+            lines = [json.loads(line) for line in cluster.log_text("prefill-0").splitlines() if line.startswith("{")]
+            tokens = [line["fencing_token"] for line in lines if line["event"] == "monitor_followed"]
+            return [token for token in tokens if token >= min(listener.tokens())]
 
         await _until(lambda: max(listener.tokens()) in followed(), "prefill follows the heir too")
         assert followed() == sorted(set(listener.tokens()))
