@@ -294,7 +294,7 @@ async def test_without_a_leader_requests_are_placed_on_old_and_new_decode_instan
         RedisStore(cluster.redis_url) as store,
         AsyncClient(cluster.target) as client,
     ):
-        silence = "no cluster monitor is heard"
+        silence = "monitor_lost"
         # The leader is silent.
         noticed = cluster.log_text("prefill-0").count(silence)
         while await store.campaign("mute", 600.0) is None:
