@@ -210,7 +210,7 @@ async def test_of_two_processes_with_one_instance_id_the_older_ends_and_both_say
         (["--engine", "abacus"], "--engine"),
         (["--kv-cache-memory", "much"], "--kv-cache-memory"),
         (["--kv-cache-memory", "1kB"], "--kv-cache-memory"),
-        (["--redis-url", "redis://127.0.0.1:9/0"], "--redis-url"),
+        (["--redis-url", "redis://127.0.0.1:9/0", "--redis-wait-s", "0.5"], "--redis-url"),
         (["--host", "192.0.2.1"], "--host"),
         (["--port", "70000"], "--port"),
         (["--dtype", "float9"], "--dtype"),
