@@ -4,25 +4,39 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, Unavailable
 from kaveri.policy.placement import max_model_len
 from kaveri.telemetry.logs import get_logger
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
 from kaveri.wire.messages import params_from_proto, status_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
 from services.router.answer import Answer
-from services.router.intake import Conversation, OfferedRequest, Prompt, is_ready
+from services.router.claims import RequestClaims
+from services.router.config import RouterConfig
+from services.router.intake import Conversation, Intake, OfferedRequest, Prompt, is_ready
 from services.router.relay import ServicerContext, write_answer, write_cancelled
-from services.router.requests import RequestEntry
+from services.router.request_placer import RequestPlacer
+from services.router.requests import RequestEntry, RequestTable
 
-if TYPE_CHECKING:
-    from services.router.service import Router
+
+class RouterParts(Protocol):
+    """The parts of a router that serve a request."""
+
+    config: RouterConfig
+    store: ClusterStore
+    tokenizer: ModelTokenizer
+    intake: Intake
+    claims: RequestClaims
+    table: RequestTable
+    placer: RequestPlacer
+    draining: bool
 
 
 @dataclass(slots=True)
@@ -43,7 +57,7 @@ class _Progress:
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The public service of one router."""
 
-    def __init__(self, router: "Router") -> None:
+    def __init__(self, router: RouterParts) -> None:
         self._router = router
 
     # A coroutine that writes, not a generator: cancellation then always arrives inside it, so its clean-up always runs.

@@ -21,9 +21,7 @@ from services.router import metrics
 from services.router.channels import Channels
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
-from services.router.intake import (
-    Intake,
-)
+from services.router.intake import Intake
 from services.router.monitor import Monitor
 from services.router.request_placer import RequestPlacer
 from services.router.requests import RequestTable
