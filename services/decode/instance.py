@@ -57,10 +57,10 @@ _LOOK_AGAIN_S = 0.002
 
 
 class DecodeInstance:
-    """The HostedRole of a decode instance. For one event loop.
+    """The EngineRole of a decode instance. For one event loop.
 
-    It waits and sends: what an event means for a request says services.decode.lifecycle, who has room and seats says
-    kaveri.policy.decode_room.
+    It waits and sends. services.decode.lifecycle says what an event means for a request; kaveri.policy.decode_room says
+    which request has room and a seat in the batch.
     """
 
     def __init__(
