@@ -193,7 +193,8 @@ def choose_line(
     avoid: Collection[str] = (),
 ) -> ViewedInstance | None:
     """The ready decode instance of `model` to wait at when none has room: of those whose pool is large enough, the one
-    where the fewest requests wait, and of these the one with the most room. None: there is none.
+    where the fewest requests wait, unconfirmed ones included, and of these the one with the most room. None: there is
+    none.
 
     Parameters as of choose_decode, but that instances to avoid are not taken at all.
     """
@@ -205,7 +206,8 @@ def choose_line(
     ]
 
     def attraction(instance: ViewedInstance) -> tuple[int, int]:
-        return -instance.load.waiting_requests, instance.load.free_blocks - unconfirmed.at(instance).amount
+        load, sent = instance.load, unconfirmed.at(instance)
+        return -(load.waiting_requests + sent.count), load.free_blocks - sent.amount
 
     return max(candidates, key=attraction, default=None)
 
