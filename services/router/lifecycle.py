@@ -267,8 +267,11 @@ def _prefill_ended(state: State, event: PrefillEnded) -> Step:
             # Its end is no loss: decode needs nothing more of it, neither its token nor the name of the place.
             ended = PrefillLeg.COMPLETE if leg is PrefillLeg.HANDED_OVER else PrefillLeg.BROKEN
             return state._replace(leg=ended), ()
-        case Placed(attempt, _, _, leg):
+        case Placed(attempt, next_index, _, leg):
             if event.error is None and leg is PrefillLeg.HANDED_OVER:
+                if next_index == attempt.first_index:
+                    where = attempt.prefill.instance_id
+                    return _lost(state, Unavailable(f"prefill instance {where} ended without its first token"))
                 return replace(state, leg=PrefillLeg.COMPLETE), ()
             return _lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
         case Prefilling(attempt):

@@ -194,6 +194,13 @@ def test_prefill_may_die_once_the_answer_has_a_token_of_decode_and_not_before() 
     assert not lost.is_prefills_fault
 
 
+def test_a_prefill_that_ends_without_its_first_token_loses_the_attempt() -> None:
+    """The tokens of decode waited for it until the deadline."""
+    state, _ = run(PlaceNamed(ONE), HandedOver(), tokens(ONE, 1, 8, 9), PrefillEnded())
+    assert isinstance(state, Lost)
+    assert "without its first token" in str(state.error)
+
+
 def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
     both = replace(ATTEMPT, prefill=ONE)
     state, actions = run(Sent(both, ONE), state=Unplaced())

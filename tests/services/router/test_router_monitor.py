@@ -297,8 +297,11 @@ async def test_without_a_leader_requests_are_placed_on_old_and_new_decode_instan
         silence = "monitor_lost"
         # The leader is silent.
         noticed = cluster.log_text("prefill-0").count(silence)
-        while await store.campaign("mute", 600.0) is None:
-            await store.resign(listener.heard[-1][1].leader_id)
+        async with asyncio.timeout(_PATIENT_S):
+            while await store.campaign("mute", 600.0) is None:
+                await store.resign(listener.heard[-1][1].leader_id)
+                # Both return at once while the store is away, and it comes back only when the loop goes on.
+                await asyncio.sleep(0.02)
         await _ask(client)
         await _until(lambda: cluster.log_text("prefill-0").count(silence) > noticed, "prefill notices")
         # Whatever was said before has been heard by now.
