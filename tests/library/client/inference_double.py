@@ -15,7 +15,7 @@ from kaveri.v1 import inference_pb2 as pb
 from kaveri.v1 import inference_pb2_grpc, sampling_pb2
 from kaveri.wire.status import abort
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):

@@ -10,6 +10,7 @@ from grpc import aio
 
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
+from services.router.lifecycle_values import Placed
 from tests.services.router.cluster_script import (
     PROMPT,
     RouterUnderTest,
@@ -41,6 +42,14 @@ async def bring_to(cluster: ScriptedCluster, phase: str) -> Callable[[], bool]:
     return lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values())
 
 
+async def read_placements(router: RouterUnderTest, phase: str) -> None:
+    """Returns when the router knows where its requests wait. Prefill aborts a place that the router does not know; the
+    scripted prefill does not."""
+    if phase == "waiting":
+        entries = router.router.table._entries
+        await eventually(lambda: all(isinstance(entry.state, Placed) for entry in entries.values()))
+
+
 async def all_legs_are_over(cluster: ScriptedCluster, router: RouterUnderTest) -> None:
     await eventually(lambda: not any(prefill.open_requests for prefill in cluster.prefills.values()))
     await eventually(lambda: not any(decode.running for decode in cluster.decodes.values()))
@@ -53,6 +62,7 @@ async def test_cancel_ends_the_stream_as_cancelled_and_every_leg_with_it(cluster
     async with cluster.router() as router:
         collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="mine"), timeout=10)))
         await eventually(reached)
+        await read_placements(router, phase)
         response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"))
         assert response.found
         responses = await collecting
@@ -71,6 +81,7 @@ async def test_a_client_that_goes_ends_every_leg(cluster: ScriptedCluster, phase
         call = router.stub.Generate(ask(), timeout=10)
         reading = asyncio.create_task(collect(call))
         await eventually(reached)
+        await read_placements(router, phase)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -83,6 +94,7 @@ async def test_a_deadline_that_passes_ends_every_leg(cluster: ScriptedCluster, p
     async with cluster.router() as router:
         collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=3)))
         await eventually(reached)
+        await read_placements(router, phase)
         with pytest.raises(aio.AioRpcError) as caught:
             await collecting
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -186,6 +198,7 @@ async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flig
     async with cluster.router() as router:
         call = router.stub.Generate(ask(), timeout=10)
         first = await call.read()
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         draining = asyncio.create_task(router.router.drain(10))
         await eventually(lambda: router.router.draining)
         with pytest.raises(aio.AioRpcError) as caught:
