@@ -160,6 +160,8 @@ async def test_a_killed_prefill_process_leaves_no_blocks_at_decode(processes: Pr
     kinds = [(await call.read()).WhichOneof("event"), (await call.read()).WhichOneof("event")]
     assert kinds == ["started", "placed"]
     await processes.eventually(lambda: not processes.holds_nothing("decode-0"), "room is held")
+    # Decode learns of the death by the connection. Before there is one, the router would abort the reservation.
+    await processes.eventually(lambda: "kv_peer_connected" in prefill.log_path.read_text(), "the push is connected")
     await prefill.kill()
     assert await call.code() is grpc.StatusCode.UNAVAILABLE
     await processes.eventually(lambda: processes.holds_nothing("decode-0"), "its blocks are free", 2.0)
