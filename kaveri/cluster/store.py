@@ -49,10 +49,6 @@ class RequestClaim:
     """The router's instance id."""
     router_incarnation: int
 
-    def is_of(self, router_id: str, router_incarnation: int) -> bool:
-        """Whether that life of that router holds the request."""
-        return (self.router_id, self.router_incarnation) == (router_id, router_incarnation)
-
 
 class ClusterStore(Protocol):
     """One process's access to the cluster's state. Used as an async context manager; not shared between event loops.
