@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks.support.harness import Options, Report, run
 from kaveri.cluster.membership import Membership
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, Role
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, Phase, Role
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.admission import AdmissionPolicy, admitted_count
 from kaveri.policy.growth import BatchGrowth, BatchMember
@@ -26,7 +26,7 @@ from kaveri.policy.placement import (
     choose_prefill,
     largest_prompt,
     max_model_len,
-    missing_roles,
+    missing_phases,
 )
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from tests.library.policy import reference_admission
@@ -134,9 +134,9 @@ class _Cluster:
     def _request(self) -> None:
         """What router and prefill decide for one request, and what they note about it."""
         view, key = self.view, PIECES
-        assert not missing_roles(view, MODEL)
+        assert not missing_phases(view, MODEL)
         assert max_model_len(view, MODEL)
-        assert largest_prompt(view, MODEL, (Role.DECODE, Role.COLOCATED))
+        assert largest_prompt(view, MODEL)
         prefill = choose_prefill(view, MODEL, self.tokens, PlacementPolicy.POWER_OF_TWO, self.rng)
         assert prefill is not None
         self.tokens.add(key, prefill, 600)
@@ -148,7 +148,7 @@ class _Cluster:
         self.blocks.remove(key, decode.record.instance_id)
 
     def _heartbeat(self) -> None:
-        instance = self.view.ready(Role.PREFILL, MODEL)[0]
+        instance = self.view.ready(Phase.PREFILL, MODEL)[0]
         self.membership.learn(instance.record, instance.load)
 
     def _restart(self) -> None:

@@ -6,7 +6,7 @@ TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kaveri.domain.view import BROADCAST_ROLES, ClusterView, InstanceState, InstanceStatus, status_now
+from kaveri.domain.view import ClusterView, InstanceState, InstanceStatus, status_now
 
 _TIGHT = 4
 """An instance is tight when less than one block in so many is free."""
@@ -23,9 +23,7 @@ class Told:
 
 def broadcast_statuses(view: ClusterView) -> tuple[InstanceStatus, ...]:
     """The instances to broadcast, as they are now."""
-    return tuple(
-        status_now(instance) for instance in view.instances.values() if instance.record.role in BROADCAST_ROLES
-    )
+    return tuple(status_now(instance) for instance in view.instances.values() if instance.record.is_broadcast)
 
 
 def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:
@@ -35,13 +33,13 @@ def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:
         for status in statuses
         if status.load.free_blocks * _TIGHT < status.load.total_blocks
     }
-    return Told(view.lives(BROADCAST_ROLES), tight)
+    return Told(view.broadcast_lives(), tight)
 
 
 def is_news(told: Told, view: ClusterView) -> bool:
     """Whether the view has something to broadcast at once: an instance that came, began to drain or left, or blocks
     that came free on an instance that was tight. Requests may wait for just those blocks."""
-    lives = view.lives(BROADCAST_ROLES)
+    lives = view.broadcast_lives()
     if lives is not told.lives and lives != told.lives:
         return True
     instances = view.instances

@@ -87,7 +87,7 @@ class Membership:
         elif load.sequence_number < member.sequence_number:
             return
         else:
-            if (load.state, load.total_blocks) != (member.load.state, member.load.total_blocks):
+            if _fixed(load) != _fixed(member.load):
                 self._is_view_current = False
             member.load = self._shown(load, member)
             member.sequence_number = load.sequence_number
@@ -121,7 +121,8 @@ class Membership:
         self._set_connected(True)
 
     def view(self) -> ClusterView:
-        """The members now: the same object until an instance comes, goes, drains or grows, or the store does."""
+        """The members now: the same object until an instance comes, goes, drains, grows or serves other phases, or the
+        store is lost or returns."""
         if not self._is_view_current:
             instances: Mapping[str, ViewedInstance] = dict(self._members)
             self._view = ClusterView(instances, self._connected)
@@ -152,6 +153,11 @@ class Membership:
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
         """What the view shows of a heartbeat that is not older than the former one of the same life."""
         return load
+
+
+def _fixed(load: InstanceLoad) -> tuple[object, ...]:
+    """What stays the same within one view."""
+    return load.state, load.total_blocks, load.phase_order
 
 
 def _ignore() -> None:

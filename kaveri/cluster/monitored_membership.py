@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kaveri.cluster.membership import Member, Membership
-from kaveri.domain.view import BROADCAST_ROLES, InstanceLoad, InstanceRecord, LoadBroadcast
+from kaveri.domain.view import InstanceLoad, InstanceRecord, LoadBroadcast
 
 SILENT_AFTER_S = 2.0
 """Seconds without a broadcast after which heartbeats are followed instead: longer than another router takes to lead."""
 
 
 class MonitoredMembership(Membership):
-    """Members of BROADCAST_ROLES, fed by broadcasts, and by heartbeats while is_silent()."""
+    """The instances that are broadcast, fed by broadcasts, and by heartbeats while is_silent()."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
@@ -63,7 +63,7 @@ class MonitoredMembership(Membership):
         heartbeat_age_s: float | None = None,
     ) -> None:
         """See Membership.learn. Other roles are ignored."""
-        if record.role in BROADCAST_ROLES:
+        if record.is_broadcast:
             super().learn(record, load, remaining_s, heartbeat_age_s)
 
     def store_lost(self) -> None:

@@ -22,8 +22,20 @@ class Role(enum.StrEnum):
     """Both phases on one engine."""
 
 
-BROADCAST_ROLES = frozenset({Role.DECODE, Role.PREDICTOR})
-"""Roles in the cluster monitor's broadcasts: those that prefill instances choose among."""
+class Phase(enum.StrEnum):
+    """A part of a request's work that an instance with an engine can do."""
+
+    PREFILL = "prefill"
+    """Computes prompts."""
+    DECODE = "decode"
+    """Draws tokens."""
+
+
+_PHASES = {
+    Role.PREFILL: (Phase.PREFILL,),
+    Role.DECODE: (Phase.DECODE,),
+    Role.COLOCATED: (Phase.PREFILL, Phase.DECODE),
+}
 
 
 class InstanceState(enum.StrEnum):
@@ -52,6 +64,22 @@ class InstanceRecord:
     lease_ttl_s: float = 1.0
     """Seconds without a heartbeat after which it counts as gone."""
     version: str = ""
+    phases: tuple[Phase, ...] = ()
+    """The phases that it can serve. Not given: those of its role."""
+
+    def __post_init__(self) -> None:
+        if not self.phases:
+            object.__setattr__(self, "phases", _PHASES.get(self.role, ()))
+
+    @property
+    def takes_pushes(self) -> bool:
+        """Whether others can push KV to it: it decodes, and has said where it listens or computes no prompts itself."""
+        return Phase.DECODE in self.phases and (bool(self.kv_endpoints) or Phase.PREFILL not in self.phases)
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether the cluster monitor broadcasts its load: prefill instances choose among these."""
+        return self.role is Role.PREDICTOR or self.takes_pushes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +102,10 @@ class InstanceLoad:
     """Decode: requests here in any phase that are heavy (kaveri.policy.placement.HeavyThresholds)."""
     light_requests: int = 0
     """Decode: all others here."""
+    phases: tuple[Phase, ...] = ()
+    """The phases that it serves now. Holds when phase_order is not 0; else it serves all that its record names."""
+    phase_order: int = 0
+    """The number of the order that set `phases`. 0: there was none."""
 
 
 class ViewedInstance(Protocol):
@@ -102,6 +134,11 @@ class InstanceStatus:
     """Seconds since that heartbeat, when the status was taken."""
 
 
+def serves(instance: ViewedInstance, phase: Phase) -> bool:
+    """Whether the instance serves the phase now. One that drains still serves what it has."""
+    return phase in (instance.load.phases if instance.load.phase_order else instance.record.phases)
+
+
 def status_now(instance: ViewedInstance) -> InstanceStatus:
     """The instance at this moment."""
     return InstanceStatus(instance.record, instance.load, instance.heartbeat_age_s)
@@ -111,8 +148,9 @@ def status_now(instance: ViewedInstance) -> InstanceStatus:
 class ClusterView:
     """Every instance whose lease holds.
 
-    Which instances there are, their states and the sizes of their pools stay the same within one view; the rest of
-    their loads follows their heartbeats. So a decision takes one view and does not wait before it has decided.
+    Which instances there are, their states, their phases and the sizes of their pools stay the same within one view;
+    the rest of their loads follows their heartbeats. So a decision takes one view, and waits for nothing until it has
+    decided.
     """
 
     instances: Mapping[str, ViewedInstance] = field(default_factory=dict)
@@ -121,13 +159,17 @@ class ClusterView:
     """False while the store cannot be reached and this is the last view known."""
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def ready(self, role: Role, model: str | None = None) -> tuple[ViewedInstance, ...]:
-        """The instances of `role` (serving `model`, when named) that take work, in the order of their ids."""
-        return self.derive(("ready", role, model), self._ready, role, model)
+    def ready(self, phase: Phase, model: str | None = None) -> tuple[ViewedInstance, ...]:
+        """The instances that serve `phase` now (of `model`, when named) and take work, in the order of their ids."""
+        return self.derive(("ready", phase, model), self._ready, phase, model)
 
-    def lives(self, roles: frozenset[Role]) -> frozenset[tuple[str, int, InstanceState]]:
-        """Id, incarnation and state of every instance of `roles`."""
-        return self.derive(("lives", roles), self._lives, roles)
+    def ready_predictors(self, model: str) -> tuple[ViewedInstance, ...]:
+        """The predictors of `model` that take work, in the order of their ids."""
+        return self.derive(("predictors", model), self._ready, None, model)
+
+    def broadcast_lives(self) -> frozenset[tuple[str, int, InstanceState]]:
+        """Id, incarnation and state of every instance that the cluster monitor broadcasts."""
+        return self.derive("broadcast lives", self._broadcast_lives)
 
     def derive(self, key: Hashable, compute: Callable[..., ValueT], *args: object) -> ValueT:
         """The value of `compute(*args)`, which is called once per view and key.
@@ -140,21 +182,22 @@ class ClusterView:
             value = self._derived[key] = compute(*args)
             return value
 
-    def _ready(self, role: Role, model: str | None) -> tuple[ViewedInstance, ...]:
+    def _ready(self, phase: Phase | None, model: str | None) -> tuple[ViewedInstance, ...]:
+        """phase: None for predictors."""
         instances = (self.instances[instance_id] for instance_id in sorted(self.instances))
         return tuple(
             instance
             for instance in instances
-            if instance.record.role is role
+            if (instance.record.role is Role.PREDICTOR if phase is None else serves(instance, phase))
             and instance.load.state is InstanceState.READY
             and model in (None, instance.record.model)
         )
 
-    def _lives(self, roles: frozenset[Role]) -> frozenset[tuple[str, int, InstanceState]]:
+    def _broadcast_lives(self) -> frozenset[tuple[str, int, InstanceState]]:
         return frozenset(
             (instance_id, instance.record.incarnation, instance.load.state)
             for instance_id, instance in self.instances.items()
-            if instance.record.role in roles
+            if instance.record.is_broadcast
         )
 
 
@@ -168,4 +211,4 @@ class LoadBroadcast:
     sequence_number: int
     """From 1, rises by one with each broadcast under one token."""
     instances: tuple[InstanceStatus, ...]
-    """Instances of BROADCAST_ROLES whose lease holds, as the leader sees them."""
+    """The instances that are broadcast (InstanceRecord.is_broadcast) and whose lease holds, as the leader sees them."""

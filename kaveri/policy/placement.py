@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import ClusterView, Role, ViewedInstance
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance, serves
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.candidates import Candidates
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
@@ -63,8 +63,6 @@ class HeavyThresholds:
 
 DEFAULT_THRESHOLDS = HeavyThresholds()
 
-_ENGINE_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
-
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -90,7 +88,7 @@ def choose_prefill(
     avoid: Collection[str] = (),
     exclude: Collection[str] = (),
 ) -> ViewedInstance | None:
-    """The ready prefill or colocated instance of `model` to send a request to, or None when none takes one now.
+    """The ready instance of `model` that prefills, to send a request to, or None when none takes one now.
 
     Load is the prompt tokens that wait there: as of the last heartbeat, plus those `unconfirmed`. An instance whose
     queue is full, with the requests that no heartbeat shows yet, takes none.
@@ -121,11 +119,9 @@ def choose_prefill(
             return candidates.any(rng)
 
 
-def missing_roles(view: ClusterView, model: str) -> tuple[Role, ...]:
-    """The roles without which no request for `model` can be served now; a colocated instance needs no other."""
-    if view.ready(Role.COLOCATED, model):
-        return ()
-    return tuple(role for role in (Role.PREFILL, Role.DECODE) if not view.ready(role, model))
+def missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
+    """The phases without which no request for `model` can be served now."""
+    return tuple(phase for phase in Phase if not view.ready(phase, model))
 
 
 def choose_decode(
@@ -212,17 +208,14 @@ def choose_line(
     return max(candidates, key=attraction, default=None)
 
 
-def largest_prompt(
-    view: ClusterView, model: str, roles: Collection[Role], layout: KvLayout | None = None
-) -> int | None:
-    """Most tokens that some instance of `roles` can decode a token after, with its whole pool. None: one does not say,
-    or there is none.
+def largest_prompt(view: ClusterView, model: str, layout: KvLayout | None = None) -> int | None:
+    """Most tokens that some instance can decode a token after, with its whole pool. None: one does not say, or there is
+    none.
 
-    Instances that drain count as well: one of their size may be about to come back. layout: when given, only instances
-    onto whose KV layout it can be mapped.
+    Instances that drain or serve the other phase now count as well: one of their size may be about to come back.
+    layout: when given, only instances to which KV of that layout can be pushed.
     """
-    key = "largest_prompt", model, tuple(roles), layout
-    return view.derive(key, _largest_prompt, view, model, roles, layout)
+    return view.derive(("largest_prompt", model, layout), _largest_prompt, view, model, layout)
 
 
 def max_model_len(view: ClusterView, model: str) -> int:
@@ -237,38 +230,42 @@ def blocks_there(instance: ViewedInstance, token_count: int) -> int:
 
 
 def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
-    colocated = view.ready(Role.COLOCATED, model)
-    if not colocated:
-        return view.ready(Role.PREFILL, model)
-    if not view.ready(Role.DECODE, model):
-        # What prefill computes could go nowhere: colocated instances take no pushes.
-        return colocated
-    return view.derive(("prompt takers", model), lambda: (*view.ready(Role.PREFILL, model), *colocated))
+    return view.derive(("prompt takers", model), _find_prompt_takers, view, model)
+
+
+def _find_prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
+    """The ready instances that prefill: all of them, or those that decode as well while no instance takes pushes."""
+    ready = view.ready(Phase.PREFILL, model)
+    if any(instance.record.takes_pushes for instance in view.ready(Phase.DECODE, model)):
+        return ready
+    return tuple(instance for instance in ready if serves(instance, Phase.DECODE)) or ready
 
 
 def _takers_of_pushes(view: ClusterView, model: str, demand: Demand) -> tuple[ViewedInstance, ...]:
     """The ready decode instances into whose pools the KV can be pushed, as far as layouts tell."""
-    layout = demand.layout
-    if layout is None:
-        return view.ready(Role.DECODE, model)
-
     # By identity: every request of a prefill instance names the same object. The value holds it, so no other object
     # gets its id.
-    return view.derive(("takers of pushes", model, id(layout)), _mappable, view, model, layout)[1]
+    layout = demand.layout
+    return view.derive(("takers of pushes", model, id(layout)), _find_takers, view, model, layout)[1]
 
 
-def _mappable(view: ClusterView, model: str, layout: KvLayout) -> tuple[KvLayout, tuple[ViewedInstance, ...]]:
-    ready = view.ready(Role.DECODE, model)
-    return layout, tuple(instance for instance in ready if layout.is_mappable(instance.record.layout))
+def _find_takers(
+    view: ClusterView, model: str, layout: KvLayout | None
+) -> tuple[KvLayout | None, tuple[ViewedInstance, ...]]:
+    return layout, tuple(
+        instance
+        for instance in view.ready(Phase.DECODE, model)
+        if instance.record.takes_pushes and (layout is None or layout.is_mappable(instance.record.layout))
+    )
 
 
-def _largest_prompt(view: ClusterView, model: str, roles: Collection[Role], layout: KvLayout | None) -> int | None:
+def _largest_prompt(view: ClusterView, model: str, layout: KvLayout | None) -> int | None:
     largest: int | None = None
     for instance in view.instances.values():
         record, total_blocks = instance.record, instance.load.total_blocks
-        if record.role not in roles or record.model != model:
+        if Phase.DECODE not in record.phases or record.model != model:
             continue
-        if layout is not None and not layout.is_mappable(record.layout):
+        if layout is not None and not (record.takes_pushes and layout.is_mappable(record.layout)):
             continue
         if record.layout is None or not total_blocks:
             return None
@@ -283,6 +280,6 @@ def _max_model_len(view: ClusterView, model: str) -> int:
     lengths = (
         instance.record.max_model_len
         for instance in view.instances.values()
-        if instance.record.role in _ENGINE_ROLES and instance.record.model == model
+        if instance.record.phases and instance.record.model == model
     )
     return min(lengths, default=0)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Generic
 
-from kaveri.domain.view import ClusterView, Role, ViewedInstance
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import (
@@ -131,14 +131,14 @@ class RoomSearch(Generic[KeyT]):
 
     def _is_ready(self, view: ClusterView, instance_id: str) -> bool:
         instance = view.instances.get(instance_id)
-        return instance is not None and instance in view.ready(Role.DECODE, self._model)
+        return instance is not None and instance in view.ready(Phase.DECODE, self._model)
 
     def _why_none(self, seeker: Seeker[KeyT], view: ClusterView) -> Hopeless | NoInstance | None:
-        ready = view.ready(Role.DECODE, self._model)
+        ready = [one for one in view.ready(Phase.DECODE, self._model) if one.record.takes_pushes]
         fitting = {one.record.instance_id for one in ready if self._layout.is_mappable(one.record.layout)}
         if fitting and fitting.issubset(seeker.unfit):
             return Hopeless(seeker.unfit[min(fitting)])
-        largest = largest_prompt(view, self._model, (Role.DECODE,), self._layout)
+        largest = largest_prompt(view, self._model, self._layout)
         if largest is not None and seeker.token_count > largest:
             limit = f"at most {largest} tokens: no decode instance holds more"
             return Hopeless(InvalidArgument("token_ids", f"{seeker.token_count} tokens", limit))

@@ -56,6 +56,30 @@ ROLE_COLOCATED: Role.ValueType  # 5
 """Computes prompts and generates their tokens with one engine; nothing is handed over."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _Phase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PHASE_UNSPECIFIED: _Phase.ValueType  # 0
+    """Never sent."""
+    PHASE_PREFILL: _Phase.ValueType  # 1
+    """Computes prompts."""
+    PHASE_DECODE: _Phase.ValueType  # 2
+    """Draws tokens."""
+
+class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
+    """A part of a request's work."""
+
+PHASE_UNSPECIFIED: Phase.ValueType  # 0
+"""Never sent."""
+PHASE_PREFILL: Phase.ValueType  # 1
+"""Computes prompts."""
+PHASE_DECODE: Phase.ValueType  # 2
+"""Draws tokens."""
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
+
 class _InstanceState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -176,6 +200,7 @@ class InstanceRecord(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     LEASE_TTL_S_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Its name, stable over restarts: "decode-0"."""
     incarnation: _builtins.int
@@ -202,6 +227,10 @@ class InstanceRecord(_message.Message):
     def kv_endpoints(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.KvEndpoint]:
         """Where its KV pool takes pushes. Decode instances only."""
 
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
+        """The phases that it can serve. Empty: those of its role."""
+
     def __init__(
         self,
         *,
@@ -216,10 +245,11 @@ class InstanceRecord(_message.Message):
         max_model_len: _builtins.int = ...,
         lease_ttl_s: _builtins.float = ...,
         version: _builtins.str = ...,
+        phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "lease_ttl_s", b"lease_ttl_s", "max_model_len", b"max_model_len", "model", b"model", "role", b"role", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "lease_ttl_s", b"lease_ttl_s", "max_model_len", b"max_model_len", "model", b"model", "phases", b"phases", "role", b"role", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -242,6 +272,8 @@ class InstanceLoad(_message.Message):
     HEAVY_REQUESTS_FIELD_NUMBER: _builtins.int
     LIGHT_REQUESTS_FIELD_NUMBER: _builtins.int
     QUEUE_ROOM_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    PHASE_ORDER_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Rises by one with each heartbeat of an incarnation."""
     state: Global___InstanceState.ValueType
@@ -266,6 +298,12 @@ class InstanceLoad(_message.Message):
     """All other requests here. Decode only."""
     queue_room: _builtins.int
     """Requests that the queue takes before it is full. Prefill only; unset: not stated."""
+    phase_order: _builtins.int
+    """Number of the order that set `phases`. 0: there was none."""
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
+        """The phases that it serves now. Holds when phase_order is not 0; else it serves all that its record names."""
+
     def __init__(
         self,
         *,
@@ -280,10 +318,12 @@ class InstanceLoad(_message.Message):
         heavy_requests: _builtins.int = ...,
         light_requests: _builtins.int = ...,
         queue_room: _builtins.int | None = ...,
+        phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
+        phase_order: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "queue_room", b"queue_room"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_room: _TypeAlias = _typing.Literal["queue_room"]  # noqa: Y015
     _WhichOneofArgType__queue_room: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room"]  # noqa: Y015

@@ -8,6 +8,7 @@ from kaveri.domain.view import (
     InstanceState,
     InstanceStatus,
     LoadBroadcast,
+    Phase,
     Role,
     ViewedInstance,
 )
@@ -34,6 +35,11 @@ _ROLE_TO_PROTO = {
     Role.COLOCATED: cluster_pb2.ROLE_COLOCATED,
 }
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
+_PHASE_TO_PROTO = {
+    Phase.PREFILL: cluster_pb2.PHASE_PREFILL,
+    Phase.DECODE: cluster_pb2.PHASE_DECODE,
+}
+_PHASE_FROM_PROTO = {value: key for key, value in _PHASE_TO_PROTO.items()}
 _STATE_TO_PROTO = {
     InstanceState.READY: cluster_pb2.INSTANCE_STATE_READY,
     InstanceState.DRAINING: cluster_pb2.INSTANCE_STATE_DRAINING,
@@ -188,11 +194,12 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
         max_model_len=record.max_model_len,
         lease_ttl_s=record.lease_ttl_s,
         version=record.version,
+        phases=[_PHASE_TO_PROTO[phase] for phase in record.phases],
     )
 
 
 def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
-    """Raises KeyError for a role of a newer contract, and InvalidArgument."""
+    """Raises KeyError for a role or a phase of a newer contract, and InvalidArgument."""
     return InstanceRecord(
         instance_id=message.instance_id,
         incarnation=message.incarnation,
@@ -205,6 +212,7 @@ def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
         max_model_len=message.max_model_len,
         lease_ttl_s=require_seconds("record.lease_ttl_s", message.lease_ttl_s),
         version=message.version,
+        phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
     )
 
 
@@ -221,6 +229,8 @@ def load_to_proto(load: InstanceLoad) -> cluster_pb2.InstanceLoad:
         heavy_requests=load.heavy_requests,
         light_requests=load.light_requests,
         queue_room=load.queue_room,
+        phases=[_PHASE_TO_PROTO[phase] for phase in load.phases],
+        phase_order=load.phase_order,
     )
 
 
@@ -237,6 +247,8 @@ def load_from_proto(message: cluster_pb2.InstanceLoad) -> InstanceLoad:
         heavy_requests=message.heavy_requests,
         light_requests=message.light_requests,
         queue_room=message.queue_room if message.HasField("queue_room") else None,
+        phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
+        phase_order=message.phase_order,
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import Role
 from kaveri.policy.prediction import PredictorHealth, PredictorStatus, choose_predictor
 from kaveri.telemetry.logs import get_logger
 from services.prefill.predictor_peers import PredictorPeers
@@ -74,5 +73,5 @@ class Predictors:
                 status.record.address,
                 status.load.waiting_requests,
             )
-            for status in self._store.view().ready(Role.PREDICTOR, self._model)
+            for status in self._store.view().ready_predictors(self._model)
         ]

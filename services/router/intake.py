@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import ClusterView, Role
+from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, ModelNotFound
-from kaveri.policy.placement import largest_prompt, max_model_len, missing_roles
+from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
 from kaveri.text.tokenizer import ModelTokenizer, Turn
 from services.router.request_placer import RequestPlacer
 from services.router.requests import AcceptedRequest
@@ -67,7 +67,7 @@ class Intake:
         view = await self._placer.wait_for_instances(deadline_s)
         limit = max_model_len(view, self._model)
         token_ids = await self._tokenize(offered.prompt, limit - 1, deadline_s)
-        largest = largest_prompt(view, self._model, (Role.DECODE, Role.COLOCATED))
+        largest = largest_prompt(view, self._model)
         if largest is not None and len(token_ids) > largest:
             raise InvalidArgument(
                 "prompt", f"{len(token_ids)} tokens", f"at most {largest} tokens: no decode instance holds more"
@@ -149,4 +149,4 @@ def _check_given(prompt: Prompt) -> None:
 
 def is_ready(view: ClusterView, model: str) -> bool:
     """Whether a request for `model` would be served now."""
-    return not missing_roles(view, model)
+    return not missing_phases(view, model)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import ClusterView, Role, ViewedInstance
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance, serves
 from kaveri.errors import (
     DeadlineExceeded,
     InternalError,
@@ -22,7 +22,7 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.policy.placement import PlacementPolicy, choose_prefill, missing_roles
+from kaveri.policy.placement import PlacementPolicy, choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.telemetry.logs import get_logger
@@ -112,7 +112,7 @@ class RequestPlacer:
         until_s = min(deadline_s, time.monotonic() + self._limits.unavailable_after_s)
         while True:
             view = self._store.view()
-            missing = missing_roles(view, self._model)
+            missing = missing_phases(view, self._model)
             if not missing:
                 return view
             try:
@@ -273,7 +273,7 @@ class RequestPlacer:
         prefill = Life(record.instance_id, record.incarnation)
         attempt = Attempt(number, prefill, len(entry.answer.token_ids), entry.accepted.most_tokens)
         # One that does both phases will decode the request too: an abort or a broken stream misses no moment.
-        over = entry.begin(attempt, prefill if record.role is Role.COLOCATED else None)
+        over = entry.begin(attempt, prefill if serves(target, Phase.DECODE) else None)
         await self._prefill(entry, attempt, target, over)
         await over
 

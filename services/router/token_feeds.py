@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from grpc import aio
 
 from kaveri.domain.sampling import FinishReason
-from kaveri.domain.view import ClusterView, InstanceRecord, Role, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
 from kaveri.errors import InternalError, KaveriError, RequestAlreadyExists, Unavailable
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
@@ -62,7 +62,7 @@ class TokenFeeds:
         records = {
             instance_id: status.record
             for instance_id, status in view.instances.items()
-            if status.record.role in (Role.DECODE, Role.COLOCATED)
+            if Phase.DECODE in status.record.phases
         }
         for instance_id, subscription in tuple(self._subscriptions.items()):
             record = records.get(instance_id)

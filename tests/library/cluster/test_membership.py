@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kaveri.cluster.membership import MAX_TICK_S, Membership
 from kaveri.cluster.view_changes import ViewChanges
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 
 _RECORD = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0)
 
@@ -103,16 +103,16 @@ def test_end_of_another_life_is_ignored() -> None:
 def test_a_view_stays_the_same_object_while_only_loads_change_and_shows_them() -> None:
     clock, membership = _membership()
     view = membership.view()
-    assert view.ready(Role.DECODE, "kaveri-tiny") is view.ready(Role.DECODE, "kaveri-tiny")
+    assert view.ready(Phase.DECODE, "kaveri-tiny") is view.ready(Phase.DECODE, "kaveri-tiny")
     membership.learn(_RECORD, InstanceLoad(6, free_blocks=3))
     clock.now_s += 0.5
     assert membership.view() is view
-    (instance,) = view.ready(Role.DECODE, "kaveri-tiny")
+    (instance,) = view.ready(Phase.DECODE, "kaveri-tiny")
     assert instance.load.free_blocks == 3
     assert instance.heartbeat_age_s == 0.5
 
 
-def test_a_view_is_a_new_one_when_an_instance_comes_drains_grows_or_goes() -> None:
+def test_a_view_is_a_new_one_when_an_instance_comes_drains_grows_serves_other_phases_or_goes() -> None:
     clock, membership = _membership()
     other = replace(_RECORD, instance_id="decode-1", model="other")
     seen = [membership.view()]
@@ -120,11 +120,15 @@ def test_a_view_is_a_new_one_when_an_instance_comes_drains_grows_or_goes() -> No
     def ready_ids(model: str | None = None) -> list[str]:
         assert all(membership.view() is not former for former in seen)
         seen.append(membership.view())
-        return [instance.record.instance_id for instance in membership.view().ready(Role.DECODE, model)]
+        return [instance.record.instance_id for instance in membership.view().ready(Phase.DECODE, model)]
 
     membership.learn(other, InstanceLoad(1))
     assert ready_ids() == ["decode-0", "decode-1"]
     membership.learn(other, InstanceLoad(2, total_blocks=9))
+    assert ready_ids("other") == ["decode-1"]
+    membership.learn(other, InstanceLoad(3, total_blocks=9, phases=(), phase_order=1))
+    assert ready_ids("other") == []
+    membership.learn(other, InstanceLoad(4, total_blocks=9, phases=(Phase.DECODE,), phase_order=2))
     assert ready_ids("other") == ["decode-1"]
     membership.learn(_RECORD, InstanceLoad(6, InstanceState.DRAINING))
     assert ready_ids() == ["decode-1"]

@@ -15,6 +15,7 @@ from kaveri.domain.view import (
     InstanceRecord,
     InstanceState,
     InstanceStatus,
+    Phase,
     Role,
     ViewedInstance,
 )
@@ -29,7 +30,7 @@ from kaveri.policy.placement import (
     choose_line,
     choose_prefill,
     largest_prompt,
-    missing_roles,
+    missing_phases,
 )
 from kaveri.policy.unconfirmed import UnconfirmedWork
 
@@ -77,7 +78,7 @@ def test_prefill_goes_to_a_ready_instance_of_the_model_whenever_there_is_one(
     view: ClusterView, policy: PlacementPolicy, seed: int, turn: int
 ) -> None:
     chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), policy, random.Random(seed), turn)
-    ready = [*view.ready(Role.PREFILL, MODEL), *view.ready(Role.COLOCATED, MODEL)]
+    ready = view.ready(Phase.PREFILL, MODEL)
     assert (chosen in ready) if ready else (chosen is None)
 
 
@@ -87,7 +88,11 @@ def test_decode_goes_to_a_ready_instance_with_room_whenever_there_is_one(
 ) -> None:
     demand = Demand(needed_blocks, predicted=needed_blocks + seed % 3, heavy=heavy)
     chosen = choose_decode(view, MODEL, demand, UnconfirmedWork[str](), policy, random.Random(seed), turn=seed)
-    fitting = [entry for entry in view.ready(Role.DECODE, MODEL) if entry.load.free_blocks >= needed_blocks]
+    fitting = [
+        entry
+        for entry in view.ready(Phase.DECODE, MODEL)
+        if entry.record.takes_pushes and entry.load.free_blocks >= needed_blocks
+    ]
     assert (chosen in fitting) if fitting else (chosen is None)
 
 
@@ -107,21 +112,21 @@ def test_the_same_seed_makes_the_same_choice(view: ClusterView, policy: Placemen
 def test_whoever_is_chosen_while_no_role_is_missing_can_see_the_request_to_its_end(
     view: ClusterView, policy: PlacementPolicy, seed: int
 ) -> None:
-    if missing_roles(view, MODEL):
+    if missing_phases(view, MODEL):
         return
     chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), policy, random.Random(seed))
     assert chosen is not None
-    assert chosen.record.role is Role.COLOCATED or view.ready(Role.DECODE, MODEL)
+    assert chosen.record.role is Role.COLOCATED or view.ready(Phase.DECODE, MODEL)
 
 
 def test_a_colocated_instance_needs_no_other_and_both_kinds_share_the_load() -> None:
     prefill, decode = status("p0", Role.PREFILL), status("d0", Role.DECODE)
     colocated = status("c0", Role.COLOCATED)
-    assert missing_roles(view_of(), MODEL) == (Role.PREFILL, Role.DECODE)
-    assert missing_roles(view_of(prefill), MODEL) == (Role.DECODE,)
-    assert missing_roles(view_of(prefill, decode), MODEL) == ()
-    assert missing_roles(view_of(colocated), MODEL) == ()
-    assert missing_roles(view_of(status("c0", Role.COLOCATED, state=InstanceState.DRAINING)), MODEL) != ()
+    assert missing_phases(view_of(), MODEL) == (Phase.PREFILL, Phase.DECODE)
+    assert missing_phases(view_of(prefill), MODEL) == (Phase.DECODE,)
+    assert missing_phases(view_of(prefill, decode), MODEL) == ()
+    assert missing_phases(view_of(colocated), MODEL) == ()
+    assert missing_phases(view_of(status("c0", Role.COLOCATED, state=InstanceState.DRAINING)), MODEL) != ()
 
     def chosen(*statuses: InstanceStatus) -> set[str]:
         nothing, rng = UnconfirmedWork[str](), random.Random(1)
@@ -379,8 +384,8 @@ def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more()
         entry = status(instance_id, role, total_blocks=total_blocks)
         return replace(entry, record=replace(entry.record, **{"layout": LAYOUT, **record}))  # type: ignore[arg-type]
 
-    def largest(*statuses: InstanceStatus, roles: tuple[Role, ...] = (Role.DECODE,)) -> int | None:
-        return largest_prompt(view_of(*statuses), MODEL, roles, LAYOUT)
+    def largest(*statuses: InstanceStatus) -> int | None:
+        return largest_prompt(view_of(*statuses), MODEL, LAYOUT)
 
     tokens = LAYOUT.block_tokens
     assert largest() is None
@@ -389,14 +394,13 @@ def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more()
     assert largest(decode("d0", 2, max_model_len=3 * tokens)) == 2 * tokens - 1
     # Who does not say how large it is may be large enough.
     assert largest(decode("d0", 3), decode("d1", 0)) is None
-    assert largest_prompt(view_of(decode("d0", 3, layout=None)), MODEL, (Role.DECODE,)) is None
+    assert largest_prompt(view_of(decode("d0", 3, layout=None)), MODEL) is None
     # Others do not count: another model's, another role's, one whose pool cannot take the KV.
     other = replace(LAYOUT, model_fingerprint="other")
     assert largest(decode("d0", 3), decode("d1", 9, model="other"), decode("d2", 9, layout=other)) == 3 * tokens - 1
-    assert largest(decode("d0", 3), decode("c0", 9, Role.COLOCATED)) == 3 * tokens - 1
-    assert largest(decode("d0", 3), decode("c0", 9, Role.COLOCATED), roles=(Role.DECODE, Role.COLOCATED)) == (
-        9 * tokens - 1
-    )
+    assert largest(decode("d0", 3), decode("c0", 9, Role.COLOCATED)) == 3 * tokens - 1, "it takes no pushes"
+    # Without a layout nothing is pushed.
+    assert largest_prompt(view_of(decode("d0", 3), decode("c0", 9, Role.COLOCATED)), MODEL) == 9 * tokens - 1
 
 
 def test_a_prefill_instance_whose_queue_is_full_takes_no_request() -> None:
@@ -422,3 +426,20 @@ def test_a_prefill_instance_whose_queue_is_full_takes_no_request() -> None:
     assert chosen(target, exclude={"p0"}) is None
     assert chosen(target, avoid={"p0"}) is target
     assert chosen(target, status("p1"), avoid={"p1"}, exclude={"p0"}) == status("p1")
+
+
+def test_an_instance_is_asked_for_the_phases_that_an_order_in_its_load_names() -> None:
+    def ordered(*phases: Phase, order: int = 1) -> InstanceStatus:
+        return status("c0", Role.COLOCATED, phases=phases, phase_order=order, free_blocks=9)
+
+    def ids(view: ClusterView) -> tuple[list[str], ...]:
+        return tuple([entry.record.instance_id for entry in view.ready(phase, MODEL)] for phase in Phase)
+
+    assert ids(view_of(status("c0", Role.COLOCATED))) == (["c0"], ["c0"])
+    assert ids(view_of(ordered(Phase.DECODE, order=0))) == (["c0"], ["c0"]), "no order was given"
+    assert ids(view_of(ordered(Phase.PREFILL))) == (["c0"], [])
+    assert ids(view_of(ordered())) == ([], [])
+    assert missing_phases(view_of(ordered(Phase.PREFILL)), MODEL) == (Phase.DECODE,)
+    both = view_of(ordered(Phase.PREFILL), status("d0", Role.DECODE))
+    chosen = choose_prefill(both, MODEL, UnconfirmedWork[str](), PlacementPolicy.LEAST_LOADED, random.Random(0))
+    assert chosen is both.instances["c0"], "the other one takes pushes"

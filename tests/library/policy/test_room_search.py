@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import DecodePlacementPolicy
@@ -124,13 +124,13 @@ def test_a_request_that_could_be_served_always_asks_waits_or_rests(
     for number in resting:
         search.rest(f"d{number}", 1.0)
     view = view_of(*statuses)
-    ready = {status.record.instance_id for status in view.ready(Role.DECODE, MODEL)}
+    ready = {status.record.instance_id for status in view.ready(Phase.DECODE, MODEL)}
     needed = LAYOUT.block_count(token_count + 1)
     at = f"d{waits_at}" if waits_at >= 0 else None
     found = search.look(seeker(token_count, waits_at=at), view, 0.0)
     free_elsewhere = {
         status.record.instance_id
-        for status in view.ready(Role.DECODE, MODEL)
+        for status in view.ready(Phase.DECODE, MODEL)
         if status.load.free_blocks >= needed and status.record.instance_id not in {at, *(f"d{n}" for n in resting)}
     }
     match found:
