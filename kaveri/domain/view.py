@@ -149,7 +149,7 @@ class ClusterView:
     """Every instance whose lease holds.
 
     Which instances there are, their states, their phases and the sizes of their pools stay the same within one view;
-    the rest of their loads follows their heartbeats. So a decision takes one view, and waits for nothing until it has
+    the rest of their loads follows their heartbeats. So a decision takes one view, and does not wait before it has
     decided.
     """
 
