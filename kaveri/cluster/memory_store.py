@@ -175,7 +175,11 @@ class MemoryCluster:
     def request(self, request_id: str) -> RequestClaim | None:
         """The claim of a request id."""
         record, expires_at_s = self._requests.get(request_id, (None, 0.0))
-        return record if expires_at_s > time.monotonic() else None
+        if expires_at_s > time.monotonic():
+            return record
+        # For good: a clock that jumps back must not bring it back.
+        self._requests.pop(request_id, None)
+        return None
 
     def put_request(self, claim: RequestClaim, ttl_s: float) -> None:
         """Enters or replaces a claim."""

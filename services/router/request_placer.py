@@ -176,6 +176,8 @@ class RequestPlacer:
             if (pause_s := retry.pause_until_s - time.monotonic()) > 0:
                 await asyncio.sleep(pause_s)
             target = await self._choose(entry, retry)
+            if entry.ended:
+                return  # While it waited; the end of the client's RPC has not reached this task yet.
             number += 1
             self._numbers.note(entry.request_id, number, time.monotonic())
             metrics.ATTEMPTS.inc()

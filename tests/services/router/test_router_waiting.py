@@ -13,7 +13,7 @@ from grpc import aio
 
 from kaveri.errors import NoCapacity
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import inference_pb2
+from kaveri.v1 import inference_pb2, sampling_pb2
 from tests.services.router.cluster_script import ScriptedCluster, answer, ask, collect, eventually, tokens_of
 
 CODES = grpc.StatusCode
@@ -208,3 +208,22 @@ async def test_while_one_instance_is_out_of_reach_requests_go_to_the_other(clust
     async with cluster.router(max_attempts=1) as router:
         await check_answers(ask_many(router, 8))
     assert len(cluster.prefills["prefill-1"].requests) == 8
+
+
+async def test_a_request_that_ends_in_the_moment_in_which_it_gets_an_instance_is_not_sent(
+    single: ScriptedCluster, lines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with single.router() as router:
+        placer = router.router.placer
+        choose = placer._choose
+
+        async def choose_and_end(entry: Any, retry: Any) -> Any:
+            target = await choose(entry, retry)
+            entry.cancel()
+            return target
+
+        monkeypatch.setattr(placer, "_choose", choose_and_end)
+        responses = await collect(router.stub.Generate(ask((300,), request_id="r0"), timeout=30))
+    assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
+    assert sent(single) == 0
+    assert not [line for line in lines if line["log_level"] == "error"]
