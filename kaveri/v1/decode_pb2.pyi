@@ -22,6 +22,118 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class AttachRequest(_message.Message):
+    """Asks for a request that another router, or an earlier session, began. Also in PrefillService."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GENERATED_COUNT_FIELD_NUMBER: _builtins.int
+    LANDED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    session: _builtins.int
+    """The new owner's session. (session, attempt) must be above the present owner's, or the same."""
+    attempt: _builtins.int
+    """The new owner's attempt: the caller's own count, from 1 on."""
+    router_id: _builtins.str
+    """The caller, as in PrefillRequest."""
+    secret: _builtins.bytes
+    """The request's secret."""
+    generated_count: _builtins.int
+    """How many of token_ids the client has: the index of the next one."""
+    landed: _builtins.bool
+    """At decode: refuse a request whose KV has not landed. It is still prefill's."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompt, followed by the tokens that the client has."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        session: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        router_id: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        generated_count: _builtins.int = ...,
+        landed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "landed", b"landed", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class Attached(_message.Message):
+    """What the new owner must know of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    max_tokens: _builtins.int
+    """The request's SamplingParams.max_tokens: its first router has resolved it."""
+    first_index: _builtins.int
+    """Index of the token that prefill draws, or drew, in this placement."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens from generated_count to first_index: the client lacks them, and earlier placements have drawn them."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: _builtins.int = ...,
+        first_index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "max_tokens", b"max_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attached: _TypeAlias = Attached  # noqa: Y015
+
+@_typing.final
+class AttachResponse(_message.Message):
+    """The outcome of Attach at decode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACHED_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """The life of the decode instance."""
+    @_builtins.property
+    def attached(self) -> Global___Attached:
+        """What the caller must know."""
+
+    def __init__(
+        self,
+        *,
+        attached: Global___Attached | None = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
 class ReserveRequest(_message.Message):
     """A request for room."""
 
@@ -37,11 +149,13 @@ class ReserveRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PREDICTED_LENGTH_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
-    """Which placement of the request this is, from 1 to 2^31 - 1. An older attempt of the same request is aborted first.
-    So is a request of another router with the same id, and its router gets an error on its stream.
+    """As in PrefillRequest. An older owner of the same request is aborted first. So is another request with the same id,
+    and its router gets an error on its stream.
     """
     router_id: _builtins.str
     """As in PrefillRequest."""
@@ -51,6 +165,10 @@ class ReserveRequest(_message.Message):
     """Seconds that are left until the request's deadline."""
     wait: _builtins.bool
     """Whether to wait in line when there is no room now. Otherwise the request is refused then."""
+    session: _builtins.int
+    """As in PrefillRequest."""
+    secret: _builtins.bytes
+    """As in PrefillRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated. Kept to recompute after a preemption."""
@@ -80,10 +198,12 @@ class ReserveRequest(_message.Message):
         layout: _kv_pb2.KvLayout | None = ...,
         predicted_length: _predictor_pb2.PredictedLength | None = ...,
         wait: _builtins.bool = ...,
+        session: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "request_id", b"request_id", "router_id", b"router_id", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -158,22 +278,30 @@ class AttemptId(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     attempt: _builtins.int
     """This attempt and all older ones."""
     router_id: _builtins.str
     """The router that the request belongs to, as in PrefillRequest."""
+    session: _builtins.int
+    """The owner's session: (session, attempt) and all older owners."""
+    secret: _builtins.bytes
+    """The request's secret, where it has one."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         router_id: _builtins.str = ...,
+        session: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,24 +331,66 @@ class StreamTokensRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router_id that the router puts into its PrefillRequests."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamedRequest]:
+        """The requests that the router waits for here, and what it has of each. One that is not here, or has another owner
+        by now, gets an error on the stream.
+        """
+
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        requests: _abc.Iterable[Global___StreamedRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamTokensRequest: _TypeAlias = StreamTokensRequest  # noqa: Y015
 
 @_typing.final
+class StreamedRequest(_message.Message):
+    """A request whose tokens a router waits for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    session: _builtins.int
+    """The owner's session."""
+    attempt: _builtins.int
+    """The owner's attempt."""
+    next_index: _builtins.int
+    """Index of the next token that the router lacks."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        session: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        next_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "next_index", b"next_index", "request_id", b"request_id", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamedRequest: _TypeAlias = StreamedRequest  # noqa: Y015
+
+@_typing.final
 class StreamTokensResponse(_message.Message):
-    """The tokens of one engine step."""
+    """The tokens of one engine step. A message without requests is a beat: it shows that the instance lives."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -269,10 +439,11 @@ class RequestTokens(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     REPLACED_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     attempt: _builtins.int
-    """Which placement generated them."""
+    """The owner's attempt."""
     index: _builtins.int
     """Index of the first of token_ids within the answer."""
     finish_reason: _sampling_pb2.FinishReason.ValueType
@@ -280,7 +451,11 @@ class RequestTokens(_message.Message):
     error: _builtins.str
     """Set when the request could not go on (an engine fault, say); the router places it again."""
     replaced: _builtins.bool
-    """Set with error when another router has begun a request with the same id: this one must not be placed again."""
+    """Set with error when another request with the same id has begun, or a later session of this one was attached: the
+    router must not place it again.
+    """
+    session: _builtins.int
+    """The owner's session."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One token per engine step; several when the stream was slower than the engine."""
@@ -305,10 +480,11 @@ class RequestTokens(_message.Message):
         timing: Global___DecodeTiming | None = ...,
         error: _builtins.str = ...,
         replaced: _builtins.bool = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "replaced", b"replaced", "request_id", b"request_id", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "replaced", b"replaced", "request_id", b"request_id", "session", b"session", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,11 @@ class DecodeServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_unary(
+                '/kaveri.v1.DecodeService/Attach',
+                request_serializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer(object):
@@ -60,10 +65,10 @@ class DecodeServiceServicer(object):
         """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. With `wait` a
         request without room waits here in line until it has room: the answer comes then. Ending the RPC, by cancellation or
         by its deadline, gives the place in line up, or the room that was just granted. The reservation ends by landing, by
-        Abort, by expiry, or when the router's token stream ends. A client that cancels sends Abort too: the answer may have
-        been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
-        never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
-        router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
+        Abort, by expiry, or --orphan-grace-s after the router's token stream has ended. A client that cancels sends Abort
+        too: the answer may have been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
+        never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer owner is known), ALREADY_EXISTS (another
+        request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
         UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -71,16 +76,32 @@ class DecodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
-        are ignored. When a prefill instance ends a request that has landed, its router gets an error on its stream.
+        """Ends requests and frees their KV cache, in whatever phase they are. Ignored: unknown requests, and those that belong
+        to a newer owner by now. When a prefill instance ends a request that has landed, its router gets an error on its
+        stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamTokens(self, request, context):
-        """Streams the tokens of all requests of one router, one message per engine step. When it ends, the requests that
-        it carried are aborted: a broken stream is a lost attempt. A newer stream of the same router replaces an older.
+        """Streams the tokens of all requests of one router, one message per engine step. When it ends, its requests are
+        orphans: they go on, and their tokens are kept, until --orphan-grace-s is over or their deadline has passed. A newer
+        stream of the same router replaces an older one and goes on where that one ended; `requests` in its first message
+        names those that must go on at another index, because what was sent may have been lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """Makes the caller the router of a request that is here, or whose answer ended here less than --orphan-grace-s ago.
+        Its tokens go to the caller's StreamTokens from index `generated_count` on, under the new (session, attempt); nothing
+        is computed. Tokens that were drawn before are repeated with their log-probabilities. The former router gets an
+        error with `replaced` on its stream. The same owner may attach again. Errors: NOT_FOUND (the request is not here; or
+        its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
+        is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
+        tokens than were generated).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,6 +124,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.StreamTokens,
                     request_deserializer=kaveri_dot_v1_dot_decode__pb2.StreamTokensRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_decode__pb2.StreamTokensResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_decode__pb2.AttachResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -187,6 +213,33 @@ class DecodeService(object):
             '/kaveri.v1.DecodeService/StreamTokens',
             kaveri_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
             kaveri_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.DecodeService/Attach',
+            kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
+            kaveri_dot_v1_dot_decode__pb2.AttachResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,19 +37,31 @@ class DecodeServiceStub:
     """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. With `wait` a
     request without room waits here in line until it has room: the answer comes then. Ending the RPC, by cancellation or
     by its deadline, gives the place in line up, or the room that was just granted. The reservation ends by landing, by
-    Abort, by expiry, or when the router's token stream ends. A client that cancels sends Abort too: the answer may have
-    been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
-    never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
-    router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
+    Abort, by expiry, or --orphan-grace-s after the router's token stream has ended. A client that cancels sends Abort
+    too: the answer may have been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
+    never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer owner is known), ALREADY_EXISTS (another
+    request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
     UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
-    """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
-    are ignored. When a prefill instance ends a request that has landed, its router gets an error on its stream.
+    """Ends requests and frees their KV cache, in whatever phase they are. Ignored: unknown requests, and those that belong
+    to a newer owner by now. When a prefill instance ends a request that has landed, its router gets an error on its
+    stream.
     """
     StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
-    """Streams the tokens of all requests of one router, one message per engine step. When it ends, the requests that
-    it carried are aborted: a broken stream is a lost attempt. A newer stream of the same router replaces an older.
+    """Streams the tokens of all requests of one router, one message per engine step. When it ends, its requests are
+    orphans: they go on, and their tokens are kept, until --orphan-grace-s is over or their deadline has passed. A newer
+    stream of the same router replaces an older one and goes on where that one ended; `requests` in its first message
+    names those that must go on at another index, because what was sent may have been lost.
+    """
+    Attach: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]
+    """Makes the caller the router of a request that is here, or whose answer ended here less than --orphan-grace-s ago.
+    Its tokens go to the caller's StreamTokens from index `generated_count` on, under the new (session, attempt); nothing
+    is computed. Tokens that were drawn before are repeated with their log-probabilities. The former router gets an
+    error with `replaced` on its stream. The same owner may attach again. Errors: NOT_FOUND (the request is not here; or
+    its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
+    is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
+    tokens than were generated).
     """
 
 @_typing.type_check_only
@@ -61,19 +73,31 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. With `wait` a
     request without room waits here in line until it has room: the answer comes then. Ending the RPC, by cancellation or
     by its deadline, gives the place in line up, or the room that was just granted. The reservation ends by landing, by
-    Abort, by expiry, or when the router's token stream ends. A client that cancels sends Abort too: the answer may have
-    been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
-    never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
-    router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
+    Abort, by expiry, or --orphan-grace-s after the router's token stream has ended. A client that cancels sends Abort
+    too: the answer may have been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
+    never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer owner is known), ALREADY_EXISTS (another
+    request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
     UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
-    are ignored. When a prefill instance ends a request that has landed, its router gets an error on its stream.
+    """Ends requests and frees their KV cache, in whatever phase they are. Ignored: unknown requests, and those that belong
+    to a newer owner by now. When a prefill instance ends a request that has landed, its router gets an error on its
+    stream.
     """
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
-    """Streams the tokens of all requests of one router, one message per engine step. When it ends, the requests that
-    it carried are aborted: a broken stream is a lost attempt. A newer stream of the same router replaces an older.
+    """Streams the tokens of all requests of one router, one message per engine step. When it ends, its requests are
+    orphans: they go on, and their tokens are kept, until --orphan-grace-s is over or their deadline has passed. A newer
+    stream of the same router replaces an older one and goes on where that one ended; `requests` in its first message
+    names those that must go on at another index, because what was sent may have been lost.
+    """
+    Attach: _aio.UnaryUnaryMultiCallable[_decode_pb2.AttachRequest, _decode_pb2.AttachResponse]  # type: ignore[assignment]
+    """Makes the caller the router of a request that is here, or whose answer ended here less than --orphan-grace-s ago.
+    Its tokens go to the caller's StreamTokens from index `generated_count` on, under the new (session, attempt); nothing
+    is computed. Tokens that were drawn before are repeated with their log-probabilities. The former router gets an
+    error with `replaced` on its stream. The same owner may attach again. Errors: NOT_FOUND (the request is not here; or
+    its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
+    is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
+    tokens than were generated).
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -88,10 +112,10 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reserves room for a request and grants a ticket to push its KV cache. Called by prefill instances. With `wait` a
         request without room waits here in line until it has room: the answer comes then. Ending the RPC, by cancellation or
         by its deadline, gives the place in line up, or the room that was just granted. The reservation ends by landing, by
-        Abort, by expiry, or when the router's token stream ends. A client that cancels sends Abort too: the answer may have
-        been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
-        never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer attempt is known), ALREADY_EXISTS (another
-        router has begun a request with the same id while this one was waiting), CANCELLED (aborted meanwhile),
+        Abort, by expiry, or --orphan-grace-s after the router's token stream has ended. A client that cancels sends Abort
+        too: the answer may have been on its way. Errors: RESOURCE_EXHAUSTED (no room now and not waiting, or the line is full), INVALID_ARGUMENT (can
+        never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer owner is known), ALREADY_EXISTS (another
+        request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
         UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
         """
 
@@ -101,8 +125,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
-        """Ends requests and frees their KV cache, in whatever phase they are. Unknown requests, and those of other routers,
-        are ignored. When a prefill instance ends a request that has landed, its router gets an error on its stream.
+        """Ends requests and frees their KV cache, in whatever phase they are. Ignored: unknown requests, and those that belong
+        to a newer owner by now. When a prefill instance ends a request that has landed, its router gets an error on its
+        stream.
         """
 
     @_abc_1.abstractmethod
@@ -111,8 +136,25 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.StreamTokensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.StreamTokensResponse], _abc.AsyncIterator[_decode_pb2.StreamTokensResponse]]:
-        """Streams the tokens of all requests of one router, one message per engine step. When it ends, the requests that
-        it carried are aborted: a broken stream is a lost attempt. A newer stream of the same router replaces an older.
+        """Streams the tokens of all requests of one router, one message per engine step. When it ends, its requests are
+        orphans: they go on, and their tokens are kept, until --orphan-grace-s is over or their deadline has passed. A newer
+        stream of the same router replaces an older one and goes on where that one ended; `requests` in its first message
+        names those that must go on at another index, because what was sent may have been lost.
+        """
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _decode_pb2.AttachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.AttachResponse, _abc.Awaitable[_decode_pb2.AttachResponse]]:
+        """Makes the caller the router of a request that is here, or whose answer ended here less than --orphan-grace-s ago.
+        Its tokens go to the caller's StreamTokens from index `generated_count` on, under the new (session, attempt); nothing
+        is computed. Tokens that were drawn before are repeated with their log-probabilities. The former router gets an
+        error with `replaced` on its stream. The same owner may attach again. Errors: NOT_FOUND (the request is not here; or
+        its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
+        is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
+        tokens than were generated).
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -31,12 +31,23 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     PARAMS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Unset: the only model that the router serves."""
     request_id: _builtins.str
     """The caller's own id and idempotency key, at most 128 bytes. Unset: the router makes one."""
     text: _builtins.str
     """Text, tokenized as it is: special tokens in it are special tokens."""
+    session: _builtins.int
+    """Counted by the client: 0 for a new request, one more with each re-attach. At most 65535. Above 0: request_id, secret
+    and params.seed must be set, and the session must be above every earlier one of the request.
+    """
+    secret: _builtins.bytes
+    """16 to 64 random bytes, drawn once per request by the client and given with every session: it shows that a re-attach
+    comes from the request's own client. Unset: the request cannot be re-attached.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids of the model's vocabulary."""
@@ -49,6 +60,10 @@ class GenerateRequest(_message.Message):
     def params(self) -> _sampling_pb2.SamplingParams:
         """How to draw tokens and when to stop. Unset: the defaults of SamplingParams."""
 
+    @_builtins.property
+    def received(self) -> Global___Received:
+        """What the client has of the answer. Only when session is above 0; unset: nothing."""
+
     def __init__(
         self,
         *,
@@ -58,16 +73,91 @@ class GenerateRequest(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         messages: Global___Messages | None = ...,
         params: _sampling_pb2.SamplingParams | None = ...,
+        session: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
+        received: Global___Received | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "params", b"params", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "params", b"params", "prompt", b"prompt", "received", b"received", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "params", b"params", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "params", b"params", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "secret", b"secret", "session", b"session", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Received(_message.Message):
+    """What a client has received of an answer, over all sessions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHARACTERS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    characters: _builtins.int
+    """Characters (Unicode code points) of text. The answer goes on with exactly the next one."""
+    max_tokens: _builtins.int
+    """GenerateResponse.max_tokens. 0: no response was received."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All tokens, from index 0 on."""
+
+    @_builtins.property
+    def owner(self) -> Global___OwnerHint:
+        """The last GenerateResponse.owner. Only a hint: wrong or old ones cost time and nothing else."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        characters: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        owner: Global___OwnerHint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["characters", b"characters", "max_tokens", b"max_tokens", "owner", b"owner", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Received: _TypeAlias = Received  # noqa: Y015
+
+@_typing.final
+class OwnerHint(_message.Message):
+    """Which lives of instances had a request last. Fields are empty or 0 where there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_INCARNATION_FIELD_NUMBER: _builtins.int
+    DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    prefill_instance_id: _builtins.str
+    """The prefill instance, or the one that does both phases."""
+    prefill_incarnation: _builtins.int
+    """Its life."""
+    decode_instance_id: _builtins.str
+    """The decode instance."""
+    decode_incarnation: _builtins.int
+    """Its life."""
+    def __init__(
+        self,
+        *,
+        prefill_instance_id: _builtins.str = ...,
+        prefill_incarnation: _builtins.int = ...,
+        decode_instance_id: _builtins.str = ...,
+        decode_incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id", "prefill_incarnation", b"prefill_incarnation", "prefill_instance_id", b"prefill_instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnerHint: _TypeAlias = OwnerHint  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -147,8 +237,8 @@ Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A piece of the answer. The first one carries the first token, unless the request was cancelled before it; the last
-    one carries finish_reason, usage and timing.
+    """A piece of the answer. The first one carries the first token that the client has not received, unless there is none;
+    the last one carries finish_reason, usage and timing.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -161,6 +251,9 @@ class GenerateResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUTERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, on the first response only."""
     index: _builtins.int
@@ -171,6 +264,8 @@ class GenerateResponse(_message.Message):
     """
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Set on the last response."""
+    max_tokens: _builtins.int
+    """On the first response: SamplingParams.max_tokens as it was resolved. Give it back in Received."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens since the last response; several when the client is slower than the model."""
@@ -187,6 +282,14 @@ class GenerateResponse(_message.Message):
     def timing(self) -> Global___Timing:
         """Set on the last response."""
 
+    @_builtins.property
+    def owner(self) -> Global___OwnerHint:
+        """On the first response, and when it has changed since the last one: give it back in Received."""
+
+    @_builtins.property
+    def routers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """On the first response: addresses ("host:port") of the cluster's routers, this one included, to re-attach through."""
+
     def __init__(
         self,
         *,
@@ -198,10 +301,13 @@ class GenerateResponse(_message.Message):
         finish_reason: _sampling_pb2.FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
+        owner: Global___OwnerHint | None = ...,
+        max_tokens: _builtins.int = ...,
+        routers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "owner", b"owner", "request_id", b"request_id", "routers", b"routers", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -218,7 +324,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt after tokenizing and the chat template."""
     completion_tokens: _builtins.int
-    """Tokens generated and delivered."""
+    """Tokens generated and delivered, over all sessions."""
     def __init__(
         self,
         *,
@@ -255,6 +361,7 @@ class Timing(_message.Message):
     KV_TRANSPORT_FIELD_NUMBER: _builtins.int
     TTFT_S_FIELD_NUMBER: _builtins.int
     E2E_S_FIELD_NUMBER: _builtins.int
+    REATTACHES_FIELD_NUMBER: _builtins.int
     router_s: _builtins.float
     """In the router, before the request was sent to a prefill instance: checks, tokenizing, admission, placement."""
     prefill_queue_s: _builtins.float
@@ -283,6 +390,10 @@ class Timing(_message.Message):
     """From the request's arrival at the router to its first token there."""
     e2e_s: _builtins.float
     """From the request's arrival at the router to its last token there."""
+    reattaches: _builtins.int
+    """How often the client has re-attached: the session. All else is of the last session's router, which knows of an
+    attempt that it took over only what happened since, and what prefill repeated.
+    """
     def __init__(
         self,
         *,
@@ -300,10 +411,11 @@ class Timing(_message.Message):
         kv_transport: _builtins.str = ...,
         ttft_s: _builtins.float = ...,
         e2e_s: _builtins.float = ...,
+        reattaches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_instance_id", b"decode_instance_id", "decode_queue_s", b"decode_queue_s", "decode_s", b"decode_s", "e2e_s", b"e2e_s", "kv_bytes", b"kv_bytes", "kv_tail_s", b"kv_tail_s", "kv_transfer_s", b"kv_transfer_s", "kv_transport", b"kv_transport", "prefill_instance_id", b"prefill_instance_id", "prefill_queue_s", b"prefill_queue_s", "prefill_s", b"prefill_s", "router_s", b"router_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_instance_id", b"decode_instance_id", "decode_queue_s", b"decode_queue_s", "decode_s", b"decode_s", "e2e_s", b"e2e_s", "kv_bytes", b"kv_bytes", "kv_tail_s", b"kv_tail_s", "kv_transfer_s", b"kv_transfer_s", "kv_transport", b"kv_transport", "prefill_instance_id", b"prefill_instance_id", "prefill_queue_s", b"prefill_queue_s", "prefill_s", b"prefill_s", "reattaches", b"reattaches", "router_s", b"router_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,16 +428,20 @@ class CancelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FORWARDED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id given to Generate, or made by the router."""
+    forwarded: _builtins.bool
+    """Set by a router that passes the call on to the others: it is not passed on again."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        forwarded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwarded", b"forwarded", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,7 +455,7 @@ class CancelResponse(_message.Message):
 
     FOUND_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
-    """False when no such request was in flight on this router."""
+    """False when no such request was in flight on any router that could be reached."""
     def __init__(
         self,
         *,

@@ -64,15 +64,21 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Generates an answer and streams it. The RPC's deadline is the request's deadline; cancelling the RPC cancels
         the request everywhere. Errors: INVALID_ARGUMENT (names field, value and limit), NOT_FOUND (model),
-        ALREADY_EXISTS (request_id is in flight), RESOURCE_EXHAUSTED (with a google.rpc.RetryInfo), UNAVAILABLE
-        (no instance is left to serve it), DEADLINE_EXCEEDED.
+        ALREADY_EXISTS (request_id is in flight, or a later session of it has been attached elsewhere), RESOURCE_EXHAUSTED
+        (with a google.rpc.RetryInfo), UNAVAILABLE (no instance is left to serve it), DEADLINE_EXCEEDED.
+
+        Re-attaching: when a router dies or cannot be reached, a client that gave a secret calls Generate again, on any
+        router, with the same request_id, prompt, params and secret, the next session, and what it has received. The
+        router finds the instances that have the request and goes on where the client is: nothing is computed again. If no
+        instance has it, the router places it again, behind the tokens that the client has. A session ends all earlier ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a request in flight by its id. The Generate stream ends with FINISH_REASON_CANCELLED.
+        """Cancels a request in flight by its id, on whichever router it is. The Generate stream ends with
+        FINISH_REASON_CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

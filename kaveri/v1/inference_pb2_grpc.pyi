@@ -36,11 +36,18 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates an answer and streams it. The RPC's deadline is the request's deadline; cancelling the RPC cancels
     the request everywhere. Errors: INVALID_ARGUMENT (names field, value and limit), NOT_FOUND (model),
-    ALREADY_EXISTS (request_id is in flight), RESOURCE_EXHAUSTED (with a google.rpc.RetryInfo), UNAVAILABLE
-    (no instance is left to serve it), DEADLINE_EXCEEDED.
+    ALREADY_EXISTS (request_id is in flight, or a later session of it has been attached elsewhere), RESOURCE_EXHAUSTED
+    (with a google.rpc.RetryInfo), UNAVAILABLE (no instance is left to serve it), DEADLINE_EXCEEDED.
+
+    Re-attaching: when a router dies or cannot be reached, a client that gave a secret calls Generate again, on any
+    router, with the same request_id, prompt, params and secret, the next session, and what it has received. The
+    router finds the instances that have the request and goes on where the client is: nothing is computed again. If no
+    instance has it, the router places it again, behind the tokens that the client has. A session ends all earlier ones.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
-    """Cancels a request in flight by its id. The Generate stream ends with FINISH_REASON_CANCELLED."""
+    """Cancels a request in flight by its id, on whichever router it is. The Generate stream ends with
+    FINISH_REASON_CANCELLED.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models that can be asked for."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
@@ -54,11 +61,18 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates an answer and streams it. The RPC's deadline is the request's deadline; cancelling the RPC cancels
     the request everywhere. Errors: INVALID_ARGUMENT (names field, value and limit), NOT_FOUND (model),
-    ALREADY_EXISTS (request_id is in flight), RESOURCE_EXHAUSTED (with a google.rpc.RetryInfo), UNAVAILABLE
-    (no instance is left to serve it), DEADLINE_EXCEEDED.
+    ALREADY_EXISTS (request_id is in flight, or a later session of it has been attached elsewhere), RESOURCE_EXHAUSTED
+    (with a google.rpc.RetryInfo), UNAVAILABLE (no instance is left to serve it), DEADLINE_EXCEEDED.
+
+    Re-attaching: when a router dies or cannot be reached, a client that gave a secret calls Generate again, on any
+    router, with the same request_id, prompt, params and secret, the next session, and what it has received. The
+    router finds the instances that have the request and goes on where the client is: nothing is computed again. If no
+    instance has it, the router places it again, behind the tokens that the client has. A session ends all earlier ones.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
-    """Cancels a request in flight by its id. The Generate stream ends with FINISH_REASON_CANCELLED."""
+    """Cancels a request in flight by its id, on whichever router it is. The Generate stream ends with
+    FINISH_REASON_CANCELLED.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that can be asked for."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
@@ -75,8 +89,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generates an answer and streams it. The RPC's deadline is the request's deadline; cancelling the RPC cancels
         the request everywhere. Errors: INVALID_ARGUMENT (names field, value and limit), NOT_FOUND (model),
-        ALREADY_EXISTS (request_id is in flight), RESOURCE_EXHAUSTED (with a google.rpc.RetryInfo), UNAVAILABLE
-        (no instance is left to serve it), DEADLINE_EXCEEDED.
+        ALREADY_EXISTS (request_id is in flight, or a later session of it has been attached elsewhere), RESOURCE_EXHAUSTED
+        (with a google.rpc.RetryInfo), UNAVAILABLE (no instance is left to serve it), DEADLINE_EXCEEDED.
+
+        Re-attaching: when a router dies or cannot be reached, a client that gave a secret calls Generate again, on any
+        router, with the same request_id, prompt, params and secret, the next session, and what it has received. The
+        router finds the instances that have the request and goes on where the client is: nothing is computed again. If no
+        instance has it, the router places it again, behind the tokens that the client has. A session ends all earlier ones.
         """
 
     @_abc_1.abstractmethod
@@ -85,7 +104,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CancelResponse, _abc.Awaitable[_inference_pb2.CancelResponse]]:
-        """Cancels a request in flight by its id. The Generate stream ends with FINISH_REASON_CANCELLED."""
+        """Cancels a request in flight by its id, on whichever router it is. The Generate stream ends with
+        FINISH_REASON_CANCELLED.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(

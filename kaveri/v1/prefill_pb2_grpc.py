@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from kaveri.v1 import decode_pb2 as kaveri_dot_v1_dot_decode__pb2
 from kaveri.v1 import prefill_pb2 as kaveri_dot_v1_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -40,6 +41,16 @@ class PrefillServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/kaveri.v1.PrefillService/Attach',
+                request_serializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/kaveri.v1.PrefillService/Abort',
+                request_serializer=kaveri_dot_v1_dot_decode__pb2.AbortRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_decode__pb2.AbortResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer(object):
@@ -48,10 +59,31 @@ class PrefillServiceServicer(object):
 
     def Prefill(self, request, context):
         """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
-        after `handed_over` or `finished`. Cancelling the RPC, or its deadline, cancels the request here and, if it was
-        placed already, at the decode instance. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit
-        this engine, or no decode instance), ABORTED (a newer attempt is known), UNAVAILABLE (draining, its engine broke,
-        or there is no decode instance with the same KV layout).
+        after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
+        instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
+        handed over as before and waits --orphan-grace-s for an Attach. A router that gives a request up calls Abort.
+        Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
+        (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
+        one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
+        comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
+        former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
+        decode; the caller attaches itself to the decode instance too, once that is known. Errors: NOT_FOUND (the request
+        is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
+        of the request, or there are more tokens than were generated).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -64,6 +96,16 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=kaveri_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.AbortRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_decode__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -94,6 +136,60 @@ class PrefillService(object):
             '/kaveri.v1.PrefillService/Prefill',
             kaveri_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kaveri.v1.PrefillService/Attach',
+            kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
+            kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.PrefillService/Abort',
+            kaveri_dot_v1_dot_decode__pb2.AbortRequest.SerializeToString,
+            kaveri_dot_v1_dot_decode__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

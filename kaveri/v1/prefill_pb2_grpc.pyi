@@ -5,6 +5,7 @@ What a router asks of a prefill instance."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from kaveri.v1 import decode_pb2 as _decode_pb2
 from kaveri.v1 import prefill_pb2 as _prefill_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -35,11 +36,23 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
-    after `handed_over` or `finished`. Cancelling the RPC, or its deadline, cancels the request here and, if it was
-    placed already, at the decode instance. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit
-    this engine, or no decode instance), ABORTED (a newer attempt is known), UNAVAILABLE (draining, its engine broke,
-    or there is no decode instance with the same KV layout).
+    after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
+    instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
+    handed over as before and waits --orphan-grace-s for an Attach. A router that gives a request up calls Abort.
+    Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
+    (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
+    one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
     """
+    Attach: _grpc.UnaryStreamMultiCallable[_decode_pb2.AttachRequest, _prefill_pb2.PrefillResponse]
+    """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
+    comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
+    former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
+    decode; the caller attaches itself to the decode instance too, once that is known. Errors: NOT_FOUND (the request
+    is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
+    of the request, or there are more tokens than were generated).
+    """
+    Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
+    """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -48,11 +61,23 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
-    after `handed_over` or `finished`. Cancelling the RPC, or its deadline, cancels the request here and, if it was
-    placed already, at the decode instance. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit
-    this engine, or no decode instance), ABORTED (a newer attempt is known), UNAVAILABLE (draining, its engine broke,
-    or there is no decode instance with the same KV layout).
+    after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
+    instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
+    handed over as before and waits --orphan-grace-s for an Attach. A router that gives a request up calls Abort.
+    Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
+    (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
+    one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
     """
+    Attach: _aio.UnaryStreamMultiCallable[_decode_pb2.AttachRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
+    comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
+    former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
+    decode; the caller attaches itself to the decode instance too, once that is known. Errors: NOT_FOUND (the request
+    is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
+    of the request, or there are more tokens than were generated).
+    """
+    Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
+    """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """Computes prompts and pushes their KV cache to a decode instance of its choice."""
@@ -64,10 +89,34 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
         """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
-        after `handed_over` or `finished`. Cancelling the RPC, or its deadline, cancels the request here and, if it was
-        placed already, at the decode instance. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit
-        this engine, or no decode instance), ABORTED (a newer attempt is known), UNAVAILABLE (draining, its engine broke,
-        or there is no decode instance with the same KV layout).
+        after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
+        instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
+        handed over as before and waits --orphan-grace-s for an Attach. A router that gives a request up calls Abort.
+        Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
+        (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
+        one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
         """
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _decode_pb2.AttachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
+        """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
+        comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
+        former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
+        decode; the caller attaches itself to the decode instance too, once that is known. Errors: NOT_FOUND (the request
+        is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
+        of the request, or there are more tokens than were generated).
+        """
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _decode_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
+        """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -72,7 +72,7 @@ class SamplingParams(_message.Message):
     """Draw only from the top_k most likely tokens. Unset or 0: all."""
     seed: _builtins.int
     """Keys the random draws together with the token's index, so that a request gives the same tokens on any
-    instance. Unset: the router draws one at random.
+    instance. Unset: the router draws one at random. A client that wants to re-attach draws it itself.
     """
     ignore_eos: _builtins.bool
     """Go on past the model's end-of-sequence ids. stop and stop_token_ids still end the answer."""

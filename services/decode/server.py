@@ -5,7 +5,7 @@ from typing import Any
 
 from grpc import aio
 
-from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
 from kaveri.wire.attempts import check_attempt, check_router_id
@@ -69,6 +69,11 @@ class DecodeServer(DecodeServiceServicer):
         for attempt in request.attempts:
             self._instance.abort(attempt.request_id, attempt.attempt, attempt.router_id, request.by_router)
         return decode_pb2.AbortResponse()
+
+    async def Attach(  # noqa: N802
+        self, request: decode_pb2.AttachRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.AttachResponse:
+        await abort(context, Unavailable("re-attaching is not served yet"))
 
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: aio.ServicerContext[Any, Any]

@@ -5,8 +5,8 @@ from typing import Any
 
 from grpc import aio
 
-from kaveri.errors import KaveriError
-from kaveri.v1 import prefill_pb2
+from kaveri.errors import KaveriError, Unavailable
+from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
 from kaveri.wire.attempts import check_attempt
 from kaveri.wire.messages import finish_to_proto, logprobs_to_proto, params_from_proto
@@ -33,6 +33,19 @@ class PrefillServer(PrefillServiceServicer):
                     yield _to_proto(progress)
         except KaveriError as error:
             await abort(context, error)
+
+    async def Attach(  # noqa: N802
+        self, request: decode_pb2.AttachRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        await abort(context, Unavailable("re-attaching is not served yet"))
+        yield prefill_pb2.PrefillResponse()
+
+    async def Abort(  # noqa: N802
+        self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.AbortResponse:
+        for attempt in request.attempts:
+            self._role.abort(attempt.request_id, attempt.attempt, attempt.router_id)
+        return decode_pb2.AbortResponse()
 
     def _accept(self, message: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> PrefillRequest:
         check_attempt(message.request_id, message.attempt, message.router_id)
