@@ -1,0 +1,74 @@
+"""The simulated store does what every store must, on the simulation's loop and clock."""
+
+import functools
+import inspect
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from kaveri.cluster.store import Follow
+from kaveri.testing.simulation.entropy import replaced_world
+from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess
+from kaveri.testing.simulation.network import LinkQuality, Network
+from kaveri.testing.simulation.store import SimulatedStore, SimulatedStoreServer
+from kaveri.testing.simulation.trace import Trace
+from kaveri.testing.store_conformance import StoreConformance
+
+_QUICK = LinkQuality(delay_s=0.0005, jitter_s=0.001)
+
+
+class _Cluster:
+    """A simulated store's process, and a process that opens stores on it."""
+
+    def __init__(self, loop: SimulatedLoop, network: Network) -> None:
+        self.loop = loop
+        self._server = SimulatedStoreServer(network)
+        self._process = SimulatedProcess("stores")
+
+    def run(self, test: Coroutine[Any, Any, None]) -> None:
+        """The test, in virtual time."""
+        self.loop.run_until_complete(self.loop.spawn(self._process, test))
+        assert not self.loop.unhandled
+
+    def open_store(self, follow: Follow = Follow.HEARTBEATS) -> SimulatedStore:
+        return SimulatedStore(self._server, follow)
+
+    async def take_away(self) -> None:
+        self._server.take_away()
+
+    async def bring_back_empty(self) -> None:
+        self._server.bring_back(empty=True)
+
+    async def refuse_heartbeats(self) -> None:
+        self._server.refuses_writes = True
+
+    async def take_heartbeats(self) -> None:
+        self._server.refuses_writes = False
+
+
+@pytest.fixture
+def cluster() -> Iterator[_Cluster]:
+    loop = SimulatedLoop(random.Random(1))
+    network = Network(loop, random.Random(2), Trace(loop, lines=False), _QUICK)
+    with replaced_world(loop, network, random.Random(3)):
+        yield _Cluster(loop, network)
+        loop.close()
+
+
+def _in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(self: object, cluster: _Cluster, **arguments: object) -> None:
+        cluster.run(test(self, cluster=cluster, **arguments))
+
+    return run
+
+
+class TestSimulatedStore(StoreConformance):
+    """The suite's tests are coroutines for a real loop: each runs on the simulated one."""
+
+
+for _name, _test in inspect.getmembers(StoreConformance, inspect.iscoroutinefunction):
+    if _name.startswith("test_"):
+        setattr(TestSimulatedStore, _name, _in_virtual_time(_test))
