@@ -9,6 +9,7 @@ KaveriError
 ├── StaleAttempt          a newer attempt of the request is known: request_id, attempt, newest_attempt
 ├── DeadlineExceeded      the request's deadline has passed
 ├── RequestCancelled      the request was cancelled, but not by this caller: request_id
+├── SlowReader            a client did not read its answer: limit_s
 ├── LayoutMismatch        two KV pools cannot exchange blocks: field, ours, theirs
 ├── TransferFailed        a KV push ended without acceptance: reason
 ├── EngineError           the engine failed: reason
@@ -103,6 +104,14 @@ class RequestCancelled(KaveriError):
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request {request_id!r} was cancelled")
         self.request_id = request_id
+
+
+class SlowReader(KaveriError):
+    """A client did not take a response of its answer in time; the request has ended."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the client read nothing of its answer for {limit_s:g} s; the request has ended")
+        self.limit_s = limit_s
 
 
 class LayoutMismatch(KaveriError):

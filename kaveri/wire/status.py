@@ -27,6 +27,7 @@ from kaveri.errors import (
     NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
+    SlowReader,
     StaleAttempt,
     TransferFailed,
     Unavailable,
@@ -50,6 +51,7 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
     StaleAttempt: grpc.StatusCode.ABORTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelled: grpc.StatusCode.CANCELLED,
+    SlowReader: grpc.StatusCode.ABORTED,
     LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     TransferFailed: grpc.StatusCode.UNAVAILABLE,
     EngineError: grpc.StatusCode.INTERNAL,
@@ -196,6 +198,8 @@ def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
             return DeadlineExceeded(facts["what"])
         case "RequestCancelled":
             return RequestCancelled(facts["request_id"])
+        case "SlowReader":
+            return SlowReader(_seconds(facts["limit_s"]))
         case "LayoutMismatch":
             return LayoutMismatch(facts["field"], _Shown(facts["ours"]), _Shown(facts["theirs"]))
         case "TransferFailed":

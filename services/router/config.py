@@ -30,6 +30,9 @@ class RouterConfig(ServiceConfig):
     unavailable_after_s: float = setting(
         "seconds that a request waits for an instance when there is none, or none that can be reached", 10.0, least=0
     )
+    slow_reader_s: float = setting(
+        "seconds that a client may take to read one response; then its request ends with ABORTED", 30.0, above=0
+    )
     monitor_interval_s: float = setting(
         "seconds between two broadcasts of all loads to prefill instances, by the router that leads; TetriInfer's 0.1; "
         "it renews its lead with them, so at most half of the lead's lease",

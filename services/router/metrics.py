@@ -6,6 +6,7 @@ from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
 
 REQUESTS = Counter("kaveri_router_requests", "Requests that ended, by outcome.", ["outcome"])
 IN_FLIGHT = Gauge("kaveri_router_in_flight_requests", "Requests that were taken and have not ended.")
+UNREAD = Gauge("kaveri_router_unread_answers", "Ended requests whose slow client has not read the error yet.")
 WAITING = Gauge("kaveri_router_waiting_requests", "Requests that no prefill instance takes now.")
 ATTEMPTS = Counter("kaveri_router_attempts", "Placements of requests on prefill instances.")
 LOST_ATTEMPTS = Counter("kaveri_router_lost_attempts", "Placements that failed; the request was placed again.")

@@ -1,10 +1,13 @@
 """Writes the answers of requests to their clients, domain -> proto, and reports how each has ended."""
 
+import asyncio
+import time
 from typing import Any
 
 from grpc import aio
 
 from kaveri.domain.sampling import FinishReason
+from kaveri.errors import SlowReader
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import inference_pb2
 from kaveri.wire.messages import finish_to_proto
@@ -15,8 +18,47 @@ from services.router.requests import RequestEntry
 ServicerContext = aio.ServicerContext[Any, Any]
 
 
-async def write_answer(entry: RequestEntry, context: ServicerContext) -> None:
-    """Writes the entry's output until it has ended. Raises the error that it ended with."""
+async def write_answer(entry: RequestEntry, context: ServicerContext, slow_reader_s: float) -> None:
+    """Writes the entry's output until it has ended.
+
+    Raises the error that it ended with, and SlowReader when the client takes longer than `slow_reader_s` to read one
+    response. What such a client costs until then is that response and the tokens of its own answer.
+    """
+    limit = _ReadLimit(slow_reader_s)
+    try:
+        async with limit.timeout:
+            await _write(entry, context, limit)
+    except TimeoutError as error:
+        if limit.timeout.expired():
+            raise SlowReader(slow_reader_s) from error
+        raise
+    finally:
+        limit.close()
+
+
+class _ReadLimit:
+    """Ends `timeout` when a write takes too long. One timer for a whole answer: one for each write would cost more."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.timeout = asyncio.timeout(None)
+        self.writing_since_s: float | None = None
+        self._limit_s = limit_s
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self._check)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        since_s = self.writing_since_s
+        left_s = self._limit_s if since_s is None else since_s + self._limit_s - time.monotonic()
+        if left_s > 0:
+            self._timer = loop.call_later(left_s, self._check)
+        else:
+            self.timeout.reschedule(loop.time())
+
+
+async def _write(entry: RequestEntry, context: ServicerContext, limit: _ReadLimit) -> None:
     answer = entry.answer
     request_id = entry.request_id
     while True:
@@ -34,7 +76,9 @@ async def write_answer(entry: RequestEntry, context: ServicerContext) -> None:
         ended = has_ended and not answer.has_output
         if ended:
             _complete(entry, response)
+        limit.writing_since_s = time.monotonic()
         await context.write(response)
+        limit.writing_since_s = None
         if ended:
             return
 

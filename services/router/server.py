@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.sampling import SamplingParams
-from kaveri.errors import InternalError, KaveriError, ModelNotFound, Unavailable
+from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity, SlowReader, Unavailable
 from kaveri.policy.placement import max_model_len
 from kaveri.telemetry.logs import get_logger
 from kaveri.text.tokenizer import ModelTokenizer
@@ -23,7 +23,7 @@ from services.router.config import RouterConfig
 from services.router.intake import Conversation, Intake, OfferedRequest, Prompt, is_ready
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_placer import RequestPlacer
-from services.router.requests import RequestEntry, RequestTable
+from services.router.requests import RETRY_AFTER_S, RequestEntry, RequestTable
 
 
 class RouterParts(Protocol):
@@ -59,6 +59,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self, router: RouterParts) -> None:
         self._router = router
+        self._unread_count = 0
+        """Calls whose client has not read yet that it was too slow. gRPC ends them when it does, or goes."""
 
     # A coroutine that writes, not a generator: cancellation then always arrives inside it, so its clean-up always runs.
     async def Generate(  # type: ignore[override]  # noqa: N802
@@ -68,6 +70,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         progress = _Progress(request.request_id or secrets.token_hex(16))
         try:
             await self._generate(request, progress, context, arrived_s)
+        except SlowReader as error:
+            metrics.REQUESTS.labels(outcome="slow_reader").inc()
+            get_logger().warning("client_too_slow", **progress.log_fields(), slow_reader_s=error.limit_s)
+            await self._abort_unread(context, error)
         except KaveriError as error:
             code = status_of(error)[0].name
             metrics.REQUESTS.labels(outcome=code.lower()).inc()
@@ -87,6 +93,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             get_logger().exception("request_failed_unexpectedly", **progress.log_fields())
             reason = f"the router failed while it served request {progress.request_id!r:.140}"
             await abort(context, InternalError(reason))
+
+    async def _abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
+        self._unread_count += 1
+        metrics.UNREAD.inc()
+        try:
+            await abort(context, error)
+        finally:
+            self._unread_count -= 1
+            metrics.UNREAD.dec()
 
     async def Cancel(  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: ServicerContext
@@ -125,6 +140,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         router, request_id = self._router, progress.request_id
         if router.draining:
             raise Unavailable("this router is draining", retry_after_s=0.0)
+        if self._unread_count >= router.config.max_requests:
+            raise NoCapacity(
+                "router", RETRY_AFTER_S, f"{self._unread_count} clients do not read the end of their answers"
+            )
         router.intake.check_model(request.model)
         check_request_id(request_id)
         remaining_s = context.time_remaining()
@@ -154,7 +173,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             router.table.enter(place, entry)
             placing = router.placer.start(entry)
             try:
-                await write_answer(entry, context)
+                await write_answer(entry, context, router.config.slow_reader_s)
             finally:
                 entry.release()
                 placing.cancel()

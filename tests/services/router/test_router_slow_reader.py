@@ -1,0 +1,136 @@
+"""A client that stops reading costs a bounded time: then its request ends, here and at the instances."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from prometheus_client import REGISTRY
+
+from kaveri.errors import SlowReader
+from kaveri.v1 import inference_pb2, inference_pb2_grpc
+from kaveri.wire.status import error_of
+from tests.services.router.cluster_script import (
+    PROMPT,
+    RouterUnderTest,
+    ScriptedCluster,
+    answer,
+    ask,
+    collect,
+    eventually,
+    tokens_of,
+)
+
+TOKENS = 7_000
+LIMIT_S = 0.5
+WINDOW_BYTES = 2**16
+
+
+@contextlib.asynccontextmanager
+async def client(router: RouterUnderTest) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
+    """On a connection whose HTTP/2 window does not grow: 64 KiB that are not read stop the router."""
+    options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
+    async with aio.insecure_channel(router.router.address, options) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+def large(**fields: Any) -> inference_pb2.GenerateRequest:
+    """Its answer is 1.5 MB: far more than the window."""
+    return ask(max_tokens=TOKENS, logprobs=20, **fields)
+
+
+async def read_into(responses: list[inference_pb2.GenerateResponse], call: Any) -> None:
+    while (response := await call.read()) is not aio.EOF:
+        responses.append(response)
+
+
+def ended_count(outcome: str) -> float:
+    return REGISTRY.get_sample_value("kaveri_router_requests_total", {"outcome": outcome}) or 0.0
+
+
+def unread_count() -> float:
+    return REGISTRY.get_sample_value("kaveri_router_unread_answers") or 0.0
+
+
+def all_is_free(cluster: ScriptedCluster, router: RouterUnderTest) -> bool:
+    prefills, decodes = cluster.prefills.values(), cluster.decodes.values()
+    legs = [*(prefill.open_requests for prefill in prefills), *(len(decode.running) for decode in decodes)]
+    return not any(legs) and not len(router.router.table)
+
+
+async def test_a_client_that_stops_reading_loses_its_request_and_frees_everything(cluster: ScriptedCluster) -> None:
+    before = ended_count("slow_reader")
+    # The answer does not end before the limit, as far as decode knows: only an abort frees it.
+    cluster.decodes["decode-0"].pause_at = TOKENS - 1
+    async with cluster.router(slow_reader_s=LIMIT_S) as router, client(router) as stub:
+        call = stub.Generate(large(request_id="mute"), timeout=60)
+        first = await call.read()
+        began_s = time.monotonic()
+        await eventually(lambda: all_is_free(cluster, router), 20)
+        assert time.monotonic() - began_s >= LIMIT_S / 2
+        await router.check_integrity()
+        assert ended_count("slow_reader") == before + 1
+        assert any(request_id == "mute" for request_id, _ in cluster.decodes["decode-0"].aborted)
+        # The same id may be used again, and another client is served, while the error waits to be read.
+        again = ask(request_id="mute", max_tokens=3)
+        cluster.let_all_go()
+        assert tokens_of(await collect(router.stub.Generate(again, timeout=10))) == answer(PROMPT, 3)
+        responses = [first]
+        with pytest.raises(aio.AioRpcError) as caught:
+            await read_into(responses, call)
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        error = error_of(caught.value)
+        assert isinstance(error, SlowReader)
+        assert error.limit_s == LIMIT_S
+        read = tokens_of(responses)
+        assert read == answer(PROMPT, TOKENS)[: len(read)]
+
+
+async def test_a_client_that_reads_slowly_gets_its_whole_answer(cluster: ScriptedCluster) -> None:
+    """The limit is for one response: a slow answer may take far longer than that."""
+    async with cluster.router(slow_reader_s=1.0) as router, client(router) as stub:
+        call = stub.Generate(large(), timeout=60)
+        responses, unpaused_bytes, pauses = [], 0, 0
+        while (response := await call.read()) is not aio.EOF:
+            responses.append(response)
+            unpaused_bytes += response.ByteSize()
+            if unpaused_bytes > WINDOW_BYTES:
+                # Shorter than the limit, and long enough to fall behind.
+                await asyncio.sleep(0.3)
+                unpaused_bytes, pauses = 0, pauses + 1
+        assert tokens_of(responses) == answer(PROMPT, TOKENS)
+        assert pauses * 0.3 > 2 * 1.0
+
+
+async def test_an_answer_that_pauses_longer_than_the_limit_is_not_cut_off(cluster: ScriptedCluster) -> None:
+    """Nothing is being written meanwhile: it is not the client that is slow."""
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router(slow_reader_s=0.2) as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=10)))
+        await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+        await asyncio.sleep(0.7)
+        assert not collecting.done()
+        cluster.let_all_go()
+        assert tokens_of(await collecting) == answer(PROMPT, 20)
+
+
+async def test_clients_that_never_read_their_error_do_not_pile_up(cluster: ScriptedCluster) -> None:
+    """gRPC keeps a call until its client reads the end or goes. At a limit the router takes no more requests."""
+    async with cluster.router(slow_reader_s=LIMIT_S, max_requests=2) as router, client(router) as stub:
+        calls = [stub.Generate(large(request_id=f"mute-{number}"), timeout=60) for number in range(2)]
+        for call in calls:
+            await call.read()
+        await eventually(lambda: all_is_free(cluster, router) and unread_count() == 2, 20)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(), timeout=10))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "read" in (caught.value.details() or "")
+        calls[0].cancel()
+        await eventually(lambda: unread_count() == 1)
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=10))) == answer(PROMPT, 20)
+        calls[1].cancel()
+        await eventually(lambda: unread_count() == 0)
