@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from benchmarks.support.bursts import LATENCY_MODEL, PAPER, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
-from kaveri.domain.view import Role
+from kaveri.domain.view import Phase
 from kaveri.loadgen.busy import busy_spans, covered_s
 from kaveri.loadgen.driver import LoadRun
 from kaveri.policy.placement import DecodePlacementPolicy
@@ -66,9 +66,9 @@ def summed_up(run: LoadRun) -> Placed:
         counts = heavy if record.received_tokens > HEAVY_OUTPUT_TOKENS else light
         counts[record.server.decode_instance_id] = counts.get(record.server.decode_instance_id, 0) + 1
     spans = {
-        instance_id: phases[Role.DECODE]
+        instance_id: phases[Phase.DECODE]
         for instance_id, phases in busy_spans(run.records).items()
-        if Role.DECODE in phases
+        if Phase.DECODE in phases
     }
     ends_s = {instance_id: max(end_s for _, end_s in of_one) for instance_id, of_one in spans.items()}
     slowest = max(ends_s, key=ends_s.__getitem__)

@@ -23,8 +23,7 @@ from typing import Any
 from benchmarks.support.bursts import LATENCY_MODEL, PAPER, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
-from kaveri.domain.view import Role
-from kaveri.loadgen.busy import resource_times
+from kaveri.loadgen.busy import Phases, resource_times
 from kaveri.loadgen.driver import LoadRun
 from kaveri.loadgen.report import Slo, summarize
 from kaveri.local.config import StackConfig
@@ -49,7 +48,6 @@ _FLAGS: dict[str, Any] = {
     "decode_flags": _ADMISSION,
     "colocated_flags": (*_ORDER, *_ADMISSION),
 }
-_ENGINE_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 _PAPERS = {
     WorkloadClass.LPLD: "TTFT -44 %, JCT -40 %, resource time about equal",
     WorkloadClass.LPHD: "TTFT -97 %, JCT -47 %, resource time -38 %",
@@ -68,10 +66,10 @@ class System:
         self._client = client
 
     @property
-    def roles(self) -> dict[str, Role]:
+    def phases(self) -> dict[str, Phases]:
         """Of its engine instances, by id."""
         records = [status.record for status in self._stack.view().instances.values()]
-        return {record.instance_id: record.role for record in records if record.role in _ENGINE_ROLES}
+        return {record.instance_id: record.phases for record in records if record.phases}
 
     async def answer(self, requests: Sequence[PlannedRequest], seed: int, report: Report) -> LoadRun:
         """All requests, each at its time."""
@@ -81,7 +79,7 @@ class System:
         """A core for each engine instance, in turn; everything else goes where there is room."""
         pids = self._stack.pids()
         cores = sorted(os.sched_getaffinity(0))
-        for number, instance_id in enumerate(sorted(self.roles)):
+        for number, instance_id in enumerate(sorted(self.phases)):
             # Existing threads keep their affinity; new threads inherit that of the thread that starts them.
             for thread in Path(f"/proc/{pids[instance_id]}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})
@@ -120,7 +118,7 @@ async def compare(
             runs[system.name].append(await system.answer(requests, repeat, report))
     found: dict[str, dict[str, list[float]]] = {}
     for system in systems:
-        found[system.name] = figures = _figures(runs[system.name], system.roles)
+        found[system.name] = figures = _figures(runs[system.name], system.phases)
         for name, values in figures.items():
             unit = "requests/s" if name == "throughput" else "s"
             report.row(name, values, unit, system=system.name, **labels)
@@ -133,9 +131,9 @@ async def compare(
     return min(statistics.median(figures["throughput"]) for figures in found.values())
 
 
-def _figures(runs: Sequence[LoadRun], roles: dict[str, Role]) -> dict[str, list[float]]:
+def _figures(runs: Sequence[LoadRun], phases: dict[str, Phases]) -> dict[str, list[float]]:
     """Resource time: the sum over instances of the time in which each had work (kaveri.loadgen.busy)."""
-    summaries = [summarize(each, Slo(), roles) for each in runs]
+    summaries = [summarize(each, Slo(), phases) for each in runs]
     figures = {
         "mean TTFT": [summary["ttft_s"]["mean"] for summary in summaries],
         "p90 TTFT": [summary["ttft_s"]["p90"] for summary in summaries],
@@ -146,9 +144,9 @@ def _figures(runs: Sequence[LoadRun], roles: dict[str, Role]) -> dict[str, list[
         "makespan": [each.duration_s for each in runs],
         "throughput": [summary["requests_per_s"] for summary in summaries],
     }
-    times = [resource_times(each, roles) for each in runs]
-    for role in sorted(set(roles.values())):
-        figures[f"resource time of {role}"] = [of_run[role].busy_s for of_run in times]
+    times = [resource_times(each, phases) for each in runs]
+    for key in sorted(set(phases.values())):
+        figures[f"resource time of {'+'.join(key)}"] = [of_run[key].busy_s for of_run in times]
     figures["resource time"] = [sum(each.busy_s for each in of_run.values()) for of_run in times]
     return figures
 

@@ -102,9 +102,16 @@ class _Cluster:
             self.report.ratio(f"{limit_us:g} us / {name}, {self.size} instances", limit_us / cost_us, target=1.0)
 
     def _join(self, number: int, incarnation: int = 1) -> None:
-        role = Role.DECODE if number % 2 else Role.PREFILL
+        phase = Phase.DECODE if number % 2 else Phase.PREFILL
         record = InstanceRecord(
-            f"{role}-{number}", incarnation, role, "h:1", MODEL, layout=_layout(), max_model_len=8192
+            f"{phase}-{number}",
+            incarnation,
+            Role.ENGINE,
+            "h:1",
+            MODEL,
+            layout=_layout(),
+            max_model_len=8192,
+            phases=(phase,),
         )
         load = InstanceLoad(
             sequence_number=1,
@@ -120,7 +127,7 @@ class _Cluster:
         self.membership.learn(record, load)
         instance = self.view.instances[record.instance_id]
         for key in range(PIECES):
-            work = self.blocks if role is Role.DECODE else self.tokens
+            work = self.blocks if phase is Phase.DECODE else self.tokens
             work.add(key, instance, 1, heavy=key % 2 == 0)
 
     def _prefill(self, policy: PlacementPolicy) -> object:

@@ -17,7 +17,7 @@ import uvloop
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Phase, Role
 from kaveri.rpc.server import RpcServer, open_channel
 from kaveri.v1 import (
     decode_pb2,
@@ -158,14 +158,15 @@ async def _serve_instances(port: int, redis_url: str, model: str) -> None:
     server.add(partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, InstantInference()))
     await server.start()
     async with RedisStore(redis_url) as store, asyncio.TaskGroup() as group:
-        for instance_id, role in (("instant-prefill", Role.PREFILL), (DECODE_ID, Role.DECODE)):
+        for instance_id, phase in (("instant-prefill", Phase.PREFILL), (DECODE_ID, Phase.DECODE)):
             record = InstanceRecord(
                 instance_id=instance_id,
                 incarnation=_INCARNATION,
-                role=role,
+                role=Role.ENGINE,
                 address=f"127.0.0.1:{server.port}",
                 model=model,
                 engine="fake",
+                phases=(phase,),
                 max_model_len=100_000,
                 lease_ttl_s=5.0,
             )

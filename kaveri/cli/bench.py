@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kaveri.client.answer import ModelInfo
     from kaveri.client.async_client import AsyncClient
-    from kaveri.domain.view import Role
+    from kaveri.loadgen.busy import Phases
     from kaveri.loadgen.driver import LoadRun, RequestSettings
     from kaveri.loadgen.report import Slo
     from kaveri.workload.goodput import GoodputSearch
@@ -277,12 +277,12 @@ async def _run(settings: _Settings) -> bool:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kaveri.client.async_client import AsyncClient
-    from kaveri.loadgen.fleet import engine_roles
+    from kaveri.loadgen.fleet import engine_phases
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with AsyncClient(settings.target, timeout_s=settings.timeout_s) as client:
         info = await _served(client, settings)
-        roles = await engine_roles(settings.target, info.name)
+        phases = await engine_phases(settings.target, info.name)
         progress = Progress(*columns, console=Console(stderr=True), transient=True)
         bench = _Bench(client, info, settings, progress)
         try:
@@ -296,13 +296,13 @@ async def _run(settings: _Settings) -> bool:
         except asyncio.CancelledError:
             # Ctrl-C, perhaps after hours of runs.
             if bench.runs:
-                _report(bench, info, roles, settings, interrupted=True)
+                _report(bench, info, phases, settings, interrupted=True)
             raise
-    return _report(bench, info, roles, settings, interrupted=False)
+    return _report(bench, info, phases, settings, interrupted=False)
 
 
 def _report(
-    bench: "_Bench", info: "ModelInfo", roles: "Mapping[str, Role]", settings: _Settings, interrupted: bool
+    bench: "_Bench", info: "ModelInfo", phases: "Mapping[str, Phases]", settings: _Settings, interrupted: bool
 ) -> bool:
     """Prints and draws the runs that are complete, at least one. Returns whether any request was answered."""
     from rich.console import Console
@@ -312,7 +312,7 @@ def _report(
     from kaveri.profiling.output import not_written
 
     search = bench.goodput_search
-    summaries = [summarize(run, settings.slo, roles) for _, run in bench.runs]
+    summaries = [summarize(run, settings.slo, phases) for _, run in bench.runs]
     runs = [{"rate_per_s": rate, **summary} for (rate, _), summary in zip(bench.runs, summaries, strict=True)]
     report = {
         "target": settings.target,
@@ -323,7 +323,7 @@ def _report(
         "interrupted": interrupted,
         "too_long": bench.too_long,
         "over_runs": over_runs(summaries),
-        "goodput": _goodput(search, settings, len(roles), runs) if search is not None else None,
+        "goodput": _goodput(search, settings, len(phases), runs) if search is not None else None,
         "runs": [
             {**summary, "rows": [row(record) for record in run.records]}
             for (_, run), summary in zip(bench.runs, runs, strict=True)

@@ -25,7 +25,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with --watch one per line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again twice a second, until Ctrl-C.")] = False,
 ) -> None:
-    """Show the instances: role, state, load, KV blocks and last heartbeat."""
+    """Show the instances: role, phases served now, state, load, KV blocks and last heartbeat."""
     try:
         asyncio.run(_show(target, as_json, watch))
     except KeyboardInterrupt:
@@ -92,9 +92,11 @@ def _as_json(view: "ClusterView") -> dict[str, object]:
 def _as_table(view: "ClusterView", target: str) -> "Table":
     from rich.table import Table
 
+    from kaveri.domain.view import phases_now
+
     away = "" if view.store_connected else "; Redis is away: this is the last view known"
     table = Table(title=f"{target}{away}", title_justify="left")
-    for name in ("instance", "role", "state", "model", "address"):
+    for name in ("instance", "role", "phases", "state", "model", "address"):
         table.add_column(name)
     for name in ("waiting", "running", "queued tokens", "KV blocks free/total", "heartbeat"):
         table.add_column(name, justify="right")
@@ -104,6 +106,7 @@ def _as_table(view: "ClusterView", target: str) -> "Table":
         table.add_row(
             instance_id,
             record.role,
+            "+".join(phases_now(shown)),
             load.state,
             record.model,
             record.address,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
+from kaveri.config.services import ServiceKind
 from kaveri.config.settings import read_settings
 from kaveri.config.sources import (
     CONFIG_FLAG,
@@ -25,7 +26,6 @@ from kaveri.config.sources import (
     read_file,
     variable_of,
 )
-from kaveri.domain.view import Role
 from kaveri.errors import ConfigError
 from kaveri.models import KAVERI_TINY, bundled_predictor
 
@@ -128,12 +128,12 @@ def up(
         cluster_name_text(cluster_name)
     except ValueError as error:
         raise ConfigError("--cluster-name", str(error)) from error
-    counts: dict[Role, int] = {
-        Role.ROUTER: 1,
-        Role.PREFILL: 0 if colocated else prefill or 2,
-        Role.DECODE: 0 if colocated else decode or 2,
-        Role.COLOCATED: colocated,
-        Role.PREDICTOR: 0 if predictor == "none" else predictors,
+    counts: dict[ServiceKind, int] = {
+        ServiceKind.ROUTER: 1,
+        ServiceKind.PREFILL: 0 if colocated else prefill or 2,
+        ServiceKind.DECODE: 0 if colocated else decode or 2,
+        ServiceKind.COLOCATED: colocated,
+        ServiceKind.PREDICTOR: 0 if predictor == "none" else predictors,
     }
     running = [role for role, count in counts.items() if count]
     own_flags = [option for parameter in context.command.params for option in parameter.opts]
@@ -141,18 +141,18 @@ def up(
     engine = _check_settings(flags, running, config)
     stack = StackConfig(
         model=model,
-        prefill_count=counts[Role.PREFILL],
-        decode_count=counts[Role.DECODE],
+        prefill_count=counts[ServiceKind.PREFILL],
+        decode_count=counts[ServiceKind.DECODE],
         colocated_count=colocated,
         predictor=_predictor_of(model, engine) if predictor == "auto" else "" if predictor == "none" else predictor,
         predictor_count=predictors,
         settings=flags.shared,
         config_file=config,
-        router_flags=flags.of_role.get(Role.ROUTER, ()),
-        prefill_flags=flags.of_role.get(Role.PREFILL, ()),
-        decode_flags=flags.of_role.get(Role.DECODE, ()),
-        colocated_flags=flags.of_role.get(Role.COLOCATED, ()),
-        predictor_flags=flags.of_role.get(Role.PREDICTOR, ()),
+        router_flags=flags.of_role.get(ServiceKind.ROUTER, ()),
+        prefill_flags=flags.of_role.get(ServiceKind.PREFILL, ()),
+        decode_flags=flags.of_role.get(ServiceKind.DECODE, ()),
+        colocated_flags=flags.of_role.get(ServiceKind.COLOCATED, ()),
+        predictor_flags=flags.of_role.get(ServiceKind.PREDICTOR, ()),
         port=port,
         host=host,
         metrics_port=metrics_port,
@@ -184,7 +184,7 @@ def _redis_url(context: typer.Context, url: str, file: str) -> str:
     return found.text if found is not None else ""
 
 
-def _check_settings(flags: "ServiceFlags", running: Sequence[Role], config_file: str) -> str:
+def _check_settings(flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str) -> str:
     """The engine that the instances will have. Raises ConfigError for what a service would refuse at its start."""
     from kaveri.config.services import setting_sections, settings_types
     from kaveri.local.service_flags import roles_of

@@ -1,5 +1,6 @@
 """Which settings each service declares. The library imports no service: their declarations are found by name."""
 
+import enum
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +8,19 @@ from typing import Any
 from kaveri.config.settings import taken_names
 
 UP_SECTION = "up"
+
+
+class ServiceKind(enum.StrEnum):
+    """What a process runs: the name of its command, of its section, and of its instances in a local stack.
+
+    In the order in which a stack stops: those that send work before those that take it."""
+
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+    """Both phases."""
+    PREDICTOR = "predictor"
 
 
 def settings_types() -> Mapping[str, type[Any]]:

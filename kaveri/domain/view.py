@@ -12,14 +12,14 @@ ValueT = TypeVar("ValueT")
 
 
 class Role(enum.StrEnum):
-    """What an instance does."""
+    """What an instance is."""
 
-    PREFILL = "prefill"
-    DECODE = "decode"
     ROUTER = "router"
+    """The entry that clients talk to."""
     PREDICTOR = "predictor"
-    COLOCATED = "colocated"
-    """Both phases on one engine."""
+    """Guesses how long answers will be."""
+    ENGINE = "engine"
+    """Serves phases with an engine."""
 
 
 class Phase(enum.StrEnum):
@@ -31,11 +31,8 @@ class Phase(enum.StrEnum):
     """Draws tokens."""
 
 
-_PHASES = {
-    Role.PREFILL: (Phase.PREFILL,),
-    Role.DECODE: (Phase.DECODE,),
-    Role.COLOCATED: (Phase.PREFILL, Phase.DECODE),
-}
+BOTH_PHASES = (Phase.PREFILL, Phase.DECODE)
+"""Of a colocated instance."""
 
 
 class InstanceState(enum.StrEnum):
@@ -65,11 +62,7 @@ class InstanceRecord:
     """Seconds without a heartbeat after which it counts as gone."""
     version: str = ""
     phases: tuple[Phase, ...] = ()
-    """The phases that it can serve. Not given: those of its role."""
-
-    def __post_init__(self) -> None:
-        if not self.phases:
-            object.__setattr__(self, "phases", _PHASES.get(self.role, ()))
+    """The phases that it can serve, in the order of Phase. None without an engine."""
 
     @property
     def takes_pushes(self) -> bool:
@@ -134,9 +127,9 @@ class InstanceStatus:
     """Seconds since that heartbeat, when the status was taken."""
 
 
-def serves(instance: ViewedInstance, phase: Phase) -> bool:
-    """Whether the instance serves the phase now. One that drains still serves what it has."""
-    return phase in (instance.load.phases if instance.load.phase_order else instance.record.phases)
+def phases_now(instance: ViewedInstance) -> tuple[Phase, ...]:
+    """The phases that the instance serves now. One that drains still serves what it has."""
+    return instance.load.phases if instance.load.phase_order else instance.record.phases
 
 
 def status_now(instance: ViewedInstance) -> InstanceStatus:
@@ -188,7 +181,7 @@ class ClusterView:
         return tuple(
             instance
             for instance in instances
-            if (instance.record.role is Role.PREDICTOR if phase is None else serves(instance, phase))
+            if (instance.record.role is Role.PREDICTOR if phase is None else phase in phases_now(instance))
             and instance.load.state is InstanceState.READY
             and model in (None, instance.record.model)
         )

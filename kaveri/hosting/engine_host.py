@@ -1,6 +1,6 @@
-"""The life of one engine instance: start the engine, try it, serve a role around it, close it. Knows no role.
+"""The life of one engine instance: start the engine, try it, serve phases with it, close it.
 
-The engine's events come to the role on the event loop, each batch by one call, so that neither the loop nor the engine
+The engine's events come to the service on the event loop, one call per batch, so that neither the loop nor the engine
 waits for the other.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceLoad, InstanceState, Role
+from kaveri.domain.view import InstanceLoad, InstanceState, Phase, Role
 from kaveri.engine.contract import Engine, EngineEvent, EngineStopped
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.service_host import HostedService, ServiceHost, first_of, service_record
@@ -20,7 +20,7 @@ from kaveri.hosting.trial import Trial
 from kaveri.telemetry.logs import get_logger
 
 
-class EngineRole(HostedService, Protocol):
+class EngineService(HostedService, Protocol):
     """What an instance does with its engine. Every method is called on the event loop."""
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
@@ -28,29 +28,30 @@ class EngineRole(HostedService, Protocol):
 
 
 class EngineHost:
-    """Runs one role around one engine. Owns the engine, and a ServiceHost with everything else."""
+    """Runs one service around one engine. Owns the engine, and a ServiceHost with everything else."""
 
     def __init__(
         self,
         config: InstanceConfig,
-        role: Role,
+        phases: tuple[Phase, ...],
         engine: Engine,
         store: ClusterStore,
-        hosted: EngineRole,
+        hosted: EngineService,
         service_names: Sequence[str],
         register: Callable[[aio.Server], None],
         incarnation: int,
     ) -> None:
-        """Arguments as ServiceHost's."""
+        """phases: those that the engine can serve here. Other arguments as ServiceHost's."""
         info = engine.info
         record = replace(
-            service_record(config, role, config.model_name, incarnation),
+            service_record(config, Role.ENGINE, config.model_name, incarnation),
             engine=info.engine,
             layout=info.layout,
             kv_endpoints=info.kv_endpoints,
             max_model_len=info.max_model_len,
+            phases=phases,
         )
-        self._role = role
+        self._phases = phases
         self._engine = engine
         self._hosted = hosted
         self._service = ServiceHost(config, store, record, hosted, service_names, register)
@@ -83,7 +84,7 @@ class EngineHost:
         the address cannot be bound. The engine is closed when this returns, however it ends.
         """
         loop = asyncio.get_running_loop()
-        self._trial = Trial(self._engine, self._role is not Role.PREFILL)
+        self._trial = Trial(self._engine, Phase.DECODE in self._phases)
         self._engine.start(lambda events: _forward(loop, self._handle, events))
         try:
             if not await self._engine_works(stopping):

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from kaveri.domain.view import Role
-from kaveri.loadgen.busy import resource_times
+from kaveri.loadgen.busy import Phases, resource_times
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 
 LATE_S = 0.02
@@ -69,10 +68,10 @@ def offered_per_s(run: LoadRun) -> float | None:
     return (len(times_s) - 1) / span_s if span_s > 0 else None
 
 
-def summarize(run: LoadRun, slo: Slo, roles: Mapping[str, Role] | None = None) -> dict[str, Any]:
+def summarize(run: LoadRun, slo: Slo, phases: Mapping[str, Phases] | None = None) -> dict[str, Any]:
     """One run as JSON values. Latencies are those of answered requests; SLO attainment counts all requests.
 
-    roles: role by instance id, for the resource time.
+    phases: those of each instance, by its id, for the resource time.
     """
     answered = [record for record in run.records if record.error is None]
     met = sum(slo.met_by(record) for record in run.records)
@@ -97,7 +96,7 @@ def summarize(run: LoadRun, slo: Slo, roles: Mapping[str, Role] | None = None) -
             phase: spread([getattr(record.server, phase) for record in answered if record.server is not None])
             for phase in _SERVER_PHASES
         },
-        "resource_time": {role.value: asdict(of_role) for role, of_role in resource_times(run, roles or {}).items()},
+        "resource_time": {"+".join(key): asdict(times) for key, times in resource_times(run, phases or {}).items()},
         "classes": dict(Counter(record.lengths.workload_class.value for record in run.records)),
         "client": {
             "sent_late_s": late,

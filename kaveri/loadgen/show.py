@@ -29,10 +29,10 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
                 f"SLO met by {_value(figures['slo_attainment'], 1, 100)} %: "
                 f"goodput {_value(figures['goodput_requests_per_s'], 2)} requests/s"
             )
-        for role, of_role in figures["resource_time"].items():
+        for phases, times in figures["resource_time"].items():
             console.print(
-                f"{role}: busy for {_value(of_role['busy_s'], 1)} s of {_value(of_role['held_s'], 1)} s "
-                f"on {_value(of_role['instances'], 0)} instances"
+                f"{phases}: busy for {_value(times['busy_s'], 1)} s of {_value(times['held_s'], 1)} s "
+                f"on {_value(times['instances'], 0)} instances"
             )
         if count > 1:
             console.print(f"median, least and greatest of {count} runs")

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
+from kaveri.config.services import ServiceKind
 from kaveri.config.settings import MAX_PORT
 from kaveri.config.sources import CONFIG_VARIABLE, FILE_SUFFIX, flag_of, variable_of
-from kaveri.domain.view import Role
 from kaveri.errors import ConfigError
 from kaveri.local.service_flags import ROLES, roles_of, secrets_of
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ALL_ADDRESSES
 
 LOOPBACK = "127.0.0.1"
-_MODULES = {role: f"services.{role}" for role in ROLES} | {Role.COLOCATED: "services.instance"}
+_MODULES = {role: f"services.{role}" for role in ROLES} | {ServiceKind.COLOCATED: "services.instance"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,26 +87,26 @@ class StackConfig:
         """The ids of all instances, in the order of ROLES."""
         return tuple(name for role in ROLES for name in self.instance_ids(role))
 
-    def instance_ids(self, role: Role) -> tuple[str, ...]:
+    def instance_ids(self, role: ServiceKind) -> tuple[str, ...]:
         """The ids of all instances of a role."""
         counts = {
-            Role.ROUTER: self.router_count,
-            Role.PREFILL: self.prefill_count,
-            Role.DECODE: self.decode_count,
-            Role.COLOCATED: self.colocated_count,
-            Role.PREDICTOR: self.predictor_count if self.predictor else 0,
+            ServiceKind.ROUTER: self.router_count,
+            ServiceKind.PREFILL: self.prefill_count,
+            ServiceKind.DECODE: self.decode_count,
+            ServiceKind.COLOCATED: self.colocated_count,
+            ServiceKind.PREDICTOR: self.predictor_count if self.predictor else 0,
         }
         prefix = f"{self.name}-" if self.name else ""
         return tuple(f"{prefix}{role}-{number}" for number in range(counts[role]))
 
-    def flags(self, role: Role) -> tuple[str, ...]:
+    def flags(self, role: ServiceKind) -> tuple[str, ...]:
         """More flags for the instances of a role."""
         return {
-            Role.ROUTER: self.router_flags,
-            Role.PREFILL: self.prefill_flags,
-            Role.DECODE: self.decode_flags,
-            Role.COLOCATED: self.colocated_flags,
-            Role.PREDICTOR: self.predictor_flags,
+            ServiceKind.ROUTER: self.router_flags,
+            ServiceKind.PREFILL: self.prefill_flags,
+            ServiceKind.DECODE: self.decode_flags,
+            ServiceKind.COLOCATED: self.colocated_flags,
+            ServiceKind.PREDICTOR: self.predictor_flags,
         }[role]
 
     def metrics_port_of(self, instance_id: str) -> int:
@@ -119,10 +119,10 @@ class StackConfig:
         return LOOPBACK if self.host in ALL_ADDRESSES else self.host
 
 
-def service_command(config: StackConfig, role: Role, instance_id: str, port: int) -> list[str]:
+def service_command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:
     """The command line that runs one service of the stack. port 0: a free one. It holds no secret: every user of the
     machine can read it; see service_environment()."""
-    is_router = role is Role.ROUTER
+    is_router = role is ServiceKind.ROUTER
     settings = {
         "instance_id": instance_id,
         "host": config.host if is_router else LOOPBACK,
@@ -133,7 +133,7 @@ def service_command(config: StackConfig, role: Role, instance_id: str, port: int
         "model": config.model,
         "drain_timeout_s": config.drain_timeout_s,
     }
-    if role is Role.PREDICTOR:
+    if role is ServiceKind.PREDICTOR:
         settings["predictor"] = config.predictor
     settings |= {name: value for name, value in _shared(config, role).items() if name not in secrets_of(role)}
     flags = [text for name, value in settings.items() for text in (flag_of(name), str(value))]
@@ -142,7 +142,7 @@ def service_command(config: StackConfig, role: Role, instance_id: str, port: int
 
 
 def service_environment(
-    config: StackConfig, role: Role, redis_url: str, inherited: Mapping[str, str]
+    config: StackConfig, role: ServiceKind, redis_url: str, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of a service: what it inherits, and the settings that can hold a password or a token."""
     shared = {**_shared(config, role), "redis_url": redis_url}
@@ -154,7 +154,7 @@ def service_environment(
     return {name: value for name, value in inherited.items() if name not in dropped} | given
 
 
-def _shared(config: StackConfig, role: Role) -> dict[str, object]:
+def _shared(config: StackConfig, role: ServiceKind) -> dict[str, object]:
     return {name: value for name, value in config.settings.items() if role in roles_of(name)}
 
 

@@ -4,34 +4,32 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from kaveri.config.services import settings_types
+from kaveri.config.services import ServiceKind, settings_types
 from kaveri.config.settings import secret_names, setting_names
 from kaveri.config.sources import flag_of, nearest
-from kaveri.domain.view import Role
 from kaveri.errors import ConfigError
 from kaveri.rpc.process import ServiceConfig
 
-ROLES = (Role.ROUTER, Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.PREDICTOR)
-"""In the order in which a stack stops: those that send work before those that take it."""
-_ENGINE_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+ROLES = tuple(ServiceKind)
+_WITH_ENGINES = (ServiceKind.PREFILL, ServiceKind.DECODE, ServiceKind.COLOCATED)
 _OF_THE_STACK = frozenset({"instance_id", "advertise_host"})
 """Settings that the stack gives to each instance by itself."""
 
 
 @cache
-def names_of(role: Role) -> frozenset[str]:
+def names_of(role: ServiceKind) -> frozenset[str]:
     """The settings of a role's service."""
     return setting_names(settings_types()[role])
 
 
 @cache
-def secrets_of(role: Role) -> frozenset[str]:
+def secrets_of(role: ServiceKind) -> frozenset[str]:
     """Those of them that no command line should hold."""
     return secret_names(settings_types()[role])
 
 
 @cache
-def roles_of(name: str) -> tuple[Role, ...]:
+def roles_of(name: str) -> tuple[ServiceKind, ...]:
     """The roles that get a setting of this name when it is given to the whole stack.
 
     All of them where it means the same everywhere; else those with engines, for the predictor has a --device and a
@@ -40,7 +38,7 @@ def roles_of(name: str) -> tuple[Role, ...]:
     having = tuple(role for role in ROLES if name in names_of(role))
     if name in setting_names(ServiceConfig) or name in ("model", "served_model_name"):
         return having
-    return tuple(role for role in having if role in _ENGINE_ROLES) or having
+    return tuple(role for role in having if role in _WITH_ENGINES) or having
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,11 @@ class ServiceFlags:
 
     shared: Mapping[str, str] = field(default_factory=dict)
     """Settings of every service that roles_of() names."""
-    of_role: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+    of_role: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
     """Flags for the services of one role."""
 
 
-def read_service_flags(words: Sequence[str], roles: Iterable[Role], own_flags: Collection[str]) -> ServiceFlags:
+def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_flags: Collection[str]) -> ServiceFlags:
     """Sorts `--engine fake --prefill.chunk-tokens 512` by service.
 
     roles: those that have instances. own_flags: of the program, for the hint about an unknown flag. Raises ConfigError
@@ -61,7 +59,7 @@ def read_service_flags(words: Sequence[str], roles: Iterable[Role], own_flags: C
     """
     running = tuple(roles)
     shared: dict[str, str] = {}
-    of_role: dict[Role, tuple[str, ...]] = {}
+    of_role: dict[ServiceKind, tuple[str, ...]] = {}
     remaining = iter(words)
     for word in remaining:
         flag, equals, text = word.partition("=")
@@ -76,19 +74,19 @@ def read_service_flags(words: Sequence[str], roles: Iterable[Role], own_flags: C
             raise ConfigError(flag, "is empty")
         role, dot, name = flag.removeprefix("--").rpartition(".")
         if dot:
-            of_role[Role(role)] = (*of_role.get(Role(role), ()), f"--{name}", text)
+            of_role[ServiceKind(role)] = (*of_role.get(ServiceKind(role), ()), f"--{name}", text)
         elif takers:
             shared[name.replace("-", "_")] = text
     return ServiceFlags(shared, of_role)
 
 
-def _roles_taking(flag: str, running: Sequence[Role], own_flags: Collection[str]) -> Sequence[Role]:
+def _roles_taking(flag: str, running: Sequence[ServiceKind], own_flags: Collection[str]) -> Sequence[ServiceKind]:
     """The running roles that take this flag. Raises ConfigError when there is none."""
     role, dot, name = flag.removeprefix("--").rpartition(".")
     setting = name.replace("-", "_")
     if dot and role not in ROLES:
         raise ConfigError(flag, f"{role!r} is no role; choose {', '.join(ROLES)}{nearest(role, ROLES)}")
-    taking = (Role(role),) if dot else roles_of(setting)
+    taking = (ServiceKind(role),) if dot else roles_of(setting)
     known = [flag_of(known) for taker in (taking if dot else ROLES) for known in names_of(taker) - _OF_THE_STACK]
     if flag_of(setting) not in known or "_" in name:
         hint = nearest(f"--{name}", known if dot else [*known, *own_flags])

@@ -16,7 +16,8 @@ from typing import Any, Self
 from grpc import aio
 
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.domain.view import ClusterView, InstanceState, Role
+from kaveri.config.services import ServiceKind
+from kaveri.domain.view import ClusterView, InstanceState
 from kaveri.errors import ConfigError, Unavailable
 from kaveri.local.config import StackConfig, service_command, service_environment, stack_flag
 from kaveri.local.folder import stack_folder
@@ -148,7 +149,9 @@ class LocalStack:
             missing = still_missing
             self._check_for_dead(missing)
             if not missing:
-                addresses = [view.instances[name].record.address for name in self.config.instance_ids(Role.ROUTER)]
+                addresses = [
+                    view.instances[name].record.address for name in self.config.instance_ids(ServiceKind.ROUTER)
+                ]
                 self._keep_ports(addresses)
                 if all([await self._knows_everybody(address) for address in addresses]):
                     return
@@ -202,14 +205,14 @@ class LocalStack:
         await asyncio.gather(*(supervisor.kill_for_good() for supervisor in self._supervisors.values()))
         self._directory.close()
 
-    def _supervise(self, name: str, role: Role, directory: Path) -> None:
+    def _supervise(self, name: str, role: ServiceKind, directory: Path) -> None:
         def launch() -> ChildProcess:
             port = self._ports.get(name) or (self.config.port if name == self.instance_ids[0] else 0)
             command = service_command(self.config, role, name, port)
             environment = service_environment(self.config, role, self.redis_url, os.environ)
             # What a killed child leaves in its temporary folder, sockets above all, goes with the stack's.
             environment["TMPDIR"] = str(directory)
-            if role is not Role.ROUTER:
+            if role is not ServiceKind.ROUTER:
                 # Several engines share this machine's cores; threads of each for every core slow all of them down.
                 environment.setdefault("OMP_NUM_THREADS", "1")
             return ChildProcess.start(name, command, self.log_dir / f"{name}.log", environment)
@@ -265,7 +268,7 @@ class LocalStack:
         )
 
     def _keep_ports(self, router_addresses: list[str]) -> None:
-        for name, address in zip(self.config.instance_ids(Role.ROUTER), router_addresses, strict=True):
+        for name, address in zip(self.config.instance_ids(ServiceKind.ROUTER), router_addresses, strict=True):
             self._ports[name] = int(address.rpartition(":")[2])
         self.target = router_addresses[0]
 

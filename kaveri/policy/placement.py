@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import ClusterView, Phase, ViewedInstance, serves
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance, phases_now
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.candidates import Candidates
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
@@ -238,7 +238,7 @@ def _find_prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, 
     ready = view.ready(Phase.PREFILL, model)
     if any(instance.record.takes_pushes for instance in view.ready(Phase.DECODE, model)):
         return ready
-    return tuple(instance for instance in ready if serves(instance, Phase.DECODE)) or ready
+    return tuple(instance for instance in ready if Phase.DECODE in phases_now(instance)) or ready
 
 
 def _takers_of_pushes(view: ClusterView, model: str, demand: Demand) -> tuple[ViewedInstance, ...]:

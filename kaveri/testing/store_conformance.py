@@ -23,6 +23,7 @@ from kaveri.domain.view import (
     InstanceState,
     InstanceStatus,
     LoadBroadcast,
+    Phase,
     Role,
 )
 from kaveri.errors import ConfigError
@@ -36,7 +37,7 @@ _SOON_S = 5.0
 DECODE = InstanceRecord(
     instance_id="decode-0",
     incarnation=2**64 - 1,
-    role=Role.DECODE,
+    role=Role.ENGINE,
     address="127.0.0.1:4242",
     model="kaveri-tiny",
     engine="fake",
@@ -45,8 +46,11 @@ DECODE = InstanceRecord(
     max_model_len=2048,
     lease_ttl_s=_LEASE_TTL_S,
     version="0.1.0",
+    phases=(Phase.DECODE,),
 )
-PREFILL = InstanceRecord("prefill-0", 1, Role.PREFILL, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
+PREFILL = InstanceRecord(
+    "prefill-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S, phases=(Phase.PREFILL,)
+)
 PREDICTOR = InstanceRecord("predictor-0", 1, Role.PREDICTOR, "127.0.0.1:2", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
 ROUTER = InstanceRecord("router-0", 2**63 + 1, Role.ROUTER, "127.0.0.1:3", "kaveri-tiny", lease_ttl_s=_LEASE_TTL_S)
 REQUEST = RequestClaim("request-1", "router-0", ROUTER.incarnation)

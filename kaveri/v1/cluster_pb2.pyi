@@ -28,32 +28,24 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     """Never sent."""
-    ROLE_PREFILL: _Role.ValueType  # 1
-    """Computes prompts."""
-    ROLE_DECODE: _Role.ValueType  # 2
-    """Generates tokens."""
-    ROLE_ROUTER: _Role.ValueType  # 3
-    """Relays requests."""
-    ROLE_PREDICTOR: _Role.ValueType  # 4
-    """Predicts the lengths of answers."""
-    ROLE_COLOCATED: _Role.ValueType  # 5
-    """Computes prompts and generates their tokens with one engine; nothing is handed over."""
+    ROLE_ROUTER: _Role.ValueType  # 1
+    """The entry that clients talk to."""
+    ROLE_PREDICTOR: _Role.ValueType  # 2
+    """Guesses how long answers will be."""
+    ROLE_ENGINE: _Role.ValueType  # 3
+    """Serves phases with an engine."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What an instance does."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Never sent."""
-ROLE_PREFILL: Role.ValueType  # 1
-"""Computes prompts."""
-ROLE_DECODE: Role.ValueType  # 2
-"""Generates tokens."""
-ROLE_ROUTER: Role.ValueType  # 3
-"""Relays requests."""
-ROLE_PREDICTOR: Role.ValueType  # 4
-"""Predicts the lengths of answers."""
-ROLE_COLOCATED: Role.ValueType  # 5
-"""Computes prompts and generates their tokens with one engine; nothing is handed over."""
+ROLE_ROUTER: Role.ValueType  # 1
+"""The entry that clients talk to."""
+ROLE_PREDICTOR: Role.ValueType  # 2
+"""Guesses how long answers will be."""
+ROLE_ENGINE: Role.ValueType  # 3
+"""Serves phases with an engine."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _Phase:
@@ -229,7 +221,7 @@ class InstanceRecord(_message.Message):
 
     @_builtins.property
     def phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
-        """The phases that it can serve. Empty: those of its role."""
+        """The phases that it can serve. Empty without an engine."""
 
     def __init__(
         self,

@@ -28,11 +28,9 @@ _FINISH_TO_PROTO = {
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 _ROLE_TO_PROTO = {
-    Role.PREFILL: cluster_pb2.ROLE_PREFILL,
-    Role.DECODE: cluster_pb2.ROLE_DECODE,
     Role.ROUTER: cluster_pb2.ROLE_ROUTER,
     Role.PREDICTOR: cluster_pb2.ROLE_PREDICTOR,
-    Role.COLOCATED: cluster_pb2.ROLE_COLOCATED,
+    Role.ENGINE: cluster_pb2.ROLE_ENGINE,
 }
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
 _PHASE_TO_PROTO = {

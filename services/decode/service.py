@@ -6,7 +6,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import Role
+from kaveri.domain.view import Phase
 from kaveri.engine.contract import DecodeEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
@@ -46,4 +46,4 @@ def decode_host(
     )
     incarnation = new_incarnation()
     register = partial(add_DecodeServiceServicer_to_server, DecodeServer(instance, incarnation))
-    return EngineHost(config, Role.DECODE, engine, store, instance, [SERVICE_NAME], register, incarnation)
+    return EngineHost(config, (Phase.DECODE,), engine, store, instance, [SERVICE_NAME], register, incarnation)

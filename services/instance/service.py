@@ -7,7 +7,7 @@ from grpc import aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore, Follow
-from kaveri.domain.view import Role
+from kaveri.domain.view import BOTH_PHASES
 from kaveri.engine.factory import BuiltEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
@@ -80,4 +80,4 @@ def colocated_host(
 
     names = [prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]
     hosted = ColocatedInstance(prefill, decode)
-    return EngineHost(config, Role.COLOCATED, engine, store, hosted, names, register, incarnation)
+    return EngineHost(config, BOTH_PHASES, engine, store, hosted, names, register, incarnation)

@@ -7,7 +7,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore, Follow
-from kaveri.domain.view import Role
+from kaveri.domain.view import Phase
 from kaveri.engine.contract import PrefillEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
@@ -61,4 +61,4 @@ def prefill_host(
     forecaster = LengthForecaster.configured(config, store, metrics, rng)
     role = PrefillRole(engine, queue, dispatcher, forecaster, metrics)
     register = partial(add_PrefillServiceServicer_to_server, PrefillServer(role))
-    return EngineHost(config, Role.PREFILL, engine, store, role, [SERVICE_NAME], register, new_incarnation())
+    return EngineHost(config, (Phase.PREFILL,), engine, store, role, [SERVICE_NAME], register, new_incarnation())

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import ClusterView, Phase, ViewedInstance, serves
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance, phases_now
 from kaveri.errors import (
     DeadlineExceeded,
     InternalError,
@@ -275,7 +275,7 @@ class RequestPlacer:
         prefill = Life(record.instance_id, record.incarnation)
         attempt = Attempt(number, prefill, len(entry.answer.token_ids), entry.accepted.most_tokens)
         # One that does both phases will decode the request too: an abort or a broken stream misses no moment.
-        over = entry.begin(attempt, prefill if serves(target, Phase.DECODE) else None)
+        over = entry.begin(attempt, prefill if Phase.DECODE in phases_now(target) else None)
         await self._prefill(entry, attempt, target, over)
         await over
 

@@ -1,4 +1,4 @@
-"""Colocated instances as real processes behind a router: exact answers, cancellation, deaths, other roles beside."""
+"""Colocated instances as real processes behind a router: exact answers, cancellation, deaths, mixed clusters."""
 
 import asyncio
 import random
@@ -77,7 +77,7 @@ async def caught_while(cluster: LocalCluster, phase: str) -> None:
     """Waits until the only request of the cluster is in `phase`."""
 
     def in_phase(view: ClusterView) -> bool:
-        loads = [status.load for status in view.instances.values() if status.record.role is Role.COLOCATED]
+        loads = [status.load for status in view.instances.values() if len(status.record.phases) == 2]
         computing = any(load.queued_prefill_tokens for load in loads)
         decoding = any(load.light_requests + load.heavy_requests for load in loads)
         return computing if phase == "computing" else decoding

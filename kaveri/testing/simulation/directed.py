@@ -4,9 +4,8 @@ import random
 from collections.abc import Sequence
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import Role
 from kaveri.testing.simulation.draw import draw_prompt
-from kaveri.testing.simulation.plan import Fault, Plan, PlannedInstance, PlannedRequest
+from kaveri.testing.simulation.plan import INSTANCE_KINDS, Fault, Plan, PlannedInstance, PlannedRequest
 
 CLIENT = "client-0"
 
@@ -14,12 +13,12 @@ CLIENT = "client-0"
 def cluster(
     *, routers: int = 1, prefills: int = 1, decodes: int = 1, colocated: int = 0, **same: float
 ) -> tuple[PlannedInstance, ...]:
-    """Instances named "role-number". same: fields that all engines share, as of PlannedInstance."""
-    counts = {Role.ROUTER: routers, Role.PREFILL: prefills, Role.DECODE: decodes, Role.COLOCATED: colocated}
+    """Instances named "prefill-0" and so on. same: fields that all engines share, as of PlannedInstance."""
+    counts = {"router": routers, "prefill": prefills, "decode": decodes, "colocated": colocated}
     return tuple(
-        PlannedInstance(name=f"{role}-{number}", role=role, **same)  # type: ignore[arg-type]
-        for role, count in counts.items()
-        for number in range(count)
+        PlannedInstance(name=f"{kind}-{number}", role=role, phases=phases, **same)  # type: ignore[arg-type]
+        for kind, (role, phases) in INSTANCE_KINDS.items()
+        for number in range(counts[kind])
     )
 
 

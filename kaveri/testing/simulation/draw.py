@@ -9,7 +9,7 @@ from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
 from kaveri.testing.simulation.network import LinkQuality
-from kaveri.testing.simulation.plan import Fault, FaultKind, Plan, PlannedInstance, PlannedRequest
+from kaveri.testing.simulation.plan import INSTANCE_KINDS, Fault, FaultKind, Plan, PlannedInstance, PlannedRequest
 from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.tokenizer import STOP_TEXTS, make_tokenizer
 
@@ -72,25 +72,26 @@ def _instances(rng: random.Random) -> tuple[PlannedInstance, ...]:
     colocated = rng.choice((0, 0, 0, 1))
     only_colocated = rng.random() < 0.08
     counts = {
-        Role.ROUTER: rng.choice((1, 1, 2, 2, 3)),
-        Role.PREFILL: 0 if only_colocated else rng.randint(1, 3),
-        Role.DECODE: 0 if only_colocated else rng.randint(1, 3),
-        Role.COLOCATED: rng.randint(1, 2) if only_colocated else colocated,
+        "router": rng.choice((1, 1, 2, 2, 3)),
+        "prefill": 0 if only_colocated else rng.randint(1, 3),
+        "decode": 0 if only_colocated else rng.randint(1, 3),
+        "colocated": rng.randint(1, 2) if only_colocated else colocated,
     }
     # Pools in which a few requests fill everything, in some schedules.
     most_blocks = rng.choice((24, 40, 200, 200))
     step_s = rng.choice((0.005, 0.01, 0.02))
     return tuple(
         PlannedInstance(
-            name=f"{role}-{number}",
+            name=f"{kind}-{number}",
             role=role,
+            phases=phases,
             block_count=rng.randint(20, most_blocks),
             step_s=step_s * rng.uniform(0.7, 1.4),
             chunk_tokens=rng.choice((32, 64, 128)),
             max_batch=rng.choice((2, 8, 16)),
         )
-        for role, count in counts.items()
-        for number in range(count)
+        for kind, (role, phases) in INSTANCE_KINDS.items()
+        for number in range(counts[kind])
     )
 
 
@@ -165,9 +166,9 @@ class _Targets:
 
     def __init__(self, rng: random.Random, instances: tuple[PlannedInstance, ...], clients: tuple[str, ...]) -> None:
         self._rng = rng
-        self._roles = {instance.name: instance.role for instance in instances}
-        self.names = tuple(self._roles)
-        self.engines = tuple(name for name, role in self._roles.items() if role is not Role.ROUTER)
+        self._kinds = {instance.name: (instance.role, instance.phases) for instance in instances}
+        self.names = tuple(self._kinds)
+        self.engines = tuple(name for name, (_, phases) in self._kinds.items() if phases)
         self.clients = clients
         unlucky = rng.sample(self.names, min(3, len(self.names)))
         self._unlucky = unlucky if rng.random() < 0.5 else ()
@@ -184,8 +185,7 @@ class _Targets:
             return target, self.one_of(
                 tuple(each for each in (*self.names, *self.clients, STORE_NAME) if each != target)
             )
-        role = self._roles[target]
-        talking = tuple(name for name, other in self._roles.items() if other is not role)
+        talking = tuple(name for name, kind in self._kinds.items() if kind != self._kinds[target])
         return target, self.one_of(talking)
 
 

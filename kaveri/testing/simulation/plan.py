@@ -1,11 +1,12 @@
 """What happens in one schedule: who is there, what is asked, which faults. Values only; a seed draws them all."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import Role
+from kaveri.domain.view import BOTH_PHASES, Phase, Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
@@ -79,11 +80,22 @@ class PlannedInstance:
 
     name: str
     role: Role
+    phases: tuple[Phase, ...] = ()
+    """Those of an engine."""
     block_count: int = 200
     step_s: float = 0.01
     """Mean seconds of a step of its engine."""
     chunk_tokens: int = 64
     max_batch: int = 16
+
+
+INSTANCE_KINDS: Mapping[str, tuple[Role, tuple[Phase, ...]]] = {
+    "router": (Role.ROUTER, ()),
+    "prefill": (Role.ENGINE, (Phase.PREFILL,)),
+    "decode": (Role.ENGINE, (Phase.DECODE,)),
+    "colocated": (Role.ENGINE, BOTH_PHASES),
+}
+"""By the first part of their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +150,14 @@ class Plan:
         """Of all instances."""
         return tuple(instance.name for instance in self.instances)
 
-    def of_role(self, *roles: Role) -> tuple[PlannedInstance, ...]:
-        """The instances of these roles."""
-        return tuple(instance for instance in self.instances if instance.role in roles)
+    @property
+    def routers(self) -> tuple[PlannedInstance, ...]:
+        """The routers."""
+        return tuple(instance for instance in self.instances if instance.role is Role.ROUTER)
+
+    def serving(self, phase: Phase) -> tuple[PlannedInstance, ...]:
+        """The instances that serve a phase."""
+        return tuple(instance for instance in self.instances if phase in instance.phases)
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}"]

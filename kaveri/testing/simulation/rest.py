@@ -1,6 +1,6 @@
 """What must be gone when a cluster is at rest: requests, blocks, claims, calls."""
 
-from kaveri.domain.view import Role
+from kaveri.domain.view import Phase
 from kaveri.testing.simulation.world import Life, World
 
 
@@ -14,8 +14,7 @@ def leftovers(world: World) -> list[str]:
         found.append(f"the store: {len(claimed)} requests in its table: {', '.join(claimed[:5])}")
     calls = [call for call in world.network.open_calls if not call.process.dead]
     streams = sum(1 for call in calls if call.path.endswith("/StreamTokens"))
-    routers = len(world.plan.of_role(Role.ROUTER))
-    expected = routers * len(world.plan.of_role(Role.DECODE, Role.COLOCATED))
+    expected = len(world.plan.routers) * len(world.plan.serving(Phase.DECODE))
     if streams != expected:
         found.append(f"{streams} token streams, not {expected}")
     others = sorted({call.path for call in calls if not call.path.endswith("/StreamTokens")})

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import structlog
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import Role
 from kaveri.testing.simulation.checks import CHECKS, Check
 from kaveri.testing.simulation.clients import Clients
 from kaveri.testing.simulation.draw import draw_prompt
@@ -191,7 +190,7 @@ def _probes(world: World) -> list[PlannedRequest]:
             prompt=draw_prompt(rng, 1 + rng.randrange(60)),
             params=SamplingParams(max_tokens=1 + rng.randrange(12), temperature=0.0, ignore_eos=True),
         )
-        for router in world.plan.of_role(Role.ROUTER)
+        for router in world.plan.routers
         for number in range(world.plan.probes_per_router)
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.store import Follow
-from kaveri.domain.view import Role
+from kaveri.domain.view import Phase, Role
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.hosting.engine_host import EngineHost
@@ -202,7 +202,7 @@ class World:
             await serve_requests(config, store, self.tokenizer, life.stopping, started)
 
     async def _instance(self, life: Life) -> None:
-        plan, planned, role = self.plan, life.planned, life.planned.role
+        plan, planned, phases = self.plan, life.planned, life.planned.phases
         shared: dict[str, Any] = {
             "instance_id": life.name,
             "host": life.name,
@@ -221,7 +221,7 @@ class World:
             "prediction": PredictionMode.OFF,
         }
         batch: dict[str, Any] = {"decode_policy": plan.decode_policy}
-        follow = Follow.HEARTBEATS if role is Role.DECODE else Follow.BROADCASTS
+        follow = Follow.HEARTBEATS if phases == (Phase.DECODE,) else Follow.BROADCASTS
         async with SimulatedStore(self.store, follow) as store:
             engine = life.engine = SimulatedEngine(
                 self.model,
@@ -231,16 +231,16 @@ class World:
                 chunk_tokens=planned.chunk_tokens,
                 max_batch=planned.max_batch,
                 step_s=planned.step_s,
-                receives=role is Role.DECODE,
+                receives=phases == (Phase.DECODE,),
                 divergent=plan.divergent,
                 draws=self.draws,
             )
             registry, rng = CollectorRegistry(), random.Random(self.rng.getrandbits(64))
-            match role:
-                case Role.PREFILL:
+            match phases:
+                case (Phase.PREFILL,):
                     prefill = PrefillConfig(decode_placement=plan.decode_placement, **prompts, **shared)
                     life.host = prefill_host(prefill, engine, store, rng, registry)
-                case Role.DECODE:
+                case (Phase.DECODE,):
                     decode = DecodeConfig(reservation_ttl_s=plan.reservation_ttl_s, **batch, **shared)
                     life.host = decode_host(decode, engine, store, registry)
                 case _:

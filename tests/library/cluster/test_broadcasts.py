@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from kaveri.cluster.broadcasts import broadcast_statuses, is_news, told_by
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
 
 _ROUTER = InstanceRecord("router-0", 1, Role.ROUTER, "h:1", "tiny")
-_DECODE = InstanceRecord("decode-0", 1, Role.DECODE, "h:2", "tiny")
+_DECODE = InstanceRecord("decode-0", 1, Role.ENGINE, "h:2", "tiny", phases=(Phase.DECODE,))
 
 
 def _view(*instances: InstanceStatus) -> ClusterView:

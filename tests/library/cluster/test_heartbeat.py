@@ -10,9 +10,11 @@ import pytest
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import HeartbeatAnswer
-from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Phase, Role
 
-_RECORD = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=60.0)
+_RECORD = InstanceRecord(
+    "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=60.0, phases=(Phase.DECODE,)
+)
 _LONG_S = 60.0
 
 

@@ -7,7 +7,9 @@ from kaveri.cluster.membership import MAX_TICK_S, Membership
 from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 
-_RECORD = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0)
+_RECORD = InstanceRecord(
+    "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
+)
 
 
 class _Clock:

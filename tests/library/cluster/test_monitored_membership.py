@@ -2,12 +2,18 @@
 
 from kaveri.cluster.membership import MAX_TICK_S
 from kaveri.cluster.monitored_membership import SILENT_AFTER_S, MonitoredMembership
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, Phase, Role
 from kaveri.policy.unconfirmed import UnconfirmedWork
 
-_DECODE = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0)
-_OTHER = InstanceRecord("decode-1", 1, Role.DECODE, "127.0.0.1:2", "kaveri-tiny", lease_ttl_s=1.0)
-_PREFILL = InstanceRecord("prefill-0", 1, Role.PREFILL, "127.0.0.1:3", "kaveri-tiny", lease_ttl_s=1.0)
+_DECODE = InstanceRecord(
+    "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
+)
+_OTHER = InstanceRecord(
+    "decode-1", 1, Role.ENGINE, "127.0.0.1:2", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
+)
+_PREFILL = InstanceRecord(
+    "prefill-0", 1, Role.ENGINE, "127.0.0.1:3", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.PREFILL,)
+)
 
 
 class _Clock:
@@ -44,7 +50,9 @@ def test_whom_its_leader_stops_naming_leaves_at_once_but_not_in_a_new_life() -> 
     membership.take_in(_broadcast(1, 1, _DECODE, _OTHER))
     membership.take_in(_broadcast(1, 2, _OTHER))
     assert _ids(membership) == {"decode-1"}
-    reborn = InstanceRecord("decode-0", 2, Role.DECODE, "127.0.0.1:9", "kaveri-tiny", lease_ttl_s=1.0)
+    reborn = InstanceRecord(
+        "decode-0", 2, Role.ENGINE, "127.0.0.1:9", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
+    )
     membership.take_in(_broadcast(1, 3, _DECODE, _OTHER))
     membership.take_in(_broadcast(1, 4, reborn, _OTHER))
     assert membership.view().instances["decode-0"].record == reborn
@@ -82,7 +90,9 @@ def test_nobody_is_lost_while_nobody_leads_however_long_that_is() -> None:
 def test_lease_shorter_than_the_time_between_two_broadcasts_does_not_end_in_between() -> None:
     clock = _Clock()
     membership = MonitoredMembership(clock)
-    brief = InstanceRecord("decode-0", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=MAX_TICK_S / 2)
+    brief = InstanceRecord(
+        "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=MAX_TICK_S / 2, phases=(Phase.DECODE,)
+    )
     for number in range(1, 5):
         assert membership.take_in(_broadcast(1, number, brief, heartbeat=10 * number))
         assert membership.view().instances["decode-0"].load.sequence_number == 10 + number - 1, "it was lost meanwhile"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import InstanceLoad, Role
+from kaveri.domain.view import InstanceLoad, Phase
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeRunner
@@ -47,7 +47,7 @@ async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves(
     config = InstanceConfig(instance_id="prefill-0", engine="fake")
     async with MemoryStore(MemoryCluster()) as store:
         host = EngineHost(
-            config, Role.PREFILL, engine, store, role, ["kaveri.v1.PrefillService"], lambda _: None, incarnation=1
+            config, (Phase.PREFILL,), engine, store, role, ["kaveri.v1.PrefillService"], lambda _: None, incarnation=1
         )
         serving = asyncio.create_task(host.serve(asyncio.Event()))
         await asyncio.wait_for(host.started.wait(), SOON_S)

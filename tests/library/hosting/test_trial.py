@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
-from kaveri.domain.view import InstanceLoad, Role
+from kaveri.domain.view import BOTH_PHASES, InstanceLoad, Phase
 from kaveri.engine.contract import EngineEvent, EngineStopped
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
@@ -22,6 +22,9 @@ from kaveri.hosting.trial import Trial
 from kaveri.kv.transfer.ticket import KvEndpoint
 
 SOON_S = 20.0
+
+
+PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)
 
 
 class _Role:
@@ -64,29 +67,29 @@ class _Runner(FakeRunner):
 class _Incapable(_Runner):
     """Cannot compute chunks (prefill), or single tokens behind others (decode)."""
 
-    def __init__(self, role: Role, failure: BaseException | None) -> None:
+    def __init__(self, phases: tuple[Phase, ...], failure: BaseException | None) -> None:
         super().__init__()
-        self._role = role
+        self._phases = phases
         self._failure = failure
 
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         drawn = super().run(batch, on_layer)
-        fails = [len(part.token_ids) > 1 if self._role is Role.PREFILL else part.start > 0 for part in batch]
+        fails = [len(part.token_ids) > 1 if self._phases == PREFILL else part.start > 0 for part in batch]
         if any(fails) and self._failure is not None:
             raise self._failure
         return [NoToken("not a number") if failed else each for each, failed in zip(drawn, fails, strict=True)]
 
 
-def _host(store: MemoryStore, role: Role, engine: StepwiseEngine, hosted: _Role) -> EngineHost:
+def _host(store: MemoryStore, phases: tuple[Phase, ...], engine: StepwiseEngine, hosted: _Role) -> EngineHost:
     config = InstanceConfig(instance_id="a", engine="fake")
-    return EngineHost(config, role, engine, store, hosted, ["kaveri.v1.X"], lambda _: None, incarnation=1)
+    return EngineHost(config, phases, engine, store, hosted, ["kaveri.v1.X"], lambda _: None, incarnation=1)
 
 
 @asynccontextmanager
-async def _serving(role: Role, engine: StepwiseEngine, hosted: _Role) -> AsyncIterator[EngineHost]:
+async def _serving(phases: tuple[Phase, ...], engine: StepwiseEngine, hosted: _Role) -> AsyncIterator[EngineHost]:
     stopping = asyncio.Event()
     async with MemoryStore(MemoryCluster()) as store:
-        host = _host(store, role, engine, hosted)
+        host = _host(store, phases, engine, hosted)
         serving = asyncio.create_task(host.serve(stopping))
         await asyncio.wait_for(host.started.wait(), SOON_S)
         yield host
@@ -95,20 +98,20 @@ async def _serving(role: Role, engine: StepwiseEngine, hosted: _Role) -> AsyncIt
 
 
 @pytest.mark.parametrize(
-    ("role", "slices"),
+    ("phases", "slices"),
     [
-        (Role.PREFILL, [(0, 1), (0, 2)]),
-        (Role.DECODE, [(0, 1), (0, 2), (2, 1)]),
-        (Role.COLOCATED, [(0, 1), (0, 2), (2, 1)]),
+        (PREFILL, [(0, 1), (0, 2)]),
+        (DECODE, [(0, 1), (0, 2), (2, 1)]),
+        (BOTH_PHASES, [(0, 1), (0, 2), (2, 1)]),
     ],
 )
 async def test_engine_computes_a_chunk_and_where_it_decodes_a_decode_step_and_keeps_nothing(
-    role: Role, slices: list[tuple[int, int]], tmp_path: Path
+    phases: tuple[Phase, ...], slices: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     runner, hosted = _Runner(), _Role()
-    listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))] if role is Role.DECODE else []
+    listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))] if phases == DECODE else []
     engine = StepwiseEngine(runner, 300, listen=listen)
-    async with _serving(role, engine, hosted):
+    async with _serving(phases, engine, hosted):
         # One step, or two where the engine was quick to begin with the first prompt; and a decode step.
         assert sorted(part for step in runner.steps for part in step) == slices
         assert hosted.events == []
@@ -117,12 +120,14 @@ async def test_engine_computes_a_chunk_and_where_it_decodes_a_decode_step_and_ke
         engine.check_integrity()
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("phases", [PREFILL, DECODE])
 @pytest.mark.parametrize("failure", [None, RuntimeError("head size 6 is not supported"), SystemExit("gone")])
-async def test_engine_that_cannot_run_its_model_never_registers(role: Role, failure: BaseException | None) -> None:
-    engine = StepwiseEngine(_Incapable(role, failure), 300)
+async def test_engine_that_cannot_run_its_model_never_registers(
+    phases: tuple[Phase, ...], failure: BaseException | None
+) -> None:
+    engine = StepwiseEngine(_Incapable(phases, failure), 300)
     async with MemoryStore(MemoryCluster()) as store:
-        host = _host(store, role, engine, _Role())
+        host = _host(store, phases, engine, _Role())
         with pytest.raises(ConfigError, match="cannot run this model") as raised:
             await asyncio.wait_for(host.serve(asyncio.Event()), SOON_S)
         assert raised.value.field == "engine"
@@ -134,10 +139,12 @@ async def test_engine_that_cannot_run_its_model_never_registers(role: Role, fail
 @pytest.mark.parametrize(
     ("max_model_len", "total_blocks", "block_tokens"), [(2, 1, 16), (2, 2, 1), (3, 3, 1), (16, 1, 16)]
 )
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.COLOCATED])
-async def test_smallest_engines_pass(role: Role, max_model_len: int, total_blocks: int, block_tokens: int) -> None:
+@pytest.mark.parametrize("phases", [PREFILL, BOTH_PHASES])
+async def test_smallest_engines_pass(
+    phases: tuple[Phase, ...], max_model_len: int, total_blocks: int, block_tokens: int
+) -> None:
     runner = _Runner(FakeModel(max_model_len=max_model_len, block_tokens=block_tokens, vocab_size=2))
-    async with _serving(role, StepwiseEngine(runner, total_blocks), _Role()):
+    async with _serving(phases, StepwiseEngine(runner, total_blocks), _Role()):
         assert runner.steps
 
 
@@ -152,7 +159,7 @@ async def test_stopping_during_the_trial_ends_the_instance() -> None:
 
     stopping = asyncio.Event()
     async with MemoryStore(MemoryCluster()) as store:
-        host = _host(store, Role.PREFILL, StepwiseEngine(Slow(), 300), _Role())
+        host = _host(store, PREFILL, StepwiseEngine(Slow(), 300), _Role())
         serving = asyncio.create_task(host.serve(stopping))
         assert await asyncio.to_thread(begun.wait, SOON_S)
         stopping.set()
@@ -175,7 +182,7 @@ async def test_engine_that_stops_right_behind_its_trial_breaks_its_instance(monk
     engine = StepwiseEngine(_Runner(), 300)
     run = Trial.run
     async with MemoryStore(MemoryCluster()) as store:
-        host = _host(store, Role.PREFILL, engine, _Role())
+        host = _host(store, PREFILL, engine, _Role())
 
         async def run_and_stop(trial: Trial) -> None:
             await run(trial)

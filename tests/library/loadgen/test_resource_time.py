@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.client.answer import ServerTiming
-from kaveri.domain.view import Role
-from kaveri.loadgen.busy import RoleTime, covered_s, resource_times
+from kaveri.domain.view import Phase
+from kaveri.loadgen.busy import ResourceTime, covered_s, resource_times
 from kaveri.loadgen.driver import LoadRun, RequestRecord
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 
@@ -38,6 +38,7 @@ def answered(
     return RequestRecord(planned, 0.0, 0.0, first_s, last_s, 10, error=error, server=server)
 
 
+PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)
 RECORDS = (
     answered(2.0, 5.0, ("p0", 0.5, 0.5), ("d0", 0.0, 2.0)),  # p0 [1, 2]  d0 [3, 5]
     answered(2.5, 6.0, ("p0", 0.5, 0.5), ("d0", 0.5, 1.5)),  # p0 [1.5, 2.5]  d0 [4, 6]
@@ -46,30 +47,30 @@ RECORDS = (
 )
 
 
-def test_overlapping_requests_count_once_and_the_instances_of_a_role_add_up() -> None:
+def test_overlapping_requests_count_once_and_the_instances_of_a_phase_add_up() -> None:
     times = resource_times(LoadRun(RECORDS, 10.0, ()), {})
     assert times == {
-        Role.PREFILL: RoleTime(instances=2, busy_s=1.5 + 2.0, held_s=20.0),
-        Role.DECODE: RoleTime(instances=2, busy_s=3.0 + 1.0, held_s=20.0),
+        PREFILL: ResourceTime(instances=2, busy_s=1.5 + 2.0, held_s=20.0),
+        DECODE: ResourceTime(instances=2, busy_s=3.0 + 1.0, held_s=20.0),
     }
 
 
 def test_an_instance_that_had_nothing_to_do_is_held_all_the_same() -> None:
-    roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "d2": Role.DECODE}
-    times = resource_times(LoadRun(RECORDS, 10.0, ()), roles)
-    assert times[Role.DECODE] == RoleTime(instances=3, busy_s=4.0, held_s=30.0)
+    phases = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE, "d1": DECODE, "d2": DECODE}
+    times = resource_times(LoadRun(RECORDS, 10.0, ()), phases)
+    assert times[DECODE] == ResourceTime(instances=3, busy_s=4.0, held_s=30.0)
 
 
 def test_an_instance_of_both_phases_is_busy_with_either_and_counts_once() -> None:
     both = (answered(2.0, 4.0, ("c0", 0.0, 1.0), ("c0", 0.0, 2.5)),)  # [1, 2] and [1.5, 4]
-    for roles in ({}, {"c0": Role.COLOCATED}):
-        times = resource_times(LoadRun(both, 5.0, ()), roles)
-        assert times == {Role.COLOCATED: RoleTime(instances=1, busy_s=3.0, held_s=5.0)}
+    for phases in ({}, {"c0": tuple(Phase)}):
+        times = resource_times(LoadRun(both, 5.0, ()), phases)
+        assert times == {tuple(Phase): ResourceTime(instances=1, busy_s=3.0, held_s=5.0)}
 
 
 def test_failed_requests_are_left_out() -> None:
     lost = (answered(2.0, 4.0, ("p0", 0.0, 1.0), ("d0", 0.0, 2.0), error="Unavailable"),)
-    assert resource_times(LoadRun(lost, 5.0, ()), {"d0": Role.DECODE}) == {Role.DECODE: RoleTime(1, 0.0, 5.0)}
+    assert resource_times(LoadRun(lost, 5.0, ()), {"d0": DECODE}) == {DECODE: ResourceTime(1, 0.0, 5.0)}
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair)))))

@@ -14,7 +14,8 @@ import pytest
 from redis.asyncio import Redis
 
 from kaveri import AsyncClient, SamplingParams
-from kaveri.domain.view import InstanceState, Role
+from kaveri.config.services import ServiceKind
+from kaveri.domain.view import InstanceState
 from kaveri.errors import ConfigError, Unavailable
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
@@ -34,7 +35,7 @@ async def test_ready_stack_answers_and_an_ended_one_has_left_nothing(tmp_path: P
     async with run_cluster(prefill_count=2, decode_count=2, log_dir=tmp_path / "logs") as cluster:
         assert await _answer_tokens(cluster.target) == 4
         assert set(cluster.pids()) == {"redis", "router-0", "prefill-0", "prefill-1", "decode-0", "decode-1"}
-        ready = [status.record.instance_id for role in Role for status in cluster.view().ready(role)]
+        ready = [name for name, one in cluster.view().instances.items() if one.load.state is InstanceState.READY]
         assert sorted(ready) == ["decode-0", "decode-1", "prefill-0", "prefill-1", "router-0"]
         directory = Path(cluster.redis_url.removeprefix("unix://")).parent
     assert sorted(os.listdir(tmp_path / "logs")) == sorted(f"{name}.log" for name in ready)
@@ -185,7 +186,7 @@ class _Saboteur(LocalStack):
         self._victim = victim
         self._signal_number = signal_number
 
-    def _supervise(self, name: str, role: Role, directory: Path) -> None:
+    def _supervise(self, name: str, role: ServiceKind, directory: Path) -> None:
         super()._supervise(name, role, directory)
         if name == self._victim:
             self.process(name).send_signal(self._signal_number)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from kaveri.domain.view import Role
+from kaveri.config.services import ServiceKind
 from kaveri.errors import ConfigError
 from kaveri.local.config import StackConfig, service_command, service_environment
 
 
-def flags_of(config: StackConfig, role: Role, instance_id: str) -> dict[str, str]:
+def flags_of(config: StackConfig, role: ServiceKind, instance_id: str) -> dict[str, str]:
     words = service_command(config, role, instance_id, 7)[4:]
     return dict(zip(words[::2], words[1::2], strict=True))
 
@@ -17,9 +17,9 @@ def flags_of(config: StackConfig, role: Role, instance_id: str) -> dict[str, str
 )
 def test_only_the_router_leaves_loopback_and_is_advertised_where_it_listens(host: str, advertised: str) -> None:
     config = StackConfig(host=host)
-    router = flags_of(config, Role.ROUTER, "router-0")
+    router = flags_of(config, ServiceKind.ROUTER, "router-0")
     assert (router["--host"], router["--advertise-host"]) == (host, advertised)
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in (ServiceKind.PREFILL, ServiceKind.DECODE):
         flags = flags_of(config, role, f"{role}-0")
         assert (flags["--host"], flags["--advertise-host"]) == ("127.0.0.1", "127.0.0.1")
 
@@ -28,26 +28,26 @@ def test_secrets_are_in_the_environment_and_on_no_command_line() -> None:
     engine_args = '{"hf_token": "hunter3"}'
     config = StackConfig.of(predictor="folder", engine_args=engine_args, redis_url="redis://:hunter2@127.0.0.1:1/0")
     inherited = {"HOME": "/home/me", "KAVERI_REDIS_URL": "redis://other", "KAVERI_REDIS_URL_FILE": "/run/other"}
-    for role in Role:
+    for role in ServiceKind:
         command = " ".join(service_command(config, role, f"{role}-0", 7) if role in config_roles(config) else ())
         assert "hunter" not in command
-    environment = service_environment(config, Role.DECODE, config.redis_url, inherited)
+    environment = service_environment(config, ServiceKind.DECODE, config.redis_url, inherited)
     assert environment == {
         "HOME": "/home/me",
         "KAVERI_REDIS_URL": config.redis_url,
         "KAVERI_ENGINE_ARGS": engine_args,
     }
     # It has no engine.
-    assert "KAVERI_ENGINE_ARGS" not in service_environment(config, Role.ROUTER, config.redis_url, inherited)
-    assert service_environment(StackConfig(config_file="k.toml"), Role.ROUTER, "unix:///r.sock", {}) == {
+    assert "KAVERI_ENGINE_ARGS" not in service_environment(config, ServiceKind.ROUTER, config.redis_url, inherited)
+    assert service_environment(StackConfig(config_file="k.toml"), ServiceKind.ROUTER, "unix:///r.sock", {}) == {
         "KAVERI_REDIS_URL": "unix:///r.sock",
         "KAVERI_CONFIG": "k.toml",
     }
 
 
-def config_roles(config: StackConfig) -> set[Role]:
+def config_roles(config: StackConfig) -> set[ServiceKind]:
     """The roles of which the stack has instances."""
-    return {role for role in Role if config.instance_ids(role)}
+    return {role for role in ServiceKind if config.instance_ids(role)}
 
 
 @pytest.mark.parametrize("name", ["model", "host"])
@@ -67,8 +67,8 @@ def test_metrics_ports_follow_one_another_routers_first() -> None:
     config = StackConfig(metrics_port=9100, prefill_count=1, decode_count=2)
     ports = [config.metrics_port_of(name) for name in ("router-0", "prefill-0", "decode-0", "decode-1")]
     assert ports == [9100, 9101, 9102, 9103]
-    assert flags_of(config, Role.DECODE, "decode-1")["--metrics-port"] == "9103"
-    assert flags_of(StackConfig(), Role.DECODE, "decode-1")["--metrics-port"] == "0"
+    assert flags_of(config, ServiceKind.DECODE, "decode-1")["--metrics-port"] == "9103"
+    assert flags_of(StackConfig(), ServiceKind.DECODE, "decode-1")["--metrics-port"] == "0"
 
 
 def test_a_setting_goes_to_the_services_that_have_it_and_a_roles_flag_wins() -> None:
@@ -76,12 +76,15 @@ def test_a_setting_goes_to_the_services_that_have_it_and_a_roles_flag_wins() -> 
         engine="fake", max_requests=9, log_level="debug", device="cpu", predictor="folder", max_model_len=0,
         decode_flags=("--engine", "timed"),
     )  # fmt: skip
-    flags = {role: flags_of(config, role, f"{role}-0") for role in (Role.ROUTER, Role.DECODE, Role.PREDICTOR)}
+    flags = {
+        role: flags_of(config, role, f"{role}-0")
+        for role in (ServiceKind.ROUTER, ServiceKind.DECODE, ServiceKind.PREDICTOR)
+    }
     assert {role: found.get("--log-level") for role, found in flags.items()} == dict.fromkeys(flags, "debug")
-    assert flags[Role.ROUTER]["--max-requests"] == "9"
-    assert "--max-requests" not in flags[Role.DECODE]
-    assert flags[Role.DECODE]["--engine"] == "timed"
-    assert "--max-model-len" not in flags[Role.DECODE]
+    assert flags[ServiceKind.ROUTER]["--max-requests"] == "9"
+    assert "--max-requests" not in flags[ServiceKind.DECODE]
+    assert flags[ServiceKind.DECODE]["--engine"] == "timed"
+    assert "--max-model-len" not in flags[ServiceKind.DECODE]
     # That of the engines; a predictor's is its own.
-    assert flags[Role.DECODE]["--device"] == "cpu"
-    assert "--device" not in flags[Role.PREDICTOR]
+    assert flags[ServiceKind.DECODE]["--device"] == "cpu"
+    assert "--device" not in flags[ServiceKind.PREDICTOR]

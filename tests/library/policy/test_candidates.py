@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Role, ViewedInstance
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role, ViewedInstance
 from kaveri.policy import candidates as candidates_module
 from kaveri.policy.candidates import Candidates
 from tests.library.policy.reference_choices import Distribution, any_of, better_of_two, candidates_of
@@ -20,7 +20,7 @@ _MOST_RUNS = 200_000
 
 
 def _instance(number: int, load: int, takes: bool, wanted: bool) -> InstanceStatus:
-    record = InstanceRecord(f"i{number:03}", 1, Role.DECODE, "h:1", "tiny")
+    record = InstanceRecord(f"i{number:03}", 1, Role.ENGINE, "h:1", "tiny", phases=(Phase.DECODE,))
     return InstanceStatus(record, InstanceLoad(running_requests=load, free_blocks=takes, light_requests=wanted))
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.view import (
+    BOTH_PHASES,
     ClusterView,
     InstanceLoad,
     InstanceRecord,
@@ -35,14 +36,18 @@ from kaveri.policy.placement import (
 from kaveri.policy.unconfirmed import UnconfirmedWork
 
 MODEL = "tiny"
+NO_PHASE: tuple[Phase, ...] = ()
+PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)
 POWER_OF_TWO = DecodePlacementPolicy.POWER_OF_TWO
 LAYOUT = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
 
 
 def status(
-    instance_id: str, role: Role = Role.PREFILL, model: str = MODEL, incarnation: int = 1, **load: object
+    instance_id: str, can: tuple[Phase, ...] = PREFILL, model: str = MODEL, incarnation: int = 1, **load: object
 ) -> InstanceStatus:
-    record = InstanceRecord(instance_id=instance_id, incarnation=incarnation, role=role, address="h:1", model=model)
+    """can: the phases of an instance with an engine."""
+    role = Role.ENGINE if can else Role.ROUTER
+    record = InstanceRecord(instance_id, incarnation, role, "h:1", model, phases=can)
     return InstanceStatus(record, replace(InstanceLoad(sequence_number=10), **load))  # type: ignore[arg-type]
 
 
@@ -57,7 +62,7 @@ def views(draw: st.DrawFn) -> ClusterView:
         *(
             status(
                 f"i{number}",
-                draw(st.sampled_from([Role.PREFILL, Role.DECODE, Role.ROUTER, Role.COLOCATED])),
+                draw(st.sampled_from([PREFILL, DECODE, NO_PHASE, BOTH_PHASES])),
                 draw(st.sampled_from([MODEL, "other"])),
                 state=draw(st.sampled_from(list(InstanceState))),
                 queued_prefill_tokens=draw(st.integers(0, 3)),
@@ -109,24 +114,24 @@ def test_the_same_seed_makes_the_same_choice(view: ClusterView, policy: Placemen
 
 
 @given(views(), st.sampled_from(list(PlacementPolicy)), st.integers(0, 2**32))
-def test_whoever_is_chosen_while_no_role_is_missing_can_see_the_request_to_its_end(
+def test_whoever_is_chosen_while_no_phase_is_missing_can_see_the_request_to_its_end(
     view: ClusterView, policy: PlacementPolicy, seed: int
 ) -> None:
     if missing_phases(view, MODEL):
         return
     chosen = choose_prefill(view, MODEL, UnconfirmedWork[str](), policy, random.Random(seed))
     assert chosen is not None
-    assert chosen.record.role is Role.COLOCATED or view.ready(Phase.DECODE, MODEL)
+    assert chosen.record.phases == BOTH_PHASES or view.ready(Phase.DECODE, MODEL)
 
 
 def test_a_colocated_instance_needs_no_other_and_both_kinds_share_the_load() -> None:
-    prefill, decode = status("p0", Role.PREFILL), status("d0", Role.DECODE)
-    colocated = status("c0", Role.COLOCATED)
+    prefill, decode = status("p0", PREFILL), status("d0", DECODE)
+    colocated = status("c0", BOTH_PHASES)
     assert missing_phases(view_of(), MODEL) == (Phase.PREFILL, Phase.DECODE)
     assert missing_phases(view_of(prefill), MODEL) == (Phase.DECODE,)
     assert missing_phases(view_of(prefill, decode), MODEL) == ()
     assert missing_phases(view_of(colocated), MODEL) == ()
-    assert missing_phases(view_of(status("c0", Role.COLOCATED, state=InstanceState.DRAINING)), MODEL) != ()
+    assert missing_phases(view_of(status("c0", BOTH_PHASES, state=InstanceState.DRAINING)), MODEL) != ()
 
     def chosen(*statuses: InstanceStatus) -> set[str]:
         nothing, rng = UnconfirmedWork[str](), random.Random(1)
@@ -151,8 +156,8 @@ def test_power_of_two_never_takes_the_most_loaded_prefill_instance(loads: list[i
 @given(st.integers(0, 2**32))
 def test_power_of_two_takes_the_better_decode_instance_of_its_two(seed: int) -> None:
     view = view_of(
-        status("a", Role.DECODE, running_requests=2, context_tokens=1, free_blocks=9),
-        status("b", Role.DECODE, running_requests=1, waiting_requests=1, context_tokens=0, free_blocks=1),
+        status("a", DECODE, running_requests=2, context_tokens=1, free_blocks=9),
+        status("b", DECODE, running_requests=1, waiting_requests=1, context_tokens=0, free_blocks=1),
     )
     chosen = choose_decode(view, MODEL, Demand(1), UnconfirmedWork[str](), POWER_OF_TWO, random.Random(seed))
     assert chosen is view.instances["b"], "equal in requests; fewer tokens of context decide"
@@ -201,8 +206,8 @@ def test_work_just_sent_counts_before_a_heartbeat_shows_it() -> None:
 
 def test_blocks_just_placed_count_as_taken_and_as_requests() -> None:
     one, other = (
-        status("d0", Role.DECODE, free_blocks=10),
-        status("d1", Role.DECODE, free_blocks=10, running_requests=1),
+        status("d0", DECODE, free_blocks=10),
+        status("d1", DECODE, free_blocks=10, running_requests=1),
     )
     placed = UnconfirmedWork[str]()
     placed.add("first", one, 4)
@@ -227,7 +232,7 @@ def test_sent_work_is_confirmed_by_the_second_heartbeat_and_by_a_new_life() -> N
 
 def test_decode_instances_with_another_kv_layout_are_left_out() -> None:
     layout = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
-    fitting, other = status("d0", Role.DECODE, free_blocks=1), status("d1", Role.DECODE, free_blocks=9)
+    fitting, other = status("d0", DECODE, free_blocks=1), status("d1", DECODE, free_blocks=9)
     fitting = replace(fitting, record=replace(fitting.record, layout=layout))
     demand, sent = Demand(1, layout=layout), UnconfirmedWork[str]()
     assert choose_decode(view_of(fitting, other), MODEL, demand, sent, POWER_OF_TWO, random.Random(1)) is fitting
@@ -238,9 +243,9 @@ def test_room_is_counted_in_the_blocks_of_each_decode_instance() -> None:
     small, large, opaque = (
         replace(entry, record=replace(entry.record, layout=replace(here, **changes)))  # type: ignore[arg-type]
         for entry, changes in (
-            (status("d0", Role.DECODE, free_blocks=12), {}),
-            (status("d1", Role.DECODE, free_blocks=2), {"block_tokens": 128}),
-            (status("d2", Role.DECODE, free_blocks=99), {"block_tokens": 128, "order": "opaque"}),
+            (status("d0", DECODE, free_blocks=12), {}),
+            (status("d1", DECODE, free_blocks=2), {"block_tokens": 128}),
+            (status("d2", DECODE, free_blocks=99), {"block_tokens": 128, "order": "opaque"}),
         )
     )
     view = view_of(small, large, opaque)
@@ -270,8 +275,8 @@ def decode_choice(
 
 
 def test_heavy_light_takes_the_lower_ratio_whatever_the_number_of_requests() -> None:
-    few_but_heavy = status("d0", Role.DECODE, free_blocks=9, heavy_requests=2, running_requests=2)
-    many_and_light = status("d1", Role.DECODE, free_blocks=9, heavy_requests=1, light_requests=20, running_requests=21)
+    few_but_heavy = status("d0", DECODE, free_blocks=9, heavy_requests=2, running_requests=2)
+    many_and_light = status("d1", DECODE, free_blocks=9, heavy_requests=1, light_requests=20, running_requests=21)
     view = view_of(few_but_heavy, many_and_light)
     for seed in range(20):
         assert decode_choice(view, DecodePlacementPolicy.HEAVY_LIGHT, seed, heavy=True) == "d1", seed
@@ -281,8 +286,8 @@ def test_heavy_light_takes_the_lower_ratio_whatever_the_number_of_requests() -> 
 
 def test_heavy_light_breaks_ties_by_load_so_that_an_idle_instance_is_used() -> None:
     view = view_of(
-        status("d0", Role.DECODE, free_blocks=9),
-        status("d1", Role.DECODE, free_blocks=9, light_requests=5, running_requests=5),
+        status("d0", DECODE, free_blocks=9),
+        status("d1", DECODE, free_blocks=9, light_requests=5, running_requests=5),
     )
     for heavy in (False, True):
         policy = DecodePlacementPolicy.HEAVY_LIGHT
@@ -294,7 +299,7 @@ def test_heavy_light_spreads_a_burst_of_both_kinds_evenly(seed: int, instances: 
     rng = random.Random(seed)
     kinds = [True, False] * (16 * instances)
     rng.shuffle(kinds)
-    view = view_of(*(status(f"d{number}", Role.DECODE, free_blocks=1000) for number in range(instances)))
+    view = view_of(*(status(f"d{number}", DECODE, free_blocks=1000) for number in range(instances)))
     sent = UnconfirmedWork[int]()
     for number, heavy in enumerate(kinds):
         chosen = choose_decode(view, MODEL, Demand(1, heavy=heavy), sent, DecodePlacementPolicy.HEAVY_LIGHT, rng)
@@ -307,8 +312,8 @@ def test_heavy_light_spreads_a_burst_of_both_kinds_evenly(seed: int, instances: 
 
 def test_heavy_light_wants_room_for_the_predicted_answer_and_does_without_when_there_is_none() -> None:
     view = view_of(
-        status("d0", Role.DECODE, free_blocks=4, light_requests=1, running_requests=1),
-        status("d1", Role.DECODE, free_blocks=9, heavy_requests=3, running_requests=3),
+        status("d0", DECODE, free_blocks=4, light_requests=1, running_requests=1),
+        status("d1", DECODE, free_blocks=9, heavy_requests=3, running_requests=3),
     )
     policy = DecodePlacementPolicy.HEAVY_LIGHT
     assert {decode_choice(view, policy, seed, predicted=5) for seed in range(20)} == {"d1"}
@@ -317,7 +322,7 @@ def test_heavy_light_wants_room_for_the_predicted_answer_and_does_without_when_t
 
 
 def test_heavy_requests_just_placed_count_in_the_ratio() -> None:
-    one, other = (status(name, Role.DECODE, free_blocks=9, light_requests=4) for name in ("d0", "d1"))
+    one, other = (status(name, DECODE, free_blocks=9, light_requests=4) for name in ("d0", "d1"))
     sent = UnconfirmedWork[str]()
     for target, heavy in ((one, True), (other, False)):
         sent.add(target.record.instance_id, target, 1, heavy)
@@ -328,16 +333,14 @@ def test_heavy_requests_just_placed_count_in_the_ratio() -> None:
 
 
 def test_imbalance_sends_all_heavy_ones_to_the_first_and_spreads_the_light_ones() -> None:
-    view = view_of(*(status(f"d{number}", Role.DECODE, free_blocks=9) for number in range(3)))
+    view = view_of(*(status(f"d{number}", DECODE, free_blocks=9) for number in range(3)))
     policy = DecodePlacementPolicy.IMBALANCE
     assert {decode_choice(view, policy, seed, heavy=True) for seed in range(30)} == {"d0"}
     assert {decode_choice(view, policy, seed) for seed in range(30)} == {"d0", "d1", "d2"}
 
 
 def test_decode_placement_can_take_turns_the_least_loaded_or_any() -> None:
-    view = view_of(
-        *(status(f"d{number}", Role.DECODE, free_blocks=9, running_requests=3 - number) for number in range(3))
-    )
+    view = view_of(*(status(f"d{number}", DECODE, free_blocks=9, running_requests=3 - number) for number in range(3)))
     turns = [decode_choice(view, DecodePlacementPolicy.ROUND_ROBIN, turn=turn) for turn in range(4)]
     assert turns == ["d0", "d1", "d2", "d0"]
     assert decode_choice(view, DecodePlacementPolicy.LEAST_LOADED) == "d2"
@@ -354,7 +357,7 @@ def test_a_request_is_heavy_by_its_prediction_and_by_its_prompt_where_there_is_n
 
 def test_a_request_without_room_waits_where_few_wait_and_most_is_free_in_a_pool_that_is_large_enough() -> None:
     def decode(instance_id: str, free_blocks: int, total_blocks: int = 10, **load: object) -> InstanceStatus:
-        return status(instance_id, Role.DECODE, free_blocks=free_blocks, total_blocks=total_blocks, **load)
+        return status(instance_id, DECODE, free_blocks=free_blocks, total_blocks=total_blocks, **load)
 
     sent: UnconfirmedWork[str] = UnconfirmedWork()
     view = view_of(
@@ -380,8 +383,10 @@ def test_a_request_without_room_waits_where_few_wait_and_most_is_free_in_a_pool_
 
 
 def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more() -> None:
-    def decode(instance_id: str, total_blocks: int, role: Role = Role.DECODE, **record: object) -> InstanceStatus:
-        entry = status(instance_id, role, total_blocks=total_blocks)
+    def decode(
+        instance_id: str, total_blocks: int, can: tuple[Phase, ...] = DECODE, **record: object
+    ) -> InstanceStatus:
+        entry = status(instance_id, can, total_blocks=total_blocks)
         return replace(entry, record=replace(entry.record, **{"layout": LAYOUT, **record}))  # type: ignore[arg-type]
 
     def largest(*statuses: InstanceStatus) -> int | None:
@@ -395,12 +400,12 @@ def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more()
     # Who does not say how large it is may be large enough.
     assert largest(decode("d0", 3), decode("d1", 0)) is None
     assert largest_prompt(view_of(decode("d0", 3, layout=None)), MODEL) is None
-    # Others do not count: another model's, another role's, one whose pool cannot take the KV.
+    # Others do not count: another model's, another phase's, one whose pool cannot take the KV.
     other = replace(LAYOUT, model_fingerprint="other")
     assert largest(decode("d0", 3), decode("d1", 9, model="other"), decode("d2", 9, layout=other)) == 3 * tokens - 1
-    assert largest(decode("d0", 3), decode("c0", 9, Role.COLOCATED)) == 3 * tokens - 1, "it takes no pushes"
+    assert largest(decode("d0", 3), decode("c0", 9, BOTH_PHASES)) == 3 * tokens - 1, "it takes no pushes"
     # Without a layout nothing is pushed.
-    assert largest_prompt(view_of(decode("d0", 3), decode("c0", 9, Role.COLOCATED)), MODEL) == 9 * tokens - 1
+    assert largest_prompt(view_of(decode("d0", 3), decode("c0", 9, BOTH_PHASES)), MODEL) == 9 * tokens - 1
 
 
 def test_a_prefill_instance_whose_queue_is_full_takes_no_request() -> None:
@@ -430,16 +435,16 @@ def test_a_prefill_instance_whose_queue_is_full_takes_no_request() -> None:
 
 def test_an_instance_is_asked_for_the_phases_that_an_order_in_its_load_names() -> None:
     def ordered(*phases: Phase, order: int = 1) -> InstanceStatus:
-        return status("c0", Role.COLOCATED, phases=phases, phase_order=order, free_blocks=9)
+        return status("c0", BOTH_PHASES, phases=phases, phase_order=order, free_blocks=9)
 
     def ids(view: ClusterView) -> tuple[list[str], ...]:
         return tuple([entry.record.instance_id for entry in view.ready(phase, MODEL)] for phase in Phase)
 
-    assert ids(view_of(status("c0", Role.COLOCATED))) == (["c0"], ["c0"])
+    assert ids(view_of(status("c0", BOTH_PHASES))) == (["c0"], ["c0"])
     assert ids(view_of(ordered(Phase.DECODE, order=0))) == (["c0"], ["c0"]), "no order was given"
     assert ids(view_of(ordered(Phase.PREFILL))) == (["c0"], [])
     assert ids(view_of(ordered())) == ([], [])
     assert missing_phases(view_of(ordered(Phase.PREFILL)), MODEL) == (Phase.DECODE,)
-    both = view_of(ordered(Phase.PREFILL), status("d0", Role.DECODE))
+    both = view_of(ordered(Phase.PREFILL), status("d0", DECODE))
     chosen = choose_prefill(both, MODEL, UnconfirmedWork[str](), PlacementPolicy.LEAST_LOADED, random.Random(0))
     assert chosen is both.instances["c0"], "the other one takes pushes"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role
 from kaveri.policy.retry import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -23,7 +23,7 @@ LIMITS = RetryLimits(max_attempts=3, unavailable_after_s=10.0)
 
 
 def record(number: int = 0, incarnation: int = 1) -> InstanceRecord:
-    return InstanceRecord(f"prefill-{number}", incarnation, Role.PREFILL, "h:1", "tiny")
+    return InstanceRecord(f"prefill-{number}", incarnation, Role.ENGINE, "h:1", "tiny", phases=(Phase.PREFILL,))
 
 
 def view_of(*records: InstanceRecord) -> ClusterView:

@@ -20,9 +20,7 @@ OTHER_LAYOUT = KvLayout("other", 2, 16, 2, 32, "float32")
 def decode(
     instance_id: str, free_blocks: int, total_blocks: int = 10, layout: KvLayout = LAYOUT, **load: object
 ) -> InstanceStatus:
-    record = InstanceRecord(
-        instance_id=instance_id, incarnation=1, role=Role.DECODE, address="h:1", model=MODEL, layout=layout
-    )
+    record = InstanceRecord(instance_id, 1, Role.ENGINE, "h:1", MODEL, layout=layout, phases=(Phase.DECODE,))
     fields = {"sequence_number": 10, "free_blocks": free_blocks, "total_blocks": total_blocks, **load}
     return InstanceStatus(record, replace(InstanceLoad(), **fields))  # type: ignore[arg-type]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from tests.library.policy.reference_choices import PlainUnconfirmedWork
 
@@ -19,7 +19,7 @@ _STEPS = st.one_of(
 
 
 def _status(instance_id: str, life: int, heartbeat: int) -> InstanceStatus:
-    record = InstanceRecord(instance_id, life, Role.DECODE, "h:1", "tiny")
+    record = InstanceRecord(instance_id, life, Role.ENGINE, "h:1", "tiny", phases=(Phase.DECODE,))
     return InstanceStatus(record, InstanceLoad(sequence_number=heartbeat))
 
 

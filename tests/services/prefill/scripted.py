@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.memory_store import MemoryStore
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, EngineStats
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
@@ -201,12 +201,13 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         record = InstanceRecord(
             self.instance_id,
             self.incarnation,
-            Role.DECODE,
+            Role.ENGINE,
             self._address,
             MODEL,
             layout=self.layout,
             max_model_len=1000,
             lease_ttl_s=3600.0,
+            phases=(Phase.DECODE,),
         )
         stated = {"state": InstanceState.READY, "total_blocks": self.total_blocks, **load}
         await self._store.heartbeat(

@@ -16,7 +16,7 @@ from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.domain.view import BOTH_PHASES, InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.rpc.server import RpcServer, open_channel
@@ -416,14 +416,14 @@ class ScriptedCluster:
     async def add_decode(self, instance_id: str) -> ScriptedDecode:
         decode = self.decodes[instance_id] = ScriptedDecode(instance_id)
         register = partial(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode)
-        self.instances[instance_id] = await self._start(instance_id, Role.DECODE, register)
+        self.instances[instance_id] = await self._start(instance_id, (Phase.DECODE,), register)
         decode.incarnation = self.instances[instance_id].record.incarnation
         return decode
 
     async def add_prefill(self, instance_id: str) -> ScriptedPrefill:
         prefill = self.prefills[instance_id] = ScriptedPrefill(instance_id, self._decode, self._life)
         register = partial(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
-        self.instances[instance_id] = await self._start(instance_id, Role.PREFILL, register)
+        self.instances[instance_id] = await self._start(instance_id, (Phase.PREFILL,), register)
         return prefill
 
     async def add_colocated(self, instance_id: str) -> tuple[ScriptedPrefill, ScriptedDecode]:
@@ -436,7 +436,7 @@ class ScriptedCluster:
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
             decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
 
-        self.instances[instance_id] = await self._start(instance_id, Role.COLOCATED, register)
+        self.instances[instance_id] = await self._start(instance_id, BOTH_PHASES, register)
         decode.incarnation = self.instances[instance_id].record.incarnation
         return prefill, decode
 
@@ -480,7 +480,9 @@ class ScriptedCluster:
             yield under_test
             await under_test.check_integrity()
 
-    async def _start(self, instance_id: str, role: Role, register: Callable[[aio.Server], None]) -> Instance:
+    async def _start(
+        self, instance_id: str, phases: tuple[Phase, ...], register: Callable[[aio.Server], None]
+    ) -> Instance:
         server = RpcServer("127.0.0.1", 0, ())
         server.add(register)
         await server.start()
@@ -488,10 +490,11 @@ class ScriptedCluster:
         record = InstanceRecord(
             instance_id=instance_id,
             incarnation=self.incarnations,
-            role=role,
+            role=Role.ENGINE,
             address=f"127.0.0.1:{server.port}",
             model=MODEL,
             engine="fake",
+            phases=phases,
             layout=self.layout,
             max_model_len=MAX_MODEL_LEN,
             lease_ttl_s=self.lease_ttl_s,

@@ -7,7 +7,16 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Role
+from kaveri.domain.view import (
+    BOTH_PHASES,
+    ClusterView,
+    InstanceLoad,
+    InstanceRecord,
+    InstanceState,
+    InstanceStatus,
+    Phase,
+    Role,
+)
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.text.tokenizer import ModelTokenizer
@@ -129,18 +138,18 @@ async def test_a_prompt_that_no_decode_pool_holds_is_refused_with_the_limit(toke
 
 
 def test_the_limit_is_that_of_every_instance_with_an_engine() -> None:
-    def status(name: str, role: Role, limit: int, model: str = "m") -> InstanceStatus:
+    def status(name: str, phases: tuple[Phase, ...], limit: int, model: str = "m") -> InstanceStatus:
         record = InstanceRecord(
-            instance_id=name, incarnation=1, role=role, address="a:1", model=model, max_model_len=limit, lease_ttl_s=1.0
+            name, 1, Role.ENGINE if phases else Role.ROUTER, "a:1", model, max_model_len=limit, phases=phases
         )
         return InstanceStatus(record, InstanceLoad(state=InstanceState.READY), 0.0)
 
     all_of_them = [
-        status("prefill", Role.PREFILL, 100),
-        status("decode", Role.DECODE, 70),
-        status("both", Role.COLOCATED, 80),
-        status("router", Role.ROUTER, 0),
-        status("other", Role.DECODE, 10, model="other"),
+        status("prefill", (Phase.PREFILL,), 100),
+        status("decode", (Phase.DECODE,), 70),
+        status("both", BOTH_PHASES, 80),
+        status("router", (), 0),
+        status("other", (Phase.DECODE,), 10, model="other"),
     ]
     view = ClusterView({entry.record.instance_id: entry for entry in all_of_them}, store_connected=True)
     assert max_model_len(view, "m") == 70

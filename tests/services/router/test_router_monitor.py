@@ -15,7 +15,7 @@ from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, LoadBroadcast, Role
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, LoadBroadcast, Phase, Role
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.testing.store_conformance import DECODE, PREDICTOR, PREFILL, lead
 from kaveri.v1 import cluster_pb2
@@ -103,7 +103,9 @@ async def test_arrival_draining_and_end_of_an_instance_are_broadcast_at_once() -
     cluster = MemoryCluster()
     recorder = _Recorder()
     cluster.join(recorder)
-    patient = InstanceRecord("decode-9", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=600.0)
+    patient = InstanceRecord(
+        "decode-9", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=600.0, phases=(Phase.DECODE,)
+    )
     async with _monitor(cluster, "router-0", interval_s=600.0):
         await eventually(lambda: len(recorder.heard) == 1)
         cluster.heartbeat(patient, InstanceLoad(1))
@@ -118,7 +120,9 @@ async def test_blocks_that_come_free_on_a_tight_instance_are_broadcast_at_once()
     cluster = MemoryCluster()
     recorder = _Recorder()
     cluster.join(recorder)
-    patient = InstanceRecord("decode-9", 1, Role.DECODE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=600.0)
+    patient = InstanceRecord(
+        "decode-9", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=600.0, phases=(Phase.DECODE,)
+    )
     cluster.heartbeat(patient, InstanceLoad(1, free_blocks=2, total_blocks=100))
     async with _monitor(cluster, "router-0", interval_s=600.0):
         await eventually(lambda: recorder.last_ids() == {"decode-9"})
