@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from kaveri.domain.view import Role
 from kaveri.testing.simulation.directed import cluster, request, story
 from kaveri.testing.simulation.draw import draw_plan
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
@@ -60,7 +59,7 @@ def test_a_drawn_plan_prints_everything_that_it_holds() -> None:
     shown = str(plan)
     for instance in plan.instances:
         assert instance.name in shown
-    for each in (*plan.requests, *plan.of_role(Role.ROUTER)):
+    for each in (*plan.requests, *plan.routers):
         assert getattr(each, "request_id", None) or each.name in shown  # type: ignore[union-attr]
     for fault in plan.faults:
         assert str(fault) in shown
