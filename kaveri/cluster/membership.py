@@ -10,6 +10,7 @@ Pure: time comes from the caller's clock, and waiting for a change is view_chang
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kaveri.domain.running_clock import RunningClock
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, ViewedInstance
 
 MAX_TICK_S = 0.25
@@ -44,8 +45,7 @@ class Membership:
     def __init__(self, clock: Callable[[], float]) -> None:
         """clock: seconds that never go back."""
         self._clock = clock
-        self._ticked_at_s = clock()
-        self._leases_s = 0.0
+        self._leases = RunningClock(clock(), MAX_TICK_S)
         self._members: dict[str, Member] = {}
         self._connected = True
         self._view = ClusterView()
@@ -77,7 +77,7 @@ class Membership:
         remaining_s = record.lease_ttl_s if remaining_s is None else min(remaining_s, record.lease_ttl_s)
         if heartbeat_age_s is None:
             heartbeat_age_s = record.lease_ttl_s - remaining_s
-        heard_at_s, lease_end_s = self._clock() - heartbeat_age_s, self._leases_s + remaining_s
+        heard_at_s, lease_end_s = self._clock() - heartbeat_age_s, self._leases.elapsed_s + remaining_s
         member = self._members.get(record.instance_id)
         if member is None or member.record.incarnation != record.incarnation:
             self._members[record.instance_id] = Member(
@@ -103,7 +103,7 @@ class Membership:
         """Takes in that the store was just heard: time passes, and leases end, unless the store is lost."""
         if not self._connected:
             return
-        self._pass_time()
+        self._leases.tick(self._clock())
         self._end_leases()
 
     def store_lost(self) -> None:
@@ -115,9 +115,9 @@ class Membership:
         """The store is back, perhaps without its state: every member has one lease time to show up."""
         if self._connected:
             return
-        self._ticked_at_s = self._clock()
+        self._leases.skip(self._clock())
         for member in self._members.values():
-            member.lease_end_s = self._leases_s + member.record.lease_ttl_s
+            member.lease_end_s = self._leases.elapsed_s + member.record.lease_ttl_s
         self._set_connected(True)
 
     def view(self) -> ClusterView:
@@ -134,13 +134,8 @@ class Membership:
         self._connected = connected
         self.on_change()
 
-    def _pass_time(self) -> None:
-        now_s = self._clock()
-        self._leases_s += min(now_s - self._ticked_at_s, MAX_TICK_S)
-        self._ticked_at_s = now_s
-
     def _end_leases(self) -> None:
-        ended = [name for name, member in self._members.items() if member.lease_end_s <= self._leases_s]
+        ended = [name for name, member in self._members.items() if member.lease_end_s <= self._leases.elapsed_s]
         if ended:
             self._remove(ended)
 

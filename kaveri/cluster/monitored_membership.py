@@ -46,7 +46,7 @@ class MonitoredMembership(Membership):
         self._named = {status.record.instance_id: status.record.incarnation for status in broadcast.instances}
         # Leases end after the renewals: the time since the last broadcast does not count against the instances that
         # this one names.
-        self._pass_time()
+        self._leases.tick(self._clock())
         for status in broadcast.instances:
             self.learn(status.record, status.load, heartbeat_age_s=status.heartbeat_age_s)
         for instance_id, incarnation in ended.items():

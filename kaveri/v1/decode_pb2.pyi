@@ -397,12 +397,15 @@ class StreamTokensResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     STREAM_LOSSES_FIELD_NUMBER: _builtins.int
+    BEAT_S_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The decode instance's incarnation, on the first message, which is sent at once and carries no tokens."""
     stream_losses: _builtins.int
     """On the first message: the count of ReserveResponse when the stream was opened. Tokens of requests that were placed
     at a lower count may never come.
     """
+    beat_s: _builtins.float
+    """On the first message: seconds after which a beat follows when no tokens flow. 0: none follow."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestTokens]:
         """At most one entry per request. Together they take less than half of the largest message: what is larger is
@@ -415,10 +418,11 @@ class StreamTokensResponse(_message.Message):
         incarnation: _builtins.int = ...,
         requests: _abc.Iterable[Global___RequestTokens] | None = ...,
         stream_losses: _builtins.int = ...,
+        beat_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "requests", b"requests", "stream_losses", b"stream_losses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "incarnation", b"incarnation", "requests", b"requests", "stream_losses", b"stream_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,9 +20,10 @@ from kaveri.wire.messages import (
 from kaveri.wire.status import abort
 from services.decode.instance import DecodeInstance
 from services.decode.token_messages import messages_of
-from services.decode.token_streams import GainedTokens
+from services.decode.token_streams import BEAT_S, GainedTokens
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
+_BEAT = decode_pb2.StreamTokensResponse()
 
 
 class DecodeServer(DecodeServiceServicer):
@@ -86,8 +87,11 @@ class DecodeServer(DecodeServiceServicer):
         # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
         # here would wait for the garbage collector.
         context.add_done_callback(lambda _: self._instance.streams.close(stream))  # type: ignore[arg-type]
-        yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation, stream_losses=stream.losses)
-        while batch := await stream.next_batch():
+        yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation, stream_losses=stream.losses, beat_s=BEAT_S)
+        while not stream.has_ended:
+            batch = await stream.next_batch()
+            if not batch:
+                yield _BEAT
             for entries in messages_of(batch):
                 yield decode_pb2.StreamTokensResponse(requests=map(_to_proto, entries))
 

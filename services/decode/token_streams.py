@@ -13,6 +13,9 @@ from kaveri.engine.contract import TokenStep
 from services.decode.lifecycle import RequestTimes
 from services.decode.requests import DecodeRequest
 
+BEAT_S = 0.1
+"""A stream without tokens sends an empty message this often: far less than the 0.5 s after which routers give it up."""
+
 
 @dataclass(eq=False, slots=True)
 class GainedTokens:
@@ -41,11 +44,20 @@ class TokenStream:
         self.closed = False
         self.changed = asyncio.Event()
 
-    async def next_batch(self) -> list[GainedTokens]:
-        """Waits for tokens and takes all that there are; none: the stream is at its end."""
-        while not self.unsent and not self.closed:
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is closed and has sent everything."""
+        return self.closed and not self.unsent
+
+    async def next_batch(self, beat_s: float = BEAT_S) -> list[GainedTokens]:
+        """Takes all tokens that there are; waits for some for `beat_s` seconds at most."""
+        if not self.unsent and not self.closed:
             self.changed.clear()
-            await self.changed.wait()
+            beat = asyncio.get_running_loop().call_later(beat_s, self.changed.set)
+            try:
+                await self.changed.wait()
+            finally:
+                beat.cancel()
         batch = list(self.unsent.values())
         self.unsent.clear()
         return batch

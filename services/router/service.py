@@ -75,7 +75,8 @@ class Router:
         self.draining = False
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
-        self.feeds = TokenFeeds(stream_id, self.channels, self.table, metrics.RELAYED_TOKENS.inc)
+        relayed = metrics.RELAYED_TOKENS.inc
+        self.feeds = TokenFeeds(stream_id, self.channels, self.table, relayed, config.suspect_after_s)
         self.claims = RequestClaims(store, config.instance_id, incarnation)
         self.placer = RequestPlacer(
             model=config.model_name,
@@ -108,7 +109,7 @@ class Router:
             async with asyncio.TaskGroup() as group:
                 group.create_task(heartbeat.run())
                 group.create_task(router.monitor.run(), name="cluster monitor")
-                watch = group.create_task(router._watch())
+                watches = [group.create_task(router._watch()), group.create_task(router.feeds.watch())]
                 await router._server.ready()
                 get_logger().info("service_started", address=router.address, router_id=router.router_id)
                 try:
@@ -117,7 +118,8 @@ class Router:
                     router.monitor.stop()
                     heartbeat.stop()
                     await router._server.stop(0)
-                    watch.cancel()
+                    for watch in watches:
+                        watch.cancel()
         finally:
             await router._server.stop(0)
             await router.claims.close_all()

@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from grpc import aio
 
 from kaveri.domain.sampling import FinishReason
+<<<<<<< HEAD
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
+=======
+from kaveri.domain.silence import TICK_S, SilenceWatch
+from kaveri.domain.view import ClusterView, InstanceRecord, Role, ViewedInstance
+>>>>>>> 1d7a604 (Routers notice decode instances that hang or are cut off: token streams carry beats, silence of 0.5 s is a loss)
 from kaveri.errors import InternalError, KaveriError, RequestAlreadyExists, Unavailable
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
 from kaveri.wire.messages import finish_from_proto
 from kaveri.wire.status import error_of
+from services.router import metrics
 from services.router.channels import Channels
 from services.router.lifecycle_values import GivenUp, Life, PlaceLost, Tokens
 from services.router.requests import RequestEntry, RequestTable
@@ -40,12 +46,15 @@ class TokenFeeds:
         channels: Channels,
         table: RequestTable,
         relayed: Callable[[int], object],
+        suspect_after_s: float,
     ) -> None:
-        """stream_id: the router_id of the decode protocol. relayed: called with each message's number of tokens."""
+        """stream_id: the router_id of the decode protocol. relayed: called with each message's number of tokens.
+        suspect_after_s: a stream that is silent for so long, while this process runs, counts as broken."""
         self._stream_id = stream_id
         self._channels = channels
         self._table = table
         self._relayed = relayed
+        self._silence: SilenceWatch[_Subscription] = SilenceWatch(suspect_after_s, time.monotonic())
         self._subscriptions: dict[str, _Subscription] = {}
         self._followed: dict[RequestEntry, _Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
@@ -133,6 +142,14 @@ class TokenFeeds:
         with contextlib.suppress(aio.AioRpcError):
             await self._channels.decode(record.address).Abort(message, timeout=ABORT_TIMEOUT_S)
 
+    async def watch(self) -> None:
+        """Breaks off streams that have gone silent. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for subscription in self._silence.tick(time.monotonic()):
+                metrics.SUSPICIONS.inc()
+                subscription.break_off(f"it sent nothing for {self._silence.after_s:g} s")
+
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that no attempt is tied to any stream."""
         for subscription in self._subscriptions.values():
@@ -158,7 +175,7 @@ class TokenFeeds:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise
-                error = Unavailable(f"the channel to decode instance {record.instance_id} was closed")
+                error = Unavailable(subscription.fault or f"the channel to {record.instance_id} was closed")
             except Exception as unexpected:
                 log.exception("token_stream_failed", requests=len(subscription.ties))
                 error = Unavailable(f"the token stream failed in the router: {unexpected!r}")
@@ -174,6 +191,8 @@ class TokenFeeds:
             decode_pb2.StreamTokensRequest(router_id=self._stream_id)
         )
         life = Life(record.instance_id, record.incarnation)
+        subscription.call = call
+        beats = False
         try:
             async for message in call:
                 if not subscription.connected:
@@ -181,6 +200,8 @@ class TokenFeeds:
                         # Another life answers at this address; the view will bring its record.
                         return
                     subscription.connect(message.stream_losses)
+                    # An instance of a former version sends no beats.
+                    beats = message.beat_s > 0
                 token_count = 0
                 now_s = time.monotonic()
                 for update in message.requests:
@@ -188,7 +209,10 @@ class TokenFeeds:
                     self._deliver(life, update, now_s)
                 if token_count:
                     self._relayed(token_count)
+                if beats:
+                    self._silence.heard(subscription)
         finally:
+            self._silence.forget(subscription)
             call.cancel()
 
     def _deliver(self, life: Life, update: decode_pb2.RequestTokens, now_s: float) -> None:
@@ -256,6 +280,10 @@ class _Subscription:
         """The instance's count of stream losses when the last stream began."""
         # Ordered: they are lost in the order in which they were placed.
         self.ties: dict[RequestEntry, _Tie] = {}
+        self.call: aio.Call | None = None
+        """The stream, or the last one."""
+        self.fault = ""
+        """Why this router has broken off the stream."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self, record: InstanceRecord, follow: Coroutine[None, None, None]) -> None:
@@ -271,8 +299,15 @@ class _Subscription:
         self.disconnect(reason)
         return self._task
 
+    def break_off(self, fault: str) -> None:
+        """Cancels the stream; its follower then treats it as broken."""
+        assert self.call is not None
+        self.fault = fault
+        self.call.cancel()
+
     def connect(self, losses: int) -> None:
         self.connected = True
+        self.fault = ""
         self.losses = losses
         for tie in tuple(self.ties.values()):
             self._check_losses(tie)

@@ -49,6 +49,26 @@ async def test_one_step_of_many_requests_is_one_batch() -> None:
     ]
 
 
+async def test_a_stream_without_tokens_has_a_beat_to_send_and_goes_on() -> None:
+    streams = TokenStreams(10.0, Gone())
+    stream = streams.open("router")
+    assert await asyncio.wait_for(stream.next_batch(beat_s=0.01), WAIT_S) == []
+    assert not stream.has_ended
+    gain(streams, request(), 1)
+    (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
+    assert gained.token_ids == [101]
+
+
+async def test_a_closing_stream_ends_when_it_has_sent_everything() -> None:
+    streams = TokenStreams(10.0, Gone())
+    stream = streams.open("router")
+    gain(streams, request(), 1)
+    streams.close_all()
+    assert not stream.has_ended
+    assert len(await asyncio.wait_for(stream.next_batch(), WAIT_S)) == 1
+    assert stream.has_ended
+
+
 async def test_a_slow_stream_gets_the_tokens_of_several_steps_in_one_entry() -> None:
     streams = TokenStreams(10.0, Gone())
     stream = streams.open("router")

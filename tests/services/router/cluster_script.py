@@ -38,6 +38,7 @@ from services.router.service import Router
 
 MODEL = "kaveri-tiny"
 MAX_MODEL_LEN = 8_192
+_BEAT_S = 0.05
 VOCAB_FLOOR = 300
 """Ids from here on are ordinary tokens of the bundled tokenizer."""
 
@@ -154,7 +155,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.too_few_logprobs = ""
         """The id of a request that gets fewer logprobs than tokens."""
         self.incarnation = 0
-        self._wake = asyncio.Event()
+        self.beats = True
+        """Send an empty message every 0.05 s while there are no tokens; else say that none are sent."""
+        self.silent = False
+        """Send nothing, like an instance that hangs."""
 
     @property
     def is_paused(self) -> bool:
@@ -173,7 +177,6 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             request.params.max_tokens,
             request.params.logprobs if request.params.HasField("logprobs") else None,
         )
-        self._wake.set()
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
         for entry in request.attempts:
@@ -190,12 +193,14 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         router_id = request.router_id
         self.subscribers.append(router_id)
         try:
-            yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation)
+            yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation, beat_s=_BEAT_S if self.beats else 0.0)
             while True:
-                while not self._of(router_id):
-                    self._wake.clear()
-                    await self._wake.wait()
-                await self.may_step.wait()
+                beat_at_s = time.monotonic() + _BEAT_S
+                while self.silent or not (self._of(router_id) and self.may_step.is_set()):
+                    await asyncio.sleep(0.002)
+                    if self.beats and not self.silent and time.monotonic() > beat_at_s:
+                        beat_at_s += _BEAT_S
+                        yield decode_pb2.StreamTokensResponse()
                 yield decode_pb2.StreamTokensResponse(requests=self._step(router_id))
                 await asyncio.sleep(0)
         finally:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 import structlog
 from grpc import aio
+from prometheus_client import REGISTRY
 
 from kaveri.errors import InvalidArgument, NoCapacity, StaleAttempt
 from kaveri.policy.placement import PlacementPolicy
@@ -44,6 +45,10 @@ async def read_once_placed(
 
     await eventually(is_placed)
     return call, responses
+
+
+def suspicions() -> float:
+    return REGISTRY.get_sample_value("kaveri_router_suspicions_total") or 0.0
 
 
 def code_of(caught: "pytest.ExceptionInfo[aio.AioRpcError]") -> grpc.StatusCode:
@@ -125,6 +130,59 @@ async def test_a_decode_instance_killed_in_mid_stream_is_followed_by_another_wit
         assert list(second.token_ids) == [*PROMPT, *answer(PROMPT, 7)]
         assert second.generated_count == 7
         assert second.params.seed == cluster.taken()[0].params.seed
+
+
+async def test_a_decode_instance_that_goes_silent_with_its_lease_intact_is_followed_by_another(
+    cluster: ScriptedCluster,
+) -> None:
+    silent = cluster.decodes["decode-0"]
+    cluster.place_on = "decode-0"
+    async with cluster.router(suspect_after_s=0.2) as router:
+        silent.pause_at = 7
+        call = router.stub.Generate(ask(request_id="moved"), timeout=10)
+        responses = [await call.read()]
+        while len(tokens_of(responses)) < 7:
+            responses.append(await call.read())
+        before = suspicions()
+        cluster.place_on = "decode-1"
+        silent.silent = True
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        timing = responses[-1].timing
+        assert (timing.attempts, timing.decode_instance_id) == (2, "decode-1")
+        assert suspicions() == before + 1
+        assert "decode-0" in router.router.store.view().instances
+        silent.silent = False
+        silent.may_step.set()
+        cluster.place_on = "decode-0"
+        again = await collect(router.stub.Generate(ask(request_id="again"), timeout=10))
+        assert again[-1].timing.decode_instance_id == "decode-0"
+
+
+async def test_instances_that_only_beat_or_never_beat_and_stalls_of_the_router_cost_no_attempt(
+    cluster: ScriptedCluster,
+) -> None:
+    cluster.decodes["decode-1"].beats = False
+    async with cluster.router(suspect_after_s=0.2) as router:
+        before = suspicions()
+        calls = []
+        for instance_id, decode in cluster.decodes.items():
+            cluster.place_on = instance_id
+            decode.pause_at = 7
+            calls.append(await read_once_placed(cluster, router, f"on-{instance_id}", instance_id))
+            await eventually(lambda decode=decode: decode.is_paused)  # type: ignore[misc]
+        watched_s = router.router.feeds._silence._clock
+        until_s = watched_s.elapsed_s + 0.5
+        # The loop stands still for longer than it takes to suspect an instance.
+        time.sleep(0.6)  # noqa: ASYNC251
+        await eventually(lambda: watched_s.elapsed_s > until_s)
+        for decode in cluster.decodes.values():
+            decode.may_step.set()
+        for call, responses in calls:
+            responses += await rest_of(call)
+            assert tokens_of(responses) == answer(PROMPT, 20)
+            assert responses[-1].timing.attempts == 1
+        assert suspicions() == before
 
 
 async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_placed_elsewhere_since(
