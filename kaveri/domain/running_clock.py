@@ -4,8 +4,8 @@
 class RunningClock:
     """Seconds that pass only while their reader runs and ticks.
 
-    While a process stands still (a stalled event loop, a stopped process) messages wait unread, so that time says nothing
-    about those who sent them. A tick that comes late adds no more than `longest_tick_s`.
+    While a process stands still (a stalled event loop, a stopped process) messages wait unread, so that time says
+    nothing about those who sent them. A tick that comes late adds no more than `longest_tick_s`.
     """
 
     def __init__(self, now_s: float, longest_tick_s: float) -> None:

@@ -159,6 +159,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Send an empty message every 0.05 s while there are no tokens; else say that none are sent."""
         self.silent = False
         """Send nothing, like an instance that hangs."""
+        self._wake = asyncio.Event()
 
     @property
     def is_paused(self) -> bool:
@@ -177,6 +178,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             request.params.max_tokens,
             request.params.logprobs if request.params.HasField("logprobs") else None,
         )
+        self._wake.set()
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
         for entry in request.attempts:
@@ -195,12 +197,15 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         try:
             yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation, beat_s=_BEAT_S if self.beats else 0.0)
             while True:
-                beat_at_s = time.monotonic() + _BEAT_S
                 while self.silent or not (self._of(router_id) and self.may_step.is_set()):
-                    await asyncio.sleep(0.002)
-                    if self.beats and not self.silent and time.monotonic() > beat_at_s:
-                        beat_at_s += _BEAT_S
-                        yield decode_pb2.StreamTokensResponse()
+                    awaited = self.may_step if self._of(router_id) else self._wake
+                    self._wake.clear()
+                    try:
+                        async with asyncio.timeout(_BEAT_S):
+                            await (asyncio.sleep(_BEAT_S) if self.silent else awaited.wait())
+                    except TimeoutError:
+                        if self.beats and not self.silent:
+                            yield decode_pb2.StreamTokensResponse()
                 yield decode_pb2.StreamTokensResponse(requests=self._step(router_id))
                 await asyncio.sleep(0)
         finally:
