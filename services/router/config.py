@@ -30,17 +30,15 @@ class RouterConfig(ServiceConfig):
     unavailable_after_s: float = setting(
         "seconds that a request waits for an instance when there is none, or none that can be reached", 10.0, least=0
     )
-<<<<<<< HEAD
     slow_reader_s: float = setting(
         "seconds that a client may take to read one response; then its request ends with ABORTED", 30.0, above=0
-=======
+    )
     suspect_after_s: float = setting(
         "seconds without a sign of life from a decode instance after which its requests are placed again; it sends one "
         "every 0.1 s",
         0.5,
         least=0.2,
         most=60.0,
->>>>>>> 1d7a604 (Routers notice decode instances that hang or are cut off: token streams carry beats, silence of 0.5 s is a loss)
     )
     monitor_interval_s: float = setting(
         "seconds between two broadcasts of all loads to prefill instances, by the router that leads; TetriInfer's 0.1; "

@@ -10,12 +10,8 @@ from dataclasses import dataclass
 from grpc import aio
 
 from kaveri.domain.sampling import FinishReason
-<<<<<<< HEAD
-from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
-=======
 from kaveri.domain.silence import TICK_S, SilenceWatch
-from kaveri.domain.view import ClusterView, InstanceRecord, Role, ViewedInstance
->>>>>>> 1d7a604 (Routers notice decode instances that hang or are cut off: token streams carry beats, silence of 0.5 s is a loss)
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
 from kaveri.errors import InternalError, KaveriError, RequestAlreadyExists, Unavailable
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2

@@ -40,6 +40,7 @@ PLANS: dict[str, Plan] = {
                 for prefill in ("prefill-0", "prefill-1")
             ),
         ],
+        seed=7,
         max_model_len=320,
         divergent=True,
     ),
