@@ -26,6 +26,7 @@ from kaveri.engine.contract import (
 from kaveri.errors import (
     EngineError,
     KaveriError,
+    NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
     StaleAttempt,
@@ -346,6 +347,9 @@ class DecodeInstance:
             self._take(request, lifecycle.RoomGranted(granting.result()))
         else:
             known = error if isinstance(error, KaveriError) else EngineError(repr(error))
+            if self._draining and isinstance(known, NoCapacity):
+                # drain() has sent away those in line while this one was not in line. None may join it again.
+                known = _draining()
             self._take(request, lifecycle.RoomRefused(known))
 
     def _admit(self) -> None:

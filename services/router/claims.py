@@ -24,7 +24,7 @@ _MOST_UNCLOSED = 65_536
 
 
 class RequestClaims:
-    """For one event loop. close() ends what runs in the background."""
+    """For one event loop. end() ends what runs in the background."""
 
     def __init__(self, store: ClusterStore, router_id: str, router_incarnation: int) -> None:
         self._store = store
@@ -35,6 +35,7 @@ class RequestClaims:
         """Ids to be claimed, with their time to live."""
         self._ended: dict[str, None] = {}
         """Ids of ended requests whose claims are to be closed."""
+        self._has_ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._flushing: asyncio.Task[None] | None = None
 
@@ -88,13 +89,19 @@ class RequestClaims:
         self._flush_later()
 
     async def close_all(self) -> None:
-        """Closes the claims of all ended requests now, unless the store is away."""
+        """Closes the claims of all ended requests now, unless the store is away: then they end with their time."""
         if self._flushing is not None:
             await asyncio.wait({self._flushing})
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        await self._flush()
+        while (self._opening or self._ended) and await self._flush():
+            pass
+
+    async def end(self) -> None:
+        """close_all(), and nothing runs in the background any more."""
+        self._has_ended = True
+        await self.close_all()
 
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight and the store is there, that no claim is left."""
@@ -102,32 +109,37 @@ class RequestClaims:
         assert not self._ended, self._ended
 
     def _flush_later(self) -> None:
-        if (self._opening or self._ended) and self._timer is None and self._flushing is None:
+        is_under_way = self._timer is not None or self._flushing is not None
+        if (self._opening or self._ended) and not is_under_way and not self._has_ended:
             self._timer = asyncio.get_running_loop().call_later(_FLUSH_AFTER_S, self._start_flush)
 
     def _start_flush(self) -> None:
         self._timer = None
-        self._flushing = asyncio.create_task(self._flush(), name="claims of request ids")
+        self._flushing = asyncio.create_task(self._flush_again(), name="claims of request ids")
 
-    async def _flush(self) -> None:
-        opening = tuple(itertools.islice(self._opening.items(), _MOST_AT_ONCE))
-        ended = tuple(itertools.islice(self._ended, _MOST_AT_ONCE))
+    async def _flush_again(self) -> None:
         is_away = False
         try:
-            for request_id, _ in opening:
-                del self._opening[request_id]
-            claiming = (self._store.claim_request(self._claim_of(request_id), ttl_s) for request_id, ttl_s in opening)
-            await asyncio.gather(*claiming)
-            if ended:
-                is_away = not await self._store.close_requests([self._claim_of(request_id) for request_id in ended])
-            if not is_away:
-                for request_id in ended:
-                    self._ended.pop(request_id, None)
+            is_away = not await self._flush()
         finally:
             self._flushing = None
             if not is_away:
                 # Otherwise the next view that has the store tries again.
                 self._flush_later()
+
+    async def _flush(self) -> bool:
+        """Opens and closes some claims. False: the store is away."""
+        opening = tuple(itertools.islice(self._opening.items(), _MOST_AT_ONCE))
+        ended = tuple(itertools.islice(self._ended, _MOST_AT_ONCE))
+        for request_id, _ in opening:
+            del self._opening[request_id]
+        claiming = (self._store.claim_request(self._claim_of(request_id), ttl_s) for request_id, ttl_s in opening)
+        await asyncio.gather(*claiming)
+        if ended and not await self._store.close_requests([self._claim_of(request_id) for request_id in ended]):
+            return False
+        for request_id in ended:
+            self._ended.pop(request_id, None)
+        return True
 
     def _claim_of(self, request_id: str) -> RequestClaim:
         return RequestClaim(request_id, self._router_id, self._router_incarnation)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 
 from grpc import aio
 
@@ -92,7 +92,6 @@ class RequestPlacer:
         self._line: PlacementLine[RequestEntry] = PlacementLine()
         self._instances: Mapping[str, ViewedInstance] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._errands: set[asyncio.Task[None]] = set()
 
     def update(self, view: ClusterView) -> None:
         """Wakes requests that wait for an instance."""
@@ -144,14 +143,13 @@ class RequestPlacer:
             entry.fail(InternalError(f"the router failed while it served request {entry.request_id!r}"))
 
     async def close(self) -> None:
-        """Waits for the tasks of requests that have ended, and for errands. Each errand has a time limit of its own."""
-        if tasks := self._running | self._errands:
-            await asyncio.wait(tasks)
+        """Waits for the tasks of requests that have ended."""
+        if self._running:
+            await asyncio.wait(self._running)
 
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that nothing of ended ones is left."""
         assert not self._running, self._running
-        assert not self._errands, self._errands
         assert not len(self._unconfirmed), len(self._unconfirmed)
         assert not len(self._line), len(self._line)
 
@@ -163,7 +161,7 @@ class RequestPlacer:
             case Unfollow() | LeaveAttempt():
                 self._feeds.unfollow(entry)
             case Abort(attempt, place):
-                self._start_errand(self._feeds.abort(entry.request_id, attempt, place))
+                self._feeds.abort(entry.request_id, attempt, place)
             case Disown(attempt, source):
                 self._feeds.disown(entry.request_id, attempt, source.instance_id)
             case _:
@@ -353,14 +351,3 @@ class RequestPlacer:
                 timing.kv_tail_s = event.handed_over.kv_tail_s
                 timing.kv_transport = event.handed_over.kv_transport
                 entry.handle(HandedOver(), now_s)
-
-    def _start_errand(self, errand: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(errand)
-        self._errands.add(task)
-        task.add_done_callback(self._end_errand)
-        return task
-
-    def _end_errand(self, task: asyncio.Task[None]) -> None:
-        self._errands.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            get_logger().error("background_task_failed", exc_info=task.exception())

@@ -122,7 +122,7 @@ class Router:
                         watch.cancel()
         finally:
             await router._server.stop(0)
-            await router.claims.close_all()
+            await router.claims.end()
             await router.placer.close()
             await router.feeds.close()
             await router.channels.close()

@@ -29,6 +29,8 @@ _ABORT_AGAIN_S = ABORT_TIMEOUT_S
 """Tokens that come this long after an Abort show that it was lost, or came before the request."""
 _ABORTED_COUNT = 4096
 """Aborts that are remembered: more than are on their way at once."""
+_ABORTS_AT_ONCE = 4096
+"""Of one message: less than half of the largest, when every id is as long as it may be."""
 _RECONNECT_MIN_S = 0.05
 _RECONNECT_MAX_S = 1.0
 
@@ -54,10 +56,11 @@ class TokenFeeds:
         self._subscriptions: dict[str, _Subscription] = {}
         self._followed: dict[RequestEntry, _Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
-        # When each of the newest aborts was sent, by (instance, request, attempt), and those under way that no request
-        # waits for.
+        # When each of the newest aborts was sent, by (instance, request, attempt); those of this turn of the loop, by
+        # address; and the messages under way.
         self._aborted: OrderedDict[tuple[str, str, int], float] = OrderedDict()
-        self._disowning: dict[asyncio.Task[None], None] = {}
+        self._unsent: dict[str, list[decode_pb2.AttemptId]] = {}
+        self._sending: dict[asyncio.Task[None], None] = {}
 
     def update(self, view: ClusterView) -> None:
         """Subscribes to new instances; drops those that left or began a new life, losing their attempts."""
@@ -108,15 +111,13 @@ class TokenFeeds:
         if former is not None:
             former.ties.pop(entry, None)
 
-    async def abort(self, request_id: str, attempt: int, place: Life | None) -> None:
+    def abort(self, request_id: str, attempt: int, place: Life | None) -> None:
         """Tells a decode instance to end an attempt; all of them when the place is not known. Best effort: an instance
         that is lost has ended it already."""
-        records = [
-            subscription.record
-            for subscription in self._subscriptions.values()
-            if subscription.record is not None and (place is None or place.instance_id == subscription.instance_id)
-        ]
-        await asyncio.gather(*(self._abort_at(record, request_id, attempt) for record in records))
+        name = self._name_of(request_id, attempt)
+        for subscription in self._subscriptions.values():
+            if subscription.record is not None and (place is None or place.instance_id == subscription.instance_id):
+                self._abort_at(subscription.record, name)
 
     def disown(self, request_id: str, attempt: int, instance_id: str) -> None:
         """Tells an instance to end an attempt whose tokens have no use here, unless it was sent just now."""
@@ -125,18 +126,37 @@ class TokenFeeds:
         if subscription is None or subscription.record is None:
             return
         if sent_s is None or time.monotonic() - sent_s > _ABORT_AGAIN_S:
-            task = asyncio.create_task(self._abort_at(subscription.record, request_id, attempt))
-            self._disowning[task] = None
-            task.add_done_callback(lambda ended: self._disowning.pop(ended, None))
+            self._abort_at(subscription.record, self._name_of(request_id, attempt))
 
-    async def _abort_at(self, record: InstanceRecord, request_id: str, number: int) -> None:
-        self._aborted[record.instance_id, request_id, number] = time.monotonic()
+    def _name_of(self, request_id: str, attempt: int) -> decode_pb2.AttemptId:
+        return decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=self._stream_id)
+
+    def _abort_at(self, record: InstanceRecord, name: decode_pb2.AttemptId) -> None:
+        """Aborts of one turn of the loop go out together: a prefill instance that dies leaves many, at every decode
+        instance."""
+        noted = record.instance_id, name.request_id, name.attempt
+        self._aborted[noted] = time.monotonic()
+        self._aborted.move_to_end(noted)
         if len(self._aborted) > _ABORTED_COUNT:
             self._aborted.popitem(last=False)
-        name = decode_pb2.AttemptId(request_id=request_id, attempt=number, router_id=self._stream_id)
-        message = decode_pb2.AbortRequest(attempts=[name], by_router=True)
-        with contextlib.suppress(aio.AioRpcError):
-            await self._channels.decode(record.address).Abort(message, timeout=ABORT_TIMEOUT_S)
+        unsent = self._unsent.setdefault(record.address, [])
+        unsent.append(name)
+        if len(unsent) == 1:
+            task = asyncio.create_task(self._send_aborts(record.address), name=f"aborts at {record.instance_id}")
+            self._sending[task] = None
+            task.add_done_callback(self._aborts_sent)
+
+    def _aborts_sent(self, task: asyncio.Task[None]) -> None:
+        del self._sending[task]
+        if not task.cancelled() and task.exception() is not None:
+            get_logger().error("background_task_failed", exc_info=task.exception())
+
+    async def _send_aborts(self, address: str) -> None:
+        names = self._unsent.pop(address)
+        for first in range(0, len(names), _ABORTS_AT_ONCE):
+            message = decode_pb2.AbortRequest(attempts=names[first : first + _ABORTS_AT_ONCE], by_router=True)
+            with contextlib.suppress(aio.AioRpcError):
+                await self._channels.decode(address).Abort(message, timeout=ABORT_TIMEOUT_S)
 
     async def watch(self) -> None:
         """Breaks off streams that have gone silent. Runs until cancelled."""
@@ -156,7 +176,7 @@ class TokenFeeds:
         """Ends all subscriptions; their attempts are lost."""
         tasks = [subscription.stop("is not followed any more") for subscription in self._subscriptions.values()]
         self._subscriptions.clear()
-        await asyncio.gather(*(task for task in tasks if task is not None), *self._disowning, return_exceptions=True)
+        await asyncio.gather(*(task for task in tasks if task is not None), *self._sending, return_exceptions=True)
 
     async def _follow(self, subscription: "_Subscription", record: InstanceRecord) -> None:
         backoff_s = _RECONNECT_MIN_S

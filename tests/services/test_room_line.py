@@ -381,6 +381,27 @@ async def test_room_granted_to_a_request_that_has_just_been_cancelled_is_given_b
     await cluster.all_free()
 
 
+async def test_a_request_that_the_engine_refuses_while_the_instance_drains_is_sent_away(
+    cluster: Any, by_hand: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = await small_decode(cluster)
+    await cluster.router()
+    asked: list[Future[Any]] = []
+
+    def answer_later(request: Any, expires_in_s: float) -> Future[Any]:
+        asked.append(Future())
+        return asked[-1]
+
+    monkeypatch.setattr(decode.engine, "reserve", answer_later)
+    await waiters.begin(decode, "a", 100)
+    await by_hand.eventually(lambda: bool(asked), "the engine is asked")
+    decode.host._hosted.drain()
+    asked[0].set_exception(NoCapacity("kv pool", 0.1, "preempted requests wait for blocks"))
+    assert await waiters.code("a") is grpc.StatusCode.UNAVAILABLE
+    assert in_line(decode) == 0
+    await cluster.all_free()
+
+
 async def test_an_engine_that_keeps_its_free_blocks_for_others_is_asked_again_after_a_pause(
     cluster: Any, by_hand: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ def index_ignored() -> Iterator[None]:
 @_planted
 def aborts_never_sent() -> Iterator[None]:
     """The router does not tell decode that a request has ended."""
-    with _replaced(token_feeds.TokenFeeds, "_abort_at", lambda _: _nothing_async):
+    with _replaced(token_feeds.TokenFeeds, "_send_aborts", lambda _: _nothing_async):
         yield
 
 

@@ -136,6 +136,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.running: dict[str, Running] = {}
         self.aborted: list[tuple[str, int]] = []
         """Request ids and attempts, as routers named them."""
+        self.abort_messages = 0
         self.subscribers: list[str] = []
         """The router ids of the streams that are open."""
         self.may_step = asyncio.Event()
@@ -181,6 +182,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self._wake.set()
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
+        self.abort_messages += 1
         for entry in request.attempts:
             self.aborted.append((entry.request_id, entry.attempt))
             running = self.running.get(entry.request_id)
@@ -535,7 +537,7 @@ class RouterUnderTest:
     channel: aio.Channel
 
     async def check_integrity(self) -> None:
-        """Nothing of ended requests is left: table, counts, timers, errands, attempts tied to streams."""
+        """Nothing of ended requests is left: table, counts, timers, attempts tied to streams."""
         await eventually(lambda: len(self.router.table) == 0)
         await self.router.claims.close_all()
         await self.router.placer.close()

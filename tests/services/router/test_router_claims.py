@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc
@@ -9,9 +10,10 @@ import pytest
 from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
-from kaveri.cluster.memory_store import MemoryStore
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import RequestClaim
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
+from services.router.claims import _FLUSH_AFTER_S, _MOST_AT_ONCE, RequestClaims
 from tests.services.router.cluster_script import (
     PROMPT,
     ScriptedCluster,
@@ -127,3 +129,43 @@ async def test_an_id_that_is_used_again_names_other_attempts(cluster: ScriptedCl
         assert responses[-1].timing.attempts == 1
         attempts = [request.attempt for request in cluster.taken()]
         assert sorted(attempts) == [1, 2, 3, 4]
+
+
+class CountingStore(MemoryStore):
+    """Counts the calls that close claims."""
+
+    closed: int = 0
+
+    async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
+        self.closed += 1
+        return await super().close_requests(claims)
+
+
+async def test_a_router_that_ends_closes_all_claims_and_starts_no_work_afterwards() -> None:
+    cluster = MemoryCluster()
+    async with CountingStore(cluster) as store:
+        claims = RequestClaims(store, "router-0", 1)
+        names = [f"request-{number}" for number in range(2 * _MOST_AT_ONCE + 1)]
+        for name in names:
+            await claims.open(name, 60.0)
+        for name in names:
+            claims.close(name)
+        await claims.end()
+        assert await store.requests() == ()
+        before = store.closed
+        # The last calls end a moment after the claims were closed.
+        claims.close("late")
+        claims.update(store.view())
+        await asyncio.sleep(3 * _FLUSH_AFTER_S)
+        assert store.closed == before
+
+
+async def test_a_router_that_ends_without_its_store_does_not_wait_for_it() -> None:
+    cluster = MemoryCluster()
+    async with MemoryStore(cluster) as store:
+        claims = RequestClaims(store, "router-0", 1)
+        await claims.open("mine", 60.0)
+        cluster.take_away()
+        claims.close("mine")
+        async with asyncio.timeout(5):
+            await claims.end()

@@ -15,7 +15,7 @@ from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from services.router import token_feeds
-from services.router.lifecycle_values import Placed
+from services.router.lifecycle_values import Life, Placed
 from tests.services.router.cluster_script import (
     PROMPT,
     RouterUnderTest,
@@ -486,6 +486,34 @@ async def test_an_attempt_that_begins_after_its_abort_is_aborted_again(
             decode.start(late)
             await eventually(lambda: not decode.running)
         assert set(decode.aborted) == {("late", 1)}
+
+
+async def test_an_abort_that_was_sent_again_is_remembered_as_new(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_feeds, "_ABORTED_COUNT", 2)
+    decode = cluster.decodes["decode-0"]
+    async with cluster.router() as router:
+        feeds = router.router.feeds
+        place = Life("decode-0", decode.incarnation)
+        for request_id in ("a", "b", "a", "c"):
+            feeds.abort(request_id, 1, place)
+        await eventually(lambda: len(decode.aborted) == 4)
+        # Sent just now: not again.
+        feeds.disown("a", 1, "decode-0")
+        feeds.disown("b", 1, "decode-0")
+        await eventually(lambda: len(decode.aborted) == 5)
+        assert decode.aborted[4] == ("b", 1)
+
+
+async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(cluster: ScriptedCluster) -> None:
+    """When a prefill instance dies, each of its requests is aborted at every decode instance."""
+    async with cluster.router() as router:
+        for number in range(500):
+            router.router.feeds.abort(f"request {number}", 1, None)
+        for decode in cluster.decodes.values():
+            await eventually(lambda decode=decode: len(decode.aborted) == 500)  # type: ignore[misc]
+            assert decode.abort_messages == 1
 
 
 async def test_attempts_are_bounded_and_the_last_error_is_told(cluster: ScriptedCluster) -> None:
