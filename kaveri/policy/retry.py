@@ -99,8 +99,7 @@ def after_setback(
     match setback:
         case Setback.FULL:
             # Nothing is wrong with the instance: the pauses of other failures do not grow by it.
-            asked_s = retry_after_s if 0 <= retry_after_s <= LONGEST_RETRY_AFTER_S else LONGEST_RETRY_AFTER_S
-            pause_s = max(FIRST_PAUSE_S, asked_s) * (1 + jitter / 2)
+            pause_s = max(FIRST_PAUSE_S, bounded_retry_s(retry_after_s)) * (1 + jitter / 2)
             after = replace(after, _failures=state._failures)
         case Setback.UNREACHED:
             since_s = state._unreached_since_s if state._unreached else now_s
@@ -115,6 +114,11 @@ def after_setback(
         return after
     rest = _Rest(at_fault.incarnation, now_s + pause_s)
     return replace(after, _rests={**state._rests, at_fault.instance_id: rest})
+
+
+def bounded_retry_s(retry_after_s: float) -> float:
+    """A delay that another process asks for, as far as it is followed. One that is no time counts as the longest."""
+    return retry_after_s if 0 <= retry_after_s <= LONGEST_RETRY_AFTER_S else LONGEST_RETRY_AFTER_S
 
 
 def _is_same_life(view: ClusterView, instance_id: str, rest: _Rest) -> bool:

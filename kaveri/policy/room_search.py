@@ -112,6 +112,10 @@ class RoomSearch(Generic[KeyT]):
         """The request has no room at that instance and asks for none. Idempotent."""
         self._unconfirmed.remove(key, instance_id)
 
+    def retain(self, view: ClusterView) -> None:
+        """Forgets what was asked of instances that have left."""
+        self._unconfirmed.retain(view)
+
     def rest(self, instance_id: str, until_s: float) -> None:
         """No request asks that instance before then."""
         self._resting_until_s[instance_id] = until_s

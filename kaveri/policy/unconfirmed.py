@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kaveri.domain.view import ViewedInstance
+from kaveri.domain.view import ClusterView, ViewedInstance
 
 KeyT = TypeVar("KeyT")
 
@@ -93,6 +93,11 @@ class UnconfirmedWork(Generic[KeyT]):
                 break
         if not sent.by_heartbeat:
             del self._sent[instance_id]
+
+    def retain(self, view: ClusterView) -> None:
+        """Forgets what was sent to instances that are not in the view. at() does it for those that began a new life."""
+        if not all(map(view.instances.__contains__, self._sent)):
+            self._sent = {name: sent for name, sent in self._sent.items() if name in view.instances}
 
     def __len__(self) -> int:
         """Pieces that were neither removed nor found confirmed."""

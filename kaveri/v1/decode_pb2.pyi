@@ -151,6 +151,7 @@ class ReserveRequest(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
@@ -169,6 +170,10 @@ class ReserveRequest(_message.Message):
     """As in PrefillRequest."""
     secret: _builtins.bytes
     """As in PrefillRequest."""
+    reservation: _builtins.int
+    """The number of this call among those of the attempt at this instance, rising from 1. A later one replaces an earlier
+    one; an earlier one that comes late is refused with ABORTED. 0: not counted.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated. Kept to recompute after a preemption."""
@@ -200,10 +205,11 @@ class ReserveRequest(_message.Message):
         wait: _builtins.bool = ...,
         session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
+        reservation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -280,6 +286,7 @@ class AttemptId(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     attempt: _builtins.int
@@ -290,6 +297,10 @@ class AttemptId(_message.Message):
     """The owner's session: (session, attempt) and all older owners."""
     secret: _builtins.bytes
     """The request's secret, where it has one."""
+    reservation: _builtins.int
+    """Of a prefill instance that gives room back: the last of the attempt's reservations that this concerns. A later
+    one stays. 0: all.
+    """
     def __init__(
         self,
         *,
@@ -298,10 +309,11 @@ class AttemptId(_message.Message):
         router_id: _builtins.str = ...,
         session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
+        reservation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

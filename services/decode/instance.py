@@ -112,11 +112,13 @@ class DecodeInstance:
         layout: KvLayout,
         predicted_length: TokenRange | None = None,
         waits: bool = False,
+        reservation: int = 0,
     ) -> Ticket:
         """Reserves room. With `waits` a request without room waits in line until it has room; otherwise it is refused.
 
         An older reservation of the same request, or of the same attempt, is ended first, waiting or not; and so is a
         request of another router with the same id. A newer attempt takes over the place in line of an older one.
+        reservation: the number of this call within the attempt; an earlier call that comes late is stale.
 
         timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
         (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit),
@@ -131,8 +133,9 @@ class DecodeInstance:
         # Before it can get a place in line: it would wait there forever.
         info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
-        place = self._end_former(request_id, attempt, router_id)
+        place = self._end_former(request_id, attempt, router_id, reservation)
         request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length, InLine(waits))
+        request.reservation = reservation
         answer = request.answer = asyncio.get_running_loop().create_future()
         self._room.line.join(request_id, needed_blocks, len(token_ids), place)
         self._give_room()
@@ -169,14 +172,18 @@ class DecodeInstance:
             raise Unavailable(str(error)) from error
         self._take(request, lifecycle.AdoptedHere())
 
-    def abort(self, request_id: str, attempt: int, router_id: str, by_router: bool) -> None:
-        """Ends the router's request if the attempt that is here is `attempt` or older. Unknown ones are ignored.
+    def abort(self, request_id: str, attempt: int, router_id: str, by_router: bool, reservation: int = 0) -> None:
+        """Ends the router's request if the attempt that is here is `attempt` or older. Unknown ones are ignored, and
+        so is a later reservation of the same attempt than `reservation`. 0: any.
 
         by_router: whether the router itself asks. When a prefill instance ends a request that has landed, the router
         gets an error: it may wait for nothing but this instance's tokens by then.
         """
         request = self._requests.by_request_id(request_id)
         if request is None or request.attempt > attempt or request.router_id != router_id:
+            return
+        if request.attempt == attempt and 0 < reservation < request.reservation:
+            # Room was given back, and asked for again before this came.
             return
         self._take(request, lifecycle.AbortAsked(by_router))
 
@@ -249,14 +256,15 @@ class DecodeInstance:
         self._room.batch.step(drawn)
         self._metrics.count_step(len(steps), now_s, self._room.batch.running_count)
 
-    def _end_former(self, request_id: str, attempt: int, router_id: str) -> Place | None:
+    def _end_former(self, request_id: str, attempt: int, router_id: str, reservation: int = 0) -> Place | None:
         """Ends what is here of the request, unless that is newer: then raises StaleAttempt.
 
         Returns the place in line that an older attempt of the same router had.
         """
         former = self._requests.by_request_id(request_id)
         same_router = former is not None and former.router_id == router_id
-        if former is not None and same_router and attempt < former.attempt:
+        is_late = former is not None and attempt == former.attempt and 0 < reservation < former.reservation
+        if former is not None and same_router and (attempt < former.attempt or is_late):
             raise StaleAttempt(request_id, attempt, former.attempt)
         self._attempts.note(router_id, request_id, attempt, time.monotonic())
         if former is None:

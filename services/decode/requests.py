@@ -27,6 +27,8 @@ class DecodeRequest:
     state: State
     heavy: bool = False
     """Long in decode, by the thresholds here."""
+    reservation: int = 0
+    """The number of its Reserve call, as prefill counts them within the attempt. 0: not counted."""
     answer: asyncio.Future[Ticket] | None = None
     """What its Reserve call waits for. None: it was prefilled here."""
     deadline: asyncio.TimerHandle | None = None

@@ -55,6 +55,7 @@ class DecodeServer(DecodeServiceServicer):
                     length_from_proto(request.predicted_length) if request.HasField("predicted_length") else None
                 ),
                 waits=request.wait,
+                reservation=request.reservation,
             )
         except KaveriError as error:
             await abort(context, error)
@@ -67,8 +68,8 @@ class DecodeServer(DecodeServiceServicer):
     async def Abort(  # noqa: N802
         self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.AbortResponse:
-        for attempt in request.attempts:
-            self._instance.abort(attempt.request_id, attempt.attempt, attempt.router_id, request.by_router)
+        for name in request.attempts:
+            self._instance.abort(name.request_id, name.attempt, name.router_id, request.by_router, name.reservation)
         return decode_pb2.AbortResponse()
 
     async def Attach(  # noqa: N802

@@ -58,10 +58,10 @@ class DecodePeers:
         self._peers: dict[str, _Peer] = {}
 
     async def reserve(
-        self, target: ViewedInstance, request: PrefillRequest, timeout_s: float, waits: bool
+        self, target: ViewedInstance, request: PrefillRequest, reservation: int, timeout_s: float, waits: bool
     ) -> Reservation:
-        """Asks `target` for room; with `waits`, waits there in line until it has room. timeout_s: what is left of the
-        request's time.
+        """Asks `target` for room; with `waits`, waits there in line until it has room. reservation: the number of this
+        call among the request's. timeout_s: what is left of the request's time.
 
         Raises what the instance answers, or Unavailable or DeadlineExceeded when it does not. A frozen instance is
         found by the channel's keep-alive. Cancelled, or without an answer, the room may have been granted nevertheless:
@@ -79,6 +79,7 @@ class DecodePeers:
             layout=self._layout,
             predicted_length=length_to_proto(predicted) if predicted is not None else None,
             wait=waits,
+            reservation=reservation,
         )
         answer_s = timeout_s if waits else min(timeout_s, _ANSWER_TIMEOUT_S)
         with self._peer(target.record.address) as stub:
@@ -97,10 +98,14 @@ class DecodePeers:
             raise Unavailable(f"the decode instance's ticket is of no use: {error}") from error
         return Reservation(ticket, response.incarnation, response.stream_losses)
 
-    async def abort(self, target: ViewedInstance, request: PrefillRequest) -> None:
-        """Ends the request at `target`. What cannot be reached is left to the reservation's expiry."""
+    async def abort(self, target: ViewedInstance, request: PrefillRequest, reservation: int) -> None:
+        """Ends the request at `target`, up to that reservation: a later one stays, however late this arrives. What
+        cannot be reached is left to the reservation's expiry."""
         attempt = decode_pb2.AttemptId(
-            request_id=request.request_id, attempt=request.attempt, router_id=request.router_id
+            request_id=request.request_id,
+            attempt=request.attempt,
+            router_id=request.router_id,
+            reservation=reservation,
         )
         with self._peer(target.record.address) as stub:
             try:

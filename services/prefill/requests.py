@@ -118,6 +118,8 @@ class PrefillRequest:
     """How the hand-over tells the owner of the request what has happened. The owner may end the request within."""
     predicted_length: TokenRange | None = None
     """Tokens of the whole answer, earlier attempts included. None: unknown. Final once a place is looked for."""
+    reservation_count: int = 0
+    """Reserve calls so far, at any instance."""
     outbox: ProgressOutbox = field(default_factory=ProgressOutbox)
 
     @property

@@ -18,6 +18,7 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.policy.placement import HeavyThresholds
+from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.room_search import Ask, Hopeless, LeaveLine, NoInstance, RoomSearch, Seeker
 from kaveri.telemetry.logs import get_logger
 from services.prefill.decode_peers import DecodePeers, Reservation
@@ -103,6 +104,7 @@ class RoomFinder:
                         # Those that wait wake in the order in which they began to wait.
                         self._changed.set_result(None)
                         self._changed = None
+                    self._search.retain(view)
                     await self._peers.retain({status.record.address for status in view.instances.values()})
         finally:
             await self._peers.close()
@@ -159,7 +161,7 @@ class RoomFinder:
         """The request does not want the room that it has, or may have, at `target`."""
         self._search.settle(request.key, target.record.instance_id)
         # Not part of the caller's task: it must be sent although that one is cancelled.
-        self._tasks.create_task(self._peers.abort(target, request))
+        self._tasks.create_task(self._peers.abort(target, request, request.reservation_count))
 
     def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
         """Room at `target` was of no use: no request asks there for a while."""
@@ -179,13 +181,15 @@ class RoomFinder:
         patience_s = _PATIENCE_S if ask.shows_room else 0.0
         # An instance that is not waited at answers soon, or fails.
         patient_until_s = now_s + patience_s if ask.waits else request.deadline_s
-        answer = self._tasks.create_task(self._answer(request, ask))
+        request.reservation_count += 1
+        answer = self._tasks.create_task(self._answer(request, ask, request.reservation_count))
         instance_id = ask.target.record.instance_id
         seeking.questions[instance_id] = _Question(ask.target, ask.waits, patient_until_s, answer)
 
-    async def _answer(self, request: PrefillRequest, ask: Ask) -> Reservation | Exception:
+    async def _answer(self, request: PrefillRequest, ask: Ask, reservation: int) -> Reservation | Exception:
         try:
-            return await self._peers.reserve(ask.target, request, request.deadline_s - time.monotonic(), ask.waits)
+            timeout_s = request.deadline_s - time.monotonic()
+            return await self._peers.reserve(ask.target, request, reservation, timeout_s, ask.waits)
         except Exception as error:  # Raised where the placement is: a task that fails would end all others.
             return error
 
@@ -216,7 +220,7 @@ class RoomFinder:
                 case NoCapacity() as error:
                     self._forget(seeking, instance_id)
                     self._metrics.placements.labels("no_room").inc()
-                    self._search.rest(instance_id, time.monotonic() + error.retry_after_s)
+                    self._search.rest(instance_id, time.monotonic() + bounded_retry_s(error.retry_after_s))
                 case KaveriError() as error:
                     # It may have reserved nevertheless.
                     self._drop(seeking, instance_id)

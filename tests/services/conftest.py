@@ -88,6 +88,7 @@ async def reserve(
     layout: KvLayout | None = None,
     wait: bool = False,
     rpc_timeout_s: float = DEADLINE_S,
+    reservation: int = 0,
 ) -> decode_pb2.ReserveResponse:
     """Reserves room by hand, as a prefill instance does that then pushes nothing."""
     message = decode_pb2.ReserveRequest(
@@ -99,6 +100,7 @@ async def reserve(
         timeout_s=timeout_s,
         layout=layout_to_proto(layout or instance.engine.info.layout),
         wait=wait,
+        reservation=reservation,
     )
     response: decode_pb2.ReserveResponse = await DecodeServiceStub(instance.channel).Reserve(
         message, timeout=rpc_timeout_s
@@ -107,10 +109,16 @@ async def reserve(
 
 
 async def abort(
-    instance: RunningInstance, request_id: str, attempt: int = 1, router_id: str = "router-0", by_router: bool = True
+    instance: RunningInstance,
+    request_id: str,
+    attempt: int = 1,
+    router_id: str = "router-0",
+    by_router: bool = True,
+    reservation: int = 0,
 ) -> None:
     """Aborts by hand, as a router does, or a prefill instance."""
-    attempts = [decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=router_id)]
+    name = decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=router_id, reservation=reservation)
+    attempts = [name]
     message = decode_pb2.AbortRequest(attempts=attempts, by_router=by_router)
     await DecodeServiceStub(instance.channel).Abort(message, timeout=DEADLINE_S)
 

@@ -423,3 +423,28 @@ async def test_an_engine_that_keeps_its_free_blocks_for_others_is_asked_again_af
     assert await waiters.code("a") is grpc.StatusCode.OK
     await by_hand.abort(decode, "a")
     await cluster.all_free()
+
+
+async def test_a_late_abort_of_room_that_was_given_back_leaves_a_newer_reservation(cluster: Any, by_hand: Any) -> None:
+    """Prefill gives a place up and asks the same instance again: its messages may change their order on the way."""
+    decode = await small_decode(cluster)
+    await cluster.router()
+    await by_hand.reserve(decode, "a", 100, reservation=1)
+    await by_hand.reserve(decode, "a", 100, reservation=3)
+    held_blocks = decode.held_blocks
+    await by_hand.abort(decode, "a", by_router=False, reservation=2)
+    with pytest.raises(aio.AioRpcError) as late:
+        await by_hand.reserve(decode, "a", 100, reservation=2)
+    assert late.value.code() is grpc.StatusCode.ABORTED
+    assert decode.load().running_requests + decode.load().waiting_requests == 1
+    assert decode.held_blocks == held_blocks
+    await by_hand.abort(decode, "a", by_router=False, reservation=3)
+    await by_hand.eventually(decode.free, "it is given back")
+    for number in (0, 7):
+        await by_hand.reserve(decode, "b", 100, attempt=1 + number, reservation=2)
+        await by_hand.abort(decode, "b", attempt=1 + number, reservation=0)
+        await by_hand.eventually(decode.free, "a router ends every reservation")
+    await by_hand.reserve(decode, "c", 100, attempt=1, reservation=5)
+    await by_hand.abort(decode, "c", attempt=2, by_router=False, reservation=1)
+    await by_hand.eventually(decode.free, "an older attempt ends, whatever its number")
+    await cluster.all_free()

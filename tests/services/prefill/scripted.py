@@ -121,6 +121,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.instance_id = instance_id
         self.reserved: list[decode_pb2.ReserveRequest] = []
         self.aborted: list[tuple[str, int]] = []
+        self.aborted_reservations: list[int] = []
         self.calls: list[str] = []
         """Both kinds, in their order: "reserve a", "abort a"."""
         self.refusals: list[KaveriError] = []
@@ -174,6 +175,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
     async def Abort(self, request: Any, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
         for attempt in request.attempts:
             self.aborted.append((attempt.request_id, attempt.attempt))
+            self.aborted_reservations.append(attempt.reservation)
             self.calls.append(f"abort {attempt.request_id}")
         return decode_pb2.AbortResponse()
 

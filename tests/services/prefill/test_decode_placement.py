@@ -21,6 +21,7 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy import retry
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill import decode_peers, room_finder
 from services.prefill.dispatcher import Dispatcher
@@ -429,3 +430,36 @@ async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_
     assert len(peers._peers) == 1
     await peers.retain(())
     assert not peers._peers
+
+
+async def test_every_reserve_call_of_an_attempt_has_a_number_and_room_is_given_back_up_to_it(world: World) -> None:
+    first = await world.decode()
+    first.refusals = [Unavailable("not now")]
+    await world.decode(free_blocks=0)
+    request = world.begin("a")
+    await eventually(lambda: len(first.reserved) + len(world.decodes[1].reserved) == 2)
+    calls = [*first.reserved, *world.decodes[1].reserved]
+    assert [call.reservation for call in calls] == [1, 2]
+    await eventually(lambda: first.aborted_reservations == [1])
+    world.dispatcher.end(request, handed_over=False)
+    await eventually(lambda: world.decodes[1].aborted_reservations == [2])
+
+
+async def test_an_instance_that_refuses_for_a_day_rests_for_seconds(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "LONGEST_RETRY_AFTER_S", 0.1)
+    decode = await world.decode()
+    decode.refusals = [NoCapacity("decode", 86_400.0)]
+    world.begin("a")
+    await eventually(lambda: decode.asked == ["a", "a"])
+
+
+async def test_room_asked_of_an_instance_that_has_left_is_forgotten(world: World) -> None:
+    await world.decode()
+    for number in range(5):
+        world.begin(f"r{number}", token_count=1)
+    search = world.dispatcher._finder._search
+    await eventually(lambda: search.unconfirmed_count() == 5)
+    await world.stores[0].deregister(world.stores[0].view().instances["decode-0"].record)
+    await eventually(lambda: search.unconfirmed_count() == 0)
