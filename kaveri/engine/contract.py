@@ -272,8 +272,12 @@ class PrefillEngine(Engine, Protocol):
 class DecodeEngine(Engine, Protocol):
     """Takes requests whose KV is pushed to it and generates their tokens."""
 
-    def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
+    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
         """Takes the blocks that the prompt and one more token need, and grants a ticket for the prompt's KV.
+
+        source: the layout of the engine that will push it; None where it is this engine's own. The ticket lists a part
+        for each pair of tensor-parallel ranks that have heads in common. The future fails with LayoutMismatch where
+        blocks of the source cannot be mapped onto those here.
 
         The future fails with NoCapacity when they are not free now, and with InvalidArgument when the request can
         never fit; with RequestAlreadyExists while the key is live on this side, RequestCancelled when abort() comes

@@ -1,16 +1,17 @@
 """Moves the KV of one pool: pushes its blocks out and lets pushes land in it. Knows no request."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kaveri.engine.pushes import Pushes, PushSender, Source
+from kaveri.engine.parts import FlowingSender, PartReceiver, PartSender, TicketReceiver
+from kaveri.engine.pushes import Pushes, Source
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
-from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
+from kaveri.kv.transfer.receiver import LandingListener, TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,68 +59,39 @@ class KvPlane(Protocol):
         """Ends all transfers. Idempotent."""
 
 
-class FlowingSender(PushSender, Protocol):
-    """A PushSender that an engine can watch and close."""
-
-    def flow(self) -> SenderFlow:
-        """What is under way."""
-
-    def close(self) -> None:
-        """Ends all pushes. Idempotent."""
-
-
-class TicketReceiver(Protocol):
-    """What takes pushes: a KvReceiver (kaveri/kv/transfer/receiver.py), or what stands for one."""
-
-    @property
-    def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Where it listens, best first."""
-
-    def grant(
-        self,
-        block_ids: Sequence[int],
-        token_count: int,
-        expires_in_s: float,
-        *,
-        first_block: int,
-        transfer_id: bytes,
-        secret: bytes,
-    ) -> Ticket:
-        """Leases the blocks to one transfer. Raises TransferFailed when closed."""
-
-    def revoke(self, transfer_id: bytes) -> None:
-        """Gives a transfer up."""
-
-    def flow(self) -> ReceiverFlow:
-        """What is under way."""
-
-    def close(self) -> None:
-        """Ends all transfers. Idempotent."""
-
-
 class PoolPlane:
     """A KvPlane of one pool. Sources are of pushes.py.
 
-    receiver: None when no pushes are taken.
+    layout: of the whole engine. rank: which of its ranks the pool is. make_receiver: None when no pushes are taken.
+    Raises what the makers raise.
     """
 
     def __init__(
-        self, layout: KvLayout, sender: FlowingSender, receiver: TicketReceiver | None, listener: PlaneListener
+        self,
+        layout: KvLayout,
+        make_sender: Callable[[PushListener], FlowingSender],
+        make_receiver: Callable[[LandingListener], TicketReceiver] | None,
+        listener: PlaneListener,
+        rank: int = 0,
     ) -> None:
-        self.pushes = Pushes(sender, layout)
         self._layout = layout
-        self._sender = sender
-        self._receiver = receiver
         self._listener = listener
+        self._receiver = PartReceiver(rank, listener, make_receiver) if make_receiver is not None else None
+        self._sender = PartSender(layout, rank, listener, make_sender)
+        self.pushes = Pushes(self._sender, layout.rank(rank))
 
     @property
     def endpoints(self) -> tuple[tuple[KvEndpoint, ...], ...]:
         return (self._receiver.endpoints,) if self._receiver is not None else ()
 
     def require_fit(self, ticket: Ticket) -> None:
-        self._layout.require_mappable(ticket.layout)
+        require_pushable(self._layout, ticket)
 
     def open_push(self, source: Source, ticket: Ticket) -> None:
+        if not self._sender.pushes(ticket):
+            # Other ranks hold the same heads, and push them.
+            self._listener(PushAccepted(ticket.transfer_id, 0, ""))
+            return
         try:
             self.pushes.open(source, ticket)
         except KaveriError as error:
@@ -131,14 +103,7 @@ class PoolPlane:
     def grant(self, ticket: Ticket) -> None:
         assert self._receiver is not None, "only a plane that takes pushes grants"
         try:
-            self._receiver.grant(
-                ticket.block_ids,
-                ticket.token_count,
-                ticket.expires_in_s,
-                first_block=ticket.first_block,
-                transfer_id=ticket.transfer_id,
-                secret=ticket.secret,
-            )
+            self._receiver.grant(ticket)
         except KaveriError as error:
             self._listener(TransferReleased(ticket.transfer_id, str(error)))
         else:

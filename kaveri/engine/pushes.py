@@ -40,8 +40,8 @@ class Source:
 class PushSender(Protocol):
     """What carries pushes: a KvSender (kaveri/kv/transfer/sender.py), or what stands for one."""
 
-    def open(self, ticket: Ticket) -> None:
-        """Begins a transfer. Raises LayoutMismatch and TransferFailed."""
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+        """Begins a transfer. part: of some of the layers or heads. Raises LayoutMismatch and TransferFailed."""
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         """Queues blocks of one layer, in index order, each once. Never waits."""

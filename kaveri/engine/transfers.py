@@ -30,10 +30,11 @@ from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent
 from kaveri.engine.pushes import first_token_of, ticket_refusal
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, RequestCancelled
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
 from kaveri.seconds import require_seconds
 
 
@@ -91,6 +92,8 @@ class TransferAccount(Protocol[OwnerT]):
 class _AwaitedTicket:
     future: "Future[Ticket]"
     expires_at_s: float
+    source: KvLayout
+    """Of the engine that is to push."""
 
 
 class Transfers(Generic[OwnerT]):
@@ -195,7 +198,9 @@ class Transfers(Generic[OwnerT]):
 
     # Landings.
 
-    def reserve(self, request: EngineRequest, expires_in_s: float) -> "tuple[OwnerT | None, Future[Ticket]]":
+    def reserve(
+        self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None
+    ) -> "tuple[OwnerT | None, Future[Ticket]]":
         """Opens a request and promises its ticket; see DecodeEngine.reserve(). grant() or refuse() is to follow.
 
         The request is None where the future has failed.
@@ -205,10 +210,12 @@ class Transfers(Generic[OwnerT]):
             require_seconds("expires_in_s", expires_in_s)
             if not self._plane.endpoints:
                 raise EngineError("this engine takes no pushes")
+            source = source or self._info.layout
+            self._info.layout.require_mappable(source)
             with self._shared.lock:
                 self._shared.require_alive()
                 owner = self._account.open_decode(request)
-                awaited = _AwaitedTicket(self._shared.promise(), self._now_s() + expires_in_s)
+                awaited = _AwaitedTicket(self._shared.promise(), self._now_s() + expires_in_s, source)
                 self._awaited[owner] = awaited
         except KaveriError as error:
             failed: Future[Ticket] = Future()
@@ -218,22 +225,23 @@ class Transfers(Generic[OwnerT]):
 
     def grant(self, owner: OwnerT, block_ids: Sequence[int], first_block: int = 0) -> None:
         """Leases the blocks of a reserved request to a transfer, and makes the ticket for it."""
-        parts = self._plane.endpoints
+        endpoints = self._plane.endpoints
         with self._shared.lock:
             awaited = self._awaited.get(owner)
             if owner.done or awaited is None:
                 return
+            parts = ticket_parts(awaited.source, self._info.layout, endpoints)
             ticket = Ticket(
                 transfer_id=self._token_bytes(16),
                 secret=self._token_bytes(16),
                 epoch=self._info.epoch,
-                endpoints=parts[0] if len(parts) == 1 else (),
+                endpoints=() if parts else endpoints[0],
                 block_ids=tuple(block_ids),
                 token_count=owner.prompt_tokens,
                 expires_in_s=max(0.0, awaited.expires_at_s - self._now_s()),
                 layout=self._info.layout,
                 first_block=first_block,
-                parts=parts if len(parts) > 1 else (),
+                parts=parts,
             )
             self._account.hold(owner, ticket.transfer_id)
             self._landings[ticket.transfer_id] = owner, ticket

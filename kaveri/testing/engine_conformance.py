@@ -74,7 +74,9 @@ class Pair:
 
     def reserve(self, request: EngineRequest, expires_in_s: float = 60.0) -> Ticket:
         """A ticket, waiting for room if need be."""
-        return when_there_is_room(lambda: self.decode.reserve(request, expires_in_s).result(SOON_S))
+        return when_there_is_room(
+            lambda: self.decode.reserve(request, expires_in_s, self.prefill.info.layout).result(SOON_S)
+        )
 
     def hand_over(self, request: EngineRequest) -> None:
         """Submits the request, placed already: one that ends with its first token must find its room to give back."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12kaveri/v1/kv.proto\x12\tkaveri.v1\"\xd9\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x13\n\x0blayer_count\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x15\n\rkv_head_count\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05order\x18\x07 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x08 \x01(\r\x12\x15\n\rfirst_kv_head\x18\t \x01(\r\x12\x14\n\x0ctensor_ranks\x18\n \x01(\r\"0\n\nKvEndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"6\n\nTicketPart\x12(\n\tendpoints\x18\x01 \x03(\x0b\x32\x15.kaveri.v1.KvEndpoint\"\x88\x02\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12(\n\tendpoints\x18\x04 \x03(\x0b\x32\x15.kaveri.v1.KvEndpoint\x12\x15\n\tblock_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x13\n\x0btoken_count\x18\x06 \x01(\r\x12\x14\n\x0c\x65xpires_in_s\x18\x07 \x01(\x01\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x13\n\x0b\x66irst_block\x18\t \x01(\r\x12$\n\x05parts\x18\n \x03(\x0b\x32\x15.kaveri.v1.TicketPart\"\"\n\x08HandOver\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12kaveri/v1/kv.proto\x12\tkaveri.v1\"\xd9\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x13\n\x0blayer_count\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x15\n\rkv_head_count\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05order\x18\x07 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x08 \x01(\r\x12\x15\n\rfirst_kv_head\x18\t \x01(\r\x12\x14\n\x0ctensor_ranks\x18\n \x01(\r\"0\n\nKvEndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"i\n\nTicketPart\x12(\n\tendpoints\x18\x01 \x03(\x0b\x32\x15.kaveri.v1.KvEndpoint\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\"\x88\x02\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12(\n\tendpoints\x18\x04 \x03(\x0b\x32\x15.kaveri.v1.KvEndpoint\x12\x15\n\tblock_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x13\n\x0btoken_count\x18\x06 \x01(\r\x12\x14\n\x0c\x65xpires_in_s\x18\x07 \x01(\x01\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x13\n\x0b\x66irst_block\x18\t \x01(\r\x12$\n\x05parts\x18\n \x03(\x0b\x32\x15.kaveri.v1.TicketPart\"\"\n\x08HandOver\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,9 +38,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVENDPOINT']._serialized_start=253
   _globals['_KVENDPOINT']._serialized_end=301
   _globals['_TICKETPART']._serialized_start=303
-  _globals['_TICKETPART']._serialized_end=357
-  _globals['_TICKET']._serialized_start=360
-  _globals['_TICKET']._serialized_end=624
-  _globals['_HANDOVER']._serialized_start=626
-  _globals['_HANDOVER']._serialized_end=660
+  _globals['_TICKETPART']._serialized_end=408
+  _globals['_TICKET']._serialized_start=411
+  _globals['_TICKET']._serialized_end=675
+  _globals['_HANDOVER']._serialized_start=677
+  _globals['_HANDOVER']._serialized_end=711
 # @@protoc_insertion_point(module_scope)

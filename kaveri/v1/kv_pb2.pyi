@@ -23,7 +23,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class KvLayout(_message.Message):
     """The shape of a pool. Blocks are copied byte by byte between equal layouts. Between layouts that differ in block_tokens
-    or in a known order alone they are mapped; all others are refused.
+    or in a known order alone they are mapped, and between unlike numbers of ranks they are split by heads; all others are
+    refused.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -52,7 +53,8 @@ class KvLayout(_message.Message):
     """Element type: "float32", "bfloat16" or "float16"."""
     order: _builtins.str
     """Order of the bytes within a block: "2NHD" is [K then V, token, head, element]. Engines with a layout of their
-    own name it here; such a name fits only its like.
+    own name it here; such a name fits only its like. One that begins with "H-" has the heads one after
+    another in a block, so that its blocks can be split by heads.
     """
     first_layer: _builtins.int
     """The model's layer that the pool's first one is; not 0 where ranks hold a part of the model each."""
@@ -110,23 +112,35 @@ Global___KvEndpoint: _TypeAlias = KvEndpoint  # noqa: Y015
 
 @_typing.final
 class TicketPart(_message.Message):
-    """One rank of the instance that has granted a ticket."""
+    """The heads that one rank of the sender pushes to one rank of the receiver. The pool of that rank is seen as blocks of a
+    part of its heads: of `ways` parts, in the order of heads, part i of block b is block `ways * b + i` there.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ENDPOINTS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The rank of the receiver that takes it."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]:
-        """Where to push what belongs to this rank, in the receiver's order of preference."""
+        """Where to push the part, in the receiver's order of preference."""
+
+    @_builtins.property
+    def layout(self) -> Global___KvLayout:
+        """What a block of the part looks like at the receiver, its heads included."""
 
     def __init__(
         self,
         *,
         endpoints: _abc.Iterable[Global___KvEndpoint] | None = ...,
+        rank: _builtins.int = ...,
+        layout: Global___KvLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -174,8 +188,9 @@ class Ticket(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TicketPart]:
-        """One for each tensor-parallel rank, in their order, where there are several; endpoints is empty then. Each rank's
-        heads are pushed to it, into blocks of the same numbers; the KV has landed when all of them have.
+        """Where the sender or the receiver has several tensor-parallel ranks: one for each pair of ranks that have heads in
+        common; endpoints is empty then. Part n is a transfer of its own, whose name is transfer_id XOR n (big-endian); the KV
+        has landed when all of them have.
         """
 
     def __init__(

@@ -14,7 +14,8 @@ from kaveri.domain.view import (
 )
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.layout.parts import PartPlace
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, TicketPart
 from kaveri.seconds import DAY_S, require_seconds
 from kaveri.v1 import cluster_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
@@ -157,8 +158,12 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
         layout=layout_to_proto(ticket.layout),
         first_block=ticket.first_block,
         parts=[
-            kv_pb2.TicketPart(endpoints=[endpoint_to_proto(endpoint) for endpoint in endpoints])
-            for endpoints in ticket.parts
+            kv_pb2.TicketPart(
+                endpoints=[endpoint_to_proto(endpoint) for endpoint in part.endpoints],
+                rank=part.place.rank,
+                layout=layout_to_proto(part.place.layout),
+            )
+            for part in ticket.parts
         ],
     )
 
@@ -175,7 +180,13 @@ def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
         expires_in_s=message.expires_in_s,
         layout=layout_from_proto(message.layout),
         first_block=message.first_block,
-        parts=tuple(tuple(endpoint_from_proto(endpoint) for endpoint in part.endpoints) for part in message.parts),
+        parts=tuple(
+            TicketPart(
+                PartPlace(part.rank, layout_from_proto(part.layout)),
+                tuple(endpoint_from_proto(endpoint) for endpoint in part.endpoints),
+            )
+            for part in message.parts
+        ),
     )
 
 

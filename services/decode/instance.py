@@ -135,7 +135,7 @@ class DecodeInstance:
         needed_blocks = self._room.needed_blocks(len(token_ids))
         place = self._end_former(request_id, attempt, router_id, reservation)
         request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length, InLine(waits))
-        request.reservation = reservation
+        request.reservation, request.source = reservation, layout
         answer = request.answer = asyncio.get_running_loop().create_future()
         self._room.line.join(request_id, needed_blocks, len(token_ids), place)
         self._give_room()
@@ -339,7 +339,8 @@ class DecodeInstance:
             return
         self._room.line.asked(request.request_id)
         self._take(request, lifecycle.RoomAsked())
-        granting = self._engine.reserve(request.engine_request, min(left_s, self._reservation_ttl_s))
+        expires_in_s = min(left_s, self._reservation_ttl_s)
+        granting = self._engine.reserve(request.engine_request, expires_in_s, request.source)
         if granting.done():
             self._answered(request, granting)
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.errors import StaleAttempt
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.growth import BatchMember
 from services.decode.lifecycle import State
@@ -25,6 +26,8 @@ class DecodeRequest:
     member: BatchMember
     """What it counts as in the batch, when it comes."""
     state: State
+    source: KvLayout | None = None
+    """The layout of the engine that pushes its KV."""
     heavy: bool = False
     """Long in decode, by the thresholds here."""
     reservation: int = 0

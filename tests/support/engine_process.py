@@ -24,6 +24,7 @@ from kaveri.engine.contract import (
     EngineRequest,
     EngineStats,
 )
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 
@@ -181,8 +182,8 @@ class RemoteEngine:
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._call("push_to", key, ticket)
 
-    def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
-        return self.process.call("reserve", request, expires_in_s)
+    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
+        return self.process.call("reserve", request, expires_in_s, source)
 
     def adopt(self, key: EngineKey) -> None:
         self._call("adopt", key)

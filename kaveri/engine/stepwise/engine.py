@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence as Ordered
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.kv_plane import PoolPlane
@@ -87,18 +88,17 @@ class StepwiseEngine:
         self._transfers = Transfers(info, self._shared, self._lifecycle)
         told = self._transfers.hear
         transports = make_transports() if transports is None else transports
-        receiver: KvReceiver | None = None
-        if listen:
-            receiver = KvReceiver(
-                pool,
-                told,
-                listen=listen,
-                epoch=info.epoch,
-                transports=transports,
-                digests=receiving.digests,
-                credit_bytes=receiving.credit_bytes,
-            )
-        plane = PoolPlane(layout, KvSender(pool, told, transports=transports), receiver, told)
+        make_receiver = partial(
+            KvReceiver,
+            pool,
+            listen=listen,
+            epoch=info.epoch,
+            transports=transports,
+            digests=receiving.digests,
+            credit_bytes=receiving.credit_bytes,
+        )
+        make_sender = partial(KvSender, pool, transports=transports)
+        plane = PoolPlane(layout, make_sender, make_receiver if listen else None, told)
         self._transfers.attach(plane)
         self._pushes = plane.pushes
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
@@ -152,9 +152,9 @@ class StepwiseEngine:
 
     # The decode side.
 
-    def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
+    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
         """As the contract; the future is done when this returns."""
-        sequence, granted = self._transfers.reserve(request, expires_in_s)
+        sequence, granted = self._transfers.reserve(request, expires_in_s, source)
         if sequence is not None:
             self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
         return granted

@@ -7,7 +7,7 @@ blocks can be touched any more.
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
@@ -23,9 +23,9 @@ from kaveri.engine.vllm.rank import (
 )
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
-from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
+from kaveri.kv.transfer.gathering import Gathering
 from kaveri.kv.transfer.sender import PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.kv.transports import PATH_NAMES
 
 
@@ -57,7 +57,7 @@ class DataPlane:
         try:
             for index, rank in enumerate(self._ranks):
                 listen = tuple(rank_endpoint(endpoint, index) for endpoint in setup.listen)
-                own = replace(setup, listen=listen)
+                own = replace(setup, listen=listen, rank=index)
                 endpoints.append(rank.attach(own, partial(self._on_rank, index), on_lost))
         except BaseException:
             self.close()
@@ -69,8 +69,7 @@ class DataPlane:
         return self._endpoints
 
     def require_fit(self, ticket: Ticket) -> None:
-        self.layout.require_same(ticket.layout)
-        ticket.of_ranks()
+        require_pushable(self.layout, ticket)
 
     def grant(self, ticket: Ticket) -> None:
         self._open(self._landings, ticket, GrantTicket)
@@ -102,11 +101,10 @@ class DataPlane:
     def _open(self, table: "dict[bytes, _Spread]", ticket: Ticket, call_of: Callable[[Ticket], RankCall]) -> None:
         indexes = range(len(self._ranks))
         with self._lock:
-            spread = table[ticket.transfer_id] = _Spread(ticket, set(indexes), set(indexes))
-        for rank, own in zip(self._ranks, ticket.of_ranks(), strict=True):
-            rank.do(call_of(own))
+            spread = table[ticket.transfer_id] = _Spread(Gathering(ticket.transfer_id, set(indexes)), set(indexes))
+        self.do(call_of(ticket))
         with self._lock:
-            failed = spread.failure is not None
+            failed = spread.gathering.failure is not None
         # Ranks that had no call yet when it failed in another.
         if failed:
             self._give_up(table, ticket.transfer_id)
@@ -121,14 +119,14 @@ class DataPlane:
                 return
             if isinstance(event, Granted):
                 spread.ungranted.discard(index)
-                if not spread.ungranted and spread.failure is None:
+                if not spread.ungranted and spread.gathering.failure is None:
                     told = event
             else:
-                failed = spread.end(index, event)
-                if not spread.left:
+                failed = spread.gathering.end(index, event, f"rank {index}: " if len(self._ranks) > 1 else "")
+                if not spread.gathering.left:
                     del table[event.transfer_id]
-                    told = spread.outcome(event)
-        if told is not None and len(spread.notes) > 1:
+                    told = spread.gathering.outcome(event)
+        if told is not None and len(spread.gathering.notes) > 1:
             # The sender counts it as accepted, and no token of it can be trusted.
             self._on_lost("the ranks were handed over to differently")
         elif told is not None:
@@ -147,41 +145,9 @@ class DataPlane:
 class _Spread:
     """One transfer over all ranks. Guarded by the data plane's lock."""
 
-    ticket: Ticket
-    left: set[int]
-    """Ranks in which it has not ended."""
+    gathering: Gathering
+    """Of the ranks."""
     ungranted: set[int]
-    kv_bytes: int = 0
-    transports: set[str] = field(default_factory=set)
-    notes: set[bytes] = field(default_factory=set)
-    failure: str | None = None
-
-    def end(self, index: int, event: PushAccepted | PushFailed | TransferLanded | TransferReleased) -> bool:
-        """It has ended in a rank. Whether this is what makes it fail."""
-        self.left.discard(index)
-        if isinstance(event, PushFailed | TransferReleased):
-            if self.failure is not None:
-                return False
-            several = self.ticket.layout.tensor_ranks > 1
-            self.failure = f"rank {index}: {event.reason}" if several else event.reason
-            return True
-        self.kv_bytes += event.kv_bytes
-        if isinstance(event, PushAccepted):
-            self.transports.add(event.transport)
-        else:
-            self.notes.add(event.note)
-        return False
-
-    def outcome(self, last: PlaneEvent) -> PlaneEvent:
-        """Its outcome, when it has ended in every rank."""
-        transfer_id = self.ticket.transfer_id
-        if isinstance(last, PushAccepted | PushFailed):
-            if self.failure is not None:
-                return PushFailed(transfer_id, self.failure)
-            return PushAccepted(transfer_id, self.kv_bytes, " and ".join(sorted(self.transports)))
-        if self.failure is not None:
-            return TransferReleased(transfer_id, self.failure)
-        return TransferLanded(transfer_id, self.kv_bytes, next(iter(self.notes)))
 
 
 def rank_endpoint(endpoint: KvEndpoint, rank: int) -> KvEndpoint:

@@ -25,6 +25,7 @@ from kaveri.engine.vllm.rank import RankSetup
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
 from kaveri.errors import ConfigError
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import ReceiverOptions
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -75,7 +76,7 @@ class VllmEngine:
         put, wake = self._shared.outbox.put, self._shared.wake
         self._requests = Requests(layout, core.max_model_len, total_blocks, put, on_work=wake)
         self._transfers = Transfers(info, self._shared, self._requests)
-        setup = RankSetup(tuple(listen), transports, info.epoch, receiving, log_settings())
+        setup = RankSetup(tuple(listen), transports, info.epoch, receiving, logs=log_settings())
         plane = DataPlane(core.ranks, setup, self._transfers.hear, self._shared.stop)
         self._transfers.attach(plane)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
@@ -139,9 +140,9 @@ class VllmEngine:
 
     # The decode side.
 
-    def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
+    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
         """As the contract; the engine thread grants the ticket, when vLLM has given it blocks."""
-        return self._transfers.reserve(request, expires_in_s)[1]
+        return self._transfers.reserve(request, expires_in_s, source)[1]
 
     def adopt(self, key: EngineKey) -> None:
         with self._shared.lock:

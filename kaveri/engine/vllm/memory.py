@@ -15,7 +15,7 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kaveri.errors import ConfigError
-from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.layout.layout import HEADS_FIRST, KvLayout
 from kaveri.kv.tiers.pool import KvPool, SharedMemory
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -144,6 +144,7 @@ def _with_rotary_choice(model_fingerprint: str) -> str:
 
 def _order(vllm_config: Any, layer_names: Sequence[str]) -> str:
     """Names what lies where within a block. Blocks may be copied between two engines only when all of it is equal.
+    Where the heads come first, blocks of unlike numbers of ranks may be: vLLM computes each head by itself.
 
     On the CPU the instruction set decides: "vec" holds K transposed, "amx" in tiles.
     """
@@ -154,4 +155,6 @@ def _order(vllm_config: Any, layer_names: Sequence[str]) -> str:
     if len(kinds) != 1:
         raise ConfigError("model", f"its layers have different attention backends on vLLM: {', '.join(sorted(kinds))}")
     physical = vllm_config.cache_config.get_resolved_kv_cache_layout()
-    return f"vllm-{vllm.__version__}-{kinds.pop().rstrip('-').lower()}-{physical.name}"
+    # The layout's letters: layer, block, head, token, and what belongs to one token and head.
+    heads_first = HEADS_FIRST if physical.name.startswith("LBH") else ""
+    return f"{heads_first}vllm-{vllm.__version__}-{kinds.pop().rstrip('-').lower()}-{physical.name}"

@@ -26,6 +26,8 @@ class RankSetup:
     """Makes what carries KV, the preferred first; None for the socket transports."""
     epoch: int
     receiving: ReceiverOptions = ReceiverOptions()  # noqa: RUF009 - it is frozen
+    rank: int = 0
+    """Which of the engine's ranks it is for."""
     logs: LogSettings | None = None
     """Of the engine's process, for a rank that has a process of its own."""
 

@@ -6,6 +6,7 @@ all ranks the same calls, and each has its own listener (data_plane).
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from kaveri.engine.kv_plane import PlaneListener, PoolPlane
 from kaveri.engine.pushes import Source
@@ -48,19 +49,19 @@ class RankPlane:
     def attach(self, setup: RankSetup, listener: PlaneListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
         pool, self._sources = self._pool, {}
         transports = setup.transports() if setup.transports is not None else make_transports()
-        receiver: KvReceiver | None = None
-        if setup.listen:
-            receiver = KvReceiver(
-                pool,
-                listener,
-                listen=setup.listen,
-                epoch=setup.epoch,
-                transports=transports,
-                digests=setup.receiving.digests,
-                credit_bytes=setup.receiving.credit_bytes,
-            )
-        self._kv = PoolPlane(pool.layout, KvSender(pool, listener, transports=transports), receiver, listener)
-        return receiver.endpoints if receiver is not None else ()
+        make_receiver = partial(
+            KvReceiver,
+            pool,
+            listen=setup.listen,
+            epoch=setup.epoch,
+            transports=transports,
+            digests=setup.receiving.digests,
+            credit_bytes=setup.receiving.credit_bytes,
+        )
+        make_sender = partial(KvSender, pool, transports=transports)
+        kv = PoolPlane(self.layout, make_sender, make_receiver if setup.listen else None, listener, setup.rank)
+        self._kv = kv
+        return kv.endpoints[0] if setup.listen else ()
 
     def detach(self) -> None:
         # Kept: what is opened from now on fails.

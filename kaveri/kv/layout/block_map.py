@@ -41,6 +41,11 @@ class BlockMap:
 
         source_first, destination_first: the token at the beginning of the first of source_ids, of destination_ids.
         """
+        if not self.destination.has_known_order:
+            # Where a token's bytes are within the block is not known: whole blocks.
+            block_tokens = self.destination.block_tokens
+            stop = destination_first + -(-(tokens.stop - destination_first) // block_tokens) * block_tokens
+            tokens = range(tokens.start, stop)
         heads = _common(self.source.kv_heads, self.destination.kv_heads)
         source_head = heads.start - self.source.first_kv_head
         destination_head = heads.start - self.destination.first_kv_head

@@ -9,7 +9,11 @@ from kaveri.errors import InvalidArgument, LayoutMismatch
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ORDERS = ("2NHD", "2HND")
 """Orders of bytes within a block that can be mapped onto one another: K then V, then token and head or head and token,
-then element. Whatever else an engine declares is opaque, and fits only its like (KvLayout.require_same)."""
+then element. Any other order is opaque: its blocks fit only blocks of the same order and size."""
+
+HEADS_FIRST = "H-"
+"""An opaque order whose name begins so has the heads one after another: the KV of one head in a block is one run of
+bytes, opaque in itself. Such blocks can be split by heads."""
 
 MAPPED_TOKENS_MAX = 1024
 """Most tokens of a block that is mapped: the mapping side keeps a few such blocks of each layer."""
@@ -44,7 +48,7 @@ class KvLayout:
     """The model's KV head that head 0 of the pool is."""
     tensor_ranks: int = 1
     """Tensor-parallel ranks that hold some of the heads each, in a pool of its own (rank()), under one account of
-    blocks. With more ranks than heads each head is on several. Layouts of other numbers of ranks do not fit."""
+    blocks. With more ranks than heads each head is on several. See parts.py for unlike numbers of ranks."""
 
     @property
     def layers(self) -> range:
@@ -84,11 +88,12 @@ class KvLayout:
         """Raises LayoutMismatch, naming the field, unless every byte here has its place there and the other way round.
 
         Blocks of the same part of the same model may be of another size, up to MAPPED_TOKENS_MAX, and, where both are
-        known, of another order.
+        known, of another order. Blocks whose heads can be told apart may be split over another number of ranks.
         """
         if self != other:
-            self._require_equal(other, _MAPPED)
+            self._require_equal(other, _MAPPED | {"tensor_ranks"})
             self._require_known(other)
+            self.heads_in_part(other)
 
     def is_mappable(self, other: "KvLayout | None") -> bool:
         """Whether require_mappable() raises nothing; no layout fits nothing."""
@@ -108,6 +113,25 @@ class KvLayout:
             if not (theirs and ours.start <= theirs.start and theirs.stop <= ours.stop):
                 raise LayoutMismatch(name, ours, theirs)
 
+    def heads_in_part(self, other: "KvLayout") -> int:
+        """How many KV heads a rank of this layout and one of the other have in common, if any.
+
+        Raises LayoutMismatch where the heads do not divide evenly: that number is not the same for all of them.
+        """
+        for layout in (self, other):
+            heads, ranks = layout.kv_head_count, layout.tensor_ranks
+            if ranks < 1 or (heads % ranks and ranks % heads):
+                raise LayoutMismatch("tensor_ranks", self.tensor_ranks, other.tensor_ranks)
+        fewest, most = sorted(layout.rank(0).kv_head_count for layout in (self, other))
+        if most % fewest:
+            raise LayoutMismatch("tensor_ranks", self.tensor_ranks, other.tensor_ranks)
+        return fewest
+
+    @property
+    def has_known_order(self) -> bool:
+        """Whether the place of each token's KV within a block is known."""
+        return self.order in ORDERS
+
     def require_whole(self, parts: Sequence["KvLayout"]) -> None:
         """Raises InvalidArgument unless the parts hold all layers and heads of this one together."""
         given = {(layer, head) for part in parts for layer in part.layers for head in part.kv_heads}
@@ -124,9 +148,14 @@ class KvLayout:
                 raise LayoutMismatch(field.name, ours, theirs)
 
     def _require_known(self, other: "KvLayout") -> None:
-        """What the bytes mean must be known where they change places."""
-        if self.order not in ORDERS or other.order not in ORDERS:
-            raise LayoutMismatch("order", self.order, other.order)
+        """What the bytes mean must be known where they change places; of opaque heads, where each begins."""
+        if not (self.has_known_order and other.has_known_order):
+            if self.order != other.order:
+                raise LayoutMismatch("order", self.order, other.order)
+            if self.block_tokens != other.block_tokens:
+                raise LayoutMismatch("block_tokens", self.block_tokens, other.block_tokens)
+            if not self.order.startswith(HEADS_FIRST):
+                raise LayoutMismatch("tensor_ranks", self.tensor_ranks, other.tensor_ranks)
         if self.dtype not in ELEMENT_BYTES:
             raise LayoutMismatch("dtype", self.dtype, other.dtype)
         for layout in (self, other):

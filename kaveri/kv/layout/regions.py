@@ -68,7 +68,8 @@ class TokenPlaces:
     ) -> "TokenPlaces":
         """In the blocks of a pool: block i keeps block_tokens tokens from first_token + i * block_tokens on.
 
-        layout: the pool's, in an order of layout.ORDERS. first_head: of the pool's heads.
+        layout: the pool's, in an order of layout.ORDERS; or one with its heads first, for whole blocks. first_head: of
+        the pool's heads.
         """
         head_bytes = layout.head_dim * ELEMENT_BYTES[layout.dtype]
         kv, token, head = _strides(layout.order, layout.block_tokens, layout.kv_head_count, head_bytes)
@@ -176,7 +177,12 @@ def copy_regions(
 def _strides(order: str, tokens: int, heads: int, head_bytes: int) -> tuple[int, int, int]:
     """From K to V, from token to token, from head to head."""
     kv = tokens * heads * head_bytes
-    return (kv, heads * head_bytes, head_bytes) if order == "2NHD" else (kv, head_bytes, tokens * head_bytes)
+    if order == "2NHD":
+        return kv, heads * head_bytes, head_bytes
+    if order == "2HND":
+        return kv, head_bytes, tokens * head_bytes
+    # What is within a head does not matter: all of it is copied.
+    return tokens * head_bytes, head_bytes, 2 * tokens * head_bytes
 
 
 @lru_cache(maxsize=4096)

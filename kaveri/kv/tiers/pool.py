@@ -70,6 +70,14 @@ class KvPool:
             raise ConfigError("kv transport", "shm needs a pool in a memory file; this engine's blocks lie elsewhere")
         return self._shared.descriptor
 
+    def split(self, part: KvLayout) -> "KvPool":
+        """The same memory in blocks of a part of the heads: block b is sub-blocks [ways * b, ways * (b + 1)), if `ways`
+        parts make a whole (parts.py)."""
+        ways, rest = divmod(self.layout.block_bytes, part.block_bytes)
+        assert not rest, "parts of another size"
+        shape = (self.layout.layer_count, self.block_count * ways, part.block_bytes)
+        return KvPool.over(part, self.memory.reshape(shape), self._shared)
+
     def _hold(
         self, layout: KvLayout, block_count: int, memory: npt.NDArray[np.uint8], shared: "SharedMemory | None"
     ) -> None:

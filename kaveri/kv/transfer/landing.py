@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kaveri.errors import TransferFailed
+from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest, DigestFactory
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.kv.transfer.transport import NOTE_BYTES_MAX, Answer, Credit
@@ -42,11 +43,14 @@ class PoolLanding:
     def __init__(
         self,
         ticket: Ticket,
+        pool: KvPool,
         digest: DigestFactory,
         conclude: Callable[[TransferLanded | TransferReleased], None],
     ) -> None:
-        """conclude: called once, under the landing's lock, when the transfer has ended and its blocks are fenced."""
+        """pool: what the ticket's blocks are of. conclude: called once, under the landing's lock, when the transfer has
+        ended and its blocks are fenced."""
         self.ticket = ticket
+        self.pool = pool
         self._expires_at_s = time.monotonic() + ticket.expires_in_s
         self._conclude = conclude
         self._lock = threading.Lock()

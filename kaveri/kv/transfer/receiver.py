@@ -1,6 +1,7 @@
 """The receiving side of a transfer: grants tickets, lets bytes land in leased blocks only, verifies, reports."""
 
 import hmac
+import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from kaveri.errors import ConfigError, TransferFailed
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.layout.parts import merge_parts
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.flow import ReceiverFlow
@@ -73,6 +76,8 @@ class KvReceiver:
         self._lock = threading.Lock()
         # Granted and neither landed nor released.
         self._landings: dict[bytes, PoolLanding] = {}
+        # The pool in smaller blocks, by their number of heads.
+        self._split: dict[int, KvPool] = {}
         least_bytes = max(2 * pool.layout.block_bytes, min(_LEAST_CREDIT_BYTES, credit_bytes // 4))
         self._credit = SharedCredit(credit_bytes, least_bytes)
         self._closed = False
@@ -102,13 +107,16 @@ class KvReceiver:
         first_block: int = 0,
         transfer_id: bytes = b"",
         secret: bytes = b"",
+        part: KvLayout | None = None,
     ) -> Ticket:
         """Leases the blocks to one transfer: the receiver's own until TransferLanded or TransferReleased.
 
-        transfer_id, secret: what all ranks of an instance call the transfer; empty for fresh ones. Raises
-        TransferFailed when closed.
+        transfer_id, secret: what all ranks of an instance call the transfer; empty for fresh ones. part: the transfer
+        brings some of the heads, and block_ids are of the pool split by them (KvPool.split). Raises TransferFailed when
+        closed.
         """
-        assert all(0 <= block < self.pool.block_count for block in block_ids), "a block outside the pool"
+        pool = self._pool_of(part) if part is not None else self.pool
+        assert all(0 <= block < pool.block_count for block in block_ids), "a block outside the pool"
         ticket = Ticket(
             transfer_id=transfer_id or secrets.token_bytes(16),
             secret=secret or secrets.token_bytes(16),
@@ -117,15 +125,19 @@ class KvReceiver:
             block_ids=tuple(block_ids),
             token_count=token_count,
             expires_in_s=expires_in_s,
-            layout=self.pool.layout,
+            layout=part or self.pool.layout,
             first_block=first_block,
         )
         with self._lock:
             if self._closed:
                 raise TransferFailed("the receiver is closed")
-            self._landings[ticket.transfer_id] = PoolLanding(ticket, self._digest, self._conclude)
+            self._landings[ticket.transfer_id] = PoolLanding(ticket, pool, self._digest, self._conclude)
         self._reporter.call_after(expires_in_s, partial(self._stop, ticket.transfer_id, "the ticket expired"))
         return ticket
+
+    def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
+        """All `ways` parts of these blocks have landed: puts their heads in order (kaveri/kv/layout/parts.py)."""
+        merge_parts(self.pool.layout, self.pool.memory, block_ids, ways)
 
     def revoke(self, transfer_id: bytes) -> None:
         """The transfer is not wanted any more. TransferReleased follows once its blocks are fenced; unknown ids are
@@ -150,15 +162,15 @@ class KvReceiver:
     def flow(self) -> ReceiverFlow:
         """What is under way."""
         with self._lock:
-            leased = [(len(landing.ticket.block_ids), landing.is_stopped()) for landing in self._landings.values()]
+            leased = [(self._lease_size(landing), landing.is_stopped()) for landing in self._landings.values()]
         sender_count, window_bytes, held_bytes, arriving_bytes = self._credit.figures()
         return ReceiverFlow(
             sender_count=sender_count,
             window_bytes=window_bytes,
             held_bytes=held_bytes,
             arriving_bytes=arriving_bytes,
-            leased_block_count=sum(count for count, _ in leased),
-            quarantined_block_count=sum(count for count, stopped in leased if stopped),
+            leased_block_count=math.ceil(sum(count for count, _ in leased)),
+            quarantined_block_count=math.ceil(sum(count for count, stopped in leased if stopped)),
         )
 
     def check_integrity(self) -> None:
@@ -200,6 +212,17 @@ class KvReceiver:
         answer(transfer_id, reason)
         get_logger().warning("kv_transfer_refused", transfer_id=transfer_id.hex(), reason=reason)
         raise TransferFailed(reason)
+
+    def _pool_of(self, part: KvLayout) -> KvPool:
+        with self._lock:
+            pool = self._split.get(part.kv_head_count)
+            if pool is None:
+                pool = self._split[part.kv_head_count] = self.pool.split(part)
+        return pool
+
+    def _lease_size(self, landing: PoolLanding) -> float:
+        """Blocks of the pool; a part of a block is a fraction."""
+        return len(landing.ticket.block_ids) * landing.pool.layout.block_bytes / self.pool.layout.block_bytes
 
     def _conclude(self, event: TransferLanded | TransferReleased) -> None:
         """Under the landing's lock: the transfer has ended, and its blocks are fenced."""

@@ -1,9 +1,12 @@
 """The permission to push one request's KV cache into another instance's pool. Pure values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.layout.parts import PartPlace, part_index, part_places, source_rank
 from kaveri.seconds import DAY_S, require_seconds
 
 
@@ -15,6 +18,15 @@ class KvEndpoint:
     """A name of kaveri.kv.transports: "shm", "unix", "tcp", ..."""
     address: str
     """The path of a Unix socket for shm and unix, else "host:port"."""
+
+
+@dataclass(frozen=True, slots=True)
+class TicketPart:
+    """Some of the KV heads, which go to one rank of the receiver."""
+
+    place: PartPlace
+    endpoints: tuple[KvEndpoint, ...]
+    """Where that rank takes pushes, in its order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +54,67 @@ class Ticket:
     """The receiver's layout; a sender whose own differs refuses."""
     first_block: int = 0
     """Blocks of the request that the receiver has already, in its prefix cache: they are not pushed."""
-    parts: tuple[tuple[KvEndpoint, ...], ...] = ()
-    """Of a receiver with several tensor-parallel ranks: where each of them takes its heads, in the order of ranks."""
+    parts: tuple[TicketPart, ...] = ()
+    """What goes from one rank of the sender to one of the receiver, each by a transfer of its own (part_tickets). The
+    KV has landed when all parts have. Empty where there is a single rank on both sides."""
 
     def __post_init__(self) -> None:
         require_seconds("ticket.expires_in_s", self.expires_in_s, least_s=-DAY_S)
 
-    def of_ranks(self) -> "tuple[Ticket, ...]":
-        """What each rank of the receiver has granted: a ticket for its heads; the transfer's name, the secret and the
-        numbers of the blocks are the same in all. Raises InvalidArgument when parts and layout do not agree."""
-        ranks = self.layout.tensor_ranks
-        if ranks == 1 and not self.parts:
-            return (self,)
-        if len(self.parts) != ranks:
-            raise InvalidArgument("ticket.parts", len(self.parts), f"one for each of {ranks} tensor-parallel ranks")
-        return tuple(
-            replace(self, endpoints=endpoints, layout=self.layout.rank(rank), parts=())
-            for rank, endpoints in enumerate(self.parts)
-        )
+    def part_tickets(self) -> "tuple[PartTicket, ...]":
+        """The parts, each with its own ticket: for the blocks of a pool that is split as part_index() says. Without
+        parts the ticket itself. Raises InvalidArgument when parts and layout do not agree."""
+        if not self.parts:
+            return (PartTicket(PartPlace(0, self.layout), self),)
+        tickets = []
+        for number, part in enumerate(self.parts):
+            rank, layout = part.place
+            if not (0 <= rank < self.layout.tensor_ranks and layout.kv_head_count > 0):
+                raise InvalidArgument("ticket.parts", f"rank {rank}", f"one of {self.layout.tensor_ranks} ranks")
+            index, ways = part_index(self.layout, part.place)
+            own = replace(
+                self,
+                # Each transfer has a name of its own, on both sides.
+                transfer_id=(int.from_bytes(self.transfer_id) ^ number).to_bytes(len(self.transfer_id)),
+                endpoints=part.endpoints,
+                block_ids=tuple(block * ways + index for block in self.block_ids),
+                layout=layout,
+                parts=(),
+            )
+            tickets.append(PartTicket(part.place, own))
+        return tuple(tickets)
+
+
+class PartTicket(NamedTuple):
+    """The ticket of one part."""
+
+    place: PartPlace
+    ticket: Ticket
+
+
+def ticket_parts(
+    source: KvLayout, destination: KvLayout, endpoints: Sequence[tuple[KvEndpoint, ...]]
+) -> tuple[TicketPart, ...]:
+    """The parts of a ticket for KV of a sender's layout, () where there is a single one. Raises LayoutMismatch.
+
+    endpoints: of each rank of the receiver.
+    """
+    places = part_places(source, destination)
+    return tuple(TicketPart(place, endpoints[place.rank]) for place in places) if len(places) > 1 else ()
+
+
+def require_pushable(source: KvLayout, ticket: Ticket) -> None:
+    """Raises LayoutMismatch where blocks of the source cannot be mapped onto the ticket's, and InvalidArgument where
+    its parts are not those of such a push."""
+    places = part_places(source, ticket.layout)
+    given = [part.place for part in ticket.parts] or [PartPlace(0, ticket.layout)]
+    if given != list(places):
+        raise InvalidArgument("ticket.parts", len(ticket.parts), f"the {len(places)} of a push between these ranks")
+
+
+def tickets_of_rank(source: KvLayout, rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
+    """What a rank of the sender pushes, part by part. Empty where other ranks push the same heads."""
+    return tuple(own for place, own in ticket.part_tickets() if source_rank(source, place) == rank)
 
 
 def first_source_block(ticket: Ticket, layout: KvLayout) -> int:

@@ -63,6 +63,11 @@ class Landing(Protocol):
     has been answered, and the link drops whatever else it brings.
     """
 
+    @property
+    def pool(self) -> KvPool:
+        """What the ticket's blocks are of: the listener's pool, or the same memory in smaller blocks. One connection
+        carries blocks of one size, the sender's."""
+
     def begin_write(self, layers: range, first_index: int, block_count: int) -> tuple[Sequence[int], Digest | None]:
         """Permits writes into destination blocks [first_index, first_index + block_count) of some layers, until
         end_write.

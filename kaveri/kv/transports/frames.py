@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from kaveri.kv.transfer.transport import LinkLost
 
-VERSION = 3
+VERSION = 4
 _MAGIC = b"KAVERIKV"
 _HELLO = struct.Struct("<8sHB5xQ")
 _HEADER = struct.Struct("<BxHI16sIIQQ")

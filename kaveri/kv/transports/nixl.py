@@ -42,8 +42,8 @@ from kaveri.kv.transports.one_sided import OneSidedLink, OneSidedReceivingConnec
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.stream import Stream, never
 
-_OFFER = struct.Struct("<QII")
-"""Address of the receiver's pool, its blocks per layer, and how many bytes of NIXL's own follow."""
+_OFFER = struct.Struct("<QQI")
+"""Address of the receiver's pool, bytes of a layer of it, and how many bytes of NIXL's own follow."""
 _OFFER_BYTES_MAX = 1 << 20
 
 _LET_GO_WITHIN_S = 0.5
@@ -91,9 +91,10 @@ class NixlTransport(SocketTransport):
     def _link(
         self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> "NixlLink":
-        address, block_count, metadata_bytes = _OFFER.unpack(meeting.receive_bytes(_OFFER.size))
+        address, layer_bytes, metadata_bytes = _OFFER.unpack(meeting.receive_bytes(_OFFER.size))
         if metadata_bytes > _OFFER_BYTES_MAX:
             raise LinkLost(f"protocol error: an offer of {metadata_bytes} bytes")
+        block_count = layer_bytes // pool.layout.block_bytes
         agent = _SendingAgent(pool, address, block_count, bytes(meeting.receive_bytes(metadata_bytes)))
         try:
             return NixlLink(stream, pool, listener, endpoint, agent)
@@ -168,7 +169,7 @@ class NixlReceivingConnection(OneSidedReceivingConnection):
     def _greet(self, hello: bytes) -> None:
         self._agent = _Agent(self._pool)
         metadata = self._agent.metadata()
-        offer = _OFFER.pack(self._pool.memory.ctypes.data, self._pool.block_count, len(metadata))
+        offer = _OFFER.pack(self._pool.memory.ctypes.data, self._pool.memory[0].nbytes, len(metadata))
         self._stream.send_bytes(hello + offer + metadata)
 
     def _take_frame(self) -> None:

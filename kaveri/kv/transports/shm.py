@@ -1,7 +1,7 @@
 """The shared-memory transport, "shm": the sender maps the receiver's pool and copies blocks into it.
 
 One copy, by the sender, and no byte of payload through the kernel. Behind its hello the receiver hands over the memory
-file that its pool begins, and says how many blocks a layer has. All else is the protocol of one_sided.py, over a Unix
+file that its pool begins, and says how many bytes a layer has. All else is the protocol of one_sided.py, over a Unix
 socket that is open to the same user alone.
 """
 
@@ -25,7 +25,7 @@ from kaveri.kv.transports.socket_listener import SocketListener
 from kaveri.kv.transports.stream import CACHED_BYTES, Stream
 
 _OFFER = struct.Struct("<Q")
-"""Blocks per layer of the receiver's pool. Its descriptor comes with it."""
+"""Bytes of a layer of the receiver's pool. Its descriptor comes with it."""
 _PERMITTED_BYTES = 2 << 20
 """Bytes copied under one permission; ending the writing waits for one such copy, a fraction of a millisecond.
 Asking for it every 512 KiB costs a tenth of the speed."""
@@ -57,8 +57,8 @@ class ShmTransport(SocketTransport):
     ) -> "ShmLink":
         offer, descriptor = meeting.receive_descriptor(_OFFER.size)
         try:
-            (block_count,) = _OFFER.unpack(offer)
-            target = _map_pool(descriptor, block_count, pool)
+            (layer_bytes,) = _OFFER.unpack(offer)
+            target = _map_pool(descriptor, layer_bytes, pool)
         finally:
             os.close(descriptor)
         return ShmLink(stream, pool, listener, endpoint, target)
@@ -116,15 +116,16 @@ class ShmReceivingConnection(OneSidedReceivingConnection):
 
     def _greet(self, hello: bytes) -> None:
         super()._greet(hello)
-        self._stream.send_descriptor(_OFFER.pack(self._pool.block_count), self._pool.descriptor)
+        self._stream.send_descriptor(_OFFER.pack(self._pool.memory[0].nbytes), self._pool.descriptor)
 
 
-def _map_pool(descriptor: int, block_count: int, own: KvPool) -> npt.NDArray[np.uint8]:
-    """The receiver's pool, [layer_count, block_count, block_bytes], which has the layout of one's own."""
+def _map_pool(descriptor: int, layer_bytes: int, own: KvPool) -> npt.NDArray[np.uint8]:
+    """The receiver's pool, [layer_count, block_count, block_bytes], in blocks of one's own size."""
+    block_count, rest = divmod(layer_bytes, own.layout.block_bytes)
     shape = (own.layout.layer_count, block_count, own.layout.block_bytes)
     pool_bytes, file_bytes = math.prod(shape), os.fstat(descriptor).st_size
-    if not 0 < pool_bytes <= file_bytes:
-        raise LinkLost(f"a pool of {block_count} blocks a layer is not in the receiver's {file_bytes} bytes")
+    if rest or not 0 < pool_bytes <= file_bytes:
+        raise LinkLost(f"a pool of {layer_bytes} bytes a layer is not in the receiver's {file_bytes} bytes")
     try:
         # Its pages are there, and each faults once here when it is first written. Mapping them all now would take that
         # off the first requests, and count another process's whole pool as resident in this one.

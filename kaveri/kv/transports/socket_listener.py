@@ -185,6 +185,7 @@ class ReceivingConnection:
         # Guards whether the sender is a stranger, or was dropped as one.
         self._showing = threading.Lock()
         self._has_shown_ticket = False
+        self._is_sized = False
         self._is_dropped = False
         self._greeted_at_s = 0.0
 
@@ -303,6 +304,10 @@ class ReceivingConnection:
             # Before the sender hears that it may write.
             landing.abort("connection lost: another one took its place")
             raise LinkLost("another connection took its place")
+        if self._is_sized and landing.pool.layout.block_bytes != self._pool.layout.block_bytes:
+            landing.abort("its blocks are of another size than those of its connection")
+            return
+        self._pool, self._is_sized = landing.pool, True
         self._opened(header.transfer_id, landing)
         self._forget_stopped(header.transfer_id)
 

@@ -9,6 +9,7 @@ import contextvars
 import random
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PoolPlane
@@ -19,6 +20,7 @@ from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.logs import get_logger
@@ -81,9 +83,9 @@ class SimulatedEngine:
         self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, self._outbox.put, on_work=self._wake)
         now_s = asyncio.get_running_loop().time
         self._transfers = Transfers(info, self._shared, self._lifecycle, now_s=now_s, token_bytes=rng.randbytes)
-        told = self._transfers.hear
-        receiver = SimulatedReceiver(self._memory, layout, wire, info.epoch, told) if receives else None
-        plane = PoolPlane(layout, SimulatedSender(self._memory, layout, wire, told), receiver, self._hear)
+        make_receiver = partial(SimulatedReceiver, self._memory, layout, wire, info.epoch)
+        make_sender = partial(SimulatedSender, self._memory, layout, wire)
+        plane = PoolPlane(layout, make_sender, make_receiver if receives else None, self._hear)
         self._transfers.attach(plane)
         self._pushes = plane.pushes
         self.info = replace(info, kv_endpoints=self._transfers.endpoints)
@@ -133,10 +135,10 @@ class SimulatedEngine:
 
     # The decode side.
 
-    def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
+    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
         """As the contract. The future is done within a step's time."""
         self.longest_ticket_s = max(self.longest_ticket_s, expires_in_s)
-        sequence, granted = self._transfers.reserve(request, expires_in_s)
+        sequence, granted = self._transfers.reserve(request, expires_in_s, source)
         if sequence is not None:
             self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
         return granted

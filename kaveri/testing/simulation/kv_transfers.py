@@ -75,7 +75,7 @@ class SimulatedSender:
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._closed = False
 
-    def open(self, ticket: Ticket) -> None:
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
         self._layout.require_same(ticket.layout)
         if self._closed:
             raise TransferFailed("the sender is closed")
@@ -267,6 +267,7 @@ class SimulatedReceiver:
         first_block: int,
         transfer_id: bytes,
         secret: bytes,
+        part: KvLayout | None = None,
     ) -> Ticket:
         """Leases the blocks to one transfer, until the listener hears that it has landed or was released."""
         loop = asyncio.get_running_loop()
@@ -285,6 +286,9 @@ class SimulatedReceiver:
         expiry = loop.call_later(expires_in_s, expire, context=self._context)
         self._landings[transfer_id] = _Landing(ticket, expiry, loop.time() + expires_in_s)
         return ticket
+
+    def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
+        """Nothing: a simulated engine has one rank, and takes whole blocks."""
 
     def revoke(self, transfer_id: bytes) -> None:
         """The transfer is not wanted any more. Unknown ids are ignored."""

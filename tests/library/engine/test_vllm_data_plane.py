@@ -33,7 +33,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
 from kaveri.kv.transports import make_transports
 
 RANKS = 2
@@ -74,7 +74,7 @@ class Instance:
             token_count=TOKENS,
             expires_in_s=expires_in_s,
             layout=LAYOUT,
-            parts=self.plane.endpoints,
+            parts=ticket_parts(LAYOUT, LAYOUT, self.plane.endpoints),
         )
 
     def told_nothing(self) -> bool:
@@ -198,8 +198,9 @@ def test_a_ticket_that_runs_out_is_told_of_once(pair: Pair) -> None:
     [
         (lambda ticket: replace(ticket, parts=ticket.parts[:1]), InvalidArgument, "ticket.parts"),
         (lambda ticket: replace(ticket, parts=()), InvalidArgument, "ticket.parts"),
-        (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=1)), LayoutMismatch, "tensor_ranks"),
-        (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=4)), LayoutMismatch, "tensor_ranks"),
+        (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=1)), InvalidArgument, "ticket.parts"),
+        (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=4)), InvalidArgument, "ticket.parts"),
+        (lambda ticket: replace(ticket, layout=replace(LAYOUT, tensor_ranks=3)), LayoutMismatch, "tensor_ranks"),
         (lambda ticket: replace(ticket, layout=replace(LAYOUT, kv_head_count=8)), LayoutMismatch, "kv_head_count"),
     ],
 )

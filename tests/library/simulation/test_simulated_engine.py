@@ -11,6 +11,7 @@ import pytest
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_conformance import EngineConformance
@@ -82,8 +83,8 @@ class _EngineOnThread:
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._thread.call(lambda: self._engine.push_to(key, ticket))
 
-    def reserve(self, request: EngineRequest, expires_in_s: float) -> "Future[Ticket]":
-        return self._thread.call(lambda: self._engine.reserve(request, expires_in_s))
+    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
+        return self._thread.call(lambda: self._engine.reserve(request, expires_in_s, source))
 
     def adopt(self, key: EngineKey) -> None:
         self._thread.call(lambda: self._engine.adopt(key))

@@ -56,6 +56,33 @@ def test_each_rank_pushes_its_heads_to_its_like(
         wait_until_free(pair.prefill, pair.decode)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("sending", "receiving"),
+    [("two_rank_prefills", "decodes"), ("prefills", "two_rank_decodes")],
+    ids=["two-to-one", "one-to-two"],
+)
+def test_unlike_numbers_of_ranks_push_by_heads(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    reference: PlainTransformers,
+    sending: str,
+    receiving: str,
+    transport: str,
+) -> None:
+    lenders = request.getfixturevalue(sending), request.getfixturevalue(receiving)
+    with running_pair(*lenders, tmp_path, transport) as pair:
+        requests = [make_request(pair.prefill, f"{transport}{length}", length, 6) for length in (1, 32, 33, 90)]
+        for each in requests:
+            pair.hand_over(each)
+        for each in requests:
+            assert pair.answer(each) == reference.answer(each.token_ids, 6)
+            pushed = pair.prefilled.wait_for(KvPushed, each.key)
+            layout = pair.decode.info.layout
+            assert pushed.kv_bytes == layout.block_count(len(each.token_ids)) * layout.layer_count * layout.block_bytes
+        wait_until_free(pair.prefill, pair.decode)
+
+
 def test_each_rank_has_a_copy_of_its_heads_where_vllms_memory_is_on_devices(
     mirrored_two_rank_prefills: Any, mirrored_two_rank_decodes: Any, tmp_path: Path, reference: PlainTransformers
 ) -> None:

@@ -291,6 +291,7 @@ class _OrderedLanding:
     def __init__(self, inner: Landing, connection: GlooReceivingConnection) -> None:
         self._inner = inner
         self._connection = connection
+        self.pool = inner.pool
         self.begin_write, self.end_write = inner.begin_write, inner.end_write
         self.hold, self.fence = inner.hold, inner.fence
         self.is_stopped, self.abort = inner.is_stopped, inner.abort

@@ -1,0 +1,271 @@
+"""The transfers of one rank by parts: a push or a landing is whole when every part of the rank's is.
+
+A ticket may list parts (Ticket.parts), each a transfer with a name of its own. What calls these classes knows the whole
+ticket's name alone. A ticket without parts goes through as it is.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kaveri.engine.pushes import PushSender
+from kaveri.errors import KaveriError
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.flow import ReceiverFlow, SenderFlow
+from kaveri.kv.transfer.gathering import Gathering, TransferEnd
+from kaveri.kv.transfer.landing import TransferLanded, TransferReleased
+from kaveri.kv.transfer.push import PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.receiver import LandingListener
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, tickets_of_rank
+
+
+class FlowingSender(PushSender, Protocol):
+    """A PushSender that an engine can watch and close."""
+
+    def flow(self) -> SenderFlow:
+        """What is under way."""
+
+    def close(self) -> None:
+        """Ends all pushes. Idempotent."""
+
+
+class TicketReceiver(Protocol):
+    """What takes pushes: a KvReceiver (kaveri/kv/transfer/receiver.py), or what stands for one."""
+
+    @property
+    def endpoints(self) -> tuple[KvEndpoint, ...]:
+        """Where it listens, best first."""
+
+    def grant(
+        self,
+        block_ids: Sequence[int],
+        token_count: int,
+        expires_in_s: float,
+        *,
+        first_block: int,
+        transfer_id: bytes,
+        secret: bytes,
+        part: KvLayout | None = None,
+    ) -> Ticket:
+        """Leases the blocks to one transfer. part: see KvReceiver.grant. Raises TransferFailed when closed."""
+
+    def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
+        """See KvReceiver.merge_parts."""
+
+    def revoke(self, transfer_id: bytes) -> None:
+        """Gives a transfer up."""
+
+    def flow(self) -> ReceiverFlow:
+        """What is under way."""
+
+    def close(self) -> None:
+        """Ends all transfers. Idempotent."""
+
+
+class PartSender:
+    """A PushSender that pushes the parts of a rank at once. layout, rank: of the engine, and which of its ranks."""
+
+    def __init__(
+        self, layout: KvLayout, rank: int, listener: PushListener, make_sender: Callable[[PushListener], FlowingSender]
+    ) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._listener = listener
+        self._table = _PartTable(self._whole_ended)
+        self._inner = make_sender(self._table.hear)
+
+    def pushes(self, ticket: Ticket) -> bool:
+        """Whether this rank has something to push for the ticket."""
+        return bool(tickets_of_rank(self._layout, self._rank, ticket))
+
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+        """See PushSender.open."""
+        if not ticket.parts:
+            self._inner.open(ticket, part=part)
+            return
+        tickets = tickets_of_rank(self._layout, self._rank, ticket)
+        self._table.begin(ticket.transfer_id, tickets, lambda own: self._inner.open(own, part=True), self._inner.abort)
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        """See PushSender.write."""
+        for name in self._table.names(transfer_id):
+            self._inner.write(name, layer, first_index, source_blocks)
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """See PushSender.finish."""
+        for name in self._table.names(transfer_id):
+            self._inner.finish(name, note)
+
+    def abort(self, transfer_id: bytes) -> None:
+        """See PushSender.abort."""
+        for name in self._table.names(transfer_id):
+            self._inner.abort(name)
+
+    def flow(self) -> SenderFlow:
+        """See FlowingSender.flow."""
+        return self._inner.flow()
+
+    def close(self) -> None:
+        """See FlowingSender.close."""
+        self._inner.close()
+
+    def _whole_ended(self, event: TransferEnd) -> None:
+        assert isinstance(event, PushAccepted | PushFailed)
+        self._listener(event)
+
+
+class PartReceiver:
+    """Grants the parts of one rank. rank: which of the engine's it is."""
+
+    def __init__(
+        self, rank: int, listener: LandingListener, make_receiver: Callable[[LandingListener], TicketReceiver]
+    ) -> None:
+        self._rank = rank
+        self._listener = listener
+        self._table = _PartTable(self._whole_ended)
+        # Transfers whose parts land side by side: their blocks, and how many parts each has.
+        self._split: dict[bytes, tuple[tuple[int, ...], int]] = {}
+        self._inner = make_receiver(self._table.hear)
+
+    @property
+    def endpoints(self) -> tuple[KvEndpoint, ...]:
+        """See TicketReceiver.endpoints."""
+        return self._inner.endpoints
+
+    def grant(self, ticket: Ticket) -> None:
+        """Leases the ticket's blocks, to each part of this rank's its share. Raises TransferFailed when closed."""
+        if not ticket.parts:
+            self._lease(ticket, None)
+            return
+        tickets = [own for place, own in ticket.part_tickets() if place.rank == self._rank]
+        if len(tickets) == 1:
+            self._table.begin(ticket.transfer_id, tickets, lambda own: self._lease(own, None), self._inner.revoke)
+            return
+        self._split[ticket.transfer_id] = ticket.block_ids, len(tickets)
+        try:
+            self._table.begin(ticket.transfer_id, tickets, lambda own: self._lease(own, own.layout), self._inner.revoke)
+        except KaveriError:
+            del self._split[ticket.transfer_id]
+            raise
+
+    def revoke(self, transfer_id: bytes) -> None:
+        """Gives a transfer up."""
+        for name in self._table.names(transfer_id):
+            self._inner.revoke(name)
+
+    def flow(self) -> ReceiverFlow:
+        """See TicketReceiver.flow."""
+        return self._inner.flow()
+
+    def close(self) -> None:
+        """See TicketReceiver.close."""
+        self._inner.close()
+
+    def _lease(self, ticket: Ticket, part: KvLayout | None) -> None:
+        self._inner.grant(
+            ticket.block_ids,
+            ticket.token_count,
+            ticket.expires_in_s,
+            first_block=ticket.first_block,
+            transfer_id=ticket.transfer_id,
+            secret=ticket.secret,
+            part=part,
+        )
+
+    def _whole_ended(self, event: TransferEnd) -> None:
+        assert isinstance(event, TransferLanded | TransferReleased)
+        split = self._split.pop(event.transfer_id, None)
+        if split is not None and isinstance(event, TransferLanded):
+            self._inner.merge_parts(*split)
+        self._listener(event)
+
+
+@dataclass(eq=False, slots=True)
+class _Whole:
+    """A transfer by parts, until all have ended."""
+
+    gathering: Gathering
+    names: tuple[bytes, ...]
+    """Of its parts."""
+    give_up: Callable[[bytes], None]
+    """Gives one of them up; ignored before it begins and after it has ended."""
+
+
+class _PartTable:
+    """Which transfers are parts of which whole. Safe to use from any thread.
+
+    on_end: hears how each whole has ended, and each transfer that is part of none.
+    """
+
+    def __init__(self, on_end: Callable[[TransferEnd], None]) -> None:
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._wholes: dict[bytes, _Whole] = {}
+        self._parts: dict[bytes, tuple[_Whole, int]] = {}
+
+    def names(self, transfer_id: bytes) -> tuple[bytes, ...]:
+        """The transfers that this one is made of."""
+        whole = self._wholes.get(transfer_id)
+        return whole.names if whole is not None else (transfer_id,)
+
+    def begin(
+        self,
+        transfer_id: bytes,
+        tickets: Sequence[Ticket],
+        start: Callable[[Ticket], object],
+        give_up: Callable[[bytes], None],
+    ) -> None:
+        """Starts all parts. Where one cannot start, those before it are given up.
+
+        Raises what the first start() raises where nothing of the transfer is under way then.
+        """
+        names = tuple(ticket.transfer_id for ticket in tickets)
+        whole = _Whole(Gathering(transfer_id, set(range(len(tickets)))), names, give_up)
+        with self._lock:
+            assert transfer_id not in self._wholes, "a ticket is used once"
+            self._wholes[transfer_id] = whole
+            self._parts.update({name: (whole, number) for number, name in enumerate(names)})
+        for number, ticket in enumerate(tickets):
+            try:
+                start(ticket)
+            except KaveriError as error:
+                if self._drop(whole, number, str(error)):
+                    raise
+                break
+        with self._lock:
+            failed = whole.gathering.failure is not None
+        # Parts that had not begun when another one failed.
+        if failed:
+            self._give_up(whole)
+
+    def hear(self, event: TransferEnd) -> None:
+        """A transfer has ended."""
+        with self._lock:
+            whole, number = self._parts.pop(event.transfer_id, (None, 0))
+            if whole is not None:
+                fails = whole.gathering.end(number, event)
+                ended = not whole.gathering.left
+                if ended:
+                    del self._wholes[whole.gathering.transfer_id]
+        if whole is None:
+            self._on_end(event)
+        elif ended:
+            self._on_end(whole.gathering.outcome(event))
+        elif fails:
+            self._give_up(whole)
+
+    def _drop(self, whole: _Whole, number: int, reason: str) -> bool:
+        """The parts from this one on do not start. Whether none is under way."""
+        with self._lock:
+            for name in whole.names[number:]:
+                del self._parts[name]
+            whole.gathering.drop(range(number, len(whole.names)), reason)
+            if whole.gathering.left:
+                return False
+            del self._wholes[whole.gathering.transfer_id]
+            return True
+
+    def _give_up(self, whole: _Whole) -> None:
+        for name in whole.names:
+            whole.give_up(name)

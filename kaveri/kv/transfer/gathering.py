@@ -1,0 +1,56 @@
+"""One transfer that is made of several: it ends when all have ended, and fails when one fails. Moves nothing."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kaveri.kv.transfer.landing import TransferLanded, TransferReleased
+from kaveri.kv.transfer.push import PushAccepted, PushFailed
+
+_NO_NOTE = b"\xff"
+"""Names nothing. What landed with unlike notes cannot be used, and its sender counts it as accepted."""
+
+TransferEnd = PushAccepted | PushFailed | TransferLanded | TransferReleased
+
+
+@dataclass(eq=False, slots=True)
+class Gathering:
+    """Guarded by its owner's lock."""
+
+    transfer_id: bytes
+    """Of the whole."""
+    left: set[int]
+    """Numbers of the transfers that have not ended."""
+    kv_bytes: int = 0
+    transports: set[str] = field(default_factory=set)
+    notes: set[bytes] = field(default_factory=set)
+    failure: str | None = None
+
+    def end(self, number: int, event: TransferEnd, of: str = "") -> bool:
+        """One of them has ended. Whether this is what makes the whole fail. of: what it is, for the reason."""
+        self.left.discard(number)
+        if isinstance(event, PushFailed | TransferReleased):
+            if self.failure is not None:
+                return False
+            self.failure = of + event.reason
+            return True
+        self.kv_bytes += event.kv_bytes
+        if isinstance(event, PushAccepted):
+            self.transports.add(event.transport)
+        else:
+            self.notes.add(event.note)
+        return False
+
+    def drop(self, numbers: Iterable[int], reason: str) -> None:
+        """These cannot begin, so the whole fails."""
+        self.left.difference_update(numbers)
+        self.failure = self.failure or reason
+
+    def outcome(self, last: TransferEnd) -> TransferEnd:
+        """Of the whole, when all have ended; `last` is any of their ends."""
+        if isinstance(last, PushAccepted | PushFailed):
+            if self.failure is not None:
+                return PushFailed(self.transfer_id, self.failure)
+            return PushAccepted(self.transfer_id, self.kv_bytes, " and ".join(sorted(self.transports - {""})))
+        if self.failure is not None:
+            return TransferReleased(self.transfer_id, self.failure)
+        return TransferLanded(self.transfer_id, self.kv_bytes, self.notes.pop() if len(self.notes) == 1 else _NO_NOTE)

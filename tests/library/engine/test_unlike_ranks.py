@@ -1,0 +1,320 @@
+"""KV between instances of unlike numbers of tensor-parallel ranks: parts by heads, over real links."""
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kaveri.engine.kv_plane import Granted
+from kaveri.engine.pushes import first_token_of
+from kaveri.engine.vllm.data_plane import DataPlane
+from kaveri.engine.vllm.orders import Chunk
+from kaveri.engine.vllm.rank import PassFirstToken, RankSetup, RevokeTicket
+from kaveri.engine.vllm.rank_plane import RankPlane
+from kaveri.errors import InvalidArgument, LayoutMismatch
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.layout.parts import part_places, source_rank
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
+from kaveri.kv.transports import make_transports
+from kaveri.wire.messages import ticket_from_proto, ticket_to_proto
+
+MODEL = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32")
+OPAQUE = "H-engine-7"
+BLOCKS = 8
+TOKENS = 10
+"""Of a prompt: two blocks and a half."""
+SOON_S = 60.0
+
+Values = np.ndarray[Any, np.dtype[np.uint8]]
+"""[layer, token, KV head, K or V, byte]; of an opaque order [layer, block, KV head, byte]."""
+
+
+class Instance:
+    """The ranks of one engine, in this process, and what its data plane told."""
+
+    def __init__(self, layout: KvLayout, transport: str, listen: Sequence[KvEndpoint] = ()) -> None:
+        self.layout = layout
+        self.pools = [KvPool(layout.rank(rank), BLOCKS) for rank in range(layout.tensor_ranks)]
+        self.ranks = [RankPlane(layout, pool) for pool in self.pools]
+        self.events: queue.Queue[Any] = queue.Queue()
+        self.lost: queue.Queue[str] = queue.Queue()
+        setup = RankSetup(tuple(listen), partial(make_transports, (transport,)), 1)
+        self.plane = DataPlane(self.ranks, setup, self.events.put, self.lost.put)
+        self._granted = 0
+
+    def next(self) -> Any:
+        return self.events.get(timeout=SOON_S)
+
+    def grant(self, source: KvLayout, block_ids: Sequence[int], first_block: int = 0) -> Ticket:
+        """A ticket for KV of the source, as it arrives there."""
+        self._granted += 1
+        parts = ticket_parts(source, self.layout, self.plane.endpoints)
+        ticket = Ticket(
+            transfer_id=self._granted.to_bytes(16, "little"),
+            secret=b"s" * 16,
+            epoch=1,
+            endpoints=() if parts else self.plane.endpoints[0],
+            block_ids=tuple(block_ids),
+            token_count=TOKENS,
+            expires_in_s=60.0,
+            layout=self.layout,
+            first_block=first_block,
+            parts=parts,
+        )
+        self.plane.grant(ticket)
+        assert self.next() == Granted(ticket.transfer_id)
+        return ticket_from_proto(ticket_to_proto(ticket))
+
+    def compute(self, name: str, block_ids: Sequence[int], values: Values, first_token_id: int = 7) -> None:
+        """One step that computes a whole prompt, whose KV is `values`."""
+        self.fill(block_ids, values)
+        for rank in self.ranks:
+            rank.begin_step([Chunk(name, TOKENS, tuple(block_ids), 0, TOKENS)])
+            for layer in range(self.layout.layer_count):
+                rank.layer_done(layer)
+            rank.end_step()
+        self.plane.do(PassFirstToken(name, first_token_id))
+
+    def fill(self, block_ids: Sequence[int], values: Values) -> None:
+        for place, part in self._places(block_ids, values.shape[1]):
+            place.write(values[part])
+
+    def require(self, block_ids: Sequence[int], values: Values) -> None:
+        """The blocks hold the values, on every rank those of its heads."""
+        seen = np.zeros(values.shape[2], bool)
+        for place, part in self._places(block_ids, values.shape[1]):
+            np.testing.assert_array_equal(place.read(), values[part])
+            seen[part[2]] = True
+        assert seen.all(), "a head is on no rank"
+
+    def _places(self, block_ids: Sequence[int], count: int) -> Iterator[tuple["_Places", tuple[slice, slice, slice]]]:
+        """For each rank its blocks as values, and its part of them."""
+        for pool in self.pools:
+            heads = pool.layout.kv_heads
+            part = slice(None), slice(None), slice(heads.start, heads.stop)
+            yield _Places(pool, block_ids, count), part
+
+
+class _Places:
+    """Some blocks of a pool, as values; the plain reference: one loop."""
+
+    def __init__(self, pool: KvPool, block_ids: Sequence[int], count: int) -> None:
+        self._pool, self._block_ids, self._count = pool, block_ids, count
+
+    def write(self, values: Values) -> None:
+        for index in range(self._count):
+            self._at(index)[:] = values[:, index]
+
+    def read(self) -> Values:
+        return np.stack([self._at(index) for index in range(self._count)], axis=1)
+
+    def _at(self, index: int) -> Values:
+        layout, memory = self._pool.layout, self._pool.memory
+        heads, tokens = layout.kv_head_count, layout.block_tokens
+        if not layout.has_known_order:
+            return memory[:, self._block_ids[index]].reshape(len(memory), heads, -1)
+        block = memory[:, self._block_ids[index // tokens]]
+        if layout.order == "2NHD":
+            return block.reshape(len(memory), 2, tokens, heads, -1)[:, :, index % tokens].swapaxes(1, 2)
+        return block.reshape(len(memory), 2, heads, tokens, -1)[:, :, :, index % tokens].swapaxes(1, 2)
+
+
+def values_of(layout: KvLayout, seed: int) -> Values:
+    """A prompt's KV by chance."""
+    chance, head_bytes = np.random.default_rng(seed), layout.head_dim * 4
+    shape: tuple[int, ...] = (layout.layer_count, TOKENS, layout.kv_head_count, 2, head_bytes)
+    if not layout.has_known_order:
+        blocks, bytes_ = layout.block_count(TOKENS), 2 * layout.block_tokens * head_bytes
+        shape = (layout.layer_count, blocks, layout.kv_head_count, bytes_)
+    return chance.integers(0, 256, shape, np.uint8)
+
+
+class Pair:
+    """Two instances and the link between them."""
+
+    def __init__(self, folder: Path, transport: str, source: KvLayout, target: KvLayout) -> None:
+        address = "127.0.0.1:0" if transport == "tcp" else str(folder / "kv.sock")
+        self.sending = Instance(source, transport)
+        self.receiving = Instance(target, transport, [KvEndpoint(transport, address)])
+
+    def push(self, ticket: Ticket, name: str = "r") -> None:
+        self.sending.plane.require_fit(ticket)
+        self.sending.plane.open_push(name, ticket)
+
+
+@pytest.fixture
+def make_pair(tmp_path: Path) -> Iterator[Any]:
+    with ExitStack() as stack:
+
+        def make(transport: str, source: KvLayout, target: KvLayout) -> Pair:
+            pair = Pair(tmp_path, transport, source, target)
+            stack.callback(pair.receiving.plane.close)
+            stack.callback(pair.sending.plane.close)
+            return pair
+
+        yield make
+
+
+over_each_transport = pytest.mark.parametrize("transport", ["unix", "shm", "tcp"])
+
+
+@over_each_transport
+@pytest.mark.parametrize(
+    ("here", "there"), [(2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (4, 1), (1, 4), (8, 1), (1, 8), (8, 4), (2, 8)]
+)
+@pytest.mark.parametrize(
+    ("order", "target_order", "block_tokens"),
+    [("2NHD", "2NHD", 4), ("2HND", "2HND", 4), ("2NHD", "2HND", 8), ("2HND", "2NHD", 2), (OPAQUE, OPAQUE, 4)],
+)
+def test_every_head_lands_in_its_place(
+    make_pair: Any, transport: str, here: int, there: int, order: str, target_order: str, block_tokens: int
+) -> None:
+    source = replace(MODEL, tensor_ranks=here, order=order)
+    target = replace(MODEL, tensor_ranks=there, order=target_order, block_tokens=block_tokens)
+    pair = make_pair(transport, source, target)
+    values = values_of(source, seed=here)
+    target_blocks = [5, 1, 6, 2, 7][: target.block_count(TOKENS)]
+    ticket = pair.receiving.grant(source, target_blocks)
+    assert pair.receiving.plane.flow().receiving.leased_block_count == len(target_blocks)
+    pair.push(ticket)
+    pair.sending.compute("r", [0, 3, 2], values)
+    landed, accepted = pair.receiving.next(), pair.sending.next()
+    copies = max(1, there // MODEL.kv_head_count)
+    kv_bytes = copies * len(target_blocks) * target.layer_count * target.block_bytes
+    assert isinstance(landed, TransferLanded), landed
+    assert isinstance(accepted, PushAccepted), accepted
+    assert (landed.transfer_id, landed.kv_bytes) == (ticket.transfer_id, kv_bytes)
+    assert (accepted.transfer_id, accepted.kv_bytes) == (ticket.transfer_id, kv_bytes)
+    pair.receiving.require(target_blocks, values)
+    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+    assert pair.sending.events.empty()
+    assert pair.receiving.events.empty()
+
+
+@over_each_transport
+@pytest.mark.parametrize(("here", "there"), [(2, 1), (1, 2)])
+def test_blocks_that_the_receiver_has_already_are_left_as_they_are(
+    make_pair: Any, transport: str, here: int, there: int
+) -> None:
+    source, target = replace(MODEL, tensor_ranks=here), replace(MODEL, tensor_ranks=there)
+    pair = make_pair(transport, source, target)
+    cached, values = values_of(MODEL, seed=1), values_of(MODEL, seed=2)
+    pair.receiving.fill([4, 5, 1], cached)
+    # Computed before the ticket is there.
+    pair.sending.compute("r", [0, 3, 2], values)
+    pair.push(pair.receiving.grant(source, [5, 1], first_block=1))
+    assert isinstance(pair.receiving.next(), TransferLanded)
+    expected = values.copy()
+    expected[:, : MODEL.block_tokens] = cached[:, : MODEL.block_tokens]
+    pair.receiving.require([4, 5, 1], expected)
+
+
+@over_each_transport
+@pytest.mark.parametrize(("here", "there"), [(2, 1), (1, 2), (4, 2)])
+def test_what_one_rank_refuses_fails_as_a_whole_and_may_be_pushed_again(
+    make_pair: Any, transport: str, here: int, there: int
+) -> None:
+    source, target = replace(MODEL, tensor_ranks=here), replace(MODEL, tensor_ranks=there)
+    pair = make_pair(transport, source, target)
+    values = values_of(MODEL, seed=3)
+    ticket = pair.receiving.grant(source, [5, 1, 6])
+    pair.receiving.ranks[-1].do(RevokeTicket(ticket.transfer_id))
+    released = pair.receiving.next()
+    assert isinstance(released, TransferReleased)
+    assert "revoked" in released.reason
+    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+    pair.push(ticket)
+    pair.sending.compute("r", [0, 3, 2], values)
+    failed = pair.sending.next()
+    assert (type(failed), failed.transfer_id) == (PushFailed, ticket.transfer_id)
+    pair.push(pair.receiving.grant(source, [2, 3, 4]))
+    assert isinstance(pair.receiving.next(), TransferLanded)
+    assert isinstance(pair.sending.next(), PushAccepted)
+    pair.receiving.require([2, 3, 4], values)
+
+
+def test_a_sending_rank_that_gives_up_its_part_fails_the_whole_on_both_sides(make_pair: Any) -> None:
+    source = replace(MODEL, tensor_ranks=2)
+    pair = make_pair("unix", source, MODEL)
+    ticket = pair.receiving.grant(source, [5, 1, 6])
+    pair.push(ticket)
+    pair.sending.ranks[1].detach()
+    pair.sending.compute("r", [0, 3, 2], values_of(MODEL, seed=4))
+    failed, released = pair.sending.next(), pair.receiving.next()
+    assert (type(failed), failed.transfer_id) == (PushFailed, ticket.transfer_id)
+    assert (type(released), released.transfer_id) == (TransferReleased, ticket.transfer_id)
+    assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+
+
+def test_parts_that_were_handed_over_with_unlike_tokens_name_none(make_pair: Any) -> None:
+    source = replace(MODEL, tensor_ranks=2)
+    pair = make_pair("unix", source, MODEL)
+    pair.push(pair.receiving.grant(source, [5, 1, 6]))
+    for number, rank in enumerate(pair.sending.ranks):
+        rank.begin_step([Chunk("r", TOKENS, (0, 3, 2), 0, TOKENS)])
+        rank.end_step()
+        rank.do(PassFirstToken("r", number))
+    landed = pair.receiving.next()
+    assert isinstance(landed, TransferLanded)
+    assert first_token_of(landed.note) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "here", "there", "order", "field"),
+    [
+        (6, 2, 3, "2NHD", "tensor_ranks"),
+        (4, 3, 1, "2NHD", "tensor_ranks"),
+        (4, 2, 1, "engine-7", "tensor_ranks"),
+        (4, 1, 0, "2NHD", "tensor_ranks"),
+    ],
+)
+def test_heads_that_do_not_divide_and_bytes_that_are_not_known_are_refused_by_name(
+    heads: int, here: int, there: int, order: str, field: str
+) -> None:
+    source = replace(MODEL, kv_head_count=heads, tensor_ranks=here, order=order)
+    target = replace(source, tensor_ranks=there)
+    for one, other in ((source, target), (target, source)):
+        assert not one.is_mappable(other)
+        with pytest.raises(LayoutMismatch) as refused:
+            part_places(one, other)
+        assert refused.value.field == field
+
+
+def test_opaque_heads_are_not_mapped_to_blocks_of_another_size() -> None:
+    source = replace(MODEL, order=OPAQUE, tensor_ranks=2)
+    with pytest.raises(LayoutMismatch) as refused:
+        part_places(source, replace(source, tensor_ranks=1, block_tokens=8))
+    assert refused.value.field == "block_tokens"
+
+
+def test_a_ticket_without_the_parts_of_these_ranks_is_refused(make_pair: Any) -> None:
+    source = replace(MODEL, tensor_ranks=2)
+    pair = make_pair("unix", source, MODEL)
+    ticket = pair.receiving.grant(source, [5, 1, 6])
+    for parts in ((), ticket.parts[:1], ticket.parts[::-1]):
+        with pytest.raises(InvalidArgument, match=r"ticket\.parts"):
+            pair.sending.plane.require_fit(replace(ticket, parts=parts))
+
+
+@pytest.mark.parametrize("here", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("there", [1, 2, 4, 8, 16])
+def test_each_rank_gets_each_of_its_heads_once_and_like_ranks_meet(here: int, there: int) -> None:
+    source, target = replace(MODEL, tensor_ranks=here), replace(MODEL, tensor_ranks=there)
+    places = part_places(source, target)
+    for rank in range(there):
+        heads = [head for place in places if place.rank == rank for head in place.layout.kv_heads]
+        assert heads == list(target.rank(rank).kv_heads)
+    for place in places:
+        held = source.rank(source_rank(source, place)).kv_heads
+        assert set(place.layout.kv_heads) <= set(held)
+        if here == there:
+            assert source_rank(source, place) == place.rank
