@@ -131,6 +131,7 @@ async def test_a_decode_instance_that_dies_under_a_mapped_push_is_replaced_by_an
         ("order", "vllm-opaque-7"),
         ("layer_count", 1),
         ("first_kv_head", 2),
+        ("tensor_ranks", 3),
     ],
 )
 async def test_what_cannot_be_mapped_is_refused_by_the_field_before_room_is_spent(

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from kaveri.engine.kv_plane import Granted
+from kaveri.engine.parts import PartSender
 from kaveri.engine.pushes import first_token_of
+from kaveri.engine.stepwise.engine import StepwiseEngine
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.orders import Chunk
 from kaveri.engine.vllm.rank import PassFirstToken, RankSetup, RevokeTicket
@@ -22,9 +25,11 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.parts import part_places, source_rank
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
 from kaveri.kv.transports import make_transports
+from kaveri.testing.engine_conformance import make_request
+from kaveri.testing.engine_recorder import EngineRecorder
 from kaveri.wire.messages import ticket_from_proto, ticket_to_proto
 
 MODEL = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32")
@@ -41,9 +46,11 @@ Values = np.ndarray[Any, np.dtype[np.uint8]]
 class Instance:
     """The ranks of one engine, in this process, and what its data plane told."""
 
-    def __init__(self, layout: KvLayout, transport: str, listen: Sequence[KvEndpoint] = ()) -> None:
+    def __init__(
+        self, layout: KvLayout, transport: str, listen: Sequence[KvEndpoint] = (), block_count: int = BLOCKS
+    ) -> None:
         self.layout = layout
-        self.pools = [KvPool(layout.rank(rank), BLOCKS) for rank in range(layout.tensor_ranks)]
+        self.pools = [KvPool(layout.rank(rank), block_count) for rank in range(layout.tensor_ranks)]
         self.ranks = [RankPlane(layout, pool) for pool in self.pools]
         self.events: queue.Queue[Any] = queue.Queue()
         self.lost: queue.Queue[str] = queue.Queue()
@@ -54,7 +61,9 @@ class Instance:
     def next(self) -> Any:
         return self.events.get(timeout=SOON_S)
 
-    def grant(self, source: KvLayout, block_ids: Sequence[int], first_block: int = 0) -> Ticket:
+    def grant(
+        self, source: KvLayout, block_ids: Sequence[int], first_block: int = 0, token_count: int = TOKENS
+    ) -> Ticket:
         """A ticket for KV of the source, as it arrives there."""
         self._granted += 1
         parts = ticket_parts(source, self.layout, self.plane.endpoints)
@@ -64,7 +73,7 @@ class Instance:
             epoch=1,
             endpoints=() if parts else self.plane.endpoints[0],
             block_ids=tuple(block_ids),
-            token_count=TOKENS,
+            token_count=token_count,
             expires_in_s=60.0,
             layout=self.layout,
             first_block=first_block,
@@ -255,6 +264,61 @@ def test_a_sending_rank_that_gives_up_its_part_fails_the_whole_on_both_sides(mak
     assert pair.receiving.plane.flow().receiving.leased_block_count == 0
 
 
+def test_a_part_that_fails_frees_what_was_leased_to_a_silent_one(make_pair: Any) -> None:
+    source = replace(MODEL, tensor_ranks=2)
+    pair = make_pair("unix", source, MODEL)
+    ticket = pair.receiving.grant(source, [5, 1, 6])
+    told: queue.Queue[Any] = queue.Queue()
+    with ExitStack() as stack:
+        for rank, (_, part) in enumerate(ticket.part_tickets()):
+            sender = KvSender(KvPool(source.rank(rank), BLOCKS), told.put, transports=make_transports(("unix",)))
+            stack.callback(sender.close)
+            sender.open(part)
+            if rank == 1:
+                sender.abort(part.transfer_id)
+        released = pair.receiving.next()
+        assert (type(released), released.transfer_id) == (TransferReleased, ticket.transfer_id)
+        assert pair.receiving.plane.flow().receiving.leased_block_count == 0
+    assert pair.receiving.events.empty()
+
+
+class SenderDouble:
+    """Fails the first part while it opens the second one. Like a KvSender it ignores an abort of what is not open."""
+
+    def __init__(self, listener: Any) -> None:
+        self.opened: list[bytes] = []
+        self._open: set[bytes] = set()
+        self._listener = listener
+
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+        if self.opened:
+            self._open.remove(self.opened[0])
+            self._listener(PushFailed(self.opened[0], "the link is lost"))
+        self.opened.append(ticket.transfer_id)
+        self._open.add(ticket.transfer_id)
+
+    def abort(self, transfer_id: bytes) -> None:
+        if transfer_id in self._open:
+            self._open.remove(transfer_id)
+            self._listener(PushFailed(transfer_id, "aborted"))
+
+
+def test_a_part_that_begins_when_another_has_failed_is_given_up(make_pair: Any) -> None:
+    target = replace(MODEL, tensor_ranks=2)
+    pair = make_pair("unix", MODEL, target)
+    ticket = pair.receiving.grant(MODEL, [5, 1, 6])
+    told: list[Any] = []
+    doubles: list[SenderDouble] = []
+
+    def make(listener: Any) -> Any:
+        doubles.append(SenderDouble(listener))
+        return doubles[0]
+
+    PartSender(MODEL, 0, told.append, make).open(ticket)
+    assert doubles[0].opened == [part.transfer_id for _, part in ticket.part_tickets()]
+    assert told == [PushFailed(ticket.transfer_id, "the link is lost")]
+
+
 def test_parts_that_were_handed_over_with_unlike_tokens_name_none(make_pair: Any) -> None:
     source = replace(MODEL, tensor_ranks=2)
     pair = make_pair("unix", source, MODEL)
@@ -266,6 +330,55 @@ def test_parts_that_were_handed_over_with_unlike_tokens_name_none(make_pair: Any
     landed = pair.receiving.next()
     assert isinstance(landed, TransferLanded)
     assert first_token_of(landed.note) is None
+
+
+@over_each_transport
+@pytest.mark.parametrize(("here", "between", "there"), [(16, 16, 16), (16, 4, 16), (4, 16, 8)])
+def test_a_stepwise_engine_pushes_to_two_ranks_and_takes_from_two(
+    tmp_path: Path, transport: str, here: int, between: int, there: int
+) -> None:
+    def endpoint(name: str) -> KvEndpoint:
+        return KvEndpoint(transport, "127.0.0.1:0" if transport == "tcp" else str(tmp_path / name))
+
+    def engine(block_tokens: int, *listen: KvEndpoint) -> StepwiseEngine:
+        runner = FakeRunner(FakeModel(max_model_len=256, block_tokens=block_tokens))
+        return StepwiseEngine(
+            runner, 64, chunk_tokens=32, listen=listen, transports=make_transports((transport,)), max_batch=4
+        )
+
+    with ExitStack() as stack:
+        prefill, decode = engine(here), engine(there, endpoint("decode.sock"))
+        two_ranks = replace(prefill.info.layout, tensor_ranks=2, block_tokens=between)
+        relay = Instance(two_ranks, transport, [endpoint("relay.sock")], block_count=64)
+        for each in (decode, relay.plane, prefill):
+            stack.callback(each.close)
+        prefilled, decoded = EngineRecorder(), EngineRecorder(admit_to=decode)
+        prefill.start(prefilled)
+        decode.start(decoded)
+        for token_count in (1, 15, 16, 17, 100):
+            request = make_request(prefill, f"r{token_count}", token_count, 8)
+            block_ids = tuple(range(token_count % 7, token_count % 7 + two_ranks.block_count(token_count)))
+            prefill.prefill(request)
+            prefill.push_to(request.key, relay.grant(prefill.info.layout, block_ids, token_count=token_count))
+            landed = relay.next()
+            assert isinstance(landed, TransferLanded), landed
+            ticket = decode.reserve(request, 60.0, two_ranks).result(SOON_S)
+            assert len(ticket.parts) == 2
+            name = request.key.request_id
+            for rank in relay.ranks:
+                rank.begin_step([Chunk(name, token_count, block_ids, 0, token_count)])
+                rank.end_step()
+            relay.plane.open_push(name, ticket)
+            first_token_id = first_token_of(landed.note)
+            assert first_token_id is not None
+            relay.plane.do(PassFirstToken(name, first_token_id))
+            assert isinstance(relay.next(), PushAccepted)
+            decoded.wait_for_finish(request.key)
+            # The fake engine verifies the KV of every earlier token in every step.
+            answer = [first_token_id, *decoded.token_ids[request.key]]
+            assert answer == FakeModel().answer(request.token_ids, 0, 8)
+        decode.check_integrity()
+        prefill.check_integrity()
 
 
 @pytest.mark.parametrize(
