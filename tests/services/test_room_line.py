@@ -410,9 +410,9 @@ async def test_an_engine_that_keeps_its_free_blocks_for_others_is_asked_again_af
     reserve, refusals = decode.engine.reserve, 20
     asked = itertools.count()
 
-    def refuse_some(request: Any, expires_in_s: float) -> Any:
+    def refuse_some(request: Any, expires_in_s: float, source: Any) -> Any:
         if next(asked) >= refusals:
-            return reserve(request, expires_in_s)
+            return reserve(request, expires_in_s, source)
         refused: Future[Any] = Future()
         refused.set_exception(NoCapacity("kv pool", 0.1, "preempted requests wait for blocks"))
         return refused

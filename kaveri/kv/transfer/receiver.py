@@ -10,7 +10,7 @@ from functools import partial
 
 from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.parts import merge_parts
+from kaveri.kv.layout.merging import merge_parts
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.flow import ReceiverFlow
@@ -136,7 +136,7 @@ class KvReceiver:
         return ticket
 
     def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
-        """All `ways` parts of these blocks have landed: puts their heads in order (kaveri/kv/layout/parts.py)."""
+        """All `ways` parts of these blocks have landed: puts their heads in order (kaveri/kv/layout/merging.py)."""
         merge_parts(self.pool.layout, self.pool.memory, block_ids, ways)
 
     def revoke(self, transfer_id: bytes) -> None:
