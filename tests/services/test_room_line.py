@@ -388,7 +388,7 @@ async def test_a_request_that_the_engine_refuses_while_the_instance_drains_is_se
     await cluster.router()
     asked: list[Future[Any]] = []
 
-    def answer_later(request: Any, expires_in_s: float) -> Future[Any]:
+    def answer_later(request: Any, expires_in_s: float, source: Any) -> Future[Any]:
         asked.append(Future())
         return asked[-1]
 
