@@ -140,6 +140,8 @@ class SimulatedStore:
         self._refused = False
         # Whether the store has refused a write and taken none since.
         self._lost = False
+        self._unanswered: dict[Callable[[], None], None] = {}
+        """Fail the commands that wait for an answer."""
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -203,8 +205,10 @@ class SimulatedStore:
         getattr(self._membership, event)(*args)
 
     def connection_lost(self) -> None:
-        """The store's machine has closed the connection."""
+        """The store's machine has closed the connection: commands that it has not answered fail."""
         self._lost = True
+        for unanswered in tuple(self._unanswered):
+            unanswered()
 
     # ---- inside ----
 
@@ -225,11 +229,14 @@ class SimulatedStore:
             down.send(_set, answer, (otherwise if refused else _result(command(server.store)), refused))
 
         up.send(at_the_store)
-        giving_up = asyncio.get_running_loop().call_later(_COMMAND_TIMEOUT_S, _set, answer, (otherwise, None))
+        fail = partial(_set, answer, (otherwise, None))
+        self._unanswered[fail] = None
+        giving_up = asyncio.get_running_loop().call_later(_COMMAND_TIMEOUT_S, fail)
         try:
             result, refused = await answer
         finally:
             giving_up.cancel()
+            del self._unanswered[fail]
         if refused:
             # A store that takes no heartbeats is a lost one: leases would end everywhere.
             self._refused = True

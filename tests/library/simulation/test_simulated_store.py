@@ -1,5 +1,6 @@
 """The simulated store does what every store must, on the simulation's loop and clock."""
 
+import asyncio
 import functools
 import inspect
 import random
@@ -72,3 +73,17 @@ class TestSimulatedStore(StoreConformance):
 for _name, _test in inspect.getmembers(StoreConformance, inspect.iscoroutinefunction):
     if _name.startswith("test_"):
         setattr(TestSimulatedStore, _name, _in_virtual_time(_test))
+
+
+def test_commands_that_wait_for_an_answer_fail_when_the_store_dies(cluster: _Cluster) -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        async with cluster.open_store() as store:
+            closing = asyncio.create_task(store.close_requests([]))
+            await asyncio.sleep(0)
+            await cluster.take_away()
+            lost_s = loop.time()
+            assert not await closing
+            assert loop.time() - lost_s < 0.1
+
+    cluster.run(test())
