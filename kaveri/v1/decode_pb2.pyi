@@ -474,7 +474,9 @@ class RequestTokens(_message.Message):
     """The owner's session."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One token per engine step; several when the stream was slower than the engine."""
+        """One token per engine step; several when the stream was slower than the engine. None, with index 0, when the request
+        has landed and waits for its first step: a router that has given it up answers with Abort.
+        """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.Logprobs]:

@@ -188,6 +188,7 @@ class DecodeInstance:
         self._take(request, lifecycle.AbortAsked(by_router))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
+        landed: list[DecodeRequest] = []
         for event in events:
             if isinstance(event, StepTokens):
                 self._step(event.steps)
@@ -196,6 +197,7 @@ class DecodeInstance:
                 match event:
                     case Landed():
                         self._take(request, lifecycle.KvLanded(event.kv_bytes))
+                        landed.append(request)
                     case LandingFailed():
                         self._take(request, lifecycle.KvNotLanded(event.reason))
                     case Preempted():
@@ -203,6 +205,9 @@ class DecodeInstance:
                     case RequestFailed():
                         self._take(request, lifecycle.Broken(event.reason))
         self._admit()
+        for request in landed:
+            if isinstance(request.state, Ready):
+                self.streams.announce(request)
         self._give_room()
         self.streams.flush()
 

@@ -131,12 +131,23 @@ class TokenStreams:
         entry = unsent.get(request)
         if entry is None:
             entry = unsent[request] = GainedTokens(request.request_id, request.attempt, step.index)
+        elif not entry.token_ids:
+            entry.index = step.index
         entry.token_ids.append(step.token_id)
         if step.logprobs is not None:
             entry.logprobs.append(step.logprobs)
         if step.finish is not None:
             entry.finish = step.finish
             entry.times = times
+
+    def announce(self, request: DecodeRequest) -> None:
+        """Sends an entry without tokens: the request is here, and waits for a seat.
+
+        A router that has given it up before it heard of its placement answers with an abort.
+        """
+        unsent = self._unsent(request.router_id)
+        if unsent is not None:
+            unsent.setdefault(request, GainedTokens(request.request_id, request.attempt, 0))
 
     def fail(self, request: DecodeRequest, reason: str, replaced: bool = False) -> None:
         """Sends the router, behind the tokens gained, that the request cannot go on here.

@@ -95,6 +95,9 @@ def step(state: State, event: Event, now_s: float) -> Step:
 
 def _tokens(state: State, event: Tokens, now_s: float) -> Step:
     match state:
+        case Placed(attempt) | Decoding(attempt) if not event.token_ids and event.finish is None:
+            # It has landed there, and waits for its turn.
+            return _of_another_attempt(state, attempt, event)
         case Decoding(attempt, next_index, place, _):
             if event.attempt != attempt.number:
                 return _of_another_attempt(state, attempt, event)
@@ -367,9 +370,11 @@ def _setback(error: KaveriError, was_reached: bool) -> Setback:
 
 
 def _left(state: Prefilling | Placed | Decoding) -> tuple[Action, ...]:
-    """Leaves an attempt that decode has not ended. Prefill itself aborts a place that it has not named."""
+    """Leaves an attempt that decode has not ended. Prefill itself aborts a place that it has not named, unless it has
+    handed the request over: then the instance that has it has sent something."""
     if isinstance(state, Prefilling):
-        return (LeaveAttempt(),)
+        sources = dict.fromkeys(event.source for event in state.held.events)
+        return LeaveAttempt(), *(Disown(state.attempt.number, source) for source in sources)
     return LeaveAttempt(), Abort(state.attempt.number, state.place)
 
 

@@ -321,7 +321,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Disown:
-    """A decode instance draws tokens for an attempt that has ended: tell it to end that attempt."""
+    """A decode instance that no placement named has an attempt that has ended: tell it to end that attempt."""
 
     attempt: int
     source: Life

@@ -82,6 +82,16 @@ def test_a_request_that_is_cancelled_before_its_placement_is_known_does_not_run_
     run(story(cluster(step_s=0.02), [first, given_up, request("last", 3.5)], [late], max_model_len=320))
 
 
+def test_a_request_that_waits_for_its_turn_at_decode_is_freed_when_its_router_never_heard_of_its_placement(
+    run: Run,
+) -> None:
+    """It kept its blocks until it drew its first token, seconds after its client had gone. Seed 105138 found it."""
+    deaf = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.45, target="prefill-0", other="router-0", lasts_s=0.8)
+    long = request("long", max_tokens=200)
+    given_up = dataclasses.replace(request("given-up", 0.5), cancel_after_s=0.3)
+    run(story(cluster(step_s=0.02, max_batch=1), [long, given_up], [deaf], max_model_len=320))
+
+
 def test_the_ids_of_a_dead_routers_requests_can_be_used_at_another_router(run: Run) -> None:
     """They were refused until the deadline of the request that had died."""
     sent = request("same", max_tokens=100, sends_again=("router-1",) * 3)

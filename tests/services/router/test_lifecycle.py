@@ -138,6 +138,15 @@ def test_no_more_tokens_are_held_than_the_answer_may_have() -> None:
     assert actions == [LeaveAttempt(), Abort(1, None)]
 
 
+def test_who_has_announced_a_request_is_told_when_it_ends_before_its_placement_is_known() -> None:
+    announced = tokens(ONE, 0)
+    _, actions = run(announced, Cancelled())
+    assert actions == [Complete(), LeaveAttempt(), Disown(1, ONE)]
+    state, _ = run(announced, PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8))
+    assert isinstance(state, Decoding)
+    assert state.next_index == 2
+
+
 def test_a_gap_loses_the_attempt() -> None:
     state, actions = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8), tokens(ONE, 3, 10))
     assert isinstance(state, Lost)
@@ -270,8 +279,8 @@ class AnyOrder(RuleBasedStateMachine):
                 case Abort(number, place):
                     assert number == self.number
                     assert place is None or place in self.named
-                case Disown(number, _):
-                    assert number < self.number
+                case Disown(number, source):
+                    assert number < self.number or (isinstance(before, Prefilling) and source not in self.named)
                 case AwaitReport(until_s):
                     assert until_s > 1.0
         if isinstance(before, Ended):
