@@ -101,6 +101,21 @@ class BatchLives(RuleBasedStateMachine):
             request.has_blocks = True
 
 
+def test_a_request_that_is_preempted_for_one_step_ends_once() -> None:
+    batch = BatchGrowth(block_tokens=1)
+    batch.add(1, BatchMember(context_tokens=5, remaining_tokens=3))
+    batch.add(2, BatchMember(context_tokens=5, remaining_tokens=9))
+    batch.preempt(1)
+    for _ in range(3):
+        batch.step({1, 2})
+    # Its end is known to be outlived: of the two, only the other one still wants blocks until its end.
+    batch.remove(1)
+    alone = BatchGrowth(block_tokens=1)
+    alone.add(2, BatchMember(context_tokens=8, remaining_tokens=6))
+    assert batch.until_all_end() == alone.until_all_end()
+    assert batch.until_first_ends() == alone.until_first_ends()
+
+
 def test_what_is_asked_again_and_again_takes_no_memory() -> None:
     batch = BatchGrowth(16)
     for number in range(4):

@@ -224,7 +224,9 @@ def test_sent_work_is_confirmed_by_the_second_heartbeat_and_by_a_new_life() -> N
     sent = UnconfirmedWork[str]()
     sent.add("request", status("p0", sequence_number=10), 7)
     assert sent.at(status("p0", sequence_number=11)).amount == 7, "this heartbeat may have crossed the request"
-    assert sent.at(status("p0", sequence_number=12)).amount == 0
+    sent.add("later", status("p0", sequence_number=11), 5)
+    assert sent.at(status("p0", sequence_number=12)).amount == 5, "it was sent one heartbeat later"
+    assert sent.at(status("p0", sequence_number=13)).amount == 0
     assert len(sent) == 0
     sent.add("request", status("p0", sequence_number=10), 7)
     assert sent.at(status("p0", incarnation=2, sequence_number=1)).amount == 0
