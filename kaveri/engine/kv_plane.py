@@ -88,7 +88,7 @@ class PoolPlane:
         require_pushable(self._layout, ticket)
 
     def open_push(self, source: Source, ticket: Ticket) -> None:
-        if not self._sender.pushes(ticket):
+        if not self._sender.has_part(ticket):
             # Other ranks hold the same heads, and push them.
             self._listener(PushAccepted(ticket.transfer_id, 0, ""))
             return

@@ -12,12 +12,13 @@ from typing import Protocol
 from kaveri.engine.pushes import PushSender
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.layout.parts import source_rank
 from kaveri.kv.transfer.flow import ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferEnd
 from kaveri.kv.transfer.landing import TransferLanded, TransferReleased
 from kaveri.kv.transfer.push import PushAccepted, PushFailed, PushListener
 from kaveri.kv.transfer.receiver import LandingListener
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, tickets_of_rank
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, taken_tickets
 
 
 class FlowingSender(PushSender, Protocol):
@@ -75,16 +76,16 @@ class PartSender:
         self._table = _PartTable(self._whole_ended)
         self._inner = make_sender(self._table.hear)
 
-    def pushes(self, ticket: Ticket) -> bool:
+    def has_part(self, ticket: Ticket) -> bool:
         """Whether this rank has something to push for the ticket."""
-        return bool(tickets_of_rank(self._layout, self._rank, ticket))
+        return any(source_rank(self._layout, part.place) == self._rank for part in ticket.parts) or not ticket.parts
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
         """See PushSender.open."""
         if not ticket.parts:
             self._inner.open(ticket, part=part)
             return
-        tickets = tickets_of_rank(self._layout, self._rank, ticket)
+        tickets = pushed_tickets(self._layout, self._rank, ticket)
         self._table.begin(ticket.transfer_id, tickets, lambda own: self._inner.open(own, part=True), self._inner.abort)
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
@@ -138,7 +139,7 @@ class PartReceiver:
         if not ticket.parts:
             self._lease(ticket, None)
             return
-        tickets = [own for place, own in ticket.part_tickets() if place.rank == self._rank]
+        tickets = taken_tickets(self._rank, ticket)
         if len(tickets) == 1:
             self._table.begin(ticket.transfer_id, tickets, lambda own: self._lease(own, None), self._inner.revoke)
             return

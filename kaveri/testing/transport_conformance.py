@@ -18,12 +18,17 @@ import itertools
 import os
 import random
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.receiver import TransferLanded
+from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.testing.transport_deaths import DeathTests
-from kaveri.testing.transport_peer import PeerNursery
+from kaveri.testing.transport_peer import PeerNursery, fill_pool, load_transport
 from kaveri.testing.transport_refusals import RefusalTests
 from kaveri.testing.transport_runs import RandomRun
 from kaveri.testing.transport_world import SMALL_LAYOUT, World
@@ -93,6 +98,42 @@ class TransportConformance(RefusalTests, DeathTests):
         finally:
             for sender in senders:
                 sender.close()
+
+    def test_parts_of_blocks_land_side_by_side(self, world: World) -> None:
+        blocks, numbers = world.allocator.allocate("parts", 3), [9, 3, 4]
+        part = replace(SMALL_LAYOUT, kv_head_count=1)
+        target = world.expected.reshape(SMALL_LAYOUT.layer_count, -1, part.block_bytes)
+        transports = [load_transport(self.factory)]
+        with ExitStack() as stack:
+            pushed = []
+            for index in (1, 0):
+                pool = KvPool(part, 16)
+                fill_pool(pool, index + 1)
+                sender = KvSender(pool, world.pushed, transports=transports)
+                stack.callback(sender.close)
+                ids = [2 * block + index for block in blocks]
+                ticket = world.receiver.grant(ids, 3 * SMALL_LAYOUT.block_tokens, 60.0, part=part)
+                target[:, ids] = pool.memory[:, numbers]
+                pushed.append(ticket)
+                world.push(ticket, numbers, sender)
+            for ticket in pushed:
+                assert isinstance(world.landed.wait(ticket), TransferLanded)
+                assert isinstance(world.pushed.wait(ticket), PushAccepted)
+            world.check_target()
+        world.allocator.release("parts")
+
+    def test_a_connection_takes_blocks_of_one_size(self, world: World) -> None:
+        world.require_works()
+        blocks = world.allocator.allocate("parts", 2)
+        part = replace(SMALL_LAYOUT, kv_head_count=1)
+        ticket = world.receiver.grant([2 * block for block in blocks], 2 * SMALL_LAYOUT.block_tokens, 60.0, part=part)
+        world.tickets[ticket.transfer_id] = replace(ticket, block_ids=tuple(blocks))
+        world.allocator.move("parts", ticket.transfer_id)
+        # The sender takes them for whole ones.
+        world.push(replace(ticket, layout=SMALL_LAYOUT), [1, 0])
+        assert "of another size" in world.require_released(ticket)
+        world.require_failed(ticket)
+        world.require_works()
 
     @pytest.mark.timeout(120 + 5 * max(RUN_COUNT, LEAST_RUNS))
     def test_no_random_run_shows_a_wrong_byte_or_leaves_anything(

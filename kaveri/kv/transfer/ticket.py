@@ -1,8 +1,7 @@
 """The permission to push one request's KV cache into another instance's pool. Pure values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
@@ -61,35 +60,25 @@ class Ticket:
     def __post_init__(self) -> None:
         require_seconds("ticket.expires_in_s", self.expires_in_s, least_s=-DAY_S)
 
-    def part_tickets(self) -> "tuple[PartTicket, ...]":
-        """The parts, each with its own ticket: for the blocks of a pool that is split as part_index() says. Without
-        parts the ticket itself. Raises InvalidArgument when parts and layout do not agree."""
+    def part_tickets(self, is_wanted: Callable[[PartPlace], bool]) -> "tuple[Ticket, ...]":
+        """The wanted parts, each with its own ticket: for the blocks of a pool that is split as part_index() says.
+        Without parts the ticket itself is the only one. The parts are those of ticket_parts()."""
         if not self.parts:
-            return (PartTicket(PartPlace(0, self.layout), self),)
-        tickets = []
-        for number, part in enumerate(self.parts):
-            rank, layout = part.place
-            if not (0 <= rank < self.layout.tensor_ranks and layout.kv_head_count > 0):
-                raise InvalidArgument("ticket.parts", f"rank {rank}", f"one of {self.layout.tensor_ranks} ranks")
-            index, ways = part_index(self.layout, part.place)
-            own = replace(
-                self,
-                # Each transfer has a name of its own, on both sides.
-                transfer_id=(int.from_bytes(self.transfer_id) ^ number).to_bytes(len(self.transfer_id)),
-                endpoints=part.endpoints,
-                block_ids=tuple(block * ways + index for block in self.block_ids),
-                layout=layout,
-                parts=(),
-            )
-            tickets.append(PartTicket(part.place, own))
-        return tuple(tickets)
+            return (self,) if is_wanted(PartPlace(0, self.layout)) else ()
+        return tuple(self._part_ticket(number) for number, part in enumerate(self.parts) if is_wanted(part.place))
 
-
-class PartTicket(NamedTuple):
-    """The ticket of one part."""
-
-    place: PartPlace
-    ticket: Ticket
+    def _part_ticket(self, number: int) -> "Ticket":
+        place, endpoints = self.parts[number].place, self.parts[number].endpoints
+        index, ways = part_index(self.layout, place)
+        return replace(
+            self,
+            # Each transfer has a name of its own, on both sides.
+            transfer_id=(int.from_bytes(self.transfer_id) ^ number).to_bytes(len(self.transfer_id)),
+            endpoints=endpoints,
+            block_ids=self.block_ids if ways == 1 else tuple(block * ways + index for block in self.block_ids),
+            layout=place.layout,
+            parts=(),
+        )
 
 
 def ticket_parts(
@@ -112,9 +101,15 @@ def require_pushable(source: KvLayout, ticket: Ticket) -> None:
         raise InvalidArgument("ticket.parts", len(ticket.parts), f"the {len(places)} of a push between these ranks")
 
 
-def tickets_of_rank(source: KvLayout, rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
-    """What a rank of the sender pushes, part by part. Empty where other ranks push the same heads."""
-    return tuple(own for place, own in ticket.part_tickets() if source_rank(source, place) == rank)
+def pushed_tickets(source: KvLayout, rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
+    """What a rank of the sender pushes, part by part. Empty where other ranks push the same heads. The ticket is one
+    that require_pushable() lets through."""
+    return ticket.part_tickets(lambda place: source_rank(source, place) == rank)
+
+
+def taken_tickets(rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
+    """What a rank of the receiver takes, part by part."""
+    return ticket.part_tickets(lambda place: place.rank == rank)
 
 
 def first_source_block(ticket: Ticket, layout: KvLayout) -> int:

@@ -26,7 +26,7 @@ from kaveri.kv.layout.parts import part_places, source_rank
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, taken_tickets, ticket_parts
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import make_request
 from kaveri.testing.engine_recorder import EngineRecorder
@@ -270,7 +270,7 @@ def test_a_part_that_fails_frees_what_was_leased_to_a_silent_one(make_pair: Any)
     ticket = pair.receiving.grant(source, [5, 1, 6])
     told: queue.Queue[Any] = queue.Queue()
     with ExitStack() as stack:
-        for rank, (_, part) in enumerate(ticket.part_tickets()):
+        for rank, part in enumerate(taken_tickets(0, ticket)):
             sender = KvSender(KvPool(source.rank(rank), BLOCKS), told.put, transports=make_transports(("unix",)))
             stack.callback(sender.close)
             sender.open(part)
@@ -315,7 +315,7 @@ def test_a_part_that_begins_when_another_has_failed_is_given_up(make_pair: Any) 
         return doubles[0]
 
     PartSender(MODEL, 0, told.append, make).open(ticket)
-    assert doubles[0].opened == [part.transfer_id for _, part in ticket.part_tickets()]
+    assert doubles[0].opened == [part.transfer_id for part in pushed_tickets(MODEL, 0, ticket)]
     assert told == [PushFailed(ticket.transfer_id, "the link is lost")]
 
 
