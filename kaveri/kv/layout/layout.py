@@ -155,7 +155,7 @@ class KvLayout:
             if self.block_tokens != other.block_tokens:
                 raise LayoutMismatch("block_tokens", self.block_tokens, other.block_tokens)
             if not self.order.startswith(HEADS_FIRST):
-                raise LayoutMismatch("tensor_ranks", self.tensor_ranks, other.tensor_ranks)
+                self._require_equal(other, frozenset())
         if self.dtype not in ELEMENT_BYTES:
             raise LayoutMismatch("dtype", self.dtype, other.dtype)
         for layout in (self, other):

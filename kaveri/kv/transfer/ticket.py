@@ -50,7 +50,7 @@ class Ticket:
     expires_in_s: float
     """Seconds from the grant; void from the beginning where that is not above 0."""
     layout: KvLayout
-    """The receiver's layout; a sender whose own differs refuses."""
+    """The receiver's layout; a sender that cannot map its own blocks to it refuses."""
     first_block: int = 0
     """Blocks of the request that the receiver has already, in its prefix cache: they are not pushed."""
     parts: tuple[TicketPart, ...] = ()

@@ -56,11 +56,15 @@ def test_each_rank_pushes_its_heads_to_its_like(
         wait_until_free(pair.prefill, pair.decode)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(
-    ("sending", "receiving"),
-    [("two_rank_prefills", "decodes"), ("prefills", "two_rank_decodes")],
-    ids=["two-to-one", "one-to-two"],
+    ("sending", "receiving", "transport"),
+    [
+        ("two_rank_prefills", "decodes", "shm"),
+        ("two_rank_prefills", "decodes", "tcp"),
+        ("prefills", "two_rank_decodes", "shm"),
+        ("prefills", "two_rank_decodes", "tcp"),
+        ("mirrored_two_rank_prefills", "mirrored_decodes", "shm"),
+    ],
 )
 def test_unlike_numbers_of_ranks_push_by_heads(
     request: pytest.FixtureRequest,
