@@ -1,8 +1,7 @@
 """The console script `kaveri`: its commands, and how their errors look."""
 
 import importlib.metadata
-import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -16,7 +15,7 @@ from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON, launcher
 from kaveri.cli.status import status
 from kaveri.cli.up import FLAGS_HELP, up
-from kaveri.errors import ConfigError, KaveriError
+from kaveri.config.commands import run_commands
 
 app = typer.Typer(
     name="kaveri",
@@ -28,13 +27,9 @@ app = typer.Typer(
 )
 
 
-def main() -> None:
-    """Runs the command line and exits: 0, 1 for a KaveriError, 2 for wrong flags or settings."""
-    try:
-        app()
-    except KaveriError as error:
-        print(f"kaveri: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+def main() -> NoReturn:
+    """See run_commands."""
+    run_commands(app, "kaveri")
 
 
 def _show_version(wanted: bool) -> None:

@@ -57,6 +57,8 @@ class RoomLine:
         self._places: dict[str, Place] = {}
         self._token_count = 0
         self._last_number = 0
+        self._fewest_blocks: int | None = None
+        """The least that any in line needs; None: not known. With fewer free, next_to_ask() looks at no place."""
 
     @property
     def length(self) -> int:
@@ -67,6 +69,8 @@ class RoomLine:
         """The request wants room, and gets the last place, or that of `former`, which left() has returned."""
         assert request_id not in self._places, request_id
         self._token_count += token_count
+        if self._fewest_blocks is not None:
+            self._fewest_blocks = min(self._fewest_blocks, needed_blocks)
         if former is None:
             self._last_number += 1
             self._places[request_id] = Place(needed_blocks, token_count, self._last_number)
@@ -79,6 +83,8 @@ class RoomLine:
         place = self._places.pop(request_id, None)
         if place is not None:
             self._token_count -= place.token_count
+            if place.needed_blocks == self._fewest_blocks:
+                self._fewest_blocks = None
         return place
 
     def is_over_limit(self) -> bool:
@@ -97,6 +103,10 @@ class RoomLine:
 
         attainable_blocks: blocks that can come free without waiting for blocks in quarantine.
         """
+        if self._fewest_blocks is None:
+            self._fewest_blocks = min((place.needed_blocks for place in self._places.values()), default=0)
+        if room_blocks < self._fewest_blocks:
+            return None
         first = self._first(attainable_blocks)
         if first is not None and first[1].overtakes >= self._max_overtakes:
             return first[0] if first[1].needed_blocks <= room_blocks else None

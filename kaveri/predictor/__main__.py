@@ -6,11 +6,12 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from kaveri.errors import ConfigError, KaveriError
+from kaveri.config.commands import run_commands
+from kaveri.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,13 +27,9 @@ app = typer.Typer(
 )
 
 
-def main() -> None:
-    """Runs one step and exits: 0, 1 for a KaveriError, 2 for wrong flags or files, 130 for Ctrl-C."""
-    try:
-        app(prog_name="kaveri predictor")
-    except KaveriError as error:
-        print(f"kaveri predictor: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+def main() -> NoReturn:
+    """See run_commands."""
+    run_commands(app, "kaveri predictor")
 
 
 @app.command()

@@ -46,6 +46,9 @@ class ModelTokenizer:
 
     Work on the event loop is bounded, whatever the input. Longer input goes to a thread, which shares the interpreter:
     a single call there holds it for at most a few milliseconds, except to list an accepted prompt's ids.
+
+    Past its request's deadline a text that has not begun never begins, and a conversation ends before its next step.
+    The tokenizer's own call cannot be interrupted, and keeps its thread until it is done: the limit on input bounds it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
@@ -114,14 +117,15 @@ class ModelTokenizer:
             len(messages) <= _INLINE_MESSAGES
             and sum(len(turn.role) + len(turn.content) for turn in messages) <= _INLINE_CHARACTERS
         )
-        return await self._run(short, deadline_s, lambda: self._encode_chat(messages, max_tokens))
+        return await self._run(short, deadline_s, lambda: self._encode_chat(messages, max_tokens, deadline_s))
 
-    def _encode_chat(self, messages: Sequence[Turn], max_tokens: int) -> list[int]:
+    def _encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
         assert self._control is not None
         turns: list[dict[str, str]] = []
         size_bytes = 0
         marked = False
         for number, turn in enumerate(messages):
+            _check_time(deadline_s)
             if not _ROLE.fullmatch(turn.role):
                 limit = f"a word of at most {MAX_ROLE_CHARACTERS} letters, digits, spaces, '_', '-' and '.'"
                 raise InvalidArgument(f"prompt.messages[{number}].role", turn.role, limit)
@@ -135,6 +139,7 @@ class ModelTokenizer:
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             roles = [turn["role"] for turn in turns[:8]]
             raise InvalidArgument("prompt.messages", roles, f"as the template wants: {error!s:.200}") from error
+        _check_time(deadline_s)
         backend = self._control.backend if marked else self.backend
         # The template writes the special tokens itself.
         return _ids(backend, text, max_tokens, add_special_tokens=False)
@@ -166,6 +171,12 @@ class ModelTokenizer:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
         except TimeoutError as error:
             raise DeadlineExceeded from error
+
+
+def _check_time(deadline_s: float) -> None:
+    """Raises DeadlineExceeded, for work that no caller waits for any more."""
+    if time.monotonic() > deadline_s:
+        raise DeadlineExceeded
 
 
 def _ids(backend: Tokenizer, text: str, max_tokens: int, *, add_special_tokens: bool) -> list[int]:

@@ -41,6 +41,8 @@ _MAX_FACT_BYTES = 512
 """gRPC allows 8 KiB of metadata, and this is all of it: the message three times, up to three long facts, base64."""
 _RETRY_AFTER_S = 1.0
 """For servers that are full and do not say for how long."""
+_TOO_LARGE = ("larger than max", "metadata size exceeds")
+"""In gRPC's own words about a message, or metadata, that no retry makes smaller."""
 
 _CODES: dict[type[KaveriError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -100,8 +102,8 @@ def error_of(error: aio.AioRpcError, *, peer: str = "", request_id: str = "") ->
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded()
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            if "larger than max" in message:
-                return InvalidArgument("message", message, "within the message size limit")
+            if any(words in message for words in _TOO_LARGE):
+                return InvalidArgument("message", message, "within the size limits of a call")
             return NoCapacity(peer or "server", _retry_after_s(details) or _RETRY_AFTER_S, message)
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidArgument("request", message, "valid")

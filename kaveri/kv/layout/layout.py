@@ -1,10 +1,9 @@
 """What a block of KV cache looks like, when two pools may exchange blocks byte by byte, and when blocks can be mapped
 from one onto the other. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from kaveri.errors import InvalidArgument, LayoutMismatch
+from kaveri.errors import LayoutMismatch
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ORDERS = ("2NHD", "2HND")
@@ -131,15 +130,6 @@ class KvLayout:
     def has_known_order(self) -> bool:
         """Whether the place of each token's KV within a block is known."""
         return self.order in ORDERS
-
-    def require_whole(self, parts: Sequence["KvLayout"]) -> None:
-        """Raises InvalidArgument unless the parts hold all layers and heads of this one together."""
-        given = {(layer, head) for part in parts for layer in part.layers for head in part.kv_heads}
-        for layer in self.layers:
-            for head in self.kv_heads:
-                if (layer, head) not in given:
-                    limit = f"of all layers and heads together; layer {layer}, KV head {head} is missing"
-                    raise InvalidArgument("parts", len(parts), limit)
 
     def _require_equal(self, other: "KvLayout", but: frozenset[str]) -> None:
         for field in fields(self):

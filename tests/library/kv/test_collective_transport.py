@@ -22,6 +22,7 @@ from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports, transport_names
 from kaveri.kv.transports.extra import collective
 from kaveri.kv.transports.extra.collective import _BUFFER_COUNT, _MESSAGE_BYTES, CollectiveLink, CollectiveTransport
@@ -273,3 +274,31 @@ make_transports()
 assert not {"torch", "nixl_cu13"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_meetings_with_processes_that_stand_still_are_bounded() -> None:
+    going_on = threading.Event()
+
+    def stand_still() -> collective._Pair:
+        assert going_on.wait(WAIT_S)
+        raise LinkLost("it is gone")
+
+    meetings = [collective._Meeting(stand_still) for _ in range(collective._MOST_MEETINGS)]
+    try:
+        with pytest.raises(LinkLost, match="not within"):
+            meetings[0].pair_within(0.01)
+        with pytest.raises(LinkLost, match="meetings"):
+            collective._Meeting(stand_still)
+    finally:
+        going_on.set()
+    for meeting in meetings[1:]:
+        with pytest.raises(LinkLost, match="it is gone"):
+            meeting.pair_within(WAIT_S)
+
+    def meets_again() -> bool:
+        with contextlib.suppress(LinkLost):
+            collective._Meeting(stand_still)
+            return True
+        return False
+
+    wait_until(meets_again, "a meeting has ended")

@@ -123,6 +123,8 @@ async def test_details_can_be_read_in_any_language() -> None:
         (grpc.StatusCode.NOT_FOUND, "none", ModelNotFound),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests", NoCapacity),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max (9 vs. 4)", InvalidArgument),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT: Sent message larger than max (9 vs. 4)", InvalidArgument),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "received initial metadata size exceeds hard limit", InvalidArgument),
         (grpc.StatusCode.UNAVAILABLE, "gone", Unavailable),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "late", DeadlineExceeded),
         (grpc.StatusCode.CANCELLED, "cancelled", RequestCancelled),

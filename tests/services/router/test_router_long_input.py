@@ -34,6 +34,9 @@ def params(**fields: object) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(text="hello", params=sampling_pb2.SamplingParams(**fields))  # type: ignore[arg-type]
 
 
+_UNREAD_ERRORS = 8
+"""More than a test reads."""
+
 HUGE: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], str]] = {
     "one text": (lambda: text("count the words " * (FULL // 16)), "prompt.text"),
     "one text without a space": (lambda: text("<" * FULL), "prompt.text"),
@@ -59,7 +62,7 @@ async def flood(address: str, message: bytes, threads: int = 2) -> "AsyncIterato
     From threads, and serialized once, so that it takes little of the interpreter that the router runs on.
     """
     stop = threading.Event()
-    errors: queue.Queue[grpc.RpcError] = queue.Queue()
+    errors: queue.Queue[grpc.RpcError] = queue.Queue(_UNREAD_ERRORS)
 
     def send() -> None:
         with grpc.insecure_channel(address, (("grpc.max_send_message_length", -1),)) as channel:
@@ -73,7 +76,9 @@ async def flood(address: str, message: bytes, threads: int = 2) -> "AsyncIterato
                     for _ in generate(message, timeout=60):
                         pass
                 except grpc.RpcError as error:
-                    errors.put(error)
+                    # An error keeps its call, and the call its request of megabytes.
+                    with contextlib.suppress(queue.Full):
+                        errors.put_nowait(error)
 
     workers = [threading.Thread(target=send) for _ in range(threads)]
     for worker in workers:

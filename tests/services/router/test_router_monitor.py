@@ -181,9 +181,10 @@ class _Listener:
 
     redis: Redis
     heard: list[tuple[float, cluster_pb2.LoadBroadcast]] = field(default_factory=list)
+    has_ended: bool = False
 
     async def follow(self) -> None:
-        while True:
+        while not self.has_ended:
             # A Redis that was just started may not answer yet.
             with contextlib.suppress(RedisConnectionError):
                 async with self.redis.pubsub() as channel:
@@ -224,9 +225,12 @@ async def _listener(cluster: LocalCluster) -> AsyncIterator[_Listener]:
         await _until(lambda: bool(listener.heard), "a first broadcast")
         yield listener
     finally:
+        # The Redis client may take a cancellation for a broken connection: then the flag ends the task.
+        listener.has_ended = True
         following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        ended, _ = await asyncio.wait({following}, timeout=_PATIENT_S)
         await redis.aclose()
+        assert ended, "the listener did not end"
 
 
 def _address(cluster: LocalCluster, instance_id: str) -> str:

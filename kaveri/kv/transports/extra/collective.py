@@ -57,6 +57,8 @@ _BUFFER_COUNT = 4
 _MEET_WITHIN_S = 5.0
 _CHECK_S = 0.05
 """Longest that a wait for a buffer goes without asking whether it is still wanted."""
+_MOST_MEETINGS = 16
+"""At once in a process, those included that were given up while the other process stands still."""
 _RECEIVER, _SENDER = 0, 1
 """Ranks."""
 
@@ -392,8 +394,12 @@ class _Meeting:
     """Makes a pair on a thread of its own. torch's store knows no deadline while the process at its other end stands
     still: then the thread stays until that one goes on or is gone, and undoes what comes too late."""
 
+    _places = threading.BoundedSemaphore(_MOST_MEETINGS)
+
     def __init__(self, meet: Callable[[], _Pair]) -> None:
-        """Raises LinkLost when no thread can be started."""
+        """Raises LinkLost when no thread can be started, and when too many meetings are under way."""
+        if not self._places.acquire(blocking=False):
+            raise LinkLost(f"{_MOST_MEETINGS} other meetings have not ended")
         self._meet = meet
         self._changed = threading.Condition()
         self._pair: _Pair | None = None
@@ -402,6 +408,7 @@ class _Meeting:
         try:
             threading.Thread(target=self._run, name="kv-meet", daemon=True).start()
         except RuntimeError as error:
+            self._places.release()
             raise LinkLost(f"no thread for meeting the other side: {error}") from error
 
     def pair_within(self, timeout_s: float) -> _Pair:
@@ -414,6 +421,12 @@ class _Meeting:
             return self._pair
 
     def _run(self) -> None:
+        try:
+            self._meet_other()
+        finally:
+            self._places.release()
+
+    def _meet_other(self) -> None:
         pair = problem = None
         try:
             pair = self._meet()

@@ -1,0 +1,34 @@
+"""Runs the commands of a program: whatever goes wrong is one line on stderr, and an exit status."""
+
+import sys
+from typing import NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from kaveri.errors import ConfigError, KaveriError
+
+
+def run_commands(app: typer.Typer, program: str) -> NoReturn:
+    """Runs the command line and exits: 0, 1 for a KaveriError, 2 for wrong flags or settings, 130 for Ctrl-C."""
+    try:
+        status = app(prog_name=program, standalone_mode=False)
+    except TyperException as error:
+        _refuse(error, program)
+    except typer.Abort:
+        sys.exit(1)
+    except KaveriError as error:
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _refuse(error: TyperException, program: str) -> NoReturn:
+    reason = error.format_message()
+    if not reason.startswith("Usage:"):
+        context = getattr(error, "ctx", None)
+        command = program if context is None else context.command_path
+        reason = f"{command}: {' '.join(reason.split())}; see `{command} --help`"
+    # Otherwise a command was called without any argument, and this is its help.
+    print(reason, file=sys.stderr)
+    sys.exit(2)
