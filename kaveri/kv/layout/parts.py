@@ -14,6 +14,7 @@ is place i of block b, in the order of heads. With the heads first they stay so;
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from kaveri.kv.layout.layout import KvLayout
@@ -26,6 +27,7 @@ class PartPlace(NamedTuple):
     layout: KvLayout
 
 
+@lru_cache(maxsize=256)
 def part_places(source: KvLayout, destination: KvLayout) -> tuple[PartPlace, ...]:
     """All parts of KV that goes from one instance to the other, rank by rank. Raises LayoutMismatch."""
     source.require_mappable(destination)
@@ -38,6 +40,7 @@ def part_places(source: KvLayout, destination: KvLayout) -> tuple[PartPlace, ...
     )
 
 
+@lru_cache(maxsize=1024)
 def source_rank(source: KvLayout, place: PartPlace) -> int:
     """The rank of the source that pushes a part."""
     first_head = place.layout.first_kv_head
