@@ -73,8 +73,8 @@ class Instance:
             block_ids=tuple(block_ids),
             token_count=TOKENS,
             expires_in_s=expires_in_s,
-            layout=LAYOUT,
-            parts=ticket_parts(LAYOUT, LAYOUT, self.plane.endpoints),
+            layout=self.plane.layout,
+            parts=ticket_parts(LAYOUT, self.plane.layout, self.plane.endpoints),
         )
 
     def told_nothing(self) -> bool:
@@ -324,6 +324,32 @@ def test_a_rank_that_dies_is_told_of_and_its_peers_transfers_end(remote_pair: An
     assert sending.lost.empty()
     receiving.plane.close()
     sending.plane.close()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_sending_rank_that_dies_frees_what_was_leased_to_all_ranks_of_its_engine(
+    tmp_path: Path, transport: str
+) -> None:
+    memory = RankMemory(0, replace(LAYOUT, tensor_ranks=1))
+    address = str(tmp_path / "kv.sock") if transport == "shm" else "127.0.0.1:0"
+    with ExitStack() as stack:
+        source = RemoteInstance(1, [0, 3, 2])
+        stack.callback(source.close)
+        sending = Instance(source.ranks)
+        stack.callback(sending.plane.close)
+        receiving = Instance([memory.plane], [KvEndpoint(transport, address)])
+        stack.callback(receiving.plane.close)
+        ticket = receiving.grant([5, 1, 6])
+        sending.plane.open_push("r", ticket)
+        # Both ranks push, and neither hands over.
+        source.ask("compute")
+        source.processes[1].kill()
+        assert sending.lost.get(timeout=SOON_S) == "tensor-parallel rank 1 has ended"
+        released = receiving.next()
+        assert (type(released), released.transfer_id) == (TransferReleased, ticket.transfer_id)
+        assert receiving.plane.flow().receiving.leased_block_count == 0
+        assert receiving.told_nothing()
 
 
 @pytest.mark.timeout(180)
