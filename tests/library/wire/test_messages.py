@@ -23,7 +23,7 @@ def test_a_ticket_without_a_number_of_seconds_is_refused(expires_in_s: float) ->
 
 @pytest.mark.parametrize("seconds", NO_SECONDS)
 def test_an_instance_with_no_number_of_seconds_is_refused(seconds: float) -> None:
-    record = cluster_pb2.InstanceRecord(instance_id="d", role=cluster_pb2.ROLE_DECODE, lease_ttl_s=3.0)
+    record = cluster_pb2.InstanceRecord(instance_id="d", role=cluster_pb2.ROLE_ENGINE, lease_ttl_s=3.0)
     load = cluster_pb2.InstanceLoad(state=cluster_pb2.INSTANCE_STATE_READY)
     message = cluster_pb2.InstanceStatus(record=record, load=load, heartbeat_age_s=0.5)
     known = record_from_proto(record)
