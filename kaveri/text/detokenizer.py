@@ -4,6 +4,8 @@ from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
+from kaveri.text.plain_tokens import PlainTokens
+
 _UNDECIDED_TOKENS = 8
 """Tokens that may wait for the end of a character. The longest character has four bytes, so four tokens."""
 _CONTEXT_TOKENS = 4
@@ -30,10 +32,12 @@ class Detokenizer:
         *,
         prompt_token_ids: Sequence[int] = (),
         skipped_ids: Collection[int] = (),
+        plain: PlainTokens | None = None,
     ) -> None:
         """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
-        skipped_ids: the special tokens, which have no text."""
+        skipped_ids: the special tokens, which have no text. plain: spares the decoding of most tokens."""
         self._backend = backend
+        self._plain = plain
         self._stop = tuple(stop)
         self._skipped_ids = skipped_ids
         # Decoded together: [0, new) are sent, and are the context of the others     [new, end) are not sent, or not
@@ -49,6 +53,10 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Adds the next token and returns the text that is decided now, often empty."""
+        plain = self._plain.text(token_id) if self._plain is not None else None
+        if plain is not None and self._new == len(self._window):
+            self._begin_with(token_id, plain)
+            return self._scan(plain) if self._stop else plain
         if not self._has_text(token_id):
             return ""
         self._window.append(token_id)
@@ -65,7 +73,16 @@ class Detokenizer:
         rest, self._held = rest + self._held, ""
         return rest
 
+    def _begin_with(self, token_id: int, plain: str) -> None:
+        """All text is decided up to this token, which is plain: what follows needs no other context."""
+        self._window, self._new, self._left = [token_id], 1, plain
+
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
+        if self._plain is not None and prompt_token_ids:
+            plain = self._plain.text(prompt_token_ids[-1])
+            if plain is not None:
+                self._begin_with(prompt_token_ids[-1], plain)
+                return
         tail = [token_id for token_id in prompt_token_ids[-4 * _UNDECIDED_TOKENS :] if self._has_text(token_id)]
         # A character that the prompt leaves unfinished belongs to the prompt; the answer's bytes are decoded alone.
         while self._decode(tail[-_CONTEXT_TOKENS:]).endswith(_REPLACEMENT):

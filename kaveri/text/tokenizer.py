@@ -16,6 +16,7 @@ from kaveri.errors import ConfigError, DeadlineExceeded, InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.text.control_tokens import ControlTokens
 from kaveri.text.detokenizer import Detokenizer
+from kaveri.text.plain_tokens import PlainTokens
 
 _INLINE_CHARACTERS = 1_024
 """Shorter prompts are tokenized on the event loop: it takes less than a millisecond."""
@@ -64,6 +65,7 @@ class ModelTokenizer:
         self.has_chat_template = bool(tokenizer.chat_template)
         added = self.backend.get_added_tokens_decoder()
         self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._plain = PlainTokens(self.backend, self._skipped_ids)
         self._control = ControlTokens(self.backend, self._rendered_samples()) if self.has_chat_template else None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
@@ -88,7 +90,9 @@ class ModelTokenizer:
 
     def detokenizer(self, prompt_token_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:
         """Turns the answer to a prompt into text."""
-        return Detokenizer(self.backend, stop, prompt_token_ids=prompt_token_ids, skipped_ids=self._skipped_ids)
+        return Detokenizer(
+            self.backend, stop, prompt_token_ids=prompt_token_ids, skipped_ids=self._skipped_ids, plain=self._plain
+        )
 
     async def encode(self, text: str, max_tokens: int, deadline_s: float) -> list[int]:
         """Token ids of a raw prompt, with the special tokens that the model's tokenizer adds by itself. Special tokens

@@ -33,6 +33,27 @@ def test_pieces_joined_are_the_whole_text_for_random_tokens(tokenizer: ModelToke
     assert run(tokenizer, token_ids)[0] == tokenizer.backend.decode(token_ids, skip_special_tokens=True), seed
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_the_text_of_plain_tokens_is_that_of_decoding_all(tokenizer: ModelTokenizer, seed: int) -> None:
+    rng = random.Random(seed)
+    # Plain tokens between the bytes of characters, whole and broken ones, and special tokens.
+    letters = tokenizer.backend.encode("a bc!", add_special_tokens=False).ids
+    bits = tokenizer.backend.encode("é你🙂", add_special_tokens=False).ids
+    whole = rng.random() < 0.5
+    token_ids: list[int] = []
+    for _ in range(rng.randrange(1, 20)):
+        some = rng.choice([letters, bits, [rng.randrange(tokenizer.vocab_size)]])
+        token_ids += some if whole else rng.sample(some, rng.randrange(len(some) + 1))
+    count = rng.randrange(len(token_ids) + 1)
+    prompt, answer = token_ids[:count], token_ids[count:]
+    slow = Detokenizer(
+        tokenizer.backend, prompt_token_ids=prompt, skipped_ids=frozenset(tokenizer.backend.get_added_tokens_decoder())
+    )
+    fast = tokenizer.detokenizer(prompt, ())
+    assert [fast.push(token_id) for token_id in answer] == [slow.push(token_id) for token_id in answer], seed
+    assert fast.flush() == slow.flush(), seed
+
+
 def test_a_character_split_over_tokens_comes_out_whole(tokenizer: ModelTokenizer) -> None:
     text = "naïve 你好 🙂 end"
     detokenizer = Detokenizer(tokenizer.backend)
