@@ -3,20 +3,29 @@
 import asyncio
 from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import Connection, ConnectionPool
+from redis.exceptions import ConnectionError as NotConnected
+from redis.exceptions import ResponseError
 
 _BATCH_COUNT = 200
+
+Command = tuple[bytes | str | int, ...]
 
 
 class CommandBatches:
     """One batch is under way at a time; commands that come meanwhile form the next one, and run after it, in order.
 
-    What waits is bounded by the callers, each of which waits for its own answer.
+    It keeps one connection of the pool. The client's own methods would borrow one for every command and make a task to
+    limit each write and each read, at several times the cost. What waits is bounded by the callers, each of which waits
+    for its own answer.
     """
 
-    def __init__(self, redis: Redis) -> None:
-        self._redis = redis
-        self._waiting: list[tuple[tuple[bytes | str | int, ...], asyncio.Future[Any]]] = []
+    def __init__(self, pool: ConnectionPool, answer_timeout_s: float) -> None:
+        """answer_timeout_s: of each answer."""
+        self._pool = pool
+        self._answer_timeout_s = answer_timeout_s
+        self._connection: Connection | None = None
+        self._waiting: list[tuple[Command, asyncio.Future[Any]]] = []
         self._sending: asyncio.Task[None] | None = None
 
     async def execute(self, *command: bytes | str | int) -> Any:
@@ -28,9 +37,11 @@ class CommandBatches:
         return await answer
 
     async def close(self) -> None:
-        """Waits for the batch that is under way, then drops the rest. Its time is limited by the client's time-outs."""
+        """Waits for the batch that is under way, then drops the rest. Its time is limited by the time-outs."""
         if self._sending is not None:
             await asyncio.wait({self._sending})
+        if self._connection is not None:
+            await self._pool.release(self._connection)
 
     async def _send(self) -> None:
         try:
@@ -50,10 +61,31 @@ class CommandBatches:
         finally:
             self._sending = None
 
-    async def _answers(self, commands: list[tuple[bytes | str | int, ...]]) -> list[Any]:
-        if len(commands) == 1:
-            return [await self._redis.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
-        pipeline = self._redis.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        return list(await pipeline.execute(raise_on_error=False))
+    async def _answers(self, commands: list[Command]) -> list[Any]:
+        connection = self._connection
+        if connection is None:
+            connection = self._connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+            # The time-out below is cheaper than the connection's own.
+            connection.socket_timeout = None
+        elif connection.is_connected and await _is_broken(connection):
+            # Redis has closed it since the last batch.
+            await connection.disconnect(nowait=True)
+        loop = asyncio.get_running_loop()
+        answers: list[Any] = []
+        async with asyncio.timeout(self._answer_timeout_s) as limit:
+            await connection.send_packed_command(connection.pack_commands(commands))
+            for _ in commands:
+                limit.reschedule(loop.time() + self._answer_timeout_s)
+                try:
+                    answers.append(await connection.read_response())
+                except ResponseError as error:
+                    answers.append(error)
+        return answers
+
+
+async def _is_broken(connection: Connection) -> bool:
+    """Whether there is anything to read while no answer is due: the end of the stream, say."""
+    try:
+        return bool(await connection.can_read())
+    except NotConnected:
+        return True

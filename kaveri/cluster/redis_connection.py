@@ -15,7 +15,7 @@ from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import get_logger
 
 _CONNECT_TIMEOUT_S = 0.7
-_ANSWER_TIMEOUT_S = 0.9
+ANSWER_TIMEOUT_S = 0.9
 """Of each answer: what takes several may take longer, so that a distant Redis is slow and not lost."""
 FIRST_ANSWER_TIMEOUT_S = 3.0
 _REPORT_EVERY_S = 5.0
@@ -33,9 +33,9 @@ async def connect(url: str, probe_key: str, wait_s: float = FIRST_ANSWER_TIMEOUT
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=_MAX_CONNECTIONS,
-            timeout=_ANSWER_TIMEOUT_S,
+            timeout=ANSWER_TIMEOUT_S,
             socket_connect_timeout=_CONNECT_TIMEOUT_S,
-            socket_timeout=_ANSWER_TIMEOUT_S,
+            socket_timeout=ANSWER_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         )

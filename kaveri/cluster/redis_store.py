@@ -38,7 +38,7 @@ from kaveri.cluster.membership import Membership
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.redis_batches import CommandBatches
-from kaveri.cluster.redis_connection import FIRST_ANSWER_TIMEOUT_S, bad_url, connect, why
+from kaveri.cluster.redis_connection import ANSWER_TIMEOUT_S, FIRST_ANSWER_TIMEOUT_S, bad_url, connect, why
 from kaveri.cluster.redis_url import database_of, shown
 from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestClaim
 from kaveri.cluster.view_changes import ViewChanges
@@ -109,7 +109,7 @@ class RedisStore:
         self._resign_script = self._client.register_script(scripts.RESIGN)
         self._broadcast_script = self._client.register_script(scripts.BROADCAST)
         loaded = asyncio.Event()
-        self._commands = CommandBatches(self._client)
+        self._commands = CommandBatches(self._client.connection_pool, ANSWER_TIMEOUT_S)
         self._watching = asyncio.create_task(self._watch(loaded), name="redis store: watch")
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
