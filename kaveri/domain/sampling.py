@@ -111,6 +111,8 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 
 
 def _number(name: str, value: object, least: float, most: float) -> float:
+    if type(value) is float and least <= value <= most:
+        return value
     try:
         number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
     except OverflowError:
@@ -122,6 +124,8 @@ def _number(name: str, value: object, least: float, most: float) -> float:
 
 
 def _items(name: str, value: object, limit: str) -> tuple[object, ...]:
+    if type(value) is tuple:
+        return value
     unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
     if unordered or not isinstance(value, Iterable):
         raise InvalidArgument(f"params.{name}", value, limit)

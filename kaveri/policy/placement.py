@@ -121,7 +121,7 @@ def choose_prefill(
 
 def missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
     """The phases without which no request for `model` can be served now."""
-    return tuple(phase for phase in Phase if not view.ready(phase, model))
+    return view.derive(("missing phases", model), _missing_phases, view, model)
 
 
 def choose_decode(
@@ -274,6 +274,10 @@ def _largest_prompt(view: ClusterView, model: str, layout: KvLayout | None) -> i
             most_tokens = min(most_tokens, record.max_model_len)
         largest = max(largest or 0, most_tokens - 1)
     return largest
+
+
+def _missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
+    return tuple(phase for phase in Phase if not view.ready(phase, model))
 
 
 def _max_model_len(view: ClusterView, model: str) -> int:

@@ -67,9 +67,11 @@ class Detokenizer:
         """The text held back, at the end of the answer."""
         if self.stopped:
             return ""
-        rest = self._scan(self._continued(self._decode(self._window))[len(self._left) :])
-        if self.stopped:
-            return rest
+        rest = ""
+        if self._new < len(self._window):
+            rest = self._scan(self._continued(self._decode(self._window))[len(self._left) :])
+            if self.stopped:
+                return rest
         rest, self._held = rest + self._held, ""
         return rest
 
