@@ -50,6 +50,8 @@ class ServerTiming:
     """From the request's arrival at the router to its first token there."""
     e2e_s: float
     """From the request's arrival at the router to its last token there."""
+    reattaches: int = 0
+    """How often another router took the request over. Then the other fields are what the last one knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

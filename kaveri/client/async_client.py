@@ -3,56 +3,71 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+import weakref
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Self, TypeVar
-
-from grpc import aio
+from typing import Any, Self
 
 from kaveri.client.answer import Completion, ModelInfo
 from kaveri.client.async_stream import AsyncStream
-from kaveri.client.forks import check_not_forked, is_forked, note_connected
+from kaveri.client.forks import check_not_forked, is_forked
 from kaveri.client.request import (
     MessageLike,
     build_request,
     check_name,
     check_request_id,
-    check_target,
     check_timeout,
 )
+from kaveri.client.routers import Routers, make_routers
+from kaveri.client.sessions import Sessions
+from kaveri.client.targets import check_targets
 from kaveri.domain.sampling import SamplingParams
-from kaveri.rpc.server import open_channel
-from kaveri.v1 import inference_pb2, inference_pb2_grpc
-from kaveri.wire.status import error_of
+from kaveri.v1 import inference_pb2
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
 """Longer than any answer that a person waits for, but finite, so no request stays forever."""
 
-ResponseT = TypeVar("ResponseT")
-
 
 class AsyncClient:
-    """Talks to one router, from one event loop.
+    """Talks to the routers of one cluster, from one event loop.
+
+    Requests go to the given routers in turn. When one cannot be reached, hangs or is draining, its requests go on
+    through another one, also one that the cluster has named; see AsyncStream. Calls that only read, and cancel(), are
+    sent to another router then.
 
     Raises only KaveriErrors. Expect InvalidArgument, ModelNotFound, RequestAlreadyExists, NoCapacity (with
     retry_after_s), Unavailable, DeadlineExceeded and RequestCancelled. Cancelling a task that waits here cancels its
     request everywhere.
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """target: a router's "host:port". timeout_s: the default deadline of calls; None: no limit.
+    def __init__(
+        self, target: str | Sequence[str] = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """target: a router's "host:port", or several, at most 64. timeout_s: the default deadline of calls; None: no
+        limit.
 
         Connects at the first call, and can only be used in that call's event loop from then on. Raises InvalidArgument.
         A process forked after a client has connected cannot use any client; calls raise RuntimeError.
         """
         check_timeout(timeout_s)
-        self.target = check_target(target)
+        self._given = check_targets(target)
         self._timeout_s = timeout_s
-        self._channel: aio.Channel | None = None
-        self._stub: inference_pb2_grpc.InferenceServiceAsyncStub | None = None
+        self._routers = make_routers(self._given)
+        self._streams: weakref.WeakValueDictionary[str, AsyncStream] = weakref.WeakValueDictionary()
+        """Requests of this client by their id, as long as the caller keeps their streams."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+
+    @property
+    def target(self) -> str:
+        """The first of the given routers."""
+        return self._given[0]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All routers that it knows: the given ones, then those that the cluster has named."""
+        return self._routers.targets.known
 
     async def generate(
         self,
@@ -96,42 +111,44 @@ class AsyncClient:
         params: how to draw tokens and when to stop. None: SamplingParams().
         model: None for the router's only model.
         request_id: the caller's own id and idempotency key, at most 128 bytes. None: a random id.
-        timeout_s: the request's deadline. None: the client's default.
+        timeout_s: the request's deadline, over all routers that it goes through. None: the client's default.
         """
         started_s = time.monotonic()
         check_timeout(timeout_s)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         request = build_request(prompt, prompt_token_ids, messages, params, model, request_id)
-        call = self._connect().Generate(request, timeout=self._deadline_s(timeout_s))
-        return AsyncStream(call, request_id, self.target, started_s)
+        sessions = Sessions(request, self._connect(), self._deadline_s(timeout_s))
+        stream = self._streams[request_id] = AsyncStream(sessions, request_id, started_s)
+        return stream
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Cancels a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED.
 
-        False: the router has no such request in flight.
+        False: no router has such a request in flight.
         """
         request = inference_pb2.CancelRequest(request_id=check_request_id(request_id))
-        response = await self._answer(self._connect().Cancel(request, timeout=self._checked_deadline_s(timeout_s)))
-        return response.found
+        stream = self._streams.get(request_id)
+        # It may be between two routers now, and will be cancelled at the next one.
+        is_own = stream is not None and stream.note_cancelled()
+        response = await self._ask("Cancel", request, timeout_s)
+        return response.found or is_own
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
         """Returns all models of the cluster."""
-        request = inference_pb2.ListModelsRequest()
-        response = await self._answer(self._connect().ListModels(request, timeout=self._checked_deadline_s(timeout_s)))
+        response = await self._ask("ListModels", inference_pb2.ListModelsRequest(), timeout_s)
         return [_model_info(model) for model in response.models]
 
     async def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
         """Returns one model. Raises ModelNotFound."""
         request = inference_pb2.GetModelRequest(model=check_name("name", name))
-        response = await self._answer(self._connect().GetModel(request, timeout=self._checked_deadline_s(timeout_s)))
+        response = await self._ask("GetModel", request, timeout_s)
         return _model_info(response.model)
 
     async def close(self) -> None:
         """Cancels requests in flight and disconnects. Idempotent. Does nothing in a forked child."""
         self._closed = True
-        channel, self._channel, self._stub = self._channel, None, None
-        if channel is not None and not is_forked():
-            await channel.close()
+        if not is_forked():
+            await self._routers.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -141,34 +158,26 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _connect(self) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
+    def _connect(self) -> Routers:
         if self._closed:
             raise RuntimeError("this AsyncClient is closed")
         check_not_forked()
         loop = asyncio.get_running_loop()
-        if self._stub is None:
-            # Not in the constructor: a channel belongs to the loop in which it is created.
+        if self._loop is None:
+            # Not in the constructor: channels belong to the loop in which they are created.
             self._loop = loop
-            self._channel = open_channel(self.target)
-            note_connected()
-            self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         elif self._loop is not loop:
             raise RuntimeError("an AsyncClient belongs to the event loop of its first call; make one per loop")
-        return self._stub
+        return self._routers
 
-    async def _answer(self, call: Awaitable[ResponseT]) -> ResponseT:
-        try:
-            return await call
-        except aio.AioRpcError as error:
-            raise error_of(error, peer=self.target) from error
-
-    def _checked_deadline_s(self, timeout_s: float | None) -> float | None:
+    async def _ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
         check_timeout(timeout_s)
-        return self._deadline_s(timeout_s)
+        return await self._connect().ask(method, request, self._deadline_s(timeout_s))
 
     def _deadline_s(self, timeout_s: float | None) -> float | None:
+        """On the monotonic clock."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return None if limit_s is None else float(limit_s)
+        return None if limit_s is None else time.monotonic() + float(limit_s)
 
 
 def _model_info(message: inference_pb2.Model) -> ModelInfo:

@@ -1,4 +1,4 @@
-"""One answer as it arrives: reads a Generate RPC, measures its time, and cancels the RPC when the caller leaves."""
+"""One answer as it arrives: makes chunks of responses, measures its time, and cancels it when the caller leaves."""
 
 import asyncio
 import contextlib
@@ -7,15 +7,11 @@ import time
 from types import TracebackType
 from typing import Self
 
-from grpc import aio
-
 from kaveri.client.answer import Chunk, Completion, ServerTiming, Timing, Usage
-from kaveri.errors import Unavailable
+from kaveri.client.sessions import Sessions
+from kaveri.errors import KaveriError, RequestCancelled, Unavailable
 from kaveri.v1 import inference_pb2
 from kaveri.wire.messages import finish_from_proto, logprobs_from_proto
-from kaveri.wire.status import error_of
-
-GenerateCall = aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
 class AsyncStream:
@@ -29,22 +25,23 @@ class AsyncStream:
     cancelled. Without `async with` it is cancelled when nothing refers to the stream any more; for
     `async for chunk in client.stream(...)` that is right after `break`.
 
+    When the router dies, hangs, is cut off or drains, the stream goes on through another one, or the same one when it
+    is back, until the request's deadline. Each token, each character and the end come exactly once, and nothing is
+    computed again as long as the instances live. `timing.server.reattaches` counts such changes.
+
     For one reader at a time. Raises only KaveriErrors.
     """
 
-    def __init__(self, call: GenerateCall, request_id: str, target: str, started_s: float) -> None:
-        """Owns `call` from now on. started_s: time.monotonic() when the caller called."""
+    def __init__(self, sessions: Sessions, request_id: str, started_s: float) -> None:
+        """Owns `sessions` from now on. started_s: time.monotonic() when the caller called."""
         self.request_id = request_id
         """The caller's id, or a generated one."""
-        self._call = call
-        self._target = target
+        self._sessions = sessions
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
         self._started_s = started_s
         self._first_s: float | None = None
         self._last_s = started_s
-        self._token_count = 0
-        self._finished = False
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -55,10 +52,13 @@ class AsyncStream:
         if self._closed:
             raise StopAsyncIteration
         try:
-            response = await self._call.read()
-        except aio.AioRpcError as error:
+            response = await self._sessions.read()
+        except RequestCancelled as error:
             self._closed = True
-            raise error_of(error, peer=self._target, request_id=self.request_id) from error
+            raise RequestCancelled(self.request_id) from error
+        except KaveriError:
+            self._closed = True
+            raise
         except asyncio.CancelledError:
             # gRPC also raises this for a call that close() has cancelled; then the reader's task must continue.
             closed = self._closed
@@ -67,12 +67,10 @@ class AsyncStream:
             if closed and (task is None or not task.cancelling()):
                 raise StopAsyncIteration from None
             raise
-        if isinstance(response, inference_pb2.GenerateResponse):
-            return self._chunk(response)
-        self._closed = True
-        if not self._finished:
-            raise Unavailable(f"{self._target} ended the answer of request {self.request_id!r} without a finish reason")
-        raise StopAsyncIteration
+        if response is None:
+            self._closed = True
+            raise StopAsyncIteration
+        return self._chunk(response)
 
     async def collect(self) -> Completion:
         """Reads the remaining chunks and returns one answer. Raises Unavailable when the stream is already closed."""
@@ -93,7 +91,12 @@ class AsyncStream:
     def close(self) -> None:
         """Cancels the request everywhere unless it has ended. Does not wait. Idempotent."""
         self._closed = True
-        self._call.cancel()
+        self._sessions.close()
+
+    def note_cancelled(self) -> bool:
+        """The caller has cancelled the request by its id, so a later session is cancelled too. Whether it goes on."""
+        self._sessions.cancel_asked = True
+        return not self._closed and not self._sessions.received.is_complete
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,36 +110,31 @@ class AsyncStream:
         # The garbage collector may run in any thread; gRPC's calls belong to one loop.
         if not self._closed and self._process_id == os.getpid():
             with contextlib.suppress(RuntimeError):  # The loop is closed; so are its calls.
-                self._loop.call_soon_threadsafe(self._call.cancel)
+                self._loop.call_soon_threadsafe(self._sessions.close)
 
     def _chunk(self, response: inference_pb2.GenerateResponse) -> Chunk:
         now_s = time.monotonic()
         if response.token_ids:
-            if response.index != self._token_count:
-                self.close()
-                expected = self._token_count
-                raise Unavailable(f"{self._target} sent token {response.index} where {expected} was expected")
             if self._first_s is None:
                 self._first_s = now_s
             self._last_s = now_s
-            self._token_count += len(response.token_ids)
-        finish_reason = finish_from_proto(response.finish_reason)
-        self._finished = finish_reason is not None
+        is_last = self._sessions.received.is_complete
         return Chunk(
             index=response.index,
             token_ids=tuple(response.token_ids),
             text=response.text,
             logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
-            finish_reason=finish_reason,
-            usage=_usage(response.usage) if self._finished else None,
-            timing=self._timing(response.timing, now_s) if self._finished else None,
+            finish_reason=finish_from_proto(response.finish_reason),
+            usage=_usage(response.usage) if is_last else None,
+            timing=self._timing(response.timing, now_s) if is_last else None,
         )
 
     def _timing(self, server: inference_pb2.Timing, now_s: float) -> Timing:
         ttft_s = None if self._first_s is None else self._first_s - self._started_s
         tpot_s = None
-        if self._first_s is not None and self._token_count > 1:
-            tpot_s = (self._last_s - self._first_s) / (self._token_count - 1)
+        token_count = len(self._sessions.received.token_ids)
+        if self._first_s is not None and token_count > 1:
+            tpot_s = (self._last_s - self._first_s) / (token_count - 1)
         return Timing(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=now_s - self._started_s, server=_server_timing(server))
 
 
@@ -160,4 +158,5 @@ def _server_timing(message: inference_pb2.Timing) -> ServerTiming:
         attempts=message.attempts,
         ttft_s=message.ttft_s,
         e2e_s=message.e2e_s,
+        reattaches=message.reattaches,
     )

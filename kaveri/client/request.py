@@ -73,11 +73,6 @@ def check_timeout(timeout_s: float | None) -> None:
         raise InvalidArgument("timeout_s", timeout_s, f"a number of seconds in (0, {MAX_TIMEOUT_S:.0f}], or None")
 
 
-def check_target(target: str) -> str:
-    """Raises InvalidArgument unless `target` can be a router's address."""
-    return check_name("target", target)
-
-
 def check_request_id(request_id: str) -> str:
     """Raises InvalidArgument unless `request_id` is a text of 1 to 128 bytes."""
     size_bytes = len(check_name("request_id", request_id).encode())

@@ -24,7 +24,9 @@ class Client:
     "spawn".
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, target: str | Sequence[str] = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S
+    ) -> None:
         """As AsyncClient. Starts the background thread, which ends with close()."""
         check_not_forked()
         self._async_client = AsyncClient(target, timeout_s=timeout_s)
@@ -35,8 +37,13 @@ class Client:
 
     @property
     def target(self) -> str:
-        """The router's "host:port"."""
+        """The first of the given routers."""
         return self._async_client.target
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All routers that it knows: the given ones, then those that the cluster has named."""
+        return self._async_client.targets
 
     def generate(
         self,

@@ -29,8 +29,8 @@ class SilenceWatch(Generic[PeerT]):
         self._heard_s.pop(peer, None)
 
     def silence_s(self, peer: PeerT) -> float:
-        """Seconds since the last sign of life of a watched peer, as of the last tick."""
-        return self._clock.elapsed_s - self._heard_s[peer]
+        """Seconds since the last sign of life of a peer, as of the last tick; infinite when it is not watched."""
+        return self._clock.elapsed_s - self._heard_s.get(peer, float("-inf"))
 
     def tick(self, now_s: float) -> list[PeerT]:
         """Takes in the time since the last tick. Returns the peers that have gone silent, which it forgets."""

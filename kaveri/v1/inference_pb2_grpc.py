@@ -55,6 +55,11 @@ class InferenceServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Beat = channel.unary_unary(
+                '/kaveri.v1.InferenceService/Beat',
+                request_serializer=kaveri_dot_v1_dot_inference__pb2.BeatRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_inference__pb2.BeatResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -98,6 +103,13 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Beat(self, request, context):
+        """Answers at once. A client that waits for an answer notices with it that its router hangs or is cut off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -120,6 +132,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=kaveri_dot_v1_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Beat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Beat,
+                    request_deserializer=kaveri_dot_v1_dot_inference__pb2.BeatRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_inference__pb2.BeatResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -231,6 +248,33 @@ class InferenceService(object):
             '/kaveri.v1.InferenceService/GetModel',
             kaveri_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
             kaveri_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Beat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.InferenceService/Beat',
+            kaveri_dot_v1_dot_inference__pb2.BeatRequest.SerializeToString,
+            kaveri_dot_v1_dot_inference__pb2.BeatResponse.FromString,
             options,
             channel_credentials,
             insecure,

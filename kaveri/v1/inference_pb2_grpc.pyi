@@ -52,6 +52,8 @@ class InferenceServiceStub:
     """Lists the models that can be asked for."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes one model. Errors: NOT_FOUND."""
+    Beat: _grpc.UnaryUnaryMultiCallable[_inference_pb2.BeatRequest, _inference_pb2.BeatResponse]
+    """Answers at once. A client that waits for an answer notices with it that its router hangs or is cut off."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -77,6 +79,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Lists the models that can be asked for."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model. Errors: NOT_FOUND."""
+    Beat: _aio.UnaryUnaryMultiCallable[_inference_pb2.BeatRequest, _inference_pb2.BeatResponse]  # type: ignore[assignment]
+    """Answers at once. A client that waits for an answer notices with it that its router hangs or is cut off."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text with the models that the cluster serves."""
@@ -123,5 +127,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelResponse, _abc.Awaitable[_inference_pb2.GetModelResponse]]:
         """Describes one model. Errors: NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def Beat(
+        self,
+        request: _inference_pb2.BeatRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.BeatResponse, _abc.Awaitable[_inference_pb2.BeatResponse]]:
+        """Answers at once. A client that waits for an answer notices with it that its router hangs or is cut off."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -118,6 +118,11 @@ def error_of(error: aio.AioRpcError, *, peer: str = "", request_id: str = "") ->
             return KaveriError(f"{error.code().name}: {message}")
 
 
+def is_answer(error: aio.AioRpcError) -> bool:
+    """Whether a Kaveri service has answered with this error; else gRPC, or something on the way, has made it."""
+    return _error_info(_details(error)) is not None
+
+
 def _pack(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)

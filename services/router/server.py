@@ -123,6 +123,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await abort(context, ModelNotFound(request.model, (self._router.config.model_name,)))
         return inference_pb2.GetModelResponse(model=self._model())
 
+    async def Beat(  # noqa: N802
+        self, request: inference_pb2.BeatRequest, context: ServicerContext
+    ) -> inference_pb2.BeatResponse:
+        return inference_pb2.BeatResponse()
+
     def _model(self) -> inference_pb2.Model:
         router = self._router
         view = router.store.view()

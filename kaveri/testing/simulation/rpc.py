@@ -196,6 +196,11 @@ class SimulatedChannel:
         self._waiting: dict[_ClientCall, None] = {}
         self._closed = False
 
+    def get_state(self) -> grpc.ChannelConnectivity:
+        """Whether it is connected; of the other states only that they are others."""
+        connected = self._connection is not None
+        return grpc.ChannelConnectivity.READY if connected else grpc.ChannelConnectivity.CONNECTING
+
     def unary_unary(
         self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: object
     ) -> Callable[..., "_ClientCall"]:

@@ -141,6 +141,9 @@ class World:
             self.former.append(former)
             # Half of them come back at their former address.
             number, port = former.process.life + 1, former.port if self.rng.random() < 0.5 else 0
+            if planned.role is Role.ROUTER:
+                # Clients know routers by their addresses.
+                port = former.port
         life = Life(planned, SimulatedProcess(name, number), asyncio.Event(), port or self.network.new_port())
         self.lives[name] = life
         self.trace.note("life", f"begins {life.process}")

@@ -36,6 +36,21 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         self.running: set[str] = set()
         self.cancelled: set[str] = set()
         self.finished: set[str] = set()
+        self.paused: set[str] = set()
+        self.routers: list[str] = []
+        """What the first response says of the cluster's routers. Without any: as of a former version."""
+        self.pause_at: int | None = None
+        """The tokens behind which an answer waits for `go_on`."""
+        self.go_on = asyncio.Event()
+        self.break_with: KaveriError | None = None
+        """What answers end with at `pause_at`."""
+        self.hangs = False
+        """Nothing is answered, not even a beat."""
+        self.beats = 0
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """Where it runs, when that is another thread's."""
+        self.text_lag = 0
+        """Characters by which text lags behind tokens."""
         self._told_to_cancel: dict[str, asyncio.Event] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
@@ -69,13 +84,32 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         if prompt == "endless":
             await cancel.wait()
         count = 0 if cancel.is_set() else request.params.max_tokens
-        for index in range(count):
-            logprobs = [sampling_pb2.Logprobs(logprob=-0.5)] if request.params.HasField("logprobs") else []
-            yield pb.GenerateResponse(index=index, token_ids=[index], text=chr(97 + index), logprobs=logprobs)
+        first, sent = len(request.received.token_ids), request.received.characters
+        text = "".join(chr(97 + index) for index in range(count))
+        for index in range(first, count):
+            if index == self.pause_at or self.hangs:
+                self.paused.add(request.request_id)
+                if self.break_with is not None:
+                    await abort(context, self.break_with)
+                await asyncio.wait(
+                    (asyncio.ensure_future(self.go_on.wait()), asyncio.ensure_future(cancel.wait())),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if cancel.is_set():
+                    count = index
+                    break
+            logprobs = [sampling_pb2.Logprobs(logprob=-0.5 - index)] if request.params.HasField("logprobs") else []
+            end = max(sent, index + 1 - self.text_lag)
+            response = pb.GenerateResponse(index=index, token_ids=[index], text=text[sent:end], logprobs=logprobs)
+            sent = end
+            if index == first and self.routers:
+                response.max_tokens, response.owner.decode_instance_id = count, f"decode-{index}"
+                response.routers.extend(self.routers)
+            yield response
         cancelled = sampling_pb2.FINISH_REASON_CANCELLED
         yield pb.GenerateResponse(
             index=count,
-            text="!" if prompt == "held" else "",
+            text=text[sent:count] + ("!" if prompt == "held" else ""),
             finish_reason=cancelled if cancel.is_set() else sampling_pb2.FINISH_REASON_LENGTH,
             usage=pb.Usage(prompt_tokens=len(request.text), completion_tokens=count),
             timing=pb.Timing(
@@ -93,6 +127,7 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
                 attempts=2,
                 ttft_s=0.008,
                 e2e_s=0.009,
+                reattaches=request.session,
             ),
         )
 
@@ -102,6 +137,12 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         if found:
             self._told_to_cancel[request.request_id].set()
         return pb.CancelResponse(found=found)
+
+    async def Beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:
+        self.beats += 1
+        if self.hangs:
+            await self.go_on.wait()
+        return pb.BeatResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         self.short_deadlines_s.append(context.time_remaining())
@@ -138,6 +179,7 @@ def serving_in_a_thread(service: InferenceDouble) -> Iterator[str]:
     targets: list[str] = []
 
     async def run() -> None:
+        service.loop = asyncio.get_running_loop()
         async with serving(service) as target:
             targets.append(target)
             started.set()

@@ -100,10 +100,10 @@ async def test_each_kind_of_prompt_arrives_as_its_own(service: InferenceDouble, 
     assert len({request.request_id for request in service.requests}) == 3
 
 
-async def test_params_left_out_stay_unset_for_the_router_to_decide(service: InferenceDouble, target: str) -> None:
+async def test_params_left_out_stay_unset_but_the_seed(service: InferenceDouble, target: str) -> None:
     async with AsyncClient(target) as client, client.stream("silent"):
         await until(lambda: bool(service.requests), "the request arrives")
-    assert not service.requests[0].HasField("params")
+    assert [field.name for field, _ in service.requests[0].params.ListFields()] == ["seed"]
 
 
 async def test_logprobs_come_one_per_token(target: str) -> None:

@@ -1,0 +1,116 @@
+"""Notices routers that hang or are cut off while calls wait for them. For one event loop."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Protocol
+
+import grpc
+from grpc import aio
+
+from kaveri.domain.silence import TICK_S, SilenceWatch
+
+SUSPECT_AFTER_S = 0.5
+"""Silence of a router after which calls that wait for it go elsewhere."""
+BEAT_TIMEOUT_S = 2.0
+_BEAT_AFTER_S = 0.15
+"""Silence after which a router is asked for a sign of life, and the time between two such questions."""
+_SLOW_BEAT_AFTER_S = 1.0
+"""The same for routers that have not answered fast."""
+_PROMPT_S = 0.2
+"""Only routers that have answered a beat this fast are watched. gRPC's keep-alive watches those that are far away."""
+_UNREACHED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+class WaitingCall(Protocol):
+    """A call that a caller waits for."""
+
+    target: str
+
+    def suspect(self) -> None:
+        """Its router is silent: the call ends now."""
+
+
+class Liveness:
+    """Which routers answer. Asks only while calls wait, and only routers that send nothing by themselves."""
+
+    def __init__(self, beat: Callable[[str], Awaitable[object]]) -> None:
+        """beat: calls Beat at a target, with BEAT_TIMEOUT_S."""
+        self._beat = beat
+        self._watch: SilenceWatch[str] = SilenceWatch(SUSPECT_AFTER_S, time.monotonic())
+        self._waiting: dict[str, dict[WaitingCall, None]] = {}
+        self.heard_s: dict[str, float] = {}
+        """When each router was last heard, on the monotonic clock."""
+        self._prompt: dict[str, None] = {}
+        """Routers that answer fast."""
+        self._asked_s: dict[str, float] = {}
+        """When each router was last asked."""
+        self._running = False
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    def begin(self, call: WaitingCall) -> None:
+        """A caller waits for a message of this call."""
+        waiting = self._waiting.get(call.target)
+        if waiting is None:
+            waiting = self._waiting[call.target] = {}
+            if call.target in self._prompt:
+                self._watch.heard(call.target)
+        waiting[call] = None
+        if not self._running:
+            self._running = True
+            self._start(self._run())
+
+    def end(self, call: WaitingCall) -> None:
+        """It does not wait any more."""
+        waiting = self._waiting.get(call.target)
+        if waiting is not None:
+            waiting.pop(call, None)
+
+    def heard(self, target: str) -> None:
+        """The router has sent something."""
+        self.heard_s[target] = time.monotonic()
+        if target in self._prompt:
+            self._watch.heard(target)
+
+    def close(self) -> None:
+        """Ends what runs in the background. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _start(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work, name="kaveri-client liveness")
+        self._tasks[task] = None
+        task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
+
+    async def _run(self) -> None:
+        # Ends when no call waits, so that an idle client costs nothing.
+        while self._waiting:
+            for target, waiting in tuple(self._waiting.items()):
+                if not waiting:
+                    del self._waiting[target]
+                    self._watch.forget(target)
+                elif self._is_due(target):
+                    self._asked_s[target] = time.monotonic()
+                    self._start(self._ask(target))
+            await asyncio.sleep(TICK_S)
+            for target in self._watch.tick(time.monotonic()):
+                for call in tuple(self._waiting.pop(target, ())):
+                    call.suspect()
+        self._running = False
+
+    def _is_due(self, target: str) -> bool:
+        pause_s = _BEAT_AFTER_S if target in self._prompt else _SLOW_BEAT_AFTER_S
+        asked_s = self._asked_s.get(target, float("-inf"))
+        return self._watch.silence_s(target) >= _BEAT_AFTER_S and time.monotonic() - asked_s >= pause_s
+
+    async def _ask(self, target: str) -> None:
+        asked_s = time.monotonic()
+        try:
+            await self._beat(target)
+        except aio.AioRpcError as error:
+            # A router of a former version does not know the call; that shows its life as well.
+            if error.code() in _UNREACHED:
+                return
+        if time.monotonic() - asked_s <= _PROMPT_S:
+            self._prompt[target] = None
+        self.heard(target)

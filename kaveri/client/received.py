@@ -1,0 +1,46 @@
+"""What a client has received of one answer, over all its sessions: each token, character and the end exactly once."""
+
+from kaveri.errors import Unavailable
+from kaveri.v1 import inference_pb2
+from kaveri.wire.messages import finish_from_proto
+
+
+class Received:
+    """Grows with each response. A response that does not go on exactly behind the former ones is refused."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.characters = 0
+        """Of text, in Unicode code points."""
+        self.max_tokens = 0
+        """As the first router has resolved it; 0: no response has said it."""
+        self.owner = inference_pb2.OwnerHint()
+        """The instances that had the request last."""
+        self.response_count = 0
+        self.is_complete = False
+        """Whether the finish reason has come."""
+
+    @property
+    def can_reattach(self) -> bool:
+        """Whether another router could go on. Routers of a former version cannot, and do not say max_tokens."""
+        return self.response_count == 0 or self.max_tokens > 0
+
+    def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
+        """Takes the next response in. Raises Unavailable when tokens are missing or repeated."""
+        expected = len(self.token_ids)
+        if response.token_ids and response.index != expected:
+            raise Unavailable(f"{target} sent token {response.index} where {expected} was expected")
+        self.response_count += 1
+        self.token_ids.extend(response.token_ids)
+        self.characters += len(response.text)
+        if response.max_tokens:
+            self.max_tokens = response.max_tokens
+        if response.HasField("owner"):
+            self.owner.CopyFrom(response.owner)
+        self.is_complete = finish_from_proto(response.finish_reason) is not None
+
+    def to_proto(self) -> inference_pb2.Received:
+        """What the next session's router must know."""
+        return inference_pb2.Received(
+            token_ids=self.token_ids, characters=self.characters, max_tokens=self.max_tokens, owner=self.owner
+        )

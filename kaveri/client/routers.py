@@ -1,0 +1,167 @@
+"""The routers of one client: a channel to each, calls to them, and where a call that failed may go next."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+import grpc
+from grpc import aio
+
+from kaveri.client.forks import note_connected
+from kaveri.client.liveness import BEAT_TIMEOUT_S, SUSPECT_AFTER_S, Liveness
+from kaveri.client.targets import Targets
+from kaveri.errors import DeadlineExceeded, KaveriError, RequestCancelled, Unavailable
+from kaveri.rpc.server import open_channel
+from kaveri.v1 import inference_pb2, inference_pb2_grpc
+from kaveri.wire.status import error_of, is_answer
+
+ResponseT = TypeVar("ResponseT")
+
+
+class RouterFailed(Exception):
+    """The router, or the way to it, failed, or it is draining: the call may go to another one. `error` says how."""
+
+    def __init__(self, error: KaveriError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class RouterCall(Generic[ResponseT]):
+    """One call to one router; ended when the router goes silent while it is waited for."""
+
+    def __init__(self, call: Any, target: str, liveness: Liveness, was_connected: bool) -> None:
+        self.target = target
+        self._call = call
+        self._liveness = liveness
+        self._began_s = float("-inf") if was_connected else time.monotonic()
+        self._is_silent = False
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether the router was connected when the call began, or has been heard since."""
+        return self._liveness.heard_s.get(self.target, float("-inf")) >= self._began_s
+
+    async def read(self) -> ResponseT | None:
+        """The next response of a stream; None at its end. Raises RouterFailed, other KaveriErrors, and CancelledError
+        when the waiting task or the call was cancelled."""
+        response = await self._wait(self._call.read())
+        return None if response is aio.EOF else response
+
+    async def answer(self) -> ResponseT:
+        """The response of a call that has one. Raises as read()."""
+        response: ResponseT = await self._wait(self._call)
+        return response
+
+    def cancel(self) -> None:
+        """Ends the call here and at the router. Idempotent."""
+        self._call.cancel()
+
+    def suspect(self) -> None:
+        """See WaitingCall."""
+        self._is_silent = True
+        self._call.cancel()
+
+    async def _wait(self, response: Any) -> Any:
+        self._liveness.begin(self)
+        try:
+            found = await response
+        except aio.AioRpcError as error:
+            raised = error_of(error, peer=self.target)
+            if _is_failure(raised, answered=is_answer(error)):
+                raise RouterFailed(raised) from error
+            raise raised from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_silent or (task is not None and task.cancelling()):
+                raise
+            silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {SUSPECT_AFTER_S:g} s")
+            raise RouterFailed(silence) from None
+        finally:
+            self._liveness.end(self)
+        self._liveness.heard(self.target)
+        return found
+
+
+class Routers:
+    """Owns the channels, for one event loop; they are connected when first used."""
+
+    def __init__(self, targets: Targets) -> None:
+        self.targets = targets
+        self._channels: dict[str, aio.Channel] = {}
+        self._stubs: dict[str, inference_pb2_grpc.InferenceServiceAsyncStub] = {}
+        self._liveness = Liveness(self._beat)
+
+    def call(self, method: str, request: Any, target: str, deadline_s: float | None) -> RouterCall[Any]:
+        """Calls a method of InferenceService. deadline_s: on the monotonic clock. Raises DeadlineExceeded."""
+        timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
+        if timeout_s is not None and timeout_s <= 0:
+            raise DeadlineExceeded
+        stub = self._stub(target)
+        connected = self._channels[target].get_state() is grpc.ChannelConnectivity.READY
+        call = getattr(stub, method)(request, timeout=timeout_s)
+        return RouterCall(call, target, self._liveness, connected)
+
+    async def ask(self, method: str, request: Any, deadline_s: float | None) -> Any:
+        """The response of the first router that gives one; each is asked once. Raises KaveriErrors: when all routers
+        have failed, what the last one failed with."""
+        asked: dict[str, None] = {}
+        while True:
+            target, _ = self.targets.choose(time.monotonic())
+            if target in asked:
+                target = next(each for each in self.targets.known if each not in asked)
+            asked[target] = None
+            try:
+                response = await self.call(method, request, target, deadline_s).answer()
+            except RouterFailed as failure:
+                self.failed(target)
+                if all(each in asked for each in self.targets.known):
+                    raise failure.error from failure
+            else:
+                self.targets.worked(target)
+                return response
+
+    def failed(self, target: str) -> None:
+        """Calls go elsewhere for a while, if they can."""
+        self.targets.failed(target, time.monotonic())
+
+    def learn(self, addresses: Iterable[str]) -> None:
+        """See Targets.learn."""
+        self.targets.learn(addresses)
+
+    async def close(self) -> None:
+        """Cancels all calls and disconnects."""
+        self._liveness.close()
+        channels, self._channels = self._channels, {}
+        self._stubs.clear()
+        await asyncio.gather(*(channel.close() for channel in channels.values()))
+
+    def _stub(self, target: str) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
+        stub = self._stubs.get(target)
+        if stub is None:
+            channel = self._channels[target] = open_channel(target)
+            note_connected()
+            stub = self._stubs[target] = inference_pb2_grpc.InferenceServiceStub(channel)
+        return stub
+
+    async def _beat(self, target: str) -> None:
+        await self._stub(target).Beat(inference_pb2.BeatRequest(), timeout=BEAT_TIMEOUT_S)
+
+
+def make_routers(given: tuple[str, ...]) -> Routers:
+    """The routers of a client that was given these targets."""
+    return Routers(Targets(given, random.Random()))
+
+
+def _is_failure(error: KaveriError, *, answered: bool) -> bool:
+    """Whether another router may do better. answered: a Kaveri service has said so itself."""
+    match error:
+        case Unavailable(retry_after_s=0.0):
+            # A router that is draining.
+            return True
+        case Unavailable() | RequestCancelled():
+            # A gRPC server that stops cancels its calls.
+            return not answered
+        case _:
+            return False

@@ -1,0 +1,130 @@
+"""One request over its sessions: sent to a router, and to the next one with what was received when a router fails."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+
+from kaveri.client.received import Received
+from kaveri.client.routers import RouterCall, RouterFailed, Routers
+from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.v1 import inference_pb2
+
+_SECRET_BYTES = 16
+_SEED_BITS = 64
+_MAX_SESSION = 65_535
+_CANCEL_TIMEOUT_S = 2.0
+_CANCEL_AGAIN_S = 0.2
+
+GenerateCall = RouterCall[inference_pb2.GenerateResponse]
+
+
+class Sessions:
+    """The calls of Generate that one request makes, one at a time. For one event loop."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest, routers: Routers, deadline_s: float | None) -> None:
+        """Sends the request. request: owned from now on; gets a secret, and a seed unless it has one.
+
+        Raises DeadlineExceeded.
+        """
+        if not request.params.HasField("seed"):
+            # Drawn here: another router must draw the same tokens.
+            request.params.seed = secrets.randbits(_SEED_BITS)
+        request.secret = secrets.token_bytes(_SECRET_BYTES)
+        self.received = Received()
+        self.cancel_asked = False
+        """Whether the caller has cancelled the request by its id: a later session is cancelled too."""
+        self._request = request
+        self._routers = routers
+        self._deadline_s = deadline_s
+        self._tried: dict[str, None] = {}
+        """Routers that have failed while none was known to have the request."""
+        self._closing = asyncio.Event()
+        self._cancelling: asyncio.Task[None] | None = None
+        self.call: GenerateCall = self._send(routers.targets.choose(time.monotonic())[0])
+        """Of the present session."""
+
+    async def read(self) -> inference_pb2.GenerateResponse | None:
+        """The next response, from whichever router; None at the end of the answer, and once closed.
+
+        Raises KaveriErrors. When no router that could be reached has taken the request, each is asked once; otherwise
+        it goes on until the deadline.
+        """
+        while True:
+            session = self._request.session
+            try:
+                response = await self.call.read()
+                if response is None and not self.received.is_complete:
+                    ended = f"{self.call.target} ended the answer of request {self._request.request_id!r} without a "
+                    raise RouterFailed(Unavailable(f"{ended}finish reason"))
+            except RouterFailed as failure:
+                await self._go_on(failure)
+            except NoCapacity as error:
+                if session == 0:
+                    raise
+                await self._go_on(RouterFailed(error))
+            else:
+                if response is not None:
+                    self._take(response)
+                return response
+
+    def close(self) -> None:
+        """Cancels the request everywhere unless it has ended. Idempotent."""
+        self._closing.set()
+        self.call.cancel()
+        if self._cancelling is not None:
+            self._cancelling.cancel()
+
+    async def _go_on(self, failure: RouterFailed) -> None:
+        """Begins the next session, elsewhere if possible. Raises the failure when there is no way to go on."""
+        self.call.cancel()
+        self._routers.failed(self.call.target)
+        if not self.received.can_reattach or self._request.session == _MAX_SESSION:
+            raise failure.error from failure
+        target, wait_s = self._routers.targets.choose(time.monotonic())
+        if not self._tried and (self.received.response_count > 0 or self.call.was_reached):
+            await self._wait(wait_s)
+        else:
+            self._tried[self.call.target] = None
+            untried = [each for each in self._routers.targets.known if each not in self._tried]
+            if not untried:
+                raise failure.error from failure
+            target = target if target in untried else untried[0]
+        if self._closing.is_set():
+            return
+        self._request.session += 1
+        self._request.received.CopyFrom(self.received.to_proto())
+        self.call = self._send(target)
+        if self.cancel_asked and self._cancelling is None:
+            self._cancelling = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
+
+    async def _wait(self, wait_s: float) -> None:
+        """Waits, but not beyond the deadline or close()."""
+        if self._deadline_s is not None:
+            wait_s = min(wait_s, max(0.0, self._deadline_s - time.monotonic()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._closing.wait()
+
+    def _send(self, target: str) -> GenerateCall:
+        return self._routers.call("Generate", self._request, target, self._deadline_s)
+
+    def _take(self, response: inference_pb2.GenerateResponse) -> None:
+        try:
+            self.received.take(response, self.call.target)
+        except KaveriError:
+            self.close()
+            raise
+        self._tried.clear()
+        self._routers.targets.worked(self.call.target)
+        self._routers.learn(response.routers)
+
+    async def _cancel(self) -> None:
+        """Cancels a later session of a request that was cancelled by its id, once its router knows it."""
+        request = inference_pb2.CancelRequest(request_id=self._request.request_id)
+        while not self.received.is_complete and not self._closing.is_set():
+            with contextlib.suppress(KaveriError):
+                limit_s = time.monotonic() + _CANCEL_TIMEOUT_S
+                if (await self._routers.ask("Cancel", request, limit_s)).found:
+                    return
+            await self._wait(_CANCEL_AGAIN_S)

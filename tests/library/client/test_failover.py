@@ -1,0 +1,335 @@
+"""A client of several routers: what fails on one goes on through another, and everything arrives exactly once."""
+
+import asyncio
+import contextlib
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from kaveri import AsyncClient, Client, SamplingParams
+from kaveri.client.targets import MAX_TARGETS, Targets
+from kaveri.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KaveriError,
+    NoCapacity,
+    RequestAlreadyExists,
+    Unavailable,
+)
+from kaveri.rpc.server import RpcServer
+from kaveri.v1 import inference_pb2_grpc
+from tests.library.client.inference_double import InferenceDouble, serving_in_a_thread, until
+
+TEN = SamplingParams(max_tokens=10, logprobs=0)
+ALPHABET = "abcdefghij"
+
+
+class Router:
+    """One InferenceDouble that can be killed."""
+
+    def __init__(self) -> None:
+        self.service = InferenceDouble()
+        self.server = RpcServer("127.0.0.1", 0, ["kaveri.v1.InferenceService"])
+        self.server.add(partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self.service))
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    async def start(self) -> None:
+        await self.server.start()
+        await self.server.ready()
+
+    async def kill(self) -> None:
+        await self.server.stop(0)
+
+
+@pytest.fixture
+async def routers() -> AsyncIterator[list[Router]]:
+    """Two routers that name each other."""
+    routers = [Router(), Router()]
+    for router in routers:
+        await router.start()
+    for router in routers:
+        router.service.routers = [each.target for each in routers]
+        router.service.text_lag = 2
+    yield routers
+    for router in routers:
+        router.service.go_on.set()
+        await router.kill()
+
+
+def serving_one(routers: list[Router]) -> tuple[Router, Router]:
+    """The router that has the only request in its hands, and the other one."""
+    first, second = routers
+    return (first, second) if first.service.requests else (second, first)
+
+
+async def closed_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def check_whole(completion: object, reattaches: int) -> None:
+    assert completion.text == ALPHABET  # type: ignore[attr-defined]
+    assert completion.token_ids == tuple(range(10))  # type: ignore[attr-defined]
+    assert [entry.logprob for entry in completion.logprobs] == [-0.5 - index for index in range(10)]  # type: ignore[attr-defined]
+    assert completion.finish_reason == "length"  # type: ignore[attr-defined]
+    assert completion.timing.server.reattaches == reattaches  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 9])
+async def test_an_answer_goes_on_through_another_router_exactly_where_it_was(
+    routers: list[Router], tokens: int
+) -> None:
+    for router in routers:
+        router.service.pause_at = tokens
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="moved"))
+        await until(lambda: any("moved" in router.service.paused for router in routers), "the answer pauses")
+        dying, other = serving_one(routers)
+        other.service.pause_at = None
+        await dying.kill()
+        check_whole(await asyncio.wait_for(asking, 10), 1)
+    (first,), (again,) = dying.service.requests, other.service.requests
+    assert (first.session, again.session) == (0, 1)
+    assert len(first.secret) >= 16
+    assert (again.secret, again.params, again.text) == (first.secret, first.params, first.text)
+    assert list(again.received.token_ids) == list(range(tokens))
+    assert again.received.characters == max(0, tokens - 2)
+    assert again.received.max_tokens == (10 if tokens else 0)
+    assert again.received.owner.decode_instance_id == ("decode-0" if tokens else "")
+
+
+async def test_a_router_that_the_cluster_has_named_takes_over(routers: list[Router]) -> None:
+    first, other = routers
+    first.service.pause_at = 4
+    async with AsyncClient(first.target) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="moved"))
+        await until(lambda: "moved" in first.service.paused and len(client.targets) == 2, "the answer pauses")
+        assert client.targets == (first.target, other.target)
+        await first.kill()
+        check_whole(await asyncio.wait_for(asking, 10), 1)
+        assert client.target == first.target
+
+
+async def test_every_failure_takes_the_next_session_and_the_answer_stays_exact(routers: list[Router]) -> None:
+    sessions: list[int] = []
+    for router in routers:
+        router.service.break_with = Unavailable("draining", retry_after_s=0.0)
+        router.service.pause_at = 3
+    async with AsyncClient([router.target for router in routers]) as client:
+        text = ""
+        async with client.stream("prompt", params=TEN) as stream:
+            async for chunk in stream:
+                text += chunk.text
+                if len(sessions := [r.session for router in routers for r in router.service.requests]) >= 4:
+                    for router in routers:
+                        router.service.pause_at = None
+                elif len(sessions) < 4 and chunk.index == 2:
+                    asyncio.get_running_loop().call_later(0.4, _let_go, routers)
+        assert text == ALPHABET
+    sessions = sorted(request.session for router in routers for request in router.service.requests)
+    assert sessions == list(range(len(sessions)))
+    assert len(sessions) > 2
+
+
+def _let_go(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.pause_at = None
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+async def test_a_router_that_hangs_is_left_after_half_a_second(routers: list[Router], tokens: int) -> None:
+    for router in routers:
+        router.service.pause_at = tokens
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="hangs"))
+        await until(lambda: any(router.service.beats > 2 for router in routers), "the client asks for signs of life")
+        hanging, other = serving_one(routers)
+        other.service.pause_at = None
+        hanging.service.hangs = True
+        began_s = time.monotonic()
+        check_whole(await asyncio.wait_for(asking, 20), 1)
+        assert time.monotonic() - began_s > 0.3
+        await until(lambda: "hangs" in hanging.service.cancelled, "the former router's call is cancelled")
+
+
+async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(routers: list[Router]) -> None:
+    with contextlib.ExitStack() as stack:
+        services = [InferenceDouble(), InferenceDouble()]
+        targets = [stack.enter_context(serving_in_a_thread(service)) for service in services]
+        for service in services:
+            service.routers, service.pause_at = targets, 5
+        async with AsyncClient(targets) as client:
+            asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="quiet"))
+            await until(lambda: any(service.beats > 2 for service in services), "the client asks for signs of life")
+            # The loop stands still for longer than it takes to leave a router.
+            time.sleep(1.0)  # noqa: ASYNC251
+            beats = sum(service.beats for service in services)
+            await until(lambda: sum(service.beats for service in services) > beats + 5, "it goes on to ask")
+            for service in services:
+                service.pause_at = None
+                service.loop.call_soon_threadsafe(service.go_on.set)
+            check_whole(await asyncio.wait_for(asking, 10), 0)
+
+
+async def test_a_draining_or_unreachable_router_is_passed_over(routers: list[Router]) -> None:
+    draining, other = routers
+    draining.service.pause_at, draining.service.break_with = 0, Unavailable("draining", retry_after_s=0.0)
+    async with AsyncClient([await closed_port(), draining.target, other.target]) as client:
+        for _ in range(6):
+            check = await client.generate("prompt", params=TEN)
+            assert check.text == ALPHABET
+            assert len(await client.list_models()) == 1
+            assert (await client.get_model("alphabet")).name == "alphabet"
+
+
+async def test_cancel_works_while_the_request_changes_routers(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.pause_at = 4
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="cancelled"))
+        await until(lambda: any(router.service.paused for router in routers), "the answer pauses")
+        dying, other = serving_one(routers)
+        other.service.pause_at = 6
+        await dying.kill()
+        assert await client.cancel("cancelled")
+        completion = await asyncio.wait_for(asking, 10)
+        assert completion.finish_reason == "cancelled"
+        assert completion.token_ids == tuple(range(len(completion.token_ids)))
+        assert not await client.cancel("cancelled")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("prompt", "x", "shorter"),
+        NoCapacity("router", 0.5, "full"),
+        RequestAlreadyExists("mine"),
+        Unavailable("no decode instance", retry_after_s=1.0),
+    ],
+)
+async def test_what_a_router_refuses_is_not_asked_of_another(routers: list[Router], error: KaveriError) -> None:
+    for router in routers:
+        router.service.error = error
+    async with AsyncClient([router.target for router in routers]) as client:
+        with pytest.raises(type(error)):
+            await client.generate("error")
+    assert sum(len(router.service.requests) for router in routers) == 1
+
+
+async def test_the_deadline_ends_a_request_that_finds_no_router(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.pause_at = 4
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, timeout_s=2.0))
+        await until(lambda: any(router.service.paused for router in routers), "the answer pauses")
+        for router in routers:
+            await router.kill()
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(asking, 10)
+
+
+async def test_closing_a_stream_that_looks_for_a_router_ends_its_reader(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.pause_at = 4
+    async with AsyncClient([router.target for router in routers]) as client:
+        stream = client.stream("prompt", params=TEN)
+
+        async def read() -> int:
+            return len([chunk async for chunk in stream])
+
+        reading = asyncio.create_task(read())
+        await until(lambda: any(router.service.paused for router in routers), "the answer pauses")
+        for router in routers:
+            await router.kill()
+        await until(lambda: len(client._routers.targets._rests) == 2, "both routers have failed")
+        stream.close()
+        assert await asyncio.wait_for(reading, 5) == 4
+
+
+def test_the_client_without_async_goes_on_too() -> None:
+    services = [InferenceDouble(), InferenceDouble()]
+    with contextlib.ExitStack() as stack:
+        targets = [stack.enter_context(serving_in_a_thread(service)) for service in services]
+        for service in services:
+            service.routers, service.text_lag = targets, 1
+        services[0].pause_at, services[0].break_with = 4, Unavailable("draining", retry_after_s=0.0)
+        with Client(targets) as client:
+            assert (client.target, client.targets) == (targets[0], tuple(targets))
+            for _ in range(2):
+                check = client.generate("prompt", params=TEN)
+                assert (check.text, len(check.token_ids), len(check.logprobs)) == (ALPHABET, 10, 10)
+    assert any(request.session == 1 for request in services[1].requests)
+
+
+def test_targets_take_turns_and_rest_longer_each_time_they_fail() -> None:
+    targets = Targets(("a:1", "b:1"), random.Random(3))
+    assert {targets.choose(0.0)[0] for _ in range(2)} == {"a:1", "b:1"}
+    targets.failed("a:1", 0.0)
+    assert [targets.choose(0.0) for _ in range(3)] == [("b:1", 0.0)] * 3
+    rests = []
+    for _ in range(10):
+        targets.failed("b:1", 0.0)
+        targets.failed("a:1", 0.0)
+        rests.append(targets.choose(0.0)[1])
+    assert rests[0] > 0
+    assert max(rests) <= 1.0 < 3 * rests[-1]
+    targets.worked("a:1")
+    assert targets.choose(0.0) == ("a:1", 0.0)
+
+
+def test_learned_targets_are_checked_bounded_and_asked_last() -> None:
+    targets = Targets(("a:1",), random.Random(0))
+    targets.learn(["", "b", "b:0", "b:99999", "b:x", "http://b:1", "b:1\n", "b:1", "b:1", "[::1]:7", "c" * 400 + ":1"])
+    assert targets.known == ("a:1", "b:1", "[::1]:7")
+    assert [targets.choose(0.0)[0] for _ in range(3)] == ["a:1"] * 3
+    targets.failed("a:1", 0.0)
+    assert targets.choose(0.0) == ("b:1", 0.0)
+    targets.learn(f"c:{port}" for port in range(1, 1000))
+    assert len(targets.known) == MAX_TARGETS
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        [],
+        (),
+        ["a:1", "a:1"],
+        ["a:1", ""],
+        ["a:1", None],
+        ["a:1", 7],
+        [["a:1"]],
+        {"a:1"},
+        {"a:1": 1},
+        b"a:1",
+        7,
+        "a",
+        "a:",
+        "a:0",
+        "a:65536",
+        ":1",
+        "a b:1",
+        "http://a:1",
+        "a:1,b:1",
+        [f"a:{port}" for port in range(1, MAX_TARGETS + 2)],
+    ],
+)
+def test_wrong_targets_are_refused_by_name(target: object) -> None:
+    for make in (Client, AsyncClient):
+        with pytest.raises(InvalidArgument) as caught:
+            make(target)  # type: ignore[operator]
+        assert caught.value.field == "target"
+        assert caught.value.limit
+
+
+@pytest.mark.parametrize("target", ["a:1", "[::1]:50051", "dns:///a:1", "unix:/tmp/a", ["a:1", "b:1"], iter(["a:1"])])
+def test_right_targets_are_taken(target: object) -> None:
+    client = AsyncClient(target)  # type: ignore[arg-type]
+    assert client.target in client.targets
