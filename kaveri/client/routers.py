@@ -23,9 +23,11 @@ ResponseT = TypeVar("ResponseT")
 class RouterFailed(Exception):
     """The router, or the way to it, failed, or it is draining: the call may go to another one. `error` says how."""
 
-    def __init__(self, error: KaveriError) -> None:
+    def __init__(self, error: KaveriError, *, refused: bool = False) -> None:
+        """refused: the router has said itself that it does not serve the call."""
         super().__init__(str(error))
         self.error = error
+        self.refused = refused
 
 
 class RouterCall(Generic[ResponseT]):
@@ -68,9 +70,9 @@ class RouterCall(Generic[ResponseT]):
         try:
             found = await response
         except aio.AioRpcError as error:
-            raised = error_of(error, peer=self.target)
-            if _is_failure(raised, answered=is_answer(error)):
-                raise RouterFailed(raised) from error
+            raised, answered = error_of(error, peer=self.target), is_answer(error)
+            if _is_failure(raised, answered=answered):
+                raise RouterFailed(raised, refused=answered) from error
             raise raised from error
         except asyncio.CancelledError:
             task = asyncio.current_task()

@@ -37,8 +37,8 @@ class Sessions:
         self._request = request
         self._routers = routers
         self._deadline_s = deadline_s
-        self._tried: dict[str, None] = {}
-        """Routers that have failed while none was known to have the request."""
+        self._tried: dict[str, None] | None = {}
+        """Routers that have failed; None once a router was reached that may have taken the request."""
         self._closing = asyncio.Event()
         self._cancelling: asyncio.Task[None] | None = None
         self.call: GenerateCall = self._send(routers.targets.choose(time.monotonic())[0])
@@ -58,6 +58,8 @@ class Sessions:
                     ended = f"{self.call.target} ended the answer of request {self._request.request_id!r} without a "
                     raise RouterFailed(Unavailable(f"{ended}finish reason"))
             except RouterFailed as failure:
+                if self.received.is_complete:
+                    return None
                 await self._go_on(failure)
             except NoCapacity as error:
                 if session == 0:
@@ -67,6 +69,8 @@ class Sessions:
                 if response is not None:
                     self._take(response)
                 return response
+            if self._closing.is_set():
+                return None
 
     def close(self) -> None:
         """Cancels the request everywhere unless it has ended. Idempotent."""
@@ -82,7 +86,9 @@ class Sessions:
         if not self.received.can_reattach or self._request.session == _MAX_SESSION:
             raise failure.error from failure
         target, wait_s = self._routers.targets.choose(time.monotonic())
-        if not self._tried and (self.received.response_count > 0 or self.call.was_reached):
+        if self.call.was_reached and not failure.refused:
+            self._tried = None
+        if self._tried is None:
             await self._wait(wait_s)
         else:
             self._tried[self.call.target] = None
@@ -115,7 +121,7 @@ class Sessions:
         except KaveriError:
             self.close()
             raise
-        self._tried.clear()
+        self._tried = None
         self._routers.targets.worked(self.call.target)
         self._routers.learn(response.routers)
 

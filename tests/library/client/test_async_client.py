@@ -109,7 +109,7 @@ async def test_params_left_out_stay_unset_but_the_seed(service: InferenceDouble,
 async def test_logprobs_come_one_per_token(target: str) -> None:
     async with AsyncClient(target) as client:
         completion = await client.generate("prompt", params=SamplingParams(max_tokens=3, logprobs=0))
-    assert completion.logprobs == (Logprobs(-0.5, ()),) * 3
+    assert completion.logprobs == tuple(Logprobs(-0.5 - index, ()) for index in range(3))
 
 
 async def _leave_by_break(client: AsyncClient) -> None:
