@@ -280,9 +280,9 @@ async def _run(settings: _Settings) -> bool:
     from kaveri.loadgen.fleet import engine_phases
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    async with AsyncClient(settings.target, timeout_s=settings.timeout_s) as client:
+    async with AsyncClient(options.targets_of(settings.target), timeout_s=settings.timeout_s) as client:
         info = await _served(client, settings)
-        phases = await engine_phases(settings.target, info.name)
+        phases = await engine_phases(client.target, info.name)
         progress = Progress(*columns, console=Console(stderr=True), transient=True)
         bench = _Bench(client, info, settings, progress)
         try:

@@ -33,7 +33,7 @@ def chat(
     turns = [Message("system", system)] if system is not None else []
     with contextlib.suppress(ImportError):  # Not in every Python; without it lines cannot be edited or recalled.
         import readline  # noqa: F401
-    with Client(target, timeout_s=timeout_s) as client:
+    with Client(options.targets_of(target), timeout_s=timeout_s) as client:
         while True:
             try:
                 text = input("> " if sys.stdin.isatty() else "")

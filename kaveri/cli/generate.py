@@ -33,7 +33,10 @@ def generate(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
-    with Client(target, timeout_s=timeout_s) as client, client.stream(prompt, params=params, model=model) as stream:
+    with (
+        Client(options.targets_of(target), timeout_s=timeout_s) as client,
+        client.stream(prompt, params=params, model=model) as stream,
+    ):
         if as_json:
             print(json.dumps(dataclasses.asdict(stream.collect()), ensure_ascii=False))
             return

@@ -10,6 +10,8 @@ from kaveri.cli import options
 from kaveri.client.async_client import DEFAULT_TARGET
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.table import Table
 
     from kaveri.domain.view import ClusterView
@@ -34,11 +36,12 @@ def status(
 
 
 async def _show(target: str, as_json: bool, watch: bool) -> None:
-    from contextlib import nullcontext
+    from contextlib import AsyncExitStack, nullcontext
 
     from rich.console import Console
     from rich.live import Live
 
+    from kaveri.client.targets import check_targets
     from kaveri.rpc.server import open_channel
     from kaveri.v1 import cluster_pb2_grpc
 
@@ -46,9 +49,12 @@ async def _show(target: str, as_json: bool, watch: bool) -> None:
     if not console.is_terminal:
         # A pipe has no width of its own, and nothing in the table may be cut off in it.
         console.width = _PIPE_WIDTH
-    async with open_channel(target) as channel:
-        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
-        view = await _view(stub, target)
+    async with AsyncExitStack() as channels:
+        stubs = {
+            one: cluster_pb2_grpc.ClusterServiceStub(await channels.enter_async_context(open_channel(one)))
+            for one in check_targets(options.targets_of(target))
+        }
+        view = await _view(stubs)
         with Live(console=console, auto_refresh=False) if watch and not as_json else nullcontext() as live:
             while True:
                 if as_json:
@@ -60,24 +66,30 @@ async def _show(target: str, as_json: bool, watch: bool) -> None:
                 if not watch:
                     return
                 await asyncio.sleep(_INTERVAL_S)
-                view = await _view(stub, target)
+                view = await _view(stubs)
 
 
-async def _view(stub: "cluster_pb2_grpc.ClusterServiceAsyncStub", target: str) -> "ClusterView":
-    """Raises KaveriError."""
+async def _view(stubs: "Mapping[str, cluster_pb2_grpc.ClusterServiceAsyncStub]") -> "ClusterView":
+    """The view of the first router that answers. Raises KaveriError when none does."""
     from grpc import aio
 
     from kaveri.domain.view import ClusterView
+    from kaveri.errors import KaveriError
     from kaveri.v1 import cluster_pb2
     from kaveri.wire.messages import status_from_proto
     from kaveri.wire.status import error_of
 
-    try:
-        answer = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=_TIMEOUT_S)
-    except aio.AioRpcError as error:
-        raise error_of(error, peer=target) from error
-    shown = map(status_from_proto, answer.instances)
-    return ClusterView({one.record.instance_id: one for one in shown}, answer.store_connected)
+    failure: KaveriError | None = None
+    for target, stub in stubs.items():
+        try:
+            answer = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=_TIMEOUT_S)
+        except aio.AioRpcError as error:
+            failure = failure or error_of(error, peer=target)
+            continue
+        shown = map(status_from_proto, answer.instances)
+        return ClusterView({one.record.instance_id: one for one in shown}, answer.store_connected)
+    assert failure is not None
+    raise failure
 
 
 def _as_json(view: "ClusterView") -> dict[str, object]:

@@ -79,9 +79,14 @@ def up(
     colocated: Annotated[
         int, typer.Option(help="Instances that do both phases, instead of prefill and decode instances.", min=0)
     ] = 0,
-    port: Annotated[int, typer.Option(help="Port of the router; 0: a free one.", min=0, max=65535)] = 50051,
+    routers: Annotated[
+        int, typer.Option(help="Routers; when one dies, clients that know the others go on through them.", min=1)
+    ] = 1,
+    port: Annotated[
+        int, typer.Option(help="Port of the router, the others' follow; 0: free ones.", min=0, max=65535)
+    ] = 50051,
     host: Annotated[
-        str, typer.Option(help="Address of the router; 0.0.0.0: all. Everything else stays on loopback.")
+        str, typer.Option(help="Address of the routers; 0.0.0.0: all. Everything else stays on loopback.")
     ] = "127.0.0.1",
     metrics_port: Annotated[
         int,
@@ -110,9 +115,9 @@ def up(
     ] = 30.0,
     start_timeout_s: Annotated[float, typer.Option(help="Seconds until everything must be ready.", min=1.0)] = 300.0,
 ) -> None:
-    """Run a router, prefill and decode instances on this machine.
+    """Run routers, prefill and decode instances on this machine.
 
-    Prints one line on stdout once a request would succeed, restarts what dies, and on Ctrl-C or SIGTERM lets requests
+    Prints one line on stdout with the routers' addresses once a request would succeed, restarts what dies, and on Ctrl-C or SIGTERM lets requests
     in flight finish and leaves no process behind. A second Ctrl-C ends everything at once.
     """
     from kaveri.local.config import StackConfig
@@ -129,7 +134,7 @@ def up(
     except ValueError as error:
         raise ConfigError("--cluster-name", str(error)) from error
     counts: dict[ServiceKind, int] = {
-        ServiceKind.ROUTER: 1,
+        ServiceKind.ROUTER: routers,
         ServiceKind.PREFILL: 0 if colocated else prefill or 2,
         ServiceKind.DECODE: 0 if colocated else decode or 2,
         ServiceKind.COLOCATED: colocated,
@@ -141,6 +146,7 @@ def up(
     engine = _check_settings(flags, running, config)
     stack = StackConfig(
         model=model,
+        router_count=routers,
         prefill_count=counts[ServiceKind.PREFILL],
         decode_count=counts[ServiceKind.DECODE],
         colocated_count=colocated,
@@ -244,7 +250,7 @@ async def _run(config: "StackConfig") -> int:
             stack = await resources.enter_async_context(LocalStack(config, console.print))
             ready = True
             spinner.stop()
-            print(f"kaveri is ready at {stack.target}", flush=True)
+            print(f"kaveri is ready at {','.join(stack.targets)}", flush=True)
             await stopping.wait()
     except asyncio.CancelledError:
         console.print("ended at once")

@@ -35,7 +35,7 @@ class StackConfig:
     predictor_count: int = 1
     """Predictor processes, where there is a predictor."""
     port: int = 0
-    """The first router's; 0: a free one."""
+    """The first router's, the others' follow; 0: free ones."""
     host: str = LOOPBACK
     """Where the routers listen; everything else stays on loopback."""
     metrics_port: int = 0
@@ -71,6 +71,9 @@ class StackConfig:
         for name in ("model", "host"):
             if not getattr(self, name).strip():
                 raise ConfigError("--" + name.replace("_", "-"), "is empty")
+        if self.port and self.port + self.router_count - 1 > MAX_PORT:
+            reason = f"is {self.port}; {self.router_count} ports follow one another, up to {MAX_PORT}"
+            raise ConfigError("--port", reason)
         if self.metrics_port and self.metrics_port + len(self.all_instance_ids) - 1 > MAX_PORT:
             reason = f"is {self.metrics_port}; {len(self.all_instance_ids)} ports follow one another, up to {MAX_PORT}"
             raise ConfigError("--metrics-port", reason)
@@ -108,6 +111,11 @@ class StackConfig:
             ServiceKind.COLOCATED: self.colocated_flags,
             ServiceKind.PREDICTOR: self.predictor_flags,
         }[role]
+
+    @property
+    def router_ports(self) -> tuple[int, ...]:
+        """Where the routers listen, in the order of their ids; 0: at free ports."""
+        return tuple(self.port and self.port + number for number in range(self.router_count))
 
     def metrics_port_of(self, instance_id: str) -> int:
         """Where an instance serves its metrics; 0: nowhere."""

@@ -48,8 +48,8 @@ class LocalStack:
     def __init__(self, config: StackConfig, report: Callable[[str], None] | None = None) -> None:
         """report: takes a line for people whenever something happens."""
         self.config = config
-        self.target = ""
-        """The first router, "host:port", known once it has registered. Stays the same over restarts."""
+        self.targets: tuple[str, ...] = ()
+        """The routers, "host:port", known once they have registered. They stay the same over restarts."""
         self.redis_url = config.redis_url
         self.log_dir = Path()
         """Holds one log per child."""
@@ -57,7 +57,8 @@ class LocalStack:
         self._started = False
         self._supervisors: dict[str, Supervisor] = {}
         self._roles = {name: role for role in ROLES for name in config.instance_ids(role)}
-        self._ports: dict[str, int] = {}
+        # Of routers, which keep their ports over restarts.
+        self._ports = dict(zip(config.instance_ids(ServiceKind.ROUTER), config.router_ports, strict=True))
         self._former_lives: dict[str, int] = {}
         self._store_access = contextlib.AsyncExitStack()
         self._directory = contextlib.ExitStack()
@@ -79,6 +80,11 @@ class LocalStack:
             await self.stop()
         finally:
             await self._end()
+
+    @property
+    def target(self) -> str:
+        """The first router; empty before it has registered."""
+        return self.targets[0] if self.targets else ""
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
@@ -197,7 +203,8 @@ class LocalStack:
         model = self.config.model
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
             raise ConfigError("--model", f"there is no {model}")
-        check_address(self.config.host, self.config.port)
+        for port in self.config.router_ports:
+            check_address(self.config.host, port)
 
     async def _end(self) -> None:
         """Leaves nothing behind: what still runs is killed."""
@@ -207,8 +214,7 @@ class LocalStack:
 
     def _supervise(self, name: str, role: ServiceKind, directory: Path) -> None:
         def launch() -> ChildProcess:
-            port = self._ports.get(name) or (self.config.port if name == self.instance_ids[0] else 0)
-            command = service_command(self.config, role, name, port)
+            command = service_command(self.config, role, name, self._ports.get(name, 0))
             environment = service_environment(self.config, role, self.redis_url, os.environ)
             # What a killed child leaves in its temporary folder, sockets above all, goes with the stack's.
             environment["TMPDIR"] = str(directory)
@@ -270,7 +276,7 @@ class LocalStack:
     def _keep_ports(self, router_addresses: list[str]) -> None:
         for name, address in zip(self.config.instance_ids(ServiceKind.ROUTER), router_addresses, strict=True):
             self._ports[name] = int(address.rpartition(":")[2])
-        self.target = router_addresses[0]
+        self.targets = tuple(router_addresses)
 
     async def _knows_everybody(self, address: str) -> bool:
         """Whether the router at `address` takes requests and has the same instances in its view."""
