@@ -117,8 +117,8 @@ def up(
 ) -> None:
     """Run routers, prefill and decode instances on this machine.
 
-    Prints one line on stdout with the routers' addresses once a request would succeed, restarts what dies, and on Ctrl-C or SIGTERM lets requests
-    in flight finish and leaves no process behind. A second Ctrl-C ends everything at once.
+    Prints one line on stdout, with the routers' addresses, once a request would succeed. Restarts what dies. On Ctrl-C
+    or SIGTERM it lets requests in flight finish and leaves no process behind. A second Ctrl-C ends everything at once.
     """
     from kaveri.local.config import StackConfig
     from kaveri.local.service_flags import read_service_flags

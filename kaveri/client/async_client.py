@@ -129,7 +129,7 @@ class AsyncClient:
         request = inference_pb2.CancelRequest(request_id=check_request_id(request_id))
         stream = self._streams.get(request_id)
         # It may be between two routers now, and will be cancelled at the next one.
-        is_own = stream is not None and stream.note_cancelled()
+        is_own = stream is not None and stream._note_cancelled()
         response = await self._ask("Cancel", request, timeout_s)
         return response.found or is_own
 

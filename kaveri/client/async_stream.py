@@ -93,7 +93,7 @@ class AsyncStream:
         self._closed = True
         self._sessions.close()
 
-    def note_cancelled(self) -> bool:
+    def _note_cancelled(self) -> bool:
         """The caller has cancelled the request by its id, so a later session is cancelled too. Whether it goes on."""
         self._sessions.cancel_asked = True
         return not self._closed and not self._sessions.received.is_complete

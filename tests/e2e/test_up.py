@@ -19,7 +19,7 @@ import pytest
 from tests.support.redis_fixture import free_port
 
 _KAVERI = str(Path(sys.executable).parent / "kaveri")
-_READY = re.compile(r"kaveri is ready at (127\.0\.0\.1:\d+)\n")
+_READY = re.compile(r"kaveri is ready at (127\.0\.0\.1:\d+(?:,127\.0\.0\.1:\d+)*)\n")
 _SMALL = ("--engine", "fake", "--prefill", "1", "--decode", "1", "--drain-timeout-s", "5")
 _WITHIN_S = 60.0
 
@@ -113,6 +113,27 @@ def test_request_and_status_succeed_after_the_ready_line_and_sigterm_leaves_noth
         up.assert_nothing_left()
         assert up.process.stdout is not None
         assert up.process.stdout.read() == "", "more than the ready line on stdout"
+
+
+def test_several_routers_are_named_and_shown_and_one_of_them_is_enough(tmp_path: Path) -> None:
+    with _up(tmp_path, *_SMALL, "--routers", "2", "--port", "0") as up:
+        up.wait_until_ready()
+        first, second = up.target.split(",")
+        assert first != second
+        shown = json.loads(_run("status", "--target", up.target, "--json").stdout)["instances"]
+        addresses = [one["record"]["address"] for one in shown if one["record"]["instance_id"].startswith("router-")]
+        assert addresses == [first, second]
+        for target in (first, second, f"127.0.0.1:{free_port()},{second}"):
+            assert _run("generate", "hello", "--target", target, "--max-tokens", "3").returncode == 0
+            assert _run("status", "--target", target).returncode == 0
+        assert up.end() == 0
+        up.assert_nothing_left()
+
+
+def test_router_ports_that_do_not_fit_are_refused_at_once() -> None:
+    answer = _run("up", "--routers", "2", "--port", "65535")
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
+    assert "--port" in answer.stderr
 
 
 def _status_shows_every_instance(target: str) -> None:
