@@ -100,6 +100,12 @@ class EngineStats:
     """Tokens submitted by prefill() and not computed yet."""
     context_tokens: int
     """Tokens whose KV is held."""
+    turn_count: int = 0
+    """Times that the engine's thread has looked for something to compute; where there was, it has made a step."""
+    is_busy: bool = False
+    """A turn is under way, or due. An engine that is busy for long without a further turn is stuck."""
+    longest_step_s: float = 0.0
+    """Of the recent steps. 0: there was none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,16 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
-from kaveri.engine.contract import EngineStopped
+from kaveri.engine.contract import EngineStats, EngineStopped
 from kaveri.engine.outbox import Outbox
 from kaveri.errors import EngineError
 from kaveri.telemetry.logs import get_logger
+
+_RECENT = 0.999
+"""What a step keeps of the longest one before it: half of it after 700 steps."""
 
 
 class Shared:
@@ -29,6 +33,12 @@ class Shared:
         """Futures that a caller waits for. The thread that removes one, under the lock, sets its outcome."""
         self.woken = False
         """Something is new for the engine thread, which resets it."""
+        self.turn_count = 0
+        """Turns that the engine thread has begun; it counts them itself, under the lock."""
+        self.longest_step_s = 0.0
+        """Of the engine thread's recent steps; it writes this itself."""
+        self.is_busy = False
+        """The engine thread does not sleep, or has been woken."""
         self.closing = False
         self.broken: str | None = None
         """Why the engine has stopped by itself."""
@@ -42,9 +52,28 @@ class Shared:
         return future
 
     def wake(self) -> None:
-        """The engine thread has something to do. Under the lock."""
+        """Something is new for the engine thread. Under the lock."""
         self.woken = True
+        self.notify()
+
+    def notify(self) -> None:
+        """The engine thread may have something to do. Under the lock."""
+        self.is_busy = True
         self.work.notify()
+
+    def sleep(self, timeout_s: float | None = None) -> None:
+        """The engine thread waits for notify(). Under the lock, which it releases meanwhile."""
+        self.is_busy = False
+        self.work.wait(timeout_s)
+        self.is_busy = True
+
+    def counted(self, stats: EngineStats) -> EngineStats:
+        """The statistics with the thread's turns. Under the lock."""
+        return replace(stats, turn_count=self.turn_count, is_busy=self.is_busy, longest_step_s=self.longest_step_s)
+
+    def stepped(self, took_s: float) -> None:
+        """Takes in how long a step took. For the engine thread."""
+        self.longest_step_s = max(took_s, _RECENT * self.longest_step_s)
 
     def require_alive(self) -> None:
         """Raises EngineError once the engine has stopped. Under the lock."""

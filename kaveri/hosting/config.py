@@ -26,6 +26,13 @@ class InstanceConfig(EngineSettings, ServiceConfig):
     """Settings of an engine instance, whatever its role."""
 
     served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
+    stuck_after_s: float = setting(
+        "seconds without a step, with something to compute, after which the engine counts as stuck and the instance "
+        "ends; 20 times its longest step where that is more",
+        5.0,
+        above=0,
+        most=86_400.0,
+    )
     heavy_output_tokens: int = setting("a request with a longer predicted answer is heavy in decode", 128, least=0)
     heavy_prompt_tokens: int = setting("with nothing predicted, one with a longer prompt is heavy", 512, least=0)
 

@@ -5,6 +5,7 @@ waits for the other.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -15,6 +16,7 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceState, Phase, Role
 from kaveri.engine.contract import Engine, EngineEvent, EngineStopped
 from kaveri.hosting.config import InstanceConfig
+from kaveri.hosting.engine_watch import LOOK_EVERY_S, EngineWatch
 from kaveri.hosting.service_host import HostedService, ServiceHost, first_of, service_record
 from kaveri.hosting.trial import Trial
 from kaveri.telemetry.logs import get_logger
@@ -53,6 +55,7 @@ class EngineHost:
         )
         self._phases = phases
         self._engine = engine
+        self._stuck_after_s = config.stuck_after_s
         self._hosted = hosted
         self._service = ServiceHost(config, store, record, hosted, service_names, register)
         self._trial: Trial | None = None
@@ -89,7 +92,11 @@ class EngineHost:
         try:
             if not await self._engine_works(stopping):
                 return 0
-            return await self._service.serve(stopping)
+            watching = asyncio.create_task(self._watch_engine(), name="engine watch")
+            try:
+                return await self._service.serve(stopping)
+            finally:
+                watching.cancel()
         finally:
             await asyncio.to_thread(self._engine.close)
 
@@ -104,6 +111,18 @@ class EngineHost:
         trying.result()
         self._trial = None
         return not stopping.is_set()
+
+    async def _watch_engine(self) -> None:
+        """Breaks the service off when the engine is stuck."""
+        watch = EngineWatch(self._stuck_after_s, time.monotonic())
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            stats = self._engine.stats()
+            stuck_s = watch.look(stats, time.monotonic())
+            if stuck_s is not None:
+                self._service.break_off(f"the engine is stuck: no step for {stuck_s:.1f} s")
+                get_logger().error("engine_stuck", stuck_s=stuck_s, limit_s=watch.limit_s(stats))
+                return
 
     def _handle(self, events: Sequence[EngineEvent]) -> None:
         try:

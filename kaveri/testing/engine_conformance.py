@@ -35,7 +35,7 @@ from kaveri.engine.contract import (
 )
 from kaveri.errors import EngineError, InvalidArgument, LayoutMismatch, NoCapacity, RequestAlreadyExists
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free, wait_until_idle
 
 ResultT = TypeVar("ResultT")
 
@@ -593,6 +593,16 @@ class EngineConformance:
             assert running.waiting_requests == 0
             pair.decoded.wait_for_finish(request.key)
             wait_until_free(pair.prefill, pair.decode)
+
+    def test_steps_are_counted_and_an_engine_with_nothing_to_compute_is_not_busy(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            before = pair.decode.stats().turn_count
+            request = make_request(pair.prefill, "r", 50, 10)
+            pair.hand_over(request)
+            pair.decoded.wait_for_finish(request.key)
+            wait_until_idle(pair.prefill, pair.decode)
+            assert min(pair.prefill.stats().longest_step_s, pair.decode.stats().longest_step_s) > 0
+            assert pair.decode.stats().turn_count >= before + 9
 
     # The end, and everything at once.
 

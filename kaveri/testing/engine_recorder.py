@@ -141,3 +141,11 @@ def wait_until_free(*engines: Engine, within_s: float = SOON_S) -> None:
         engine.check_integrity()
         stats = engine.stats()
         assert (stats.running_requests, stats.waiting_requests, stats.context_tokens) == (0, 0, 0), stats
+
+
+def wait_until_idle(*engines: Engine, within_s: float = SOON_S) -> None:
+    """Waits until no engine has anything to do."""
+    give_up_at_s = time.monotonic() + within_s
+    while any(engine.stats().is_busy for engine in engines):
+        assert time.monotonic() < give_up_at_s, [engine.stats() for engine in engines]
+        time.sleep(0.005)

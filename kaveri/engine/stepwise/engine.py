@@ -7,6 +7,7 @@ lifecycle (shared).
 
 import secrets
 import threading
+import time
 from collections.abc import Sequence as Ordered
 from concurrent.futures import Future
 from dataclasses import replace
@@ -82,7 +83,7 @@ class StepwiseEngine:
             epoch=secrets.randbits(63),
             kv_endpoints=(),
         )
-        put, notify = self._shared.outbox.put, self._shared.work.notify
+        put, notify = self._shared.outbox.put, self._shared.notify
         self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, put, on_work=notify)
 
         self._transfers = Transfers(info, self._shared, self._lifecycle)
@@ -127,7 +128,7 @@ class StepwiseEngine:
 
     def stats(self) -> EngineStats:
         with self._shared.lock:
-            return self._lifecycle.stats()
+            return self._shared.counted(self._lifecycle.stats())
 
     def kv_flow(self) -> KvFlow:
         return self._transfers.flow()
@@ -181,17 +182,20 @@ class StepwiseEngine:
                 with self._shared.lock:
                     if self._shared.closing:
                         return
+                    self._shared.turn_count += 1
                     put_count = self._shared.outbox.put_count
                     planned = self._lifecycle.plan()
                     news = news or self._shared.outbox.put_count > put_count
                     if not planned and not news:
                         # Whatever makes work notifies, close() too.
-                        self._shared.work.wait()
+                        self._shared.sleep()
                         continue
                 self._shared.outbox.publish()
                 news = bool(planned)
                 if planned:
+                    began_s = time.monotonic()
                     self._step(planned)
+                    self._shared.stepped(time.monotonic() - began_s)
         # Whatever a step raises, SystemExit too, the state of model and cache is unknown: no request may be left
         # waiting for tokens.
         except BaseException as error:

@@ -1,6 +1,7 @@
 """The engine thread: sleeps until there is something to do, and takes turns. The only one that calls vLLM."""
 
 import threading
+import time
 from concurrent.futures import Future
 
 from kaveri.engine.shared import Shared
@@ -51,9 +52,13 @@ class Driver:
                     if self._shared.closing:
                         return
                     self._shared.woken = False
+                    self._shared.turn_count += 1
                     added, self._requests.added = self._requests.added, []
                     checks, self._checks = self._checks, []
+                began_s = time.monotonic()
                 stalled = not self._steps.turn(added, stalled)
+                if not stalled:
+                    self._shared.stepped(time.monotonic() - began_s)
                 for check in checks:
                     self._answer(check)
         # Whatever a step raises, SystemExit too, the state of model and cache is unknown: no request may be left
@@ -71,7 +76,7 @@ class Driver:
             runnable = self._steps.runnable_count() > 0
             if runnable and not stalled:
                 return
-            self._shared.work.wait(_STALLED_S if runnable else None)
+            self._shared.sleep(_STALLED_S if runnable else None)
             stalled = False
 
     def _answer(self, check: "Future[None]") -> None:

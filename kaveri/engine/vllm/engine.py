@@ -115,7 +115,7 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         with self._shared.lock:
-            return self._requests.stats()
+            return self._shared.counted(self._requests.stats())
 
     def kv_flow(self) -> KvFlow:
         return self._transfers.flow()

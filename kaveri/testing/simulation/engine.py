@@ -111,7 +111,8 @@ class SimulatedEngine:
         self._shared.stop(reason)
 
     def stats(self) -> EngineStats:
-        return self._lifecycle.stats()
+        self._shared.is_busy = self._next is not None
+        return self._shared.counted(self._lifecycle.stats())
 
     def kv_flow(self) -> KvFlow:
         return self._transfers.flow()
@@ -171,9 +172,11 @@ class SimulatedEngine:
     def _begin_step(self) -> None:
         if self._shared.closing:
             return
+        self._shared.turn_count += 1
         planned = self._lifecycle.plan()
         if planned:
             step_s = self._step_s * (0.5 + self._rng.random())
+            self._shared.stepped(step_s)
             loop = asyncio.get_running_loop()
             self._next = loop.call_later(step_s, self._end_step, planned, context=self._context)
         else:

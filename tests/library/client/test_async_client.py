@@ -369,7 +369,7 @@ async def test_bad_arguments_are_refused_before_anything_is_sent(service: Infere
 
 async def test_a_prompt_over_the_message_limit_is_an_invalid_argument(target: str) -> None:
     async with AsyncClient(target) as client:
-        with pytest.raises(InvalidArgument, match="message size limit"):
+        with pytest.raises(InvalidArgument, match="size limits of a call"):
             await client.generate("x" * (5 * 2**20))
         assert (await client.generate("prompt", params=FIVE)).text == "abcde"
 

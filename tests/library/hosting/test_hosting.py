@@ -1,6 +1,7 @@
 """The host of an instance ends it, and says so, when its role or its engine cannot go on."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
@@ -9,6 +10,7 @@ from kaveri.domain.view import InstanceLoad, Phase
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeRunner
+from kaveri.engine.stepwise.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import BROKEN_STATUS
@@ -54,4 +56,45 @@ async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves(
         engine.prefill(EngineRequest(EngineKey("a", 1), (1, 2, 3), 0, SamplingParams(max_tokens=1, seed=0)))
         assert await asyncio.wait_for(serving, SOON_S) == BROKEN_STATUS
         assert "LookupError" in role.failed_with
+        assert "prefill-0" not in store.view().instances
+
+
+class StuckRunner(FakeRunner):
+    """A runner whose steps of long prompts never end, as on a device that hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        if any(len(one.token_ids) > 10 for one in batch):
+            self.go_on.wait(SOON_S)
+        return super().run(batch, on_layer)
+
+
+class CountingRole(BrokenRole):
+    """A role that takes every event."""
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        pass
+
+
+async def test_instance_whose_engine_makes_no_step_any_more_fails_its_requests_and_leaves() -> None:
+    role, runner = CountingRole(), StuckRunner()
+    engine = StepwiseEngine(runner, 1024)
+    config = InstanceConfig(instance_id="prefill-0", engine="fake", stuck_after_s=0.5)
+    params = SamplingParams(max_tokens=1, seed=0)
+    async with MemoryStore(MemoryCluster()) as store:
+        host = EngineHost(
+            config, (Phase.PREFILL,), engine, store, role, ["kaveri.v1.PrefillService"], lambda _: None, incarnation=1
+        )
+        serving = asyncio.create_task(host.serve(asyncio.Event()))
+        try:
+            await asyncio.wait_for(host.started.wait(), SOON_S)
+            engine.prefill(EngineRequest(EngineKey("short", 1), (1, 2, 3), 0, params))
+            engine.prefill(EngineRequest(EngineKey("long", 1), (1,) * 20, 0, params))
+            assert await asyncio.wait_for(serving, SOON_S) == BROKEN_STATUS
+        finally:
+            runner.go_on.set()
+        assert "the engine is stuck" in role.failed_with
         assert "prefill-0" not in store.view().instances
