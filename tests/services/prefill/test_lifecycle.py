@@ -260,6 +260,14 @@ def test_a_prediction_is_used_unless_the_answer_has_outlived_it(
     assert found.length is None or found.length.high <= most + 1
 
 
+def test_a_place_is_looked_for_after_the_first_chunk_when_the_length_has_not_come_by_then() -> None:
+    at_start = Terms(0.0, TOKENS, 0, 50, PlaceSearch.AT_START)
+    state, actions = step(Queued(at_start, Asked()), PrefillStarted(KEY), 1.0)
+    assert FindPlace(None) not in actions
+    _, actions = step(state, PrefillProgress(KEY, 10), 2.0)
+    assert FindPlace(None) in actions
+
+
 TERMS = Terms(0.0, TOKENS, 0, 50, PlaceSearch.AFTER_FIRST_CHUNK)
 GIVES_BACK: list[tuple[State, list[Action]]] = [
     (Held(TERMS), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),

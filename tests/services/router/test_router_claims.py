@@ -80,7 +80,9 @@ async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_
         cluster.cluster.take_away()
         cluster.let_all_go()
         await rest_of(call)
-        await eventually(lambda: len(router.router.table) == 0)
+        claims = router.router.claims
+        # Until it has tried, and waits for the store's return.
+        await eventually(lambda: claims._ended and claims._timer is None and claims._flushing is None)
         cluster.cluster.bring_back()
         assert cluster.cluster.request("mine") is not None
         await eventually(lambda: cluster.cluster.request("mine") is None)
