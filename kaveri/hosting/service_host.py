@@ -121,6 +121,8 @@ class ServiceHost:
                 finally:
                     heartbeat.stop()
                     beating.cancel()
+                    # Calls first: they use what the work owns.
+                    await self._server.stop(0)
                     working.cancel()
         finally:
             await self._server.stop(0)

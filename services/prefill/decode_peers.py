@@ -1,7 +1,6 @@
-"""Talks to decode instances: reserves room, takes reservations back. Owns the channels to them."""
+"""Talks to decode instances: reserves room, takes reservations back."""
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from grpc import StatusCode, aio
 
@@ -9,16 +8,13 @@ from kaveri.domain.view import ViewedInstance
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.rpc.server import open_channel
+from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
 from kaveri.wire.status import error_of
 from services.prefill.requests import PrefillRequest
-
-if TYPE_CHECKING:
-    from kaveri.v1.decode_pb2_grpc import DecodeServiceAsyncStub
 
 _ANSWER_TIMEOUT_S = 2.0
 """For the answer of an instance that is not asked to wait for room."""
@@ -35,27 +31,13 @@ class Reservation(NamedTuple):
     """Of decode.TokenStreams, by then."""
 
 
-class _Peer:
-    def __init__(self, address: str) -> None:
-        self.channel = open_channel(address)
-        self.stub: DecodeServiceAsyncStub = DecodeServiceStub(self.channel)
-        self.call_count = 0
-
-    def __enter__(self) -> "DecodeServiceAsyncStub":
-        self.call_count += 1
-        return self.stub
-
-    def __exit__(self, *_: object) -> None:
-        self.call_count -= 1
-
-
 class DecodePeers:
-    """One channel per decode instance, opened on first use."""
+    """The decode instances that one prefill instance talks to."""
 
     def __init__(self, layout: KvLayout) -> None:
         """layout: of the pool that is pushed from."""
         self._layout = layout_to_proto(layout)
-        self._peers: dict[str, _Peer] = {}
+        self.channels = Channels()
 
     async def reserve(
         self, target: ViewedInstance, request: PrefillRequest, reservation: int, timeout_s: float, waits: bool
@@ -82,7 +64,7 @@ class DecodePeers:
             reservation=reservation,
         )
         answer_s = timeout_s if waits else min(timeout_s, _ANSWER_TIMEOUT_S)
-        with self._peer(target.record.address) as stub:
+        with self.channels.calling(DecodeServiceStub, target.record.address) as stub:
             try:
                 response = await stub.Reserve(message, timeout=answer_s)
             except aio.AioRpcError as error:
@@ -107,7 +89,7 @@ class DecodePeers:
             router_id=request.router_id,
             reservation=reservation,
         )
-        with self._peer(target.record.address) as stub:
+        with self.channels.calling(DecodeServiceStub, target.record.address) as stub:
             try:
                 await stub.Abort(decode_pb2.AbortRequest(attempts=[attempt]), timeout=_ABORT_TIMEOUT_S)
             except aio.AioRpcError as error:
@@ -119,20 +101,3 @@ class DecodePeers:
                     decode_instance_id=target.record.instance_id,
                     reason=str(reason),
                 )
-
-    async def retain(self, addresses: Collection[str]) -> None:
-        """Closes the channels to all other addresses, as soon as no call is under way on them."""
-        idle = [address for address, peer in self._peers.items() if address not in addresses and not peer.call_count]
-        for address in idle:
-            await self._peers.pop(address).channel.close()
-
-    async def close(self) -> None:
-        """Closes every channel; calls on them end."""
-        while self._peers:
-            await self._peers.popitem()[1].channel.close()
-
-    def _peer(self, address: str) -> _Peer:
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = _Peer(address)
-        return peer

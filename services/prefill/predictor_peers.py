@@ -1,20 +1,16 @@
-"""Asks predictor instances for lengths and refuses impossible answers. Owns the channels to them."""
+"""Asks predictor instances for lengths and refuses impossible answers."""
 
 import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from grpc import aio
 
 from kaveri.domain.length import TokenRange
 from kaveri.errors import KaveriError
-from kaveri.rpc.server import open_channel
+from kaveri.rpc.channels import Channels
 from kaveri.v1 import predictor_pb2
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
 from kaveri.wire.status import error_of
-
-if TYPE_CHECKING:
-    from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceAsyncStub
 
 _LONGEST_ANSWER_TOKENS = 2**24
 """No model's context is as long."""
@@ -26,20 +22,13 @@ class UnusableAnswer(KaveriError):
     """A predictor's answer is not a possible prediction."""
 
 
-class _Peer:
-    def __init__(self, address: str) -> None:
-        self.channel = open_channel(address)
-        self.stub: LengthPredictorServiceAsyncStub = LengthPredictorServiceStub(self.channel)
-        self.call_count = 0
-
-
 class PredictorPeers:
-    """One channel per predictor, opened on first use."""
+    """The predictors that one prefill instance asks."""
 
     def __init__(self, model: str) -> None:
         """model: the name of the model whose answers are asked about."""
         self._model = model
-        self._peers: dict[str, _Peer] = {}
+        self.channels = Channels()
 
     async def predict(self, address: str, prompts: Sequence[Sequence[int]], timeout_s: float) -> list[TokenRange]:
         """The predicted length of each prompt's whole answer. prompts: token ids of the served model.
@@ -47,31 +36,15 @@ class PredictorPeers:
         Raises the error that the predictor answers, Unavailable or DeadlineExceeded without an answer, UnusableAnswer.
         Cancellation ends the call at the predictor too.
         """
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = _Peer(address)
         message = predictor_pb2.PredictRequest(
             model=self._model, prompts=[predictor_pb2.PromptTokens(token_ids=prompt) for prompt in prompts]
         )
-        peer.call_count += 1
-        try:
-            response = await peer.stub.Predict(message, timeout=timeout_s)
-        except aio.AioRpcError as error:
-            raise error_of(error, peer=address) from error
-        finally:
-            peer.call_count -= 1
+        with self.channels.calling(LengthPredictorServiceStub, address) as stub:
+            try:
+                response = await stub.Predict(message, timeout=timeout_s)
+            except aio.AioRpcError as error:
+                raise error_of(error, peer=address) from error
         return read_predictions(response, len(prompts))
-
-    async def retain(self, addresses: Collection[str]) -> None:
-        """Closes the channels to all other addresses, as soon as no call is under way on them."""
-        idle = [address for address, peer in self._peers.items() if address not in addresses and not peer.call_count]
-        for address in idle:
-            await self._peers.pop(address).channel.close()
-
-    async def close(self) -> None:
-        """Closes every channel; calls on them end."""
-        while self._peers:
-            await self._peers.popitem()[1].channel.close()
 
 
 def read_predictions(response: predictor_pb2.PredictResponse, prompt_count: int) -> list[TokenRange]:

@@ -31,11 +31,11 @@ class Predictors:
         while True:
             await self._address_gone.wait()
             self._address_gone.clear()
-            await self._peers.retain(self._addresses)
+            await self._peers.channels.retain(self._addresses)
 
     async def close(self) -> None:
         """Closes every channel; calls on them end."""
-        await self._peers.close()
+        await self._peers.channels.close()
 
     def choose(self, now_s: float) -> tuple[PredictorStatus, PredictorHealth] | None:
         """A predictor to ask now; None when there is none, or all rest."""

@@ -105,9 +105,9 @@ class RoomFinder:
                         self._changed.set_result(None)
                         self._changed = None
                     self._search.retain(view)
-                    await self._peers.retain({status.record.address for status in view.instances.values()})
+                    await self._peers.channels.retain({status.record.address for status in view.instances.values()})
         finally:
-            await self._peers.close()
+            await self._peers.channels.close()
 
     def seek(self, request: PrefillRequest) -> Seeking:
         """Begins a search; find() goes on with it and give_up() ends it."""

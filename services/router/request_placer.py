@@ -25,14 +25,15 @@ from kaveri.errors import (
 from kaveri.policy.placement import PlacementPolicy, choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
+from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import MAX_ATTEMPT
 from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.attempt_numbers import AttemptNumbers
-from services.router.channels import Channels
 from services.router.lifecycle_values import (
     Abort,
     Action,
@@ -294,7 +295,9 @@ class RequestPlacer:
         now_s = time.monotonic()
         if entry.timing.attempts == 1:
             entry.timing.router_s = now_s - accepted.arrived_s
-        call = self._channels.prefill(target.record.address).Prefill(request, timeout=accepted.deadline_s - now_s)
+        call = self._channels.stub(PrefillServiceStub, target.record.address).Prefill(
+            request, timeout=accepted.deadline_s - now_s
+        )
 
         def stop_reading(_: object) -> None:
             call.cancel()

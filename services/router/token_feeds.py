@@ -13,12 +13,13 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.domain.silence import TICK_S, SilenceWatch
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
 from kaveri.errors import InternalError, KaveriError, RequestAlreadyExists, Unavailable
+from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import finish_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
-from services.router.channels import Channels
 from services.router.lifecycle_values import GivenUp, Life, PlaceLost, Tokens
 from services.router.requests import RequestEntry, RequestTable
 
@@ -156,7 +157,7 @@ class TokenFeeds:
         for first in range(0, len(names), _ABORTS_AT_ONCE):
             message = decode_pb2.AbortRequest(attempts=names[first : first + _ABORTS_AT_ONCE], by_router=True)
             with contextlib.suppress(aio.AioRpcError):
-                await self._channels.decode(address).Abort(message, timeout=ABORT_TIMEOUT_S)
+                await self._channels.stub(DecodeServiceStub, address).Abort(message, timeout=ABORT_TIMEOUT_S)
 
     async def watch(self) -> None:
         """Breaks off streams that have gone silent. Runs until cancelled."""
@@ -203,7 +204,7 @@ class TokenFeeds:
             backoff_s = min(2 * backoff_s, _RECONNECT_MAX_S)
 
     async def _read(self, subscription: "_Subscription", record: InstanceRecord) -> None:
-        call = self._channels.decode(record.address).StreamTokens(
+        call = self._channels.stub(DecodeServiceStub, record.address).StreamTokens(
             decode_pb2.StreamTokensRequest(router_id=self._stream_id)
         )
         life = Life(record.instance_id, record.incarnation)

@@ -32,7 +32,7 @@ from services.instance.service import colocated_host
 from services.prefill.config import PrefillConfig
 from services.prefill.service import prefill_host
 from services.router.config import RouterConfig
-from services.router.service import Router, serve_requests
+from services.router.service import Router, router_host
 
 MODEL_NAME = "simulated"
 PROBER = "prober"
@@ -198,11 +198,9 @@ class World:
             heartbeat_interval_s=plan.heartbeat_interval_s,
         )
 
-        def started(router: Router) -> None:
-            life.router = router
-
         async with SimulatedStore(self.store) as store:
-            await serve_requests(config, store, self.tokenizer, life.stopping, started)
+            life.router = Router(config, store, self.tokenizer)
+            await router_host(life.router).serve(life.stopping)
 
     async def _instance(self, life: Life) -> None:
         plan, planned, phases = self.plan, life.planned, life.planned.phases

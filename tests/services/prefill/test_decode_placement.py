@@ -420,16 +420,16 @@ async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_
     first.may_answer.clear()
     request = world.begin("a")
     await eventually(lambda: first.asked == ["a"])
-    peers = world.dispatcher._finder._peers
-    await peers.retain(())
-    assert len(peers._peers) == 1, "a call is under way"
+    channels = world.dispatcher._finder._peers.channels
+    await channels.retain(())
+    assert len(channels._peers) == 1, "a call is under way"
     first.may_answer.set()
     await eventually(lambda: world.pushed() == ["a"])
     world.dispatcher.end(request, handed_over=True)
-    await peers.retain({first._address})
-    assert len(peers._peers) == 1
-    await peers.retain(())
-    assert not peers._peers
+    await channels.retain({first._address})
+    assert len(channels._peers) == 1
+    await channels.retain(())
+    assert not channels._peers
 
 
 async def test_every_reserve_call_of_an_attempt_has_a_number_and_room_is_given_back_up_to_it(world: World) -> None:

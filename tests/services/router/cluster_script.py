@@ -18,6 +18,7 @@ from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.view import BOTH_PHASES, InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 from kaveri.errors import KaveriError, Unavailable
+from kaveri.hosting.service_host import ServiceHost
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.rpc.server import RpcServer, open_channel
 from kaveri.text.tokenizer import ModelTokenizer
@@ -34,7 +35,7 @@ from kaveri.wire.status import abort
 from services.router.config import RouterConfig
 from services.router.lifecycle_values import Placed
 from services.router.requests import RequestEntry
-from services.router.service import Router
+from services.router.service import Router, router_host
 
 MODEL = "kaveri-tiny"
 MAX_MODEL_LEN = 8_192
@@ -477,12 +478,8 @@ class ScriptedCluster:
     async def router(self, **settings: Any) -> AsyncIterator["RouterUnderTest"]:
         """A router on this cluster, with a client's stub; checks afterwards that nothing leaked."""
         config = RouterConfig(**{"instance_id": "router-0", "heartbeat_interval_s": 0.02, **settings})
-        async with (
-            MemoryStore(self.cluster) as store,
-            Router.run(config, store, self.tokenizer) as router,
-            open_channel(router.address) as channel,
-        ):
-            under_test = RouterUnderTest(router, inference_pb2_grpc.InferenceServiceStub(channel), channel)
+        async with MemoryStore(self.cluster) as store, _run_router(config, store, self.tokenizer) as under_test:
+            router = under_test.router
             subscriber = router.router_id
             decodes = self.decodes | {name: decode for name, (_, decode) in self.colocated.items()}
             alive = [decode for name, decode in decodes.items() if name in self.instances]
@@ -533,8 +530,20 @@ class RouterUnderTest:
     """A running router and a client's way to it."""
 
     router: Router
+    host: ServiceHost
     stub: Any
     channel: aio.Channel
+    stopping: asyncio.Event
+    serving: asyncio.Task[int]
+
+    @property
+    def address(self) -> str:
+        return self.host.address
+
+    async def drain(self) -> None:
+        """Returns when the router has ended."""
+        self.stopping.set()
+        assert await self.serving == 0
 
     async def check_integrity(self) -> None:
         """Nothing of ended requests is left: table, counts, timers, attempts tied to streams."""
@@ -546,3 +555,24 @@ class RouterUnderTest:
         self.router.placer.check_integrity()
         self.router.feeds.check_integrity()
         assert await self.router.store.requests() == ()
+
+
+@contextlib.asynccontextmanager
+async def _run_router(
+    config: RouterConfig, store: MemoryStore, tokenizer: ModelTokenizer
+) -> AsyncIterator[RouterUnderTest]:
+    """A router that takes requests; at the end it has left the cluster."""
+    router, stopping = Router(config, store, tokenizer), asyncio.Event()
+    host = router_host(router)
+    serving = asyncio.create_task(host.serve(stopping))
+    started = asyncio.create_task(host.started.wait())
+    await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+    try:
+        async with open_channel(host.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            yield RouterUnderTest(router, host, stub, channel, stopping, serving)
+    finally:
+        host.break_off("the test is over")
+        await serving

@@ -99,7 +99,7 @@ async def test_the_longest_request_that_fits_is_taken(cluster: ScriptedCluster) 
 async def test_a_message_over_the_size_limit_disturbs_nothing_else(cluster: ScriptedCluster) -> None:
     async with (
         cluster.router() as router,
-        aio.insecure_channel(router.router.address, (("grpc.max_send_message_length", -1),)) as channel,
+        aio.insecure_channel(router.address, (("grpc.max_send_message_length", -1),)) as channel,
     ):
         generate = channel.unary_stream(
             "/kaveri.v1.InferenceService/Generate",

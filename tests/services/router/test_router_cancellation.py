@@ -104,7 +104,7 @@ async def test_a_deadline_that_passes_ends_every_leg(cluster: ScriptedCluster, p
 async def test_a_client_whose_connection_vanishes_ends_every_leg(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router() as router:
-        channel = aio.insecure_channel(router.router.address, (("grpc.use_local_subchannel_pool", 1),))
+        channel = aio.insecure_channel(router.address, (("grpc.use_local_subchannel_pool", 1),))
         call = channel.unary_stream(
             "/kaveri.v1.InferenceService/Generate",
             request_serializer=inference_pb2.GenerateRequest.SerializeToString,
@@ -195,11 +195,11 @@ async def test_a_request_id_can_be_used_again_as_soon_as_its_answer_has_ended(cl
 
 async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flight(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
-    async with cluster.router() as router:
+    async with cluster.router(drain_timeout_s=10) as router:
         call = router.stub.Generate(ask(), timeout=10)
         first = await call.read()
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)
-        draining = asyncio.create_task(router.router.drain(10))
+        draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
         with pytest.raises(aio.AioRpcError) as caught:
             await collect(router.stub.Generate(ask(), timeout=10))
@@ -212,7 +212,7 @@ async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flig
 
 async def test_at_the_end_of_a_drain_clients_get_unavailable_in_every_phase(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
-    async with cluster.router() as router:
+    async with cluster.router(drain_timeout_s=0.1) as router:
         decoding = router.stub.Generate(ask(), timeout=10)
         await decoding.read()
         for prefill in cluster.prefills.values():
@@ -225,7 +225,7 @@ async def test_at_the_end_of_a_drain_clients_get_unavailable_in_every_phase(clus
         early = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=10)))
         await eventually(lambda: router.router.table.place_of("early") is not None)
         started_s = time.monotonic()
-        await router.router.drain(0.1)
+        await router.drain()
         assert time.monotonic() - started_s < 2
         assert len(router.router.table) == 0
         for reading in (rest_of(decoding), queued, early):

@@ -160,7 +160,7 @@ async def test_store_that_goes_away_takes_the_lead_and_gives_it_back_with_a_grea
 
 
 async def test_draining_router_resigns_while_its_requests_go_on(cluster: ScriptedCluster) -> None:
-    async with cluster.router() as under_test, MemoryStore(cluster.cluster) as other:
+    async with cluster.router(drain_timeout_s=_PATIENT_S) as under_test, MemoryStore(cluster.cluster) as other:
         router = under_test.router
         await eventually(lambda: router.monitor.leading)
         assert await other.campaign("other", 60.0) is None
@@ -168,7 +168,7 @@ async def test_draining_router_resigns_while_its_requests_go_on(cluster: Scripte
         task = asyncio.current_task()
         assert task is not None
         place = router.table.reserve("endless", task)
-        draining = asyncio.create_task(router.drain(_PATIENT_S))
+        draining = asyncio.create_task(under_test.drain())
         await lead(other, "other")
         assert not draining.done()
         router.table.release(place)

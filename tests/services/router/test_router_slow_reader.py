@@ -34,7 +34,7 @@ WINDOW_BYTES = 2**16
 async def client(router: RouterUnderTest) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
     """On a connection whose HTTP/2 window does not grow: 64 KiB that are not read stop the router."""
     options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
-    async with aio.insecure_channel(router.router.address, options) as channel:
+    async with aio.insecure_channel(router.address, options) as channel:
         yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
