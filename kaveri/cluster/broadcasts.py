@@ -6,7 +6,7 @@ TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kaveri.domain.view import ClusterView, InstanceState, InstanceStatus, status_now
+from kaveri.domain.view import ClusterView, InstanceState, InstanceStatus, is_broadcast, status_now
 
 _TIGHT = 4
 """An instance is tight when less than one block in so many is free."""
@@ -23,7 +23,7 @@ class Told:
 
 def broadcast_statuses(view: ClusterView) -> tuple[InstanceStatus, ...]:
     """The instances to broadcast, as they are now."""
-    return tuple(status_now(instance) for instance in view.instances.values() if instance.record.is_broadcast)
+    return tuple(status_now(instance) for instance in view.instances.values() if is_broadcast(instance))
 
 
 def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:

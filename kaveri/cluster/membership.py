@@ -152,7 +152,7 @@ class Membership:
 
 def _fixed(load: InstanceLoad) -> tuple[object, ...]:
     """What stays the same within one view."""
-    return load.state, load.total_blocks, load.phase_order
+    return load.state, load.total_blocks, load.phases, load.ending_phases, load.phase_order
 
 
 def _ignore() -> None:

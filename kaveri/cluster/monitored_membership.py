@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kaveri.cluster.membership import Member, Membership
-from kaveri.domain.view import InstanceLoad, InstanceRecord, LoadBroadcast
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast, is_broadcast
 
 SILENT_AFTER_S = 2.0
 """Seconds without a broadcast after which heartbeats are followed instead: longer than another router takes to lead."""
@@ -62,9 +62,11 @@ class MonitoredMembership(Membership):
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """See Membership.learn. Other roles are ignored."""
-        if record.is_broadcast:
+        """See Membership.learn. Instances that are not broadcast are ignored, and forgotten when they were."""
+        if is_broadcast(InstanceStatus(record, load)):
             super().learn(record, load, remaining_s, heartbeat_age_s)
+        else:
+            self.forget(record.instance_id, record.incarnation)
 
     def store_lost(self) -> None:
         """See Membership.store_lost. A leader must be heard again."""

@@ -64,16 +64,6 @@ class InstanceRecord:
     phases: tuple[Phase, ...] = ()
     """The phases that it can serve, in the order of Phase. None without an engine."""
 
-    @property
-    def takes_pushes(self) -> bool:
-        """Whether others can push KV to it: it decodes, and has said where it listens or computes no prompts itself."""
-        return Phase.DECODE in self.phases and (bool(self.kv_endpoints) or Phase.PREFILL not in self.phases)
-
-    @property
-    def is_broadcast(self) -> bool:
-        """Whether the cluster monitor broadcasts its load: prefill instances choose among these."""
-        return self.role is Role.PREDICTOR or self.takes_pushes
-
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
@@ -97,6 +87,8 @@ class InstanceLoad:
     """Decode: all others here."""
     phases: tuple[Phase, ...] = ()
     """The phases that it serves now. Holds when phase_order is not 0; else it serves all that its record names."""
+    ending_phases: tuple[Phase, ...] = ()
+    """Those of `phases` that take no new requests: they will not be served when the last request has ended."""
     phase_order: int = 0
     """The number of the order that set `phases`. 0: there was none."""
 
@@ -132,6 +124,16 @@ def phases_now(instance: ViewedInstance) -> tuple[Phase, ...]:
     return instance.load.phases if instance.load.phase_order else instance.record.phases
 
 
+def takes_pushes(instance: ViewedInstance) -> bool:
+    """Whether prefill instances push KV to it: it decodes, and computes no prompts itself."""
+    return phases_now(instance) == (Phase.DECODE,)
+
+
+def is_broadcast(instance: ViewedInstance) -> bool:
+    """Whether the cluster monitor broadcasts its load: prefill instances choose among these."""
+    return instance.record.role is Role.PREDICTOR or takes_pushes(instance)
+
+
 def status_now(instance: ViewedInstance) -> InstanceStatus:
     """The instance at this moment."""
     return InstanceStatus(instance.record, instance.load, instance.heartbeat_age_s)
@@ -153,7 +155,7 @@ class ClusterView:
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def ready(self, phase: Phase, model: str | None = None) -> tuple[ViewedInstance, ...]:
-        """The instances that serve `phase` now (of `model`, when named) and take work, in the order of their ids."""
+        """The instances that take requests of `phase` now (for `model`, when named), in the order of their ids."""
         return self.derive(("ready", phase, model), self._ready, phase, model)
 
     def ready_predictors(self, model: str) -> tuple[ViewedInstance, ...]:
@@ -181,7 +183,7 @@ class ClusterView:
         return tuple(
             instance
             for instance in instances
-            if (instance.record.role is Role.PREDICTOR if phase is None else phase in phases_now(instance))
+            if (instance.record.role is Role.PREDICTOR if phase is None else _takes(instance, phase))
             and instance.load.state is InstanceState.READY
             and model in (None, instance.record.model)
         )
@@ -190,8 +192,12 @@ class ClusterView:
         return frozenset(
             (instance_id, instance.record.incarnation, instance.load.state)
             for instance_id, instance in self.instances.items()
-            if instance.record.is_broadcast
+            if is_broadcast(instance)
         )
+
+
+def _takes(instance: ViewedInstance, phase: Phase) -> bool:
+    return phase in phases_now(instance) and phase not in instance.load.ending_phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,4 +210,4 @@ class LoadBroadcast:
     sequence_number: int
     """From 1, rises by one with each broadcast under one token."""
     instances: tuple[InstanceStatus, ...]
-    """The instances that are broadcast (InstanceRecord.is_broadcast) and whose lease holds, as the leader sees them."""
+    """The instances that are broadcast (is_broadcast()) and whose lease holds, as the leader sees them."""

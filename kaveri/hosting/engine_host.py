@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from grpc import aio
 
@@ -17,33 +16,26 @@ from kaveri.domain.view import InstanceLoad, InstanceState, Phase, Role
 from kaveri.engine.contract import Engine, EngineEvent, EngineStopped
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.engine_watch import LOOK_EVERY_S, EngineWatch
-from kaveri.hosting.service_host import HostedService, ServiceHost, first_of, service_record
+from kaveri.hosting.served_phases import ServedPhases
+from kaveri.hosting.service_host import ServiceHost, first_of, service_record
 from kaveri.hosting.trial import Trial
 from kaveri.telemetry.logs import get_logger
 
 
-class EngineService(HostedService, Protocol):
-    """What an instance does with its engine. Every method is called on the event loop."""
-
-    def handle(self, events: Sequence[EngineEvent]) -> None:
-        """Takes one batch of the engine's events. Does not block."""
-
-
 class EngineHost:
-    """Runs one service around one engine. Owns the engine, and a ServiceHost with everything else."""
+    """Serves phases with one engine. Owns the engine, and a ServiceHost with everything else."""
 
     def __init__(
         self,
         config: InstanceConfig,
-        phases: tuple[Phase, ...],
         engine: Engine,
         store: ClusterStore,
-        hosted: EngineService,
+        phases: ServedPhases,
         service_names: Sequence[str],
         register: Callable[[aio.Server], None],
         incarnation: int,
     ) -> None:
-        """phases: those that the engine can serve here. Other arguments as ServiceHost's."""
+        """Arguments as ServiceHost's."""
         info = engine.info
         record = replace(
             service_record(config, Role.ENGINE, config.model_name, incarnation),
@@ -51,13 +43,13 @@ class EngineHost:
             layout=info.layout,
             kv_endpoints=info.kv_endpoints,
             max_model_len=info.max_model_len,
-            phases=phases,
+            phases=phases.can_serve,
         )
-        self._phases = phases
         self._engine = engine
         self._stuck_after_s = config.stuck_after_s
-        self._hosted = hosted
-        self._service = ServiceHost(config, store, record, hosted, service_names, register)
+        self._phases = phases
+        self._service = ServiceHost(config, store, record, phases, service_names, register)
+        phases.on_change = self._service.beat_now
         self._trial: Trial | None = None
         """Takes the engine's events until it has shown that it can run its model."""
 
@@ -80,6 +72,10 @@ class EngineHost:
         """What a heartbeat says now."""
         return self._service.load()
 
+    async def switch(self, phases: Sequence[Phase], order: int) -> bool:
+        """Serves these phases and no others: see ServedPhases.switch."""
+        return await self._phases.switch(phases, order)
+
     async def serve(self, stopping: asyncio.Event) -> int:
         """Serves until `stopping` is set, then drains; or until it breaks. Returns the exit status.
 
@@ -87,7 +83,7 @@ class EngineHost:
         the address cannot be bound. The engine is closed when this returns, however it ends.
         """
         loop = asyncio.get_running_loop()
-        self._trial = Trial(self._engine, Phase.DECODE in self._phases)
+        self._trial = Trial(self._engine, Phase.DECODE in self._phases.can_serve)
         self._engine.start(lambda events: _forward(loop, self._handle, events))
         try:
             if not await self._engine_works(stopping):
@@ -129,7 +125,7 @@ class EngineHost:
             if self._trial is not None:
                 self._trial.handle(events)
             else:
-                self._hosted.handle(events)
+                self._phases.handle(events)
         except Exception as error:
             # Which events were lost is unknown, and a request without them would wait forever.
             self._service.break_off(f"the instance lost its engine's events: {error!r}")

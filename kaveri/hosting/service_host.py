@@ -84,6 +84,7 @@ class ServiceHost:
         self._server = RpcServer(config.host, config.port, service_names)
         self._server.add(register)
         self._broken: asyncio.Future[str] | None = None
+        self._heartbeat: Heartbeat | None = None
 
     @property
     def address(self) -> str:
@@ -100,6 +101,7 @@ class ServiceHost:
             await self._server.start()
             self.record = replace(self.record, address=self._config.advertised_address(self._server.port))
             heartbeat = Heartbeat(self._store, self.record, self.load, self._config.heartbeat_interval_s)
+            self._heartbeat = heartbeat
             async with asyncio.TaskGroup() as tasks:
                 working = tasks.create_task(self._hosted.run())
                 beating = tasks.create_task(heartbeat.run())
@@ -133,6 +135,11 @@ class ServiceHost:
             self._broken = asyncio.get_running_loop().create_future()
         if not self._broken.done():
             self._broken.set_result(reason)
+
+    def beat_now(self) -> None:
+        """Asks for a heartbeat at once."""
+        if self._heartbeat is not None:
+            self._heartbeat.beat_now()
 
     def load(self) -> InstanceLoad:
         """What a heartbeat says now."""

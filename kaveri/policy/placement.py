@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.view import ClusterView, Phase, ViewedInstance, phases_now
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance, phases_now, takes_pushes
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.candidates import Candidates
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
@@ -236,7 +236,7 @@ def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
 def _find_prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
     """The ready instances that prefill: all of them, or those that decode as well while no instance takes pushes."""
     ready = view.ready(Phase.PREFILL, model)
-    if any(instance.record.takes_pushes for instance in view.ready(Phase.DECODE, model)):
+    if any(takes_pushes(instance) for instance in view.ready(Phase.DECODE, model)):
         return ready
     return tuple(instance for instance in ready if Phase.DECODE in phases_now(instance)) or ready
 
@@ -255,7 +255,7 @@ def _find_takers(
     return layout, tuple(
         instance
         for instance in view.ready(Phase.DECODE, model)
-        if instance.record.takes_pushes and (layout is None or layout.is_mappable(instance.record.layout))
+        if takes_pushes(instance) and (layout is None or layout.is_mappable(instance.record.layout))
     )
 
 
@@ -265,7 +265,7 @@ def _largest_prompt(view: ClusterView, model: str, layout: KvLayout | None) -> i
         record, total_blocks = instance.record, instance.load.total_blocks
         if Phase.DECODE not in record.phases or record.model != model:
             continue
-        if layout is not None and not (record.takes_pushes and layout.is_mappable(record.layout)):
+        if layout is not None and not (takes_pushes(instance) and layout.is_mappable(record.layout)):
             continue
         if record.layout is None or not total_blocks:
             return None

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Generic
 
-from kaveri.domain.view import ClusterView, Phase, ViewedInstance
+from kaveri.domain.view import ClusterView, Phase, ViewedInstance, takes_pushes
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import (
@@ -135,10 +135,10 @@ class RoomSearch(Generic[KeyT]):
 
     def _is_ready(self, view: ClusterView, instance_id: str) -> bool:
         instance = view.instances.get(instance_id)
-        return instance is not None and instance in view.ready(Phase.DECODE, self._model)
+        return instance is not None and takes_pushes(instance) and instance in view.ready(Phase.DECODE, self._model)
 
     def _why_none(self, seeker: Seeker[KeyT], view: ClusterView) -> Hopeless | NoInstance | None:
-        ready = [one for one in view.ready(Phase.DECODE, self._model) if one.record.takes_pushes]
+        ready = [one for one in view.ready(Phase.DECODE, self._model) if takes_pushes(one)]
         fitting = {one.record.instance_id for one in ready if self._layout.is_mappable(one.record.layout)}
         if fitting and fitting.issubset(seeker.unfit):
             return Hopeless(seeker.unfit[min(fitting)])

@@ -266,6 +266,7 @@ class InstanceLoad(_message.Message):
     QUEUE_ROOM_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     PHASE_ORDER_FIELD_NUMBER: _builtins.int
+    ENDING_PHASES_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Rises by one with each heartbeat of an incarnation."""
     state: Global___InstanceState.ValueType
@@ -296,6 +297,10 @@ class InstanceLoad(_message.Message):
     def phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
         """The phases that it serves now. Holds when phase_order is not 0; else it serves all that its record names."""
 
+    @_builtins.property
+    def ending_phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
+        """Those of `phases` that take no new requests: they will not be served when the last request has ended."""
+
     def __init__(
         self,
         *,
@@ -312,10 +317,11 @@ class InstanceLoad(_message.Message):
         queue_room: _builtins.int | None = ...,
         phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
         phase_order: _builtins.int = ...,
+        ending_phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "queue_room", b"queue_room"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_room: _TypeAlias = _typing.Literal["queue_room"]  # noqa: Y015
     _WhichOneofArgType__queue_room: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room"]  # noqa: Y015

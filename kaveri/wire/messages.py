@@ -240,6 +240,7 @@ def load_to_proto(load: InstanceLoad) -> cluster_pb2.InstanceLoad:
         queue_room=load.queue_room,
         phases=[_PHASE_TO_PROTO[phase] for phase in load.phases],
         phase_order=load.phase_order,
+        ending_phases=[_PHASE_TO_PROTO[phase] for phase in load.ending_phases],
     )
 
 
@@ -258,6 +259,7 @@ def load_from_proto(message: cluster_pb2.InstanceLoad) -> InstanceLoad:
         queue_room=message.queue_room if message.HasField("queue_room") else None,
         phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
         phase_order=message.phase_order,
+        ending_phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.ending_phases),
     )
 
 

@@ -16,6 +16,7 @@ class BatchConfig(InstanceConfig):
     decode_policy: AdmissionPolicy = setting(  # noqa: RUF009
         "when a request joins the batch: greedy, reserve-static or reserve-dynamic", AdmissionPolicy.GREEDY
     )
+    reservation_ttl_s: float = setting("seconds that a reservation waits for its KV", 30.0, above=0)
     decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
 
 
@@ -25,4 +26,3 @@ class DecodeConfig(BatchConfig):
 
     NOT_TAKEN = OF_PUSHES
     receives: bool = True
-    reservation_ttl_s: float = setting("seconds that a reservation waits for its KV", 30.0, above=0)

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -58,7 +58,7 @@ _LOOK_AGAIN_S = 0.002
 
 
 class DecodeInstance:
-    """The EngineRole of a decode instance. For one event loop.
+    """The PhaseService that decodes. For one event loop.
 
     It waits and sends. services.decode.lifecycle says what an event means for a request; kaveri.policy.decode_room says
     which request has room and a seat in the batch.
@@ -73,11 +73,12 @@ class DecodeInstance:
         metrics: DecodeMetrics,
         range_end: RangeEnd = RangeEnd.LOW,
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
+        serials: Iterator[int] | None = None,
     ) -> None:
         """reservation_ttl_s: seconds that a reservation waits for its KV, at most.
 
         range_end: which end of a predicted length the policy counts on. thresholds: which requests its load calls
-        heavy.
+        heavy. serials: numbers that no one else gives to requests of this engine; None: from 1.
         """
         self._engine = engine
         self._range_end = range_end
@@ -89,7 +90,7 @@ class DecodeInstance:
         self._requests = DecodeRequests()
         self._attempts = KnownAttempts(_ATTEMPTS_REMEMBERED_S, _ATTEMPTS_REMEMBERED_COUNT)
         self.streams = TokenStreams(ROUTER_GRACE_S, self._router_gone)
-        self._serials = itertools.count(1)
+        self._serials = itertools.count(1) if serials is None else serials
         # Read by the threads that serve metrics.
         metrics.in_line.set_function(lambda: self._room.line.length)
         self._look_again: asyncio.TimerHandle | None = None
@@ -230,6 +231,13 @@ class DecodeInstance:
         for request in list(self._requests):
             if isinstance(request.state, InLine):
                 self._take(request, lifecycle.TurnedAway(_draining()))
+
+    def resume(self) -> None:
+        self._draining = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self._idle.is_set()
 
     async def wait_idle(self) -> None:
         # What the streams have not sent yet they send when they are closed.

@@ -10,6 +10,7 @@ from kaveri.domain.view import Phase
 from kaveri.engine.contract import DecodeEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
@@ -46,4 +47,6 @@ def decode_host(
     )
     incarnation = new_incarnation()
     register = partial(add_DecodeServiceServicer_to_server, DecodeServer(instance, incarnation))
-    return EngineHost(config, (Phase.DECODE,), engine, store, instance, [SERVICE_NAME], register, incarnation)
+    return EngineHost(
+        config, engine, store, ServedPhases({Phase.DECODE: instance}), [SERVICE_NAME], register, incarnation
+    )

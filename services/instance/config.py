@@ -1,8 +1,7 @@
-"""A colocated instance's settings: those of both phases, without those of pushes."""
+"""A colocated instance's settings: those of both phases."""
 
 from dataclasses import dataclass
 
-from kaveri.engine.settings import OF_TRANSFERS
 from services.decode.config import BatchConfig
 from services.prefill.config import PromptConfig
 
@@ -11,4 +10,4 @@ from services.prefill.config import PromptConfig
 class ColocatedConfig(PromptConfig, BatchConfig):
     """Computes prompts and generates their tokens on one engine; chunks of prompts are mixed into decode steps."""
 
-    NOT_TAKEN = OF_TRANSFERS
+    receives: bool = True

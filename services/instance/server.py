@@ -1,10 +1,12 @@
-"""DecodeService of a colocated instance: refuses reservations, and aborts requests in either phase."""
+"""DecodeService of an instance that can serve both phases: no pushes while it prefills; aborts in either phase."""
 
 from typing import Any
 
 from grpc import aio
 
+from kaveri.domain.view import Phase
 from kaveri.errors import Unavailable
+from kaveri.hosting.served_phases import ServedPhases
 from kaveri.v1 import decode_pb2
 from kaveri.wire.status import abort
 from services.decode.instance import DecodeInstance
@@ -15,14 +17,17 @@ from services.prefill.role import PrefillRole
 class ColocatedDecodeServer(DecodeServer):
     """The decode side of one engine whose prefill side is `prefill`."""
 
-    def __init__(self, prefill: PrefillRole, decode: DecodeInstance, incarnation: int) -> None:
+    def __init__(self, prefill: PrefillRole, decode: DecodeInstance, phases: ServedPhases, incarnation: int) -> None:
         super().__init__(decode, incarnation)
         self._prefill = prefill
+        self._phases = phases
 
     async def Reserve(  # noqa: N802
         self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveResponse:
-        await abort(context, Unavailable("a colocated instance takes no pushes"))
+        if self._phases.is_ordered(Phase.PREFILL):
+            await abort(context, Unavailable("an instance of both phases takes no pushes"))
+        return await super().Reserve(request, context)
 
     async def Abort(  # noqa: N802
         self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]

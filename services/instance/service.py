@@ -1,16 +1,18 @@
 """Builds a colocated instance from its settings and runs it."""
 
 import asyncio
+import itertools
 import random
 
 from grpc import aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore, Follow
-from kaveri.domain.view import BOTH_PHASES
+from kaveri.domain.view import Phase
 from kaveri.engine.factory import BuiltEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.policy.prompt_queue import PromptQueue
@@ -21,10 +23,11 @@ from services.decode.instance import DecodeInstance
 from services.decode.metrics import DecodeMetrics
 from services.instance.adoption import Adoption
 from services.instance.config import ColocatedConfig
-from services.instance.instance import ColocatedInstance
+from services.instance.hand_over import HereOrElsewhere
 from services.instance.room import PromptRoom
 from services.instance.server import ColocatedDecodeServer
 from services.prefill import server as prefill_server
+from services.prefill.dispatcher import Dispatcher
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import PrefillRequest
@@ -33,7 +36,6 @@ from services.prefill.role import PrefillRole
 
 async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    # It calls predictors only, and the broadcasts name these.
     async with open_store(config, stopping, Follow.BROADCASTS) as store:
         if store is None:
             return 0
@@ -51,33 +53,47 @@ def colocated_host(
     rng: random.Random,
     registry: CollectorRegistry = REGISTRY,
 ) -> EngineHost:
-    """A colocated instance around `engine`, which it owns from now on. rng: chooses predictors."""
-    incarnation = new_incarnation()
+    """A colocated instance around `engine`, which it owns from now on. rng: for its choices of peers."""
+    incarnation, serials = new_incarnation(), itertools.count(1)
     decode = DecodeInstance(
         engine,
         config.decode_policy,
         config.max_batch,
-        reservation_ttl_s=0.0,
+        config.reservation_ttl_s,
         metrics=DecodeMetrics(None, registry),
         range_end=config.decode_range_end,
         thresholds=config.heavy_thresholds,
+        serials=serials,
     )
     metrics = PrefillMetrics(engine, registry)
+    dispatcher = Dispatcher(
+        engine,
+        store,
+        config.model_name,
+        metrics,
+        rng,
+        policy=config.decode_placement,
+        thresholds=config.heavy_thresholds,
+        own_id=config.instance_id,
+    )
     prefill = PrefillRole(
         engine,
         PromptQueue[PrefillRequest](
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
-        Adoption(config.instance_id, incarnation, decode),
+        HereOrElsewhere(
+            Adoption(config.instance_id, incarnation, decode), dispatcher, lambda: phases.is_ordered(Phase.DECODE)
+        ),
         LengthForecaster.configured(config, store, metrics, rng),
         metrics,
         has_room=PromptRoom(engine, decode).has_room,
+        serials=serials,
     )
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode})
 
     def register(server: aio.Server) -> None:
         add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)
-        add_DecodeServiceServicer_to_server(ColocatedDecodeServer(prefill, decode, incarnation), server)
+        add_DecodeServiceServicer_to_server(ColocatedDecodeServer(prefill, decode, phases, incarnation), server)
 
     names = [prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]
-    hosted = ColocatedInstance(prefill, decode)
-    return EngineHost(config, BOTH_PHASES, engine, store, hosted, names, register, incarnation)
+    return EngineHost(config, engine, store, phases, names, register, incarnation)

@@ -30,6 +30,11 @@ class PromptConfig(InstanceConfig):
     )
     prediction_budget_s: float = setting("sequential: seconds that a request waits for its prediction", 0.05, above=0)
     predictor_address: str = setting("predictor to ask, host:port; empty: those found in the cluster", "")
+    decode_placement: DecodePlacementPolicy = setting(  # noqa: RUF009
+        "how a decode instance is chosen: power-of-two, heavy-light, least-loaded, round-robin, random or imbalance "
+        "(the worst case)",
+        DecodePlacementPolicy.POWER_OF_TWO,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +43,3 @@ class PrefillConfig(PromptConfig):
 
     NOT_TAKEN = OF_LANDINGS
     decodes: bool = False
-    decode_placement: DecodePlacementPolicy = setting(  # noqa: RUF009
-        "how a decode instance is chosen: power-of-two, heavy-light, least-loaded, round-robin, random or imbalance "
-        "(the worst case)",
-        DecodePlacementPolicy.POWER_OF_TWO,
-    )

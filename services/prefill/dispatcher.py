@@ -46,11 +46,16 @@ class Dispatcher:
         rng: random.Random,
         policy: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO,
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
+        own_id: str = "",
     ) -> None:
+        """own_id: an instance that nothing is pushed to, because it is this one."""
         self._engine = engine
         layout = engine.info.layout
         search: RoomSearch[EngineKey] = RoomSearch(model, layout, policy, rng)
         self._finder = RoomFinder(store, search, DecodePeers(layout), metrics, thresholds)
+        self._unfit: dict[str, KaveriError] = {}
+        if own_id:
+            self._unfit[own_id] = Unavailable("no other decode instance takes the request", retry_after_s=1.0)
         self._placements: dict[PrefillRequest, _Placement] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -63,7 +68,7 @@ class Dispatcher:
         """Looks for a place, unless it did already."""
         if request not in self._placements:
             task = self._tasks.create_task(self._place_or_fail(request))
-            self._placements[request] = _Placement(self._finder.seek(request), task)
+            self._placements[request] = _Placement(self._finder.seek(request, self._unfit), task)
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
         """The engine's push ended without acceptance."""

@@ -120,6 +120,8 @@ class PrefillRequest:
     """Tokens of the whole answer, earlier attempts included. None: unknown. Final once a place is looked for."""
     reservation_count: int = 0
     """Reserve calls so far, at any instance."""
+    placed_at_first_token: bool = False
+    """Whether a place is looked for only when the first token is drawn."""
     outbox: ProgressOutbox = field(default_factory=ProgressOutbox)
 
     @property

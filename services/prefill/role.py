@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.length import settled_length
@@ -67,7 +67,7 @@ class _Life:
 
 
 class PrefillRole:
-    """The EngineRole that computes prompts. For one event loop."""
+    """The PhaseService that computes prompts. For one event loop."""
 
     def __init__(
         self,
@@ -77,15 +77,17 @@ class PrefillRole:
         forecaster: LengthForecaster,
         metrics: PrefillMetrics,
         has_room: HasRoom | None = None,
+        serials: Iterator[int] | None = None,
     ) -> None:
-        """hand_over: takes the requests on from here. has_room: see EngineFeed."""
+        """hand_over: takes the requests on from here. has_room: see EngineFeed. serials: numbers that no one else gives
+        to requests of this engine; None: from 1."""
         self._engine = engine
         self._queue = queue
         self._feed = EngineFeed(engine, queue, has_room)
         self._hand_over = hand_over
         self._forecaster = forecaster
         self._metrics = metrics
-        self._serials = itertools.count(1)
+        self._serials = itertools.count(1) if serials is None else serials
         self._lives: dict[str, _Life] = {}
         """By request id."""
         self._draining = False
@@ -165,6 +167,13 @@ class PrefillRole:
     def drain(self) -> None:
         self._draining = True
 
+    def resume(self) -> None:
+        self._draining = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self._idle.is_set()
+
     async def wait_idle(self) -> None:
         await self._idle.wait()
 
@@ -189,7 +198,7 @@ class PrefillRole:
         info, sent = self._engine.info, request.engine_request
         assert sent.params.max_tokens is not None
         more = draws_more(request.token_count, sent.generated_count, sent.params.max_tokens, info.max_model_len)
-        at_first_token = self._hand_over.at_first_token
+        at_first_token = request.placed_at_first_token = self._hand_over.at_first_token
         terms = Terms(
             arrived_s=now_s,
             token_count=request.token_count,

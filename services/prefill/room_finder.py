@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +110,10 @@ class RoomFinder:
         finally:
             await self._peers.channels.close()
 
-    def seek(self, request: PrefillRequest) -> Seeking:
-        """Begins a search; find() goes on with it and give_up() ends it."""
-        return Seeking(request, self._thresholds.is_heavy(request.predicted_length, request.prompt_tokens))
+    def seek(self, request: PrefillRequest, unfit: Mapping[str, KaveriError]) -> Seeking:
+        """Begins a search; find() goes on with it and give_up() ends it. unfit: instances that cannot take it."""
+        is_heavy = self._thresholds.is_heavy(request.predicted_length, request.prompt_tokens)
+        return Seeking(request, is_heavy, dict(unfit))
 
     async def find(self, seeking: Seeking) -> Room:
         """Waits for room, and holds no other place or room for the request when it returns.

@@ -11,6 +11,7 @@ from kaveri.domain.view import Phase
 from kaveri.engine.contract import PrefillEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.policy.prompt_queue import PromptQueue
@@ -61,4 +62,6 @@ def prefill_host(
     forecaster = LengthForecaster.configured(config, store, metrics, rng)
     role = PrefillRole(engine, queue, dispatcher, forecaster, metrics)
     register = partial(add_PrefillServiceServicer_to_server, PrefillServer(role))
-    return EngineHost(config, (Phase.PREFILL,), engine, store, role, [SERVICE_NAME], register, new_incarnation())
+    return EngineHost(
+        config, engine, store, ServedPhases({Phase.PREFILL: role}), [SERVICE_NAME], register, new_incarnation()
+    )

@@ -13,6 +13,7 @@ from kaveri.engine.stepwise.fake import FakeRunner
 from kaveri.engine.stepwise.runner import Drawn, LayerListener, SequenceSlice
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import BROKEN_STATUS
 
 SOON_S = 20.0
@@ -29,6 +30,11 @@ class BrokenRole:
 
     def load(self) -> InstanceLoad:
         return InstanceLoad()
+
+    is_idle = True
+
+    def resume(self) -> None:
+        pass
 
     def drain(self) -> None:
         pass
@@ -49,7 +55,13 @@ async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves(
     config = InstanceConfig(instance_id="prefill-0", engine="fake")
     async with MemoryStore(MemoryCluster()) as store:
         host = EngineHost(
-            config, (Phase.PREFILL,), engine, store, role, ["kaveri.v1.PrefillService"], lambda _: None, incarnation=1
+            config,
+            engine,
+            store,
+            ServedPhases({Phase.PREFILL: role}),
+            ["kaveri.v1.PrefillService"],
+            lambda _: None,
+            incarnation=1,
         )
         serving = asyncio.create_task(host.serve(asyncio.Event()))
         await asyncio.wait_for(host.started.wait(), SOON_S)

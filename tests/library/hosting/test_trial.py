@@ -17,6 +17,7 @@ from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, Sequenc
 from kaveri.errors import ConfigError
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import BROKEN_STATUS
 from kaveri.hosting.trial import Trial
 from kaveri.kv.transfer.ticket import KvEndpoint
@@ -38,6 +39,11 @@ class _Role:
 
     def load(self) -> InstanceLoad:
         return InstanceLoad()
+
+    is_idle = True
+
+    def resume(self) -> None:
+        pass
 
     def drain(self) -> None:
         pass
@@ -82,7 +88,15 @@ class _Incapable(_Runner):
 
 def _host(store: MemoryStore, phases: tuple[Phase, ...], engine: StepwiseEngine, hosted: _Role) -> EngineHost:
     config = InstanceConfig(instance_id="a", engine="fake")
-    return EngineHost(config, phases, engine, store, hosted, ["kaveri.v1.X"], lambda _: None, incarnation=1)
+    return EngineHost(
+        config,
+        engine,
+        store,
+        ServedPhases(dict.fromkeys(phases, hosted)),
+        ["kaveri.v1.X"],
+        lambda _: None,
+        incarnation=1,
+    )
 
 
 @asynccontextmanager

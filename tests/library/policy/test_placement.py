@@ -19,6 +19,7 @@ from kaveri.domain.view import (
     Phase,
     Role,
     ViewedInstance,
+    takes_pushes,
 )
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import (
@@ -96,7 +97,7 @@ def test_decode_goes_to_a_ready_instance_with_room_whenever_there_is_one(
     fitting = [
         entry
         for entry in view.ready(Phase.DECODE, MODEL)
-        if entry.record.takes_pushes and entry.load.free_blocks >= needed_blocks
+        if takes_pushes(entry) and entry.load.free_blocks >= needed_blocks
     ]
     assert (chosen in fitting) if fitting else (chosen is None)
 

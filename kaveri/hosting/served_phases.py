@@ -1,0 +1,133 @@
+"""The phases that one engine instance serves: which it can, which it does now, and the switch between them."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from kaveri.domain.view import InstanceLoad, Phase
+from kaveri.engine.contract import EngineEvent
+from kaveri.errors import InvalidArgument
+from kaveri.hosting.service_host import HostedService
+from kaveri.telemetry.logs import get_logger
+
+
+class PhaseService(HostedService, Protocol):
+    """What an instance does in one phase. Every method is called on the event loop."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        """Takes one batch of the engine's events, and ignores those of the other phase. Does not block."""
+
+    def resume(self) -> None:
+        """Takes new requests again after drain(). Idempotent."""
+
+
+class ServedPhases:
+    """The HostedService of one engine. For one event loop.
+
+    A phase that stops takes no new requests, finishes those that it has or hands them on, and is then served no more.
+    """
+
+    def __init__(self, services: Mapping[Phase, PhaseService]) -> None:
+        """services: of the phases that the engine can serve, in the order in which requests pass through. All are
+        served until the first order."""
+        self._services = services
+        self._ordered = frozenset(services)
+        self._order = 0
+        self._stopping = False
+        self.on_change: Callable[[], object] = _ignore
+        """Called when the load shows other phases."""
+
+    @property
+    def can_serve(self) -> tuple[Phase, ...]:
+        """The phases of the record."""
+        return tuple(self._services)
+
+    def is_ordered(self, phase: Phase) -> bool:
+        """Whether the newest order names the phase. A phase that it does not name may still have requests."""
+        return phase in self._ordered
+
+    async def switch(self, phases: Sequence[Phase], order: int) -> bool:
+        """Serves these phases and no others. Returns when the requests of phases that stop have ended here.
+
+        order: its number; an order counts only if no order of this or a greater number has come. False: it does not
+        count, a newer one came while it was carried out, or the instance stops. Raises InvalidArgument for a phase that
+        the engine cannot serve here. Cancelled, the order stands.
+        """
+        unknown = [phase for phase in phases if phase not in self._services]
+        if unknown:
+            raise InvalidArgument("phases", unknown[0].value, f"one of {', '.join(self._services)}")
+        if order <= self._order or self._stopping:
+            return False
+        self._order, self._ordered = order, frozenset(phases)
+        get_logger().info("phases_ordered", phases=sorted(self._ordered), phase_order=order)
+        for phase, service in self._services.items():
+            if phase in self._ordered:
+                service.resume()
+            else:
+                service.drain()
+        self.on_change()
+        for phase, service in self._services.items():
+            if phase not in self._ordered:
+                await service.wait_idle()
+                if self._order != order:
+                    return False
+                self.on_change()
+        return not self._stopping
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        """Takes one batch of the engine's events."""
+        # In this order: requests that prefill hands over here are admitted in the same turn.
+        for service in self._services.values():
+            service.handle(events)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for service in self._services.values():
+                tasks.create_task(service.run())
+
+    def load(self) -> InstanceLoad:
+        loads = {phase: service.load() for phase, service in self._services.items()}
+        ending = [phase for phase in self._services if phase not in self._ordered and not self._services[phase].is_idle]
+        return replace(
+            _combined(loads),
+            phases=tuple(phase for phase in self._services if phase in self._ordered or phase in ending),
+            ending_phases=tuple(ending),
+            phase_order=self._order,
+        )
+
+    def drain(self) -> None:
+        self._stopping = True
+        for service in self._services.values():
+            service.drain()
+
+    async def wait_idle(self) -> None:
+        # New requests are refused by now.
+        for service in self._services.values():
+            await service.wait_idle()
+
+    def fail_all(self, reason: str) -> None:
+        for service in self._services.values():
+            service.fail_all(reason)
+
+
+def _combined(loads: Mapping[Phase, InstanceLoad]) -> InstanceLoad:
+    """One load for all phases. They share the engine and its blocks."""
+    prefill, decode = loads.get(Phase.PREFILL), loads.get(Phase.DECODE)
+    if prefill is None or decode is None:
+        return next(iter(loads.values()))
+    return replace(
+        decode,
+        waiting_requests=prefill.waiting_requests + decode.waiting_requests,
+        running_requests=prefill.running_requests + decode.running_requests,
+        queued_prefill_tokens=prefill.queued_prefill_tokens,
+        queue_room=prefill.queue_room,
+    )
+
+
+def _ignore() -> None:
+    pass
