@@ -31,12 +31,14 @@ FAULTS = {
     FaultKind.DRAIN: Fault(kind=FaultKind.DRAIN, at_s=0.3, target="decode-0", lasts_s=0.5),
     FaultKind.ENGINE: Fault(kind=FaultKind.ENGINE, at_s=0.3, target="decode-0", lasts_s=0.5),
     FaultKind.CLIENT: Fault(kind=FaultKind.CLIENT, at_s=0.3, target="client-0"),
+    FaultKind.SWITCH: Fault(kind=FaultKind.SWITCH, at_s=0.3, target="colocated-0", other="decode", lasts_s=0.5),
 }
 
 
 @pytest.mark.parametrize("kind", FaultKind)
 def test_every_kind_of_fault_happens_and_is_survived(run: Run, kind: FaultKind) -> None:
-    result = run(story(cluster(prefills=2, decodes=2), LOAD, [FAULTS[kind]]))
+    colocated = 1 if kind is FaultKind.SWITCH else 0
+    result = run(story(cluster(prefills=2, decodes=2, colocated=colocated), LOAD, [FAULTS[kind]]))
     assert result.counts[f"fault:{kind}"] == 1
     assert result.counts["phase:rest"] == 1
 
@@ -45,6 +47,21 @@ def test_a_colocated_cluster_serves_through_the_death_of_an_instance(run: Run) -
     kill = Fault(kind=FaultKind.KILL, at_s=0.3, target="colocated-0")
     result = run(story(cluster(prefills=0, decodes=0, colocated=2), LOAD, [kill]))
     assert result.counts["outcome:length"] == len(LOAD) + 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_instances_that_switch_phases_under_load_answer_every_request_exactly(run: Run, seed: int) -> None:
+    # In turn one computes prompts and the other decodes; the third does both.
+    switches = [
+        Fault(kind=FaultKind.SWITCH, at_s=at_s, target=target, other=other, lasts_s=0.3)
+        for at_s, first, second in ((0.1, "prefill", "decode"), (0.6, "decode", "prefill"))
+        for target, other in (("colocated-0", first), ("colocated-1", second))
+    ]
+    instances = cluster(prefills=0, decodes=0, colocated=3)
+    load = [request(f"r{number}", 0.025 * number, max_tokens=30) for number in range(50)]
+    result = run(story(instances, load, switches, seed=seed))
+    assert result.counts["fault:switch"] == len(switches)
+    assert result.counts["outcome:length"] == len(load) + 2
 
 
 @pytest.mark.parametrize("seed", range(5))

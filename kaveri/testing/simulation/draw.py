@@ -142,7 +142,7 @@ def _request(
 def _faults(
     rng: random.Random, instances: tuple[PlannedInstance, ...], clients: tuple[str, ...], load_s: float
 ) -> tuple[Fault, ...]:
-    kinds = [kind for kind in FaultKind if rng.random() < 0.4]
+    kinds = [kind for kind in FaultKind if kind is not FaultKind.SWITCH and rng.random() < 0.4]
     if not kinds or rng.random() < 0.08:
         return ()
     targets = _Targets(rng, instances, clients)

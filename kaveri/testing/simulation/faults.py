@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Coroutine
 from typing import Any
 
-from kaveri.domain.view import Role
+from kaveri.domain.view import BOTH_PHASES, Phase, Role
 from kaveri.testing.simulation.plan import Fault, FaultKind
 from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.world import Life, World
@@ -106,6 +106,8 @@ class Faults:
                 return self._engine(fault)
             case FaultKind.CLIENT:
                 return self._client(fault)
+            case FaultKind.SWITCH:
+                return self._switch(fault)
 
     async def _kill(self, fault: Fault) -> None:
         world = self._world
@@ -203,6 +205,16 @@ class Faults:
         await self._wait_for_end(life)
         await asyncio.sleep(fault.lasts_s)
         world.start_again(fault.target)
+
+    async def _switch(self, fault: Fault) -> None:
+        host = self._world.lives[fault.target].host
+        assert host is not None, fault
+        for phases, lasts_s in (((Phase(fault.other),), fault.lasts_s), (BOTH_PHASES, 0.0)):
+            life = self._world.lives[fault.target]
+            if life.ended or life.host is not host:
+                return
+            self._world.loop.spawn(life.process, host.switch(phases, host.load().phase_order + 1))
+            await asyncio.sleep(lasts_s)
 
     async def _client(self, fault: Fault) -> None:
         world = self._world

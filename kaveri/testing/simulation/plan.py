@@ -48,6 +48,9 @@ class FaultKind(enum.StrEnum):
     """The target's engine breaks; its process ends, and a new life begins `lasts_s` later."""
     CLIENT = "client"
     """A client's process dies."""
+    SWITCH = "switch"
+    """The target, an engine of both phases, serves only the phase `other` for `lasts_s`. Never drawn: a switch is no
+    accident."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

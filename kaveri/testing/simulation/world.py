@@ -220,8 +220,12 @@ class World:
             "max_queue": plan.max_queue,
             "prefill_policy": plan.prefill_policy,
             "prediction": PredictionMode.OFF,
+            "decode_placement": plan.decode_placement,
         }
-        batch: dict[str, Any] = {"decode_policy": plan.decode_policy}
+        batch: dict[str, Any] = {
+            "decode_policy": plan.decode_policy,
+            "reservation_ttl_s": plan.reservation_ttl_s,
+        }
         follow = Follow.HEARTBEATS if phases == (Phase.DECODE,) else Follow.BROADCASTS
         async with SimulatedStore(self.store, follow) as store:
             engine = life.engine = SimulatedEngine(
@@ -232,17 +236,17 @@ class World:
                 chunk_tokens=planned.chunk_tokens,
                 max_batch=planned.max_batch,
                 step_s=planned.step_s,
-                receives=phases == (Phase.DECODE,),
+                receives=Phase.DECODE in phases,
                 divergent=plan.divergent,
                 draws=self.draws,
             )
             registry, rng = CollectorRegistry(), random.Random(self.rng.getrandbits(64))
             match phases:
                 case (Phase.PREFILL,):
-                    prefill = PrefillConfig(decode_placement=plan.decode_placement, **prompts, **shared)
+                    prefill = PrefillConfig(**prompts, **shared)
                     life.host = prefill_host(prefill, engine, store, rng, registry)
                 case (Phase.DECODE,):
-                    decode = DecodeConfig(reservation_ttl_s=plan.reservation_ttl_s, **batch, **shared)
+                    decode = DecodeConfig(**batch, **shared)
                     life.host = decode_host(decode, engine, store, registry)
                 case _:
                     colocated = ColocatedConfig(**prompts, **batch, **shared)
