@@ -42,7 +42,6 @@ def test_every_service_takes_the_documented_file(section: str, tmp_path: Path) -
         ("prefill", "--kv-credit-bytes"),
         ("prefill", "--kv-digests"),
         ("decode", "--kv-link"),
-        ("colocated", "--kv-transports"),
         ("profile", "--chunk-tokens"),
     ],
 )
