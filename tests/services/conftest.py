@@ -59,6 +59,12 @@ class RunningInstance:
     registry: CollectorRegistry
 
     @property
+    def service(self) -> Any:
+        """What serves its only phase."""
+        (service,) = self.host._phases._services.values()
+        return service
+
+    @property
     def held_blocks(self) -> int:
         return self.engine.info.total_blocks - self.engine.stats().free_blocks
 

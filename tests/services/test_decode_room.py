@@ -102,7 +102,7 @@ async def test_nothing_is_kept_for_a_request_that_must_wait_for_a_frozen_sender(
 ) -> None:
     decode = await cluster.decode(**SMALL_POOL)
     await cluster.router()
-    engine = decode.host._hosted._engine
+    engine = decode.service._engine
     flow = engine.kv_flow()
     quarantined = 5
 

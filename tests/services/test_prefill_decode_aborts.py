@@ -19,8 +19,8 @@ async def test_a_router_hears_when_prefill_gives_up_what_runs_already(cluster: A
     prefill, _ = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
     router = await cluster.router()
     # Prefill does not hear of the acceptance in time, and then its stream to the router breaks.
-    handle = prefill.host._hosted.handle
-    prefill.host._hosted.handle = lambda events: handle([event for event in events if not isinstance(event, KvPushed)])
+    handle = prefill.service.handle
+    prefill.service.handle = lambda events: handle([event for event in events if not isinstance(event, KvPushed)])
     call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
     await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     assert not call.seen("handed_over")

@@ -275,7 +275,7 @@ async def test_a_full_line_refuses_the_next_request(
     cluster: Any, by_hand: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = await small_decode(cluster)
-    monkeypatch.setattr(decode.host._hosted._room.line, "_max_waiting", 2)
+    monkeypatch.setattr(decode.service._room.line, "_max_waiting", 2)
     await cluster.router()
     await by_hand.reserve(decode, "taken", 79)
     for name in ("a", "b"):
@@ -302,7 +302,7 @@ async def test_an_instance_that_ends_answers_all_that_wait_at_once(
     if how == "drains":
         decode.stopping.set()
     else:
-        decode.host._hosted.fail_all("broken")
+        decode.service.fail_all("broken")
     for name in ("a", "b", "c"):
         assert await waiters.code(name) is grpc.StatusCode.UNAVAILABLE
     assert in_line(decode) == 0
@@ -367,7 +367,7 @@ async def test_room_granted_to_a_request_that_has_just_been_cancelled_is_given_b
 ) -> None:
     decode = await small_decode(cluster)
     await cluster.router()
-    instance = decode.host._hosted
+    instance = decode.service
     for number in range(20):
         await by_hand.reserve(decode, "taken", 159)
         await waiters.begin(decode, f"r{number}", 100)
@@ -395,7 +395,7 @@ async def test_a_request_that_the_engine_refuses_while_the_instance_drains_is_se
     monkeypatch.setattr(decode.engine, "reserve", answer_later)
     await waiters.begin(decode, "a", 100)
     await by_hand.eventually(lambda: bool(asked), "the engine is asked")
-    decode.host._hosted.drain()
+    decode.service.drain()
     asked[0].set_exception(NoCapacity("kv pool", 0.1, "preempted requests wait for blocks"))
     assert await waiters.code("a") is grpc.StatusCode.UNAVAILABLE
     assert in_line(decode) == 0

@@ -61,7 +61,7 @@ PLANS: dict[str, Plan] = {
             request("next", 0.05, prompt_tokens=170, max_tokens=50),
         ],
         [_slow("prefill-0", "decode-0", 0.6, 4.0, after="kv PushOpened")],
-        seed=2,
+        seed=6,
         max_model_len=320,
     ),
     "freed_seat_stays_empty": story(
