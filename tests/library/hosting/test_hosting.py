@@ -98,7 +98,13 @@ async def test_instance_whose_engine_makes_no_step_any_more_fails_its_requests_a
     params = SamplingParams(max_tokens=1, seed=0)
     async with MemoryStore(MemoryCluster()) as store:
         host = EngineHost(
-            config, (Phase.PREFILL,), engine, store, role, ["kaveri.v1.PrefillService"], lambda _: None, incarnation=1
+            config,
+            engine,
+            store,
+            ServedPhases({Phase.PREFILL: role}),
+            ["kaveri.v1.PrefillService"],
+            lambda _: None,
+            incarnation=1,
         )
         serving = asyncio.create_task(host.serve(asyncio.Event()))
         try:
