@@ -4,6 +4,7 @@ KaveriError
 ├── InvalidArgument       the caller's input breaks a limit: field, value, limit
 ├── ModelNotFound         no such model: model, served
 ├── RequestAlreadyExists  the request id is in flight: request_id
+├── RequestNotFound       no such request is here: request_id, reason
 ├── NoCapacity            a queue or a pool is full now: role, retry_after_s
 ├── Unavailable           no instance can serve this now: retry_after_s
 ├── StaleAttempt          a newer attempt of the request is known: request_id, attempt, newest_attempt
@@ -59,6 +60,15 @@ class RequestAlreadyExists(KaveriError):
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request {request_id!r} is in flight already")
         self.request_id = request_id
+
+
+class RequestNotFound(KaveriError):
+    """No such request is here, or not in a way that it could be attached."""
+
+    def __init__(self, request_id: str, reason: str = "unknown") -> None:
+        super().__init__(f"request {request_id!r} is not here: {reason}")
+        self.request_id = request_id
+        self.reason = reason
 
 
 class NoCapacity(KaveriError):

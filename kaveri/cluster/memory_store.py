@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -185,6 +185,11 @@ class MemoryCluster:
         """Enters or replaces a claim."""
         self._requests[claim.request_id] = (claim, time.monotonic() + ttl_s)
 
+    def update_request(self, claim: RequestClaim) -> None:
+        """Replaces a claim that is held by one that equals it, with another hint."""
+        if self.request(claim.request_id) == claim:
+            self._requests[claim.request_id] = (claim, self._requests[claim.request_id][1])
+
     def remove_request(self, request_id: str) -> None:
         """Ends a claim."""
         del self._requests[request_id]
@@ -250,10 +255,20 @@ class MemoryStore:
         if self._cluster.lost:
             return None
         holder = self._cluster.request(claim.request_id)
-        if holder is not None and self._cluster.is_registered(holder.router_id, holder.router_incarnation):
+        if holder is not None and claim.is_later_session_of(holder):
+            claim = replace(claim, hint=holder.hint)
+        elif holder is not None and self._cluster.is_registered(holder.router_id, holder.router_incarnation):
             return holder
         self._cluster.put_request(claim, ttl_s)
         return None
+
+    async def find_request(self, request_id: str) -> RequestClaim | None:
+        return None if self._cluster.lost else self._cluster.request(request_id)
+
+    async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
+        if not self._cluster.lost:
+            for claim in claims:
+                self._cluster.update_request(claim)
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         if self._cluster.lost:

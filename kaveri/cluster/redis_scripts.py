@@ -101,7 +101,8 @@ return 1
 """
 
 # KEYS: the request, the instance of the router that holds it. ARGV: the value held, that router's incarnation, the new
-# value, its time to live in ms. Returns whether the claim was taken over: not while that life's lease holds.
+# value, its time to live in ms. Returns whether the claim was taken over: not while that life's lease holds; "none"
+# names no life.
 TAKE_OVER_REQUEST = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local lease = redis.call('GET', KEYS[2])
@@ -112,8 +113,18 @@ return 1
 
 # KEYS: requests. ARGV: the values that this router's life has claimed them with.
 CLOSE_REQUESTS = """
+local function holder(value) return value and string.match(value, '^(.*)\\n') end
 for number, key in ipairs(KEYS) do
-  if redis.call('GET', key) == ARGV[number] then redis.call('DEL', key) end
+  if holder(redis.call('GET', key)) == holder(ARGV[number]) then redis.call('DEL', key) end
+end
+return 1
+"""
+
+# KEYS: requests. ARGV: their claims, with the hints to enter. Claims that are not held are left alone.
+UPDATE_REQUESTS = """
+local function holder(value) return value and string.match(value, '^(.*)\\n') end
+for number, key in ipairs(KEYS) do
+  if holder(redis.call('GET', key)) == holder(ARGV[number]) then redis.call('SET', key, ARGV[number], 'KEEPTTL') end
 end
 return 1
 """

@@ -4,7 +4,8 @@ Names begin with `kaveri:<cluster name>:<database>`, the database too because Re
 
     ...:instance:<id>   "<registration>:<incarnation>:<InstanceStatus>", expires with the lease
     ...:instances       set of instance ids; those whose lease has ended are taken out by the next process that loads it
-    ...:request:<id>    "<router incarnation>:<router id>" of the claim, expires with the request
+    ...:request:<id>    "<router incarnation>:<session>:<hash of the secret>:<router id>\\n<hint>" of the claim;
+                        expires with the request
     ...:leader          "<fencing token>:<lease in ms>:<candidate>" of the cluster monitor, expires with that lease
     ...:counters        hash: what registrations and fencing tokens are drawn from
     ...:events          channel: "+<InstanceStatus>" per heartbeat, "-<InstanceStatus>" per deregistration
@@ -25,6 +26,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
@@ -198,6 +200,16 @@ class RedisStore:
 
     async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
         return await self._unless_lost(self._claim(claim, _milliseconds(ttl_s)), None)
+
+    async def find_request(self, request_id: str) -> RequestClaim | None:
+        return await self._unless_lost(self._find(request_id), None)
+
+    async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
+        keys = [self._request_key(claim.request_id) for claim in claims]
+        values = [_encode_claim(claim) for claim in claims]
+        await self._unless_lost(
+            self._commands.execute("EVAL", scripts.UPDATE_REQUESTS, len(keys), *keys, *values), None
+        )
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         keys = [self._request_key(claim.request_id) for claim in claims]
@@ -427,10 +439,17 @@ class RedisStore:
             if held is None:
                 continue  # It ended in between.
             holder = _decode_claim(claim.request_id, held)
-            arguments: list[bytes | str | int] = [held, str(holder.router_incarnation), value, ttl_ms]
+            ending_life = str(holder.router_incarnation)
+            if claim.is_later_session_of(holder):
+                value, ending_life = _encode_claim(replace(claim, hint=holder.hint)), "none"
+            arguments: list[bytes | str | int] = [held, ending_life, value, ttl_ms]
             keys = [key, self._instance_key(holder.router_id)]
             return None if await self._take_over_script(keys=keys, args=arguments) else holder
         return None
+
+    async def _find(self, request_id: str) -> RequestClaim | None:
+        held = cast(bytes | None, await self._redis.get(self._request_key(request_id)))
+        return _decode_claim(request_id, held) if held is not None else None
 
     async def _load_requests(self) -> tuple[RequestClaim, ...]:
         async with asyncio.timeout(_SCAN_TIMEOUT_S):
@@ -456,12 +475,15 @@ def _cancellations() -> int:
 
 
 def _encode_claim(claim: RequestClaim) -> bytes:
-    return f"{claim.router_incarnation}:{claim.router_id}".encode()
+    """The hint stands behind the rest: scripts compare what stands before it."""
+    holder = f"{claim.router_incarnation}:{claim.session}:{claim.secret_hash}:{claim.router_id}"
+    return f"{holder}\n{claim.hint.hex()}".encode()
 
 
 def _decode_claim(request_id: str, value: bytes) -> RequestClaim:
-    incarnation, _, router_id = value.decode().partition(":")
-    return RequestClaim(request_id, router_id, int(incarnation))
+    holder, _, hint = value.decode().rpartition("\n")
+    incarnation, session, secret_hash, router_id = holder.split(":", 3)
+    return RequestClaim(request_id, router_id, int(incarnation), int(session), secret_hash, bytes.fromhex(hint))
 
 
 def _milliseconds(duration_s: float) -> int:

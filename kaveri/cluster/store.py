@@ -6,7 +6,7 @@ registers again when it returns. Implementations: redis_store (real), memory_sto
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -42,12 +42,22 @@ class HeartbeatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RequestClaim:
-    """One life of a router has a request id in flight."""
+    """One life of a router has a session of a request in flight."""
 
     request_id: str
     router_id: str
     """The router's instance id."""
     router_incarnation: int
+    session: int = 0
+    """The client's count of its re-attaches."""
+    secret_hash: str = ""
+    """Of the client's secret; the same in all sessions of a request. Empty: it has none."""
+    hint: bytes = field(default=b"", compare=False)
+    """What update_requests() has said of the request, for the router of a later session."""
+
+    def is_later_session_of(self, other: "RequestClaim") -> bool:
+        """Whether the same client has re-attached."""
+        return self.secret_hash != "" and self.secret_hash == other.secret_hash and self.session > other.session
 
 
 class ClusterStore(Protocol):
@@ -106,7 +116,14 @@ class ClusterStore(Protocol):
         """Claims a request id for at most `ttl_s` seconds. Returns None when claimed; the holder's claim when a router
         whose lease holds, possibly this one, has the id.
 
-        The claim of a router life whose lease has ended is taken over, atomically."""
+        The claim of a router life whose lease has ended is taken over, atomically; and so is that of an earlier session
+        of the same request, with its hint."""
+
+    async def find_request(self, request_id: str) -> RequestClaim | None:
+        """The claim of a request id; None: there is none, or the store is away."""
+
+    async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
+        """Enters the hints of claims that are held. Those that have ended or that others hold are left alone."""
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         """Ends claims. Those that other router lives hold are left alone. Returns False when the store is away: the

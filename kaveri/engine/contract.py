@@ -156,6 +156,8 @@ class Landed:
 
     key: EngineKey
     kv_bytes: int
+    first_token_id: int
+    """What prefill drew: the token before the first one that is drawn here."""
 
 
 @dataclass(frozen=True, slots=True)

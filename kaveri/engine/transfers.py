@@ -330,7 +330,7 @@ class Transfers(Generic[OwnerT]):
             return RequestFailed(owner.key, "the hand-over names no token of this model")
         if (problem := self._account.land(owner, first_token_id)) is not None:
             return RequestFailed(owner.key, problem)
-        return Landed(owner.key, event.kv_bytes)
+        return Landed(owner.key, event.kv_bytes, first_token_id)
 
     def _take_awaited(self, owner: OwnerT) -> _AwaitedTicket | None:
         """Under the lock: removes the promise of a ticket, for the caller to keep. None: there is none."""

@@ -33,6 +33,13 @@ class InstanceConfig(EngineSettings, ServiceConfig):
         above=0,
         most=86_400.0,
     )
+    orphan_grace_s: float = setting(
+        "seconds that requests go on, and ended answers are kept, for a client that re-attaches after its router was "
+        "lost; 0: not at all",
+        10.0,
+        least=0,
+        most=3600.0,
+    )
     heavy_output_tokens: int = setting("a request with a longer predicted answer is heavy in decode", 128, least=0)
     heavy_prompt_tokens: int = setting("with nothing predicted, one with a longer prompt is heavy", 512, least=0)
 

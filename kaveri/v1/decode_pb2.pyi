@@ -23,7 +23,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """Asks for a request that another router, or an earlier session, began. Also in PrefillService."""
+    """Asks for a request that another router, or an earlier session, began."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -223,11 +223,8 @@ class ReserveResponse(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    STREAM_LOSSES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The life of the decode instance that granted it."""
-    stream_losses: _builtins.int
-    """How often it has lost tokens for routers, or may have: a token stream broke, or none came in time."""
     @_builtins.property
     def ticket(self) -> _kv_pb2.Ticket:
         """The permission to push."""
@@ -237,11 +234,10 @@ class ReserveResponse(_message.Message):
         *,
         ticket: _kv_pb2.Ticket | None = ...,
         incarnation: _builtins.int = ...,
-        stream_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "stream_losses", b"stream_losses", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,14 +404,9 @@ class StreamTokensResponse(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
-    STREAM_LOSSES_FIELD_NUMBER: _builtins.int
     BEAT_S_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The decode instance's incarnation, on the first message, which is sent at once and carries no tokens."""
-    stream_losses: _builtins.int
-    """On the first message: the count of ReserveResponse when the stream was opened. Tokens of requests that were placed
-    at a lower count may never come.
-    """
     beat_s: _builtins.float
     """On the first message: seconds after which a beat follows when no tokens flow. 0: none follow."""
     @_builtins.property
@@ -429,12 +420,11 @@ class StreamTokensResponse(_message.Message):
         *,
         incarnation: _builtins.int = ...,
         requests: _abc.Iterable[Global___RequestTokens] | None = ...,
-        stream_losses: _builtins.int = ...,
         beat_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "incarnation", b"incarnation", "requests", b"requests", "stream_losses", b"stream_losses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "incarnation", b"incarnation", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

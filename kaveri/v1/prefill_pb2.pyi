@@ -21,6 +21,54 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class AttachPrefillRequest(_message.Message):
+    """Asks for a request that another router, or an earlier session, began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attach(self) -> _decode_pb2.AttachRequest:
+        """As at decode."""
+
+    def __init__(
+        self,
+        *,
+        attach: _decode_pb2.AttachRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachPrefillRequest: _TypeAlias = AttachPrefillRequest  # noqa: Y015
+
+@_typing.final
+class AttachPrefillResponse(_message.Message):
+    """One step of its way through prefill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___PrefillResponse:
+        """As of Prefill."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___PrefillResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachPrefillResponse: _TypeAlias = AttachPrefillResponse  # noqa: Y015
+
+@_typing.final
 class PrefillRequest(_message.Message):
     """One request to prefill."""
 
@@ -108,7 +156,7 @@ class PrefillResponse(_message.Message):
 
     @_builtins.property
     def attached(self) -> _decode_pb2.Attached:
-        """The first event of Attach."""
+        """The first event of AttachPrefill."""
 
     def __init__(
         self,
@@ -159,23 +207,19 @@ class PrefillPlaced(_message.Message):
 
     DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
-    STREAM_LOSSES_FIELD_NUMBER: _builtins.int
     decode_instance_id: _builtins.str
     """The decode instance."""
     decode_incarnation: _builtins.int
     """The life of it that reserved room."""
-    stream_losses: _builtins.int
-    """Its count of stream losses by then, as in ReserveResponse."""
     def __init__(
         self,
         *,
         decode_instance_id: _builtins.str = ...,
         decode_incarnation: _builtins.int = ...,
-        stream_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id", "stream_losses", b"stream_losses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

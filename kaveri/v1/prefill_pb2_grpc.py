@@ -41,10 +41,10 @@ class PrefillServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
-        self.Attach = channel.unary_stream(
-                '/kaveri.v1.PrefillService/Attach',
-                request_serializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+        self.AttachPrefill = channel.unary_stream(
+                '/kaveri.v1.PrefillService/AttachPrefill',
+                request_serializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/kaveri.v1.PrefillService/Abort',
@@ -61,7 +61,7 @@ class PrefillServiceServicer(object):
         """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
         after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
         instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-        handed over as before and waits --orphan-grace-s for an Attach. A router that gives a request up calls Abort.
+        handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls Abort.
         Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
         (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
         one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
@@ -70,7 +70,7 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Attach(self, request, context):
+    def AttachPrefill(self, request, context):
         """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
         comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
         former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
@@ -97,10 +97,10 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     request_deserializer=kaveri_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
             ),
-            'Attach': grpc.unary_stream_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            'AttachPrefill': grpc.unary_stream_rpc_method_handler(
+                    servicer.AttachPrefill,
+                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -147,7 +147,7 @@ class PrefillService(object):
             _registered_method=True)
 
     @staticmethod
-    def Attach(request,
+    def AttachPrefill(request,
             target,
             options=(),
             channel_credentials=None,
@@ -160,9 +160,9 @@ class PrefillService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kaveri.v1.PrefillService/Attach',
-            kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
-            kaveri_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            '/kaveri.v1.PrefillService/AttachPrefill',
+            kaveri_dot_v1_dot_prefill__pb2.AttachPrefillRequest.SerializeToString,
+            kaveri_dot_v1_dot_prefill__pb2.AttachPrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

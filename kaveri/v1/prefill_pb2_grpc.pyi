@@ -38,12 +38,12 @@ class PrefillServiceStub:
     """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
     after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
     instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-    handed over as before and waits --orphan-grace-s for an Attach. A router that gives a request up calls Abort.
+    handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls Abort.
     Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
     (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
     one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
     """
-    Attach: _grpc.UnaryStreamMultiCallable[_decode_pb2.AttachRequest, _prefill_pb2.PrefillResponse]
+    AttachPrefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.AttachPrefillRequest, _prefill_pb2.AttachPrefillResponse]
     """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
     comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
     former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
@@ -63,12 +63,12 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
     after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
     instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-    handed over as before and waits --orphan-grace-s for an Attach. A router that gives a request up calls Abort.
+    handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls Abort.
     Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
     (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
     one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
     """
-    Attach: _aio.UnaryStreamMultiCallable[_decode_pb2.AttachRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
+    AttachPrefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.AttachPrefillRequest, _prefill_pb2.AttachPrefillResponse]  # type: ignore[assignment]
     """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
     comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
     former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at
@@ -91,18 +91,18 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
         after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
         instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-        handed over as before and waits --orphan-grace-s for an Attach. A router that gives a request up calls Abort.
+        handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls Abort.
         Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
         (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
         one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
         """
 
     @_abc_1.abstractmethod
-    def Attach(
+    def AttachPrefill(
         self,
-        request: _decode_pb2.AttachRequest,
+        request: _prefill_pb2.AttachPrefillRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.AttachPrefillResponse], _abc.AsyncIterator[_prefill_pb2.AttachPrefillResponse]]:
         """Makes the caller the router of a request that is here, or ended here less than --orphan-grace-s ago: `attached`
         comes first, then every step since the request came, then the others as they happen. Nothing is computed. The
         former router's stream ends with ALREADY_EXISTS. The tokens of `first_index` and later are drawn here and at

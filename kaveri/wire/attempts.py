@@ -1,10 +1,28 @@
 """What names an attempt of a request on the wire, and the limits of each name."""
 
+from typing import Protocol
+
+from kaveri.domain.attachment import Attached, Attachment
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import InvalidArgument
+from kaveri.v1 import decode_pb2
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_ROUTER_ID_BYTES = 512
 MAX_ATTEMPT = 2**31 - 1
+MAX_SESSION = 65_535
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 64
+
+
+class _NamesOwner(Protocol):
+    """A message that names an owner of a request."""
+
+    request_id: str
+    session: int
+    attempt: int
+    router_id: str
+    secret: bytes
 
 
 def check_request_id(request_id: str) -> None:
@@ -25,6 +43,82 @@ def check_attempt(request_id: str, attempt: int, router_id: str) -> None:
     check_router_id(router_id)
     if not 0 < attempt <= MAX_ATTEMPT:
         raise InvalidArgument("attempt", attempt, f"from 1 to {MAX_ATTEMPT}")
+
+
+def ownership_from_proto(message: _NamesOwner) -> Ownership:
+    """Checks nothing."""
+    return Ownership(Owner(message.session, message.attempt), message.router_id, message.secret)
+
+
+def ownership_to_proto(request_id: str, ownership: Ownership) -> decode_pb2.AttemptId:
+    """The name of an owner's placement."""
+    owner, router_id, secret = ownership
+    return decode_pb2.AttemptId(
+        request_id=request_id, session=owner.session, attempt=owner.attempt, router_id=router_id, secret=secret
+    )
+
+
+def check_ownership(message: _NamesOwner) -> Ownership:
+    """check_attempt() of a message, its session and its secret."""
+    check_attempt(message.request_id, message.attempt, message.router_id)
+    check_session(message.session)
+    check_secret(message.secret)
+    return ownership_from_proto(message)
+
+
+def check_session(session: int) -> None:
+    """Raises InvalidArgument when the number is too large."""
+    if session > MAX_SESSION:
+        raise InvalidArgument("session", session, f"at most {MAX_SESSION}")
+
+
+def check_secret(secret: bytes) -> None:
+    """Raises InvalidArgument unless it is empty or within its limits. It is not shown."""
+    if secret and not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        limit = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes long"
+        raise InvalidArgument("secret", f"{len(secret)} bytes long", limit)
+
+
+def wrong_secret() -> InvalidArgument:
+    """The error for a secret that is not the request's. It shows neither."""
+    return InvalidArgument("secret", "another one", "the secret of the request's first session")
+
+
+def attachment_from_proto(message: decode_pb2.AttachRequest) -> Attachment:
+    """Raises InvalidArgument, naming the field."""
+    ownership = check_ownership(message)
+    if message.generated_count >= len(message.token_ids):
+        raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")
+    return Attachment(
+        message.request_id,
+        ownership,
+        tuple(message.token_ids),
+        message.generated_count,
+        message.landed,
+    )
+
+
+def attachment_to_proto(attachment: Attachment) -> decode_pb2.AttachRequest:
+    return decode_pb2.AttachRequest(
+        request_id=attachment.request_id,
+        session=attachment.ownership.owner.session,
+        attempt=attachment.ownership.owner.attempt,
+        router_id=attachment.ownership.router_id,
+        secret=attachment.ownership.secret,
+        token_ids=attachment.token_ids,
+        generated_count=attachment.generated_count,
+        landed=attachment.landed,
+    )
+
+
+def attached_to_proto(attached: Attached) -> decode_pb2.Attached:
+    return decode_pb2.Attached(
+        max_tokens=attached.max_tokens, first_index=attached.first_index, token_ids=attached.token_ids
+    )
+
+
+def attached_from_proto(message: decode_pb2.Attached) -> Attached:
+    return Attached(message.max_tokens, message.first_index, tuple(message.token_ids))
 
 
 def _check_set(field: str, value: str) -> None:

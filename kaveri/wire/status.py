@@ -27,6 +27,7 @@ from kaveri.errors import (
     NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
+    RequestNotFound,
     SlowReader,
     StaleAttempt,
     TransferFailed,
@@ -48,6 +49,7 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
     RequestAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    RequestNotFound: grpc.StatusCode.NOT_FOUND,
     NoCapacity: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     StaleAttempt: grpc.StatusCode.ABORTED,
@@ -194,6 +196,8 @@ def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
             return ModelNotFound(facts["model"], tuple(facts["served"].splitlines()))
         case "RequestAlreadyExists":
             return RequestAlreadyExists(facts["request_id"])
+        case "RequestNotFound":
+            return RequestNotFound(facts["request_id"], facts["reason"])
         case "NoCapacity":
             return NoCapacity(facts["role"], _seconds(facts["retry_after_s"]), facts["reason"])
         case "Unavailable":

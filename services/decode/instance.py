@@ -3,12 +3,14 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from kaveri.domain.attachment import Attached, Attachment, check_received
 from kaveri.domain.length import RangeEnd, TokenRange
-from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.sampling import Logprobs, SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import (
     DecodeEngine,
@@ -25,13 +27,15 @@ from kaveri.engine.contract import (
 )
 from kaveri.errors import (
     EngineError,
+    InvalidArgument,
     KaveriError,
     NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
-    StaleAttempt,
+    RequestNotFound,
     Unavailable,
 )
+from kaveri.hosting.kept import Kept, kept_bytes
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.admission import AdmissionPolicy
@@ -41,14 +45,15 @@ from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.policy.room_line import Place
 from kaveri.telemetry.logs import get_logger
+from kaveri.v1 import decode_pb2
+from kaveri.wire.attempts import wrong_secret
 from services.decode import lifecycle
+from services.decode.answer_log import End, GainedTokens
 from services.decode.lifecycle import Asked, InLine, Ready, Released, Rival, Running
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts
-from services.decode.token_streams import TokenStreams
+from services.decode.token_streams import TokenStream, TokenStreams
 
-ROUTER_GRACE_S = 2.0
-"""How long requests are kept for a router that has not opened its stream yet."""
 _ATTEMPTS_REMEMBERED_S = 5.0
 """Longer than a Reserve can be on its way; not much longer, since a client may use a request id again."""
 _ATTEMPTS_REMEMBERED_COUNT = 65_536
@@ -70,6 +75,7 @@ class DecodeInstance:
         policy: AdmissionPolicy,
         max_batch: int,
         reservation_ttl_s: float,
+        orphan_grace_s: float,
         metrics: DecodeMetrics,
         range_end: RangeEnd = RangeEnd.LOW,
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
@@ -77,6 +83,7 @@ class DecodeInstance:
     ) -> None:
         """reservation_ttl_s: seconds that a reservation waits for its KV, at most.
 
+        orphan_grace_s: seconds that requests go on without a token stream of their router, and ended ones are kept.
         range_end: which end of a predicted length the policy counts on. thresholds: which requests its load calls
         heavy. serials: numbers that no one else gives to requests of this engine; None: from 1.
         """
@@ -89,10 +96,13 @@ class DecodeInstance:
         self._room = DecodeRoom(engine.info.total_blocks, block_tokens, DecodeBatch(policy, block_tokens, max_batch))
         self._requests = DecodeRequests()
         self._attempts = KnownAttempts(_ATTEMPTS_REMEMBERED_S, _ATTEMPTS_REMEMBERED_COUNT)
-        self.streams = TokenStreams(ROUTER_GRACE_S, self._router_gone)
+        self._kept: Kept[DecodeRequest] = Kept(orphan_grace_s)
+        self.streams = TokenStreams(orphan_grace_s, self._router_gone, self._requests_of)
         self._serials = itertools.count(1) if serials is None else serials
         # Read by the threads that serve metrics.
         metrics.in_line.set_function(lambda: self._room.line.length)
+        metrics.orphans.set_function(self._orphan_count)
+        metrics.kept.set_function(lambda: len(self._kept))
         self._look_again: asyncio.TimerHandle | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -104,8 +114,7 @@ class DecodeInstance:
     async def reserve(
         self,
         request_id: str,
-        attempt: int,
-        router_id: str,
+        ownership: Ownership,
         token_ids: tuple[int, ...],
         generated_count: int,
         params: SamplingParams,
@@ -117,13 +126,13 @@ class DecodeInstance:
     ) -> Ticket:
         """Reserves room. With `waits` a request without room waits in line until it has room; otherwise it is refused.
 
-        An older reservation of the same request, or of the same attempt, is ended first, waiting or not; and so is a
-        request of another router with the same id. A newer attempt takes over the place in line of an older one.
+        A reservation of the same request by an older owner, or by the same one, is ended first, waiting or not; and so
+        is another request with the same id. A newer attempt takes over the place in line of an older one.
         reservation: the number of this call within the attempt; an earlier call that comes late is stale.
 
         timeout_s: what is left of the request's time; when it is over the request ends here. Raises Unavailable
         (draining, also while it waits), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument (can never fit),
-        RequestAlreadyExists (another router's request has replaced it while it waited), DeadlineExceeded, and
+        RequestAlreadyExists (another request, or a later session, has replaced it), DeadlineExceeded, and
         RequestCancelled when it was aborted meanwhile. Cancelled, it leaves nothing reserved, and no place in line.
         """
         if self._draining:
@@ -134,8 +143,8 @@ class DecodeInstance:
         # Before it can get a place in line: it would wait there forever.
         info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
-        place = self._end_former(request_id, attempt, router_id, reservation)
-        request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length, InLine(waits))
+        place = self._end_former(request_id, ownership, reservation)
+        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(waits))
         request.reservation, request.source = reservation, layout
         answer = request.answer = asyncio.get_running_loop().create_future()
         self._room.line.join(request_id, needed_blocks, len(token_ids), place)
@@ -153,18 +162,20 @@ class DecodeInstance:
     def adopt(
         self,
         engine_request: EngineRequest,
-        attempt: int,
-        router_id: str,
+        ownership: Ownership,
         timeout_s: float,
+        first_token: tuple[int, Logprobs | None],
         predicted_length: TokenRange | None = None,
     ) -> None:
         """Takes on a request that this very engine has prefilled: it has landed, and waits for its admission.
 
-        As reserve(), but there is nothing to reserve, and it is taken while draining too: it came in before. Raises
-        StaleAttempt, and Unavailable when the engine has stopped.
+        As reserve(), but there is nothing to reserve, and it is taken while draining too: it came in before.
+        first_token: what prefill drew. Raises StaleAttempt, RequestAlreadyExists, and Unavailable when the engine has
+        stopped.
         """
-        self._end_former(engine_request.key.request_id, attempt, router_id)
-        request = self._open(engine_request, attempt, router_id, timeout_s, predicted_length, InLine(stays=False))
+        self._end_former(engine_request.key.request_id, ownership)
+        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(stays=False))
+        request.log.begin_with(*first_token)
         self._take(request, lifecycle.RoomAsked())
         try:
             self._engine.adopt(engine_request.key)
@@ -173,17 +184,75 @@ class DecodeInstance:
             raise Unavailable(str(error)) from error
         self._take(request, lifecycle.AdoptedHere())
 
-    def abort(self, request_id: str, attempt: int, router_id: str, by_router: bool, reservation: int = 0) -> None:
-        """Ends the router's request if the attempt that is here is `attempt` or older. Unknown ones are ignored, and
-        so is a later reservation of the same attempt than `reservation`. 0: any.
+    def attach(self, attachment: Attachment) -> Attached:
+        """Makes another router, or a later session, the owner of a request that is here or kept here: its tokens go to
+        that router from index generated_count on. The former owner's router is told.
+
+        Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
+        StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
+        """
+        request_id, ownership, now_s = attachment.request_id, attachment.ownership, time.monotonic()
+        owner = ownership.owner
+        request = self._request_or_kept(request_id, now_s)
+        if request is None:
+            raise RequestNotFound(request_id)
+        if not ownership.is_same_request(request.ownership):
+            raise wrong_secret()
+        if ownership.router_id != request.router_id and owner.session == request.owner.session:
+            raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
+        if owner < request.owner:
+            raise owner.stale(request_id, request.owner)
+        attached, next_index = _attached(request, attachment)
+        self._attempts.note(request_id, ownership, now_s)
+        if owner != request.owner:
+            self._change_owner(request, ownership)
+        # A first token that the log lacks comes from prefill.
+        request.log.send_from(max(next_index, request.log.first_index))
+        self.streams.resume(request)
+        if isinstance(request.state, Released):
+            self._keep(request, now_s)
+        get_logger().info(
+            "request_attached",
+            request_id=request_id,
+            attempt=owner.attempt,
+            session=owner.session,
+            next_index=attachment.generated_count,
+            drawn=request.log.next_index,
+        )
+        return attached
+
+    def open_stream(self, router_id: str, awaited: Iterable[decode_pb2.StreamedRequest]) -> TokenStream:
+        """A token stream for the router. awaited: requests whose tokens go on where the router is, not where the former
+        stream was; those that are not here for it get an error."""
+        now_s = time.monotonic()
+        unknown: list[GainedTokens] = []
+        for named in awaited:
+            owner = Owner(named.session, named.attempt)
+            request = self._request_or_kept(named.request_id, now_s)
+            if request is None or (request.router_id, request.owner) != (router_id, owner):
+                reason = "it is not here, or belongs to another owner"
+                unknown.append(GainedTokens(named.request_id, owner, named.next_index, end=End(error=reason)))
+            else:
+                request.log.send_from(min(max(named.next_index, request.log.first_index), request.log.next_index))
+        stream = self.streams.open(router_id)
+        for notice in unknown:
+            self.streams.notify(router_id, notice)
+        return stream
+
+    def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
+        """Ends the request, unless it is another one, belongs to a newer owner, or is a later reservation of the same
+        owner than `reservation` (0: any). Unknown ones are ignored.
 
         by_router: whether the router itself asks. When a prefill instance ends a request that has landed, the router
         gets an error: it may wait for nothing but this instance's tokens by then.
         """
         request = self._requests.by_request_id(request_id)
-        if request is None or request.attempt > attempt or request.router_id != router_id:
+        if request is None:
             return
-        if request.attempt == attempt and 0 < reservation < request.reservation:
+        owner = ownership.comparable(request.ownership)
+        if owner is None or owner < request.owner:
+            return
+        if request.owner == owner and 0 < reservation < request.reservation:
             # Room was given back, and asked for again before this came.
             return
         self._take(request, lifecycle.AbortAsked(by_router))
@@ -197,6 +266,9 @@ class DecodeInstance:
             elif not isinstance(event, EngineStopped) and (request := self._requests.by_key(event.key)) is not None:
                 match event:
                     case Landed():
+                        if request.engine_request.params.logprobs is None:
+                            # Its log-probabilities do not come with the KV.
+                            request.log.begin_with(event.first_token_id, None)
                         self._take(request, lifecycle.KvLanded(event.kv_bytes))
                         landed.append(request)
                     case LandingFailed():
@@ -213,6 +285,7 @@ class DecodeInstance:
         self.streams.flush()
 
     def load(self) -> InstanceLoad:
+        self._kept.prune(time.monotonic())
         placed = [request for request in self._requests if not isinstance(request.state, InLine)]
         heavy_count = sum(request.heavy for request in placed)
         counts = RequestCounts(len(self._requests), heavy_count, len(placed) - heavy_count)
@@ -265,36 +338,64 @@ class DecodeInstance:
             assert isinstance(report, lifecycle.Report)
             self.streams.gain(request, step, report.times)
             self._remove(request)
+            self._keep(request, now_s)
             self._report(request, report, now_s)
         self._room.batch.step(drawn)
         self._metrics.count_step(len(steps), now_s, self._room.batch.running_count)
 
-    def _end_former(self, request_id: str, attempt: int, router_id: str, reservation: int = 0) -> Place | None:
-        """Ends what is here of the request, unless that is newer: then raises StaleAttempt.
+    def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
+        """Ends what is here of the request, unless that is newer: then raises StaleAttempt or RequestAlreadyExists.
 
-        Returns the place in line that an older attempt of the same router had.
+        Returns the place in line that an older owner of the same request had.
         """
         former = self._requests.by_request_id(request_id)
-        same_router = former is not None and former.router_id == router_id
-        is_late = former is not None and attempt == former.attempt and 0 < reservation < former.reservation
-        if former is not None and same_router and (attempt < former.attempt or is_late):
-            raise StaleAttempt(request_id, attempt, former.attempt)
-        self._attempts.note(router_id, request_id, attempt, time.monotonic())
+        owner = ownership.comparable(former.ownership) if former is not None else None
+        if former is not None and owner is not None:
+            is_late = owner == former.owner and 0 < reservation < former.reservation
+            if owner < former.owner or is_late:
+                raise owner.stale(request_id, former.owner)
+        self._attempts.note(request_id, ownership, time.monotonic())
+        self._kept.forget(request_id)
         if former is None:
             return None
         place = self._room.line.leave(request_id)
-        if not same_router:
-            self._take(former, lifecycle.RivalCame(Rival.OTHER_ROUTER, RequestAlreadyExists(request_id)))
+        if owner is None:
+            self._take(former, lifecycle.RivalCame(Rival.OTHER_REQUEST, RequestAlreadyExists(request_id)))
             return None
-        rival = Rival.NEWER_ATTEMPT if former.attempt < attempt else Rival.SAME_ATTEMPT
-        self._take(former, lifecycle.RivalCame(rival, StaleAttempt(request_id, former.attempt, attempt)))
+        rival = Rival.NEWER_OWNER if former.owner < owner else Rival.SAME_OWNER
+        self._take(former, lifecycle.RivalCame(rival, former.owner.stale(request_id, owner)))
         return place
+
+    def _change_owner(self, request: DecodeRequest, ownership: Ownership) -> None:
+        self.streams.drop(request)
+        if ownership.router_id != request.router_id:
+            reason = f"session {ownership.owner.session} of the request was attached through another router"
+            notice = GainedTokens(request.request_id, request.owner, 0, end=End(error=reason, replaced=True))
+            self.streams.notify(request.router_id, notice)
+        if isinstance(request.state, Released):
+            request.ownership = ownership
+        else:
+            self._requests.give(request, ownership)
+        self._metrics.attaches.inc()
+
+    def _request_or_kept(self, request_id: str, now_s: float) -> DecodeRequest | None:
+        return self._requests.by_request_id(request_id) or self._kept.get(request_id, now_s)
+
+    def _requests_of(self, router_id: str) -> tuple[DecodeRequest, ...]:
+        kept = (request for request in self._kept if request.router_id == router_id)
+        return (*self._requests.of_router(router_id), *kept)
+
+    def _keep(self, request: DecodeRequest, now_s: float) -> None:
+        token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
+        self._kept.add(request.request_id, request, kept_bytes(token_count, request.log.logprobs), now_s)
+
+    def _orphan_count(self) -> int:
+        return sum(len(self._requests.of_router(router_id)) for router_id in self.streams.missing_routers)
 
     def _open(
         self,
         engine_request: EngineRequest,
-        attempt: int,
-        router_id: str,
+        ownership: Ownership,
         timeout_s: float,
         predicted: TokenRange | None,
         state: InLine,
@@ -302,8 +403,7 @@ class DecodeInstance:
         now_s, timeout_s = time.monotonic(), min(timeout_s, _LONGEST_REQUEST_S)
         request = DecodeRequest(
             engine_request=engine_request,
-            attempt=attempt,
-            router_id=router_id,
+            ownership=ownership,
             came_s=now_s,
             expires_s=now_s + timeout_s,
             member=self._member(engine_request, predicted),
@@ -442,6 +542,11 @@ class DecodeInstance:
                 self._engine.abort(request.key)
             case lifecycle.TellRouter(error, replaced):
                 self.streams.fail(request, error, replaced)
+                self._keep(request, now_s)
+            case lifecycle.KeepTokens(error):
+                self.streams.drop(request)
+                request.log.end = End(error=error)
+                self._keep(request, now_s)
             case lifecycle.DropTokens():
                 self.streams.drop(request)
             case lifecycle.CountLanding(kv_bytes, landing_s):
@@ -466,13 +571,36 @@ class DecodeInstance:
         get_logger().info(
             "request_ended",
             request_id=request.request_id,
-            attempt=request.attempt,
+            attempt=request.owner.attempt,
+            session=request.owner.session,
             outcome=report.outcome.value,
             reason=report.reason,
             prompt_tokens=len(request.engine_request.token_ids),
             preemptions=report.preemptions,
             seconds=round(now_s - request.came_s, 6),
         )
+
+
+def _attached(request: DecodeRequest, attachment: Attachment) -> tuple[Attached, int]:
+    """What the new owner must know, and the index from which it gets tokens. Raises RequestNotFound and
+    InvalidArgument."""
+    log, engine_request = request.log, request.engine_request
+    generated_count, params = engine_request.generated_count, engine_request.params
+    has_landed = not isinstance(request.state, InLine | Asked | lifecycle.Reserved)
+    if attachment.landed and not has_landed:
+        raise RequestNotFound(request.request_id, "its KV has not landed")
+    prompt_tokens = _prompt_tokens(engine_request)
+    prompt, generated = engine_request.token_ids[:prompt_tokens], engine_request.token_ids[prompt_tokens:]
+    unknown = [None] * (log.first_index - generated_count)
+    check_received(attachment, prompt, [*generated, *unknown, *log.token_ids], is_all=True)
+    next_index = max(attachment.generated_count, generated_count)
+    if attachment.landed and next_index < log.first_index:
+        raise RequestNotFound(request.request_id, "its first token is known to prefill alone")
+    missing = generated[attachment.generated_count :]
+    if missing and params.logprobs is not None:
+        raise RequestNotFound(request.request_id, "the log-probabilities of earlier placements are not known here")
+    assert params.max_tokens is not None
+    return Attached(params.max_tokens, generated_count, missing), next_index
 
 
 def _draining() -> Unavailable:

@@ -171,11 +171,11 @@ class AbortAsked:
 class Rival(enum.Enum):
     """What replaces a request."""
 
-    NEWER_ATTEMPT = "newer attempt"
-    """The router's own doing."""
-    SAME_ATTEMPT = "same attempt"
+    NEWER_OWNER = "newer owner"
+    """The doing of the router, or of a later session."""
+    SAME_OWNER = "same owner"
     """Prefill did not hear of the landing. The router may have got tokens, and wait for more of them."""
-    OTHER_ROUTER = "other router"
+    OTHER_REQUEST = "other request"
     """The former router must not place it again: the two would replace each other in turn."""
 
 
@@ -195,7 +195,7 @@ class TimeOver:
 
 @dataclass(frozen=True, slots=True)
 class RouterLost:
-    """Its router has no token stream."""
+    """Its router had no token stream for the whole grace time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,14 @@ class TellRouter:
 
     error: str
     replaced: bool = False
-    """Another router has begun a request with the same id."""
+    """Another request with the same id has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepTokens:
+    """Send its router nothing more, and keep the tokens for one that attaches; to that one they end with `error`."""
+
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +305,16 @@ class Report:
 
 
 Action = (
-    Answer | LeaveLine | KeepPlace | AbortInEngine | TellRouter | DropTokens | CountLanding | CountPreemption | Report
+    Answer
+    | LeaveLine
+    | KeepPlace
+    | AbortInEngine
+    | TellRouter
+    | KeepTokens
+    | DropTokens
+    | CountLanding
+    | CountPreemption
+    | Report
 )
 Step = tuple[State, tuple[Action, ...]]
 
@@ -365,23 +381,26 @@ def _given_up(state: State, event: CallEnded | AbortAsked | RivalCame | TimeOver
     match event:
         case CallEnded() | AbortAsked() if isinstance(state, InLine):
             return _ended(state, Outcome.LEFT_LINE)
+        case AbortAsked(by_router=True) if isinstance(state, Running):
+            # The router may have all it needs, a stop text for instance, and die before its client has it.
+            return _ended(state, Outcome.ABORTED, tell=KeepTokens("it was aborted"))
         case CallEnded() | AbortAsked(by_router=True):
             return _ended(state, Outcome.ABORTED)
         case AbortAsked():
             # Once it has landed, its router may wait for nothing but this instance's tokens.
             tell = TellRouter("its prefill instance has given the request up") if _has_landed(state) else None
             return _ended(state, Outcome.ABORTED, tell=tell)
-        case RivalCame(Rival.OTHER_ROUTER, error):
-            tell = TellRouter("another router has begun a request with the same id", replaced=True)
+        case RivalCame(Rival.OTHER_REQUEST, error):
+            tell = TellRouter("another request with the same id has begun", replaced=True)
             return _ended(state, Outcome.REPLACED, error, tell=tell)
-        case RivalCame(Rival.SAME_ATTEMPT, error) if _has_landed(state):
+        case RivalCame(Rival.SAME_OWNER, error) if _has_landed(state):
             return _ended(state, Outcome.REPLACED, error, tell=TellRouter("its room was asked for again"))
         case RivalCame(_, error):
             return _ended(state, Outcome.REPLACED, error)
         case TimeOver():
             return _ended(state, Outcome.DEADLINE, DeadlineExceeded())
         case RouterLost():
-            return _ended(state, Outcome.ROUTER_GONE, tell=TellRouter("the router's token stream ended"))
+            return _ended(state, Outcome.ROUTER_GONE, tell=TellRouter("its router was away for too long"))
         case Broken(reason):
             return _ended(state, Outcome.FAILED, Unavailable(reason), reason, TellRouter(reason))
 
@@ -391,7 +410,7 @@ def _ended(
     outcome: Outcome,
     error: KaveriError | None = None,
     reason: str | None = None,
-    tell: TellRouter | None = None,
+    tell: TellRouter | KeepTokens | None = None,
 ) -> Step:
     """error: for its Reserve call, if that waits; None: it was aborted. tell: left out in line, where nothing has been
     said to its router."""

@@ -56,6 +56,15 @@ class DecodeMetrics:
             "Requests that wait for room.",
             registry=registry,
         )
+        self.orphans = Gauge(
+            "kaveri_decode_orphans", "Requests that go on without a token stream of their router.", registry=registry
+        )
+        self.kept = Gauge(
+            "kaveri_decode_kept_answers", "Answers that have ended and are kept to be repeated.", registry=registry
+        )
+        self.attaches = Counter(
+            "kaveri_decode_attaches", "Requests that were given to a later session or attempt.", registry=registry
+        )
         self.requests = Counter(
             "kaveri_decode_requests",
             "Requests by outcome: finished, aborted, replaced, deadline, no_room, left_line, refused, not_landed, "

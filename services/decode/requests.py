@@ -3,13 +3,14 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.engine.contract import EngineKey, EngineRequest
-from kaveri.errors import StaleAttempt
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.growth import BatchMember
+from services.decode.answer_log import AnswerLog
 from services.decode.lifecycle import State
 
 
@@ -19,8 +20,7 @@ class DecodeRequest:
     counts in milliseconds."""
 
     engine_request: EngineRequest
-    attempt: int
-    router_id: str
+    ownership: Ownership
     came_s: float
     expires_s: float
     member: BatchMember
@@ -36,6 +36,10 @@ class DecodeRequest:
     """What its Reserve call waits for. None: it was prefilled here."""
     deadline: asyncio.TimerHandle | None = None
     """Ends the request when its time is over."""
+    log: AnswerLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = AnswerLog.after(self.engine_request.generated_count)
 
     @property
     def key(self) -> EngineKey:
@@ -45,6 +49,15 @@ class DecodeRequest:
     @property
     def request_id(self) -> str:
         return self.engine_request.key.request_id
+
+    @property
+    def owner(self) -> Owner:
+        return self.ownership.owner
+
+    @property
+    def router_id(self) -> str:
+        """Where its tokens go."""
+        return self.ownership.router_id
 
 
 class DecodeRequests:
@@ -77,11 +90,14 @@ class DecodeRequests:
             return False
         del self._by_serial[request.key.serial]
         del self._by_request_id[request.request_id]
-        of_router = self._by_router[request.router_id]
-        del of_router[request]
-        if not of_router:
-            del self._by_router[request.router_id]
+        self._leave_router(request)
         return True
+
+    def give(self, request: DecodeRequest, ownership: Ownership) -> None:
+        """The request has another owner from now on."""
+        self._leave_router(request)
+        request.ownership = ownership
+        self._by_router.setdefault(request.router_id, {})[request] = None
 
     def by_key(self, key: EngineKey) -> DecodeRequest | None:
         """The request that the engine knows as `key`."""
@@ -99,27 +115,40 @@ class DecodeRequests:
         """The requests whose tokens go to the router."""
         return tuple(self._by_router.get(router_id, ()))
 
+    def _leave_router(self, request: DecodeRequest) -> None:
+        of_router = self._by_router[request.router_id]
+        del of_router[request]
+        if not of_router:
+            del self._by_router[request.router_id]
+
 
 class KnownAttempts:
-    """The newest attempt of each router's requests, remembered for a while after its end, so that a straggler is
-    refused. The attempts of two routers are not compared."""
+    """The newest owner of each request, remembered for a while after its end, so that a straggler is refused.
+
+    Owners are compared where their requests have one secret. A router's attempts are compared too: it counts on when a
+    request id is used again. Others are not compared."""
 
     def __init__(self, remembered_s: float, max_count: int) -> None:
         """remembered_s: after the last word of a request. max_count: beyond it the oldest are forgotten."""
         self._remembered_s = remembered_s
         self._max_count = max_count
-        self._newest: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
+        self._newest: OrderedDict[tuple[str, str | bytes], tuple[Owner, float]] = OrderedDict()
 
-    def note(self, router_id: str, request_id: str, attempt: int, now_s: float) -> None:
-        """Remembers the attempt. Raises StaleAttempt when a newer one is known."""
+    def note(self, request_id: str, ownership: Ownership, now_s: float) -> None:
+        """Remembers the owner. Raises StaleAttempt or RequestAlreadyExists when a newer one is known."""
         while self._newest:
             oldest, (_, until_s) = next(iter(self._newest.items()))
             if until_s > now_s and len(self._newest) <= self._max_count:
                 break
             del self._newest[oldest]
-        name = router_id, request_id
-        newest, _ = self._newest.get(name, (attempt, 0.0))
-        if attempt < newest:
-            raise StaleAttempt(request_id, attempt, newest)
-        self._newest[name] = (attempt, now_s + self._remembered_s)
-        self._newest.move_to_end(name)
+        owner = ownership.owner
+        self._note(request_id, ownership.router_id, Owner(0, owner.attempt), now_s)
+        if ownership.secret:
+            self._note(request_id, ownership.secret, owner, now_s)
+
+    def _note(self, request_id: str, of: str | bytes, owner: Owner, now_s: float) -> None:
+        newest, _ = self._newest.get((request_id, of), (owner, 0.0))
+        if owner < newest:
+            raise owner.stale(request_id, newest)
+        self._newest[request_id, of] = (owner, now_s + self._remembered_s)
+        self._newest.move_to_end((request_id, of))

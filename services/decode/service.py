@@ -41,6 +41,7 @@ def decode_host(
         config.decode_policy,
         config.max_batch,
         config.reservation_ttl_s,
+        config.orphan_grace_s,
         DecodeMetrics(engine, registry),
         range_end=config.decode_range_end,
         thresholds=config.heavy_thresholds,

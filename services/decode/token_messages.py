@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
-from services.decode.token_streams import GainedTokens
+from services.decode.answer_log import GainedTokens
 
 MAX_TOKENS_BYTES = MAX_MESSAGE_BYTES // 4
 """Most bytes in one message, by an estimate from above. A quarter, so that a wrong estimate does no harm."""
@@ -47,7 +47,7 @@ def _pieces(gained: GainedTokens) -> Iterator[GainedTokens]:
         token_bytes = _token_bytes(gained, end)
         if size + token_bytes > MAX_TOKENS_BYTES // 2 and end > start:
             tokens, logprobs = gained.token_ids[start:end], gained.logprobs[start:end]
-            yield GainedTokens(gained.request_id, gained.attempt, gained.index + start, tokens, logprobs)
+            yield GainedTokens(gained.request_id, gained.owner, gained.index + start, tokens, logprobs)
             start, size = end, 0
         size += token_bytes
     rest, rest_logprobs = gained.token_ids[start:], gained.logprobs[start:]
@@ -56,7 +56,7 @@ def _pieces(gained: GainedTokens) -> Iterator[GainedTokens]:
 
 def _bytes(gained: GainedTokens) -> int:
     # A character takes up to four bytes.
-    size = _ENTRY_BYTES + 4 * (len(gained.request_id) + len(gained.error)) + _TOKEN_BYTES * len(gained.token_ids)
+    size = _ENTRY_BYTES + 4 * (len(gained.request_id) + len(gained.end.error)) + _TOKEN_BYTES * len(gained.token_ids)
     if gained.logprobs:
         size += _LOGPROB_BYTES * sum(1 + len(logprobs.top) for logprobs in gained.logprobs)
     return size

@@ -1,15 +1,14 @@
 """Carries tokens to routers: one stream per router, one batch per engine step; fewer and larger ones when it is slow.
 
-Nothing here is bounded by a number of its own: a request waits in at most one entry, which holds no more than the
-answer's own tokens, and there are no more requests than the engine's pool has room for.
+Tokens are kept in their requests' logs (answer_log.py), sent or not. A stream knows only which of its requests have
+something that it has not been sent, so a stream that breaks loses nothing.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
-from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import TokenStep
+from services.decode.answer_log import End, GainedTokens
 from services.decode.lifecycle import RequestTimes
 from services.decode.requests import DecodeRequest
 
@@ -17,157 +16,145 @@ BEAT_S = 0.1
 """A stream without tokens sends an empty message this often: far less than the 0.5 s after which routers give it up."""
 
 
-@dataclass(eq=False, slots=True)
-class GainedTokens:
-    """What one request gained and its router has not been sent."""
-
-    request_id: str
-    attempt: int
-    index: int
-    """Of the first of token_ids within the answer; 0 when there are none."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    finish: FinishReason | None = None
-    times: RequestTimes | None = None
-    error: str = ""
-    replaced: bool = False
-
-
 class TokenStream:
     """One router's subscription, and what waits for it. For one reader."""
 
-    def __init__(self, router_id: str, unsent: dict[DecodeRequest, GainedTokens], losses: int) -> None:
-        """losses: of TokenStreams, when it was opened."""
+    def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self.losses = losses
-        self.unsent = unsent
+        self.unsent: dict[DecodeRequest, None] = {}
+        """Ordered: the requests that have something for the router."""
+        self.notices: list[GainedTokens] = []
+        """What the router must know of requests that are not here for it."""
         self.closed = False
         self.changed = asyncio.Event()
 
     @property
     def has_ended(self) -> bool:
         """Whether it is closed and has sent everything."""
-        return self.closed and not self.unsent
+        return self.closed and not (self.unsent or self.notices)
 
     async def next_batch(self, beat_s: float = BEAT_S) -> list[GainedTokens]:
         """Takes all tokens that there are; waits for some for `beat_s` seconds at most."""
-        if not self.unsent and not self.closed:
+        if not (self.unsent or self.notices or self.closed):
             self.changed.clear()
             beat = asyncio.get_running_loop().call_later(beat_s, self.changed.set)
             try:
                 await self.changed.wait()
             finally:
                 beat.cancel()
-        batch = list(self.unsent.values())
+        batch = [request.log.take(request.request_id, request.owner) for request in self.unsent]
         self.unsent.clear()
+        if self.notices:
+            batch += self.notices
+            self.notices = []
         return batch
 
 
 class TokenStreams:
     """The streams of all routers. For one event loop."""
 
-    def __init__(self, grace_s: float, router_gone: Callable[[str], None]) -> None:
-        """grace_s: how long tokens are kept for a router that has no stream. router_gone: told when it has none any
-        more, or got none in time; the tokens kept for it are gone."""
-        self.losses = 0
-        """How often tokens for a router were dropped, or may have been lost on their way. A router whose stream began
-        at a higher count than its request was reserved at cannot wait for the request's tokens."""
+    def __init__(
+        self,
+        grace_s: float,
+        router_gone: Callable[[str], None],
+        requests_of: Callable[[str], Iterable[DecodeRequest]],
+    ) -> None:
+        """grace_s: how long a router without a stream may take to open one. router_gone: told when it has not.
+        requests_of: the requests of a router, ended ones that are kept included."""
         self._grace_s = grace_s
         self._router_gone = router_gone
+        self._requests_of = requests_of
         self._streams: dict[str, TokenStream] = {}
-        # Routers without a stream that requests are here for: what is kept for them, and the end of their grace.
-        self._kept: dict[str, dict[DecodeRequest, GainedTokens]] = {}
+        # Of routers that requests are here for and that have no stream.
         self._grace: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
 
+    @property
+    def missing_routers(self) -> tuple[str, ...]:
+        """The routers without a stream that requests are, or were, here for: those requests are orphans."""
+        return tuple(self._grace)
+
     def open(self, router_id: str) -> TokenStream:
-        """A stream for the router. An older one of the same router ends, and its unsent tokens go here."""
-        grace = self._grace.pop(router_id, None)
-        if grace is not None:
-            grace.cancel()
-        unsent = self._kept.pop(router_id, {})
+        """A stream for the router. An older one of the same router ends; what it has not sent goes here."""
+        self._end_grace(router_id)
         former = self._streams.get(router_id)
+        stream = self._streams[router_id] = TokenStream(router_id)
         if former is not None:
-            # The reader of the former must find nothing: it shares no dict with the new stream.
-            unsent, former.unsent = former.unsent, {}
+            former.unsent = {}
+            former.notices, stream.notices = [], former.notices
             self._end(former)
-            self.losses += 1
-        stream = self._streams[router_id] = TokenStream(router_id, unsent, self.losses)
+        for request in self._requests_of(router_id):
+            if request.log.has_unsent:
+                stream.unsent[request] = None
         if self._closed:
             self._end(stream)
         return stream
 
     def close(self, stream: TokenStream) -> None:
-        """The stream is broken or cancelled. Unless a newer one has replaced it, its router counts as gone.
-
-        What its requests are failed with is kept for the time of grace: a router that was only cut off must hear of
-        those that it has placed here meanwhile.
-        """
+        """The stream is broken or cancelled. Unless a newer one has replaced it, its router's grace begins."""
         if self._streams.get(stream.router_id) is stream:
             del self._streams[stream.router_id]
-            self.losses += 1
             self.expect(stream.router_id)
-            self._router_gone(stream.router_id)
 
     def close_all(self) -> None:
         """Ends every stream once it has sent what it has, and those that come as well."""
         self._closed = True
         for stream in self._streams.values():
             self._end(stream)
-        for grace in self._grace.values():
-            grace.cancel()
+        for router_id in self.missing_routers:
+            self._end_grace(router_id)
 
     def expect(self, router_id: str) -> None:
-        """Tokens for the router will come; without a stream its time of grace begins, unless it did already."""
+        """Requests are here for the router; without a stream its grace begins, unless it did already."""
         if router_id not in self._streams and router_id not in self._grace and not self._closed:
-            self._kept[router_id] = {}
-            self._grace[router_id] = asyncio.get_running_loop().call_later(self._grace_s, self._grace_over, router_id)
+            loop = asyncio.get_running_loop()
+            self._grace[router_id] = loop.call_later(self._grace_s, self._grace_over, router_id)
 
     def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
-        """Adds one token; `times` with the last one. Consecutive tokens of a request share one entry."""
-        unsent = self._unsent(request.router_id)
-        if unsent is None:
-            return
-        entry = unsent.get(request)
-        if entry is None:
-            entry = unsent[request] = GainedTokens(request.request_id, request.attempt, step.index)
-        elif not entry.token_ids:
-            entry.index = step.index
-        entry.token_ids.append(step.token_id)
-        if step.logprobs is not None:
-            entry.logprobs.append(step.logprobs)
-        if step.finish is not None:
-            entry.finish = step.finish
-            entry.times = times
+        """Adds one token; `times` with the last one."""
+        request.log.gain(step, times)
+        stream = self._streams.get(request.router_id)
+        if stream is not None:
+            stream.unsent[request] = None
 
     def announce(self, request: DecodeRequest) -> None:
         """Sends an entry without tokens: the request is here, and waits for a seat.
 
         A router that has given it up before it heard of its placement answers with an abort.
         """
-        unsent = self._unsent(request.router_id)
-        if unsent is not None:
-            unsent.setdefault(request, GainedTokens(request.request_id, request.attempt, 0))
+        stream = self._streams.get(request.router_id)
+        if stream is not None:
+            stream.unsent[request] = None
 
     def fail(self, request: DecodeRequest, reason: str, replaced: bool = False) -> None:
         """Sends the router, behind the tokens gained, that the request cannot go on here.
 
-        replaced: another router has begun a request with the same id.
+        replaced: the router must not place it again.
         """
-        unsent = self._unsent(request.router_id)
-        if unsent is None:
-            return
-        entry = unsent.setdefault(request, GainedTokens(request.request_id, request.attempt, 0))
-        entry.error, entry.replaced = reason, replaced
-        stream = self._streams.get(request.router_id)
+        request.log.end = End(error=reason, replaced=replaced)
+        self.resume(request)
+
+    def notify(self, router_id: str, notice: GainedTokens) -> None:
+        """Sends the router something that is not the request's next part. Dropped when it has no stream."""
+        stream = self._streams.get(router_id)
         if stream is not None:
+            stream.notices.append(notice)
             stream.changed.set()
 
     def drop(self, request: DecodeRequest) -> None:
-        """Forgets what was not sent."""
-        unsent = self._unsent(request.router_id)
-        if unsent is not None:
-            unsent.pop(request, None)
+        """Sends no more of the request to its router."""
+        stream = self._streams.get(request.router_id)
+        if stream is not None:
+            stream.unsent.pop(request, None)
+
+    def resume(self, request: DecodeRequest) -> None:
+        """Sends what the request's log holds and was not sent. Its router may have changed."""
+        stream = self._streams.get(request.router_id)
+        if stream is None:
+            self.expect(request.router_id)
+        elif request.log.has_unsent:
+            stream.unsent[request] = None
+            stream.changed.set()
 
     def flush(self) -> None:
         """Wakes the streams that have something to send: once per batch of events."""
@@ -175,16 +162,15 @@ class TokenStreams:
             if stream.unsent:
                 stream.changed.set()
 
-    def _unsent(self, router_id: str) -> dict[DecodeRequest, GainedTokens] | None:
-        stream = self._streams.get(router_id)
-        return stream.unsent if stream is not None else self._kept.get(router_id)
-
     def _end(self, stream: TokenStream) -> None:
         stream.closed = True
         stream.changed.set()
 
+    def _end_grace(self, router_id: str) -> None:
+        grace = self._grace.pop(router_id, None)
+        if grace is not None:
+            grace.cancel()
+
     def _grace_over(self, router_id: str) -> None:
         del self._grace[router_id]
-        del self._kept[router_id]
-        self.losses += 1
         self._router_gone(router_id)

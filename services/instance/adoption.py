@@ -24,18 +24,20 @@ class Adoption:
 
     def begin(self, request: PrefillRequest) -> None:
         """Hands over immediately."""
+        first = request.outbox.first_token
+        assert first is not None, request
         try:
             self._decode.adopt(
                 request.engine_request,
-                request.attempt,
-                request.router_id,
+                request.ownership,
                 request.deadline_s - time.monotonic(),
+                (first.token_id, first.logprobs),
                 request.predicted_length,
             )
         except KaveriError as error:
             request.report(request, Failed(error))
             return
-        placed = Placed(self._instance_id, self._incarnation, self._decode.streams.losses)
+        placed = Placed(self._instance_id, self._incarnation)
         request.report(request, Adopted(placed))
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:

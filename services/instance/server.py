@@ -8,6 +8,7 @@ from kaveri.domain.view import Phase
 from kaveri.errors import Unavailable
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.v1 import decode_pb2
+from kaveri.wire.attempts import ownership_from_proto
 from kaveri.wire.status import abort
 from services.decode.instance import DecodeInstance
 from services.decode.server import DecodeServer
@@ -35,5 +36,5 @@ class ColocatedDecodeServer(DecodeServer):
         # A router's Abort may arrive before the cancellation of its Prefill call; without this the request would be
         # adopted in between.
         for attempt in request.attempts:
-            self._prefill.abort(attempt.request_id, attempt.attempt, attempt.router_id)
+            self._prefill.abort(attempt.request_id, ownership_from_proto(attempt))
         return await super().Abort(request, context)

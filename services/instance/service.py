@@ -60,6 +60,7 @@ def colocated_host(
         config.decode_policy,
         config.max_batch,
         config.reservation_ttl_s,
+        config.orphan_grace_s,
         metrics=DecodeMetrics(None, registry),
         range_end=config.decode_range_end,
         thresholds=config.heavy_thresholds,
@@ -86,6 +87,7 @@ def colocated_host(
         ),
         LengthForecaster.configured(config, store, metrics, rng),
         metrics,
+        orphan_grace_s=config.orphan_grace_s,
         has_room=PromptRoom(engine, decode).has_room,
         serials=serials,
     )

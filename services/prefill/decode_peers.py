@@ -27,8 +27,6 @@ class Reservation(NamedTuple):
     ticket: Ticket
     incarnation: int
     """The life that granted it: not always the one that the view named."""
-    stream_losses: int
-    """Of decode.TokenStreams, by then."""
 
 
 class DecodePeers:
@@ -52,8 +50,10 @@ class DecodePeers:
         predicted = request.predicted_length
         message = decode_pb2.ReserveRequest(
             request_id=request.request_id,
-            attempt=request.attempt,
-            router_id=request.router_id,
+            attempt=request.owner.attempt,
+            session=request.owner.session,
+            router_id=request.ownership.router_id,
+            secret=request.ownership.secret,
             token_ids=request.engine_request.token_ids,
             generated_count=request.engine_request.generated_count,
             params=params_to_proto(request.engine_request.params),
@@ -78,15 +78,17 @@ class DecodePeers:
         except InvalidArgument as error:
             # Its fault, and not the request's.
             raise Unavailable(f"the decode instance's ticket is of no use: {error}") from error
-        return Reservation(ticket, response.incarnation, response.stream_losses)
+        return Reservation(ticket, response.incarnation)
 
     async def abort(self, target: ViewedInstance, request: PrefillRequest, reservation: int) -> None:
         """Ends the request at `target`, up to that reservation: a later one stays, however late this arrives. What
         cannot be reached is left to the reservation's expiry."""
         attempt = decode_pb2.AttemptId(
             request_id=request.request_id,
-            attempt=request.attempt,
-            router_id=request.router_id,
+            session=request.owner.session,
+            attempt=request.owner.attempt,
+            router_id=request.ownership.router_id,
+            secret=request.ownership.secret,
             reservation=reservation,
         )
         with self.channels.calling(DecodeServiceStub, target.record.address) as stub:
@@ -97,7 +99,7 @@ class DecodePeers:
                 get_logger().warning(
                     "abort_failed",
                     request_id=request.request_id,
-                    attempt=request.attempt,
+                    attempt=request.owner.attempt,
                     decode_instance_id=target.record.instance_id,
                     reason=str(reason),
                 )

@@ -95,7 +95,7 @@ class Dispatcher:
             request.report(request, Failed(error))
         except Exception as error:  # One request's bad luck must not end the others'.
             get_logger().exception(
-                "placement_failed_unexpectedly", request_id=request.request_id, attempt=request.attempt
+                "placement_failed_unexpectedly", request_id=request.request_id, attempt=request.owner.attempt
             )
             request.report(request, Failed(Unavailable(f"placement failed: {error!r}")))
 
@@ -113,7 +113,7 @@ class Dispatcher:
                 placement.seeking.unfit[instance_id] = error
                 self._give_back(request, placement)
                 continue
-            request.report(request, Placed(instance_id, reservation.incarnation, reservation.stream_losses))
+            request.report(request, Placed(instance_id, reservation.incarnation))
             failure = await placement.push_failure
             self._give_back(request, placement)
             self._finder.failed_there(request, room.target, "push_failed", failure.reason)

@@ -65,5 +65,11 @@ class PrefillMetrics:
             registry=registry,
         )
         self.waiting = Gauge("kaveri_prefill_queued_tokens", "Tokens accepted and not computed yet.", registry=registry)
+        self.orphans = Gauge(
+            "kaveri_prefill_orphans", "Requests that go on without a router that reads about them.", registry=registry
+        )
+        self.attaches = Counter(
+            "kaveri_prefill_attaches", "Requests that were given to a later session.", registry=registry
+        )
         register_block_gauges(engine, registry)
         registry.register(SendingMetrics(engine.kv_flow))

@@ -1,10 +1,12 @@
 """One request on its way through a prefill instance, and what its router hears of it. No I/O."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from kaveri.domain.length import TokenRange
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.errors import KaveriError
@@ -23,8 +25,6 @@ class Placed:
 
     decode_instance_id: str
     decode_incarnation: int
-    stream_losses: int = 0
-    """Of the decode instance, by then: see ReserveResponse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +71,31 @@ HandOverReport = Placed | Adopted | Failed
 class ProgressOutbox:
     """What one router has not read yet: at most one entry per kind, the latest. For one reader."""
 
-    def __init__(self) -> None:
-        self._unread: dict[type[Progress], Progress] = {}
+    def __init__(self, told: Mapping[type[Progress], Progress] = MappingProxyType({})) -> None:
+        """told: entries of the past, for a reader that has not read them."""
+        self._told = dict(told)
+        self._unread = dict(told)
         self._closed = False
         self._error: KaveriError | None = None
         self._changed = asyncio.Event()
 
     def put(self, progress: Progress) -> None:
         """Adds an entry; a second placement replaces one that was not read."""
-        self._unread[type(progress)] = progress
+        self._told[type(progress)] = self._unread[type(progress)] = progress
         self._changed.set()
+
+    @property
+    def first_token(self) -> FirstTokenDrawn | None:
+        """The token that prefill drew, once it has."""
+        told = self._told.get(FirstTokenDrawn)
+        return told if isinstance(told, FirstTokenDrawn) else None
+
+    def repeated(self) -> "ProgressOutbox":
+        """An outbox for another reader, who gets all entries from the first one on. Nothing more comes here."""
+        outbox = ProgressOutbox(self._told)
+        if self._closed:
+            outbox.close(self._error)
+        return outbox
 
     def close(self, error: KaveriError | None) -> None:
         """Nothing follows; the reader gets what is unread, then the error."""
@@ -110,8 +125,7 @@ class PrefillRequest:
     deadline_s is time.monotonic()'s: uvloop's own clock counts in milliseconds.
     """
 
-    attempt: int
-    router_id: str
+    ownership: Ownership
     engine_request: EngineRequest
     deadline_s: float
     report: Callable[["PrefillRequest", HandOverReport], None]
@@ -132,6 +146,15 @@ class PrefillRequest:
     @property
     def request_id(self) -> str:
         return self.engine_request.key.request_id
+
+    @property
+    def owner(self) -> Owner:
+        return self.ownership.owner
+
+    @property
+    def can_be_attached(self) -> bool:
+        """Whether its client can re-attach. Otherwise it ends with its router."""
+        return bool(self.ownership.secret)
 
     @property
     def prompt_tokens(self) -> int:

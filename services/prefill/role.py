@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kaveri.domain.attachment import Attached, Attachment, check_received
 from kaveri.domain.length import settled_length
+from kaveri.domain.owner import Ownership
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, PrefillEngine
@@ -16,12 +18,14 @@ from kaveri.errors import (
     KaveriError,
     NoCapacity,
     RequestAlreadyExists,
-    StaleAttempt,
+    RequestNotFound,
     Unavailable,
 )
+from kaveri.hosting.kept import Kept, kept_bytes
 from kaveri.policy.place_search import draws_more, place_search
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.telemetry.logs import get_logger
+from kaveri.wire.attempts import wrong_secret
 from services.prefill.engine_feed import EngineFeed, HasRoom
 from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.hand_over import HandOver
@@ -51,7 +55,15 @@ from services.prefill.lifecycle import (
     step,
 )
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.requests import Failed, FirstTokenDrawn, HandedOver, PrefillRequest, Progress, Started
+from services.prefill.requests import (
+    Failed,
+    FirstTokenDrawn,
+    HandedOver,
+    PrefillRequest,
+    Progress,
+    ProgressOutbox,
+    Started,
+)
 
 LONGEST_REQUEST_S = 86_400.0
 """Time given to a request whose RPC has no deadline."""
@@ -64,6 +76,8 @@ class _Life:
     question: Question | None
     """About its length."""
     deadline: asyncio.TimerHandle
+    orphan: asyncio.TimerHandle | None = None
+    """Ends a request that no router reads about, and that its client may attach again."""
 
 
 class PrefillRole:
@@ -76,11 +90,13 @@ class PrefillRole:
         hand_over: HandOver,
         forecaster: LengthForecaster,
         metrics: PrefillMetrics,
+        orphan_grace_s: float,
         has_room: HasRoom | None = None,
         serials: Iterator[int] | None = None,
     ) -> None:
-        """hand_over: takes the requests on from here. has_room: see EngineFeed. serials: numbers that no one else gives
-        to requests of this engine; None: from 1."""
+        """hand_over: takes the requests on from here. orphan_grace_s: how long requests go on without a router, and
+        are known after their end, so that their clients can attach them again. has_room: see EngineFeed. serials:
+        numbers that no one else gives to requests of this engine; None: from 1."""
         self._engine = engine
         self._queue = queue
         self._feed = EngineFeed(engine, queue, has_room)
@@ -90,10 +106,14 @@ class PrefillRole:
         self._serials = itertools.count(1) if serials is None else serials
         self._lives: dict[str, _Life] = {}
         """By request id."""
+        self._orphan_grace_s = orphan_grace_s
+        self._kept: Kept[PrefillRequest] = Kept(orphan_grace_s)
+        """Handed over, or finished with their first token."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.waiting.set_function(lambda: queue.queued_tokens)
+        metrics.orphans.set_function(lambda: sum(life.orphan is not None for life in list(self._lives.values())))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -103,23 +123,23 @@ class PrefillRole:
     def accept(
         self,
         request_id: str,
-        attempt: int,
-        router_id: str,
+        ownership: Ownership,
         token_ids: tuple[int, ...],
         generated_count: int,
         params: SamplingParams,
         timeout_s: float | None,
     ) -> PrefillRequest:
-        """Queues one attempt; its router reads its outbox. An older attempt of the same request is ended, and so is
-        another router's request with the same id.
+        """Queues one attempt; its router reads its outbox, and calls leave() in the end. The same request of an older
+        owner is ended, and so is another request with the same id.
 
         timeout_s: what is left of the request's time; None: no deadline. Raises Unavailable (draining), StaleAttempt,
-        NoCapacity (queue full) and InvalidArgument (does not fit this engine).
+        RequestAlreadyExists (a later session is known), NoCapacity (queue full) and InvalidArgument (does not fit this
+        engine).
         """
         if self._draining:
             raise Unavailable("the prefill instance is draining", retry_after_s=1.0)
         _check_fit(self._engine.info, token_ids, generated_count, params)
-        self._replace(request_id, attempt, router_id)
+        self._replace(request_id, ownership)
         if not self._queue.room:
             self._metrics.requests.labels(Outcome.REFUSED).inc()
             reason = f"{self._queue.max_waiting} requests are queued already"
@@ -128,19 +148,67 @@ class PrefillRole:
         sent = EngineRequest(key, token_ids, generated_count, params)
         timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
-        request = PrefillRequest(attempt, router_id, sent, now_s + timeout_s, self._happened, settled_length(params))
+        deadline_s, length = now_s + timeout_s, settled_length(params)
+        request = PrefillRequest(ownership, sent, deadline_s, self._happened, length)
         self._begin(request, now_s, timeout_s)
         return request
+
+    def attach(self, attachment: Attachment) -> tuple[PrefillRequest, Attached]:
+        """Makes another router, or a later session, the owner of a request that is here or kept here. The new router
+        reads the request's new outbox, which repeats everything; the former one's ends with RequestAlreadyExists.
+
+        Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
+        StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
+        """
+        request_id, ownership = attachment.request_id, attachment.ownership
+        owner = ownership.owner
+        life = self._lives.get(request_id)
+        request = life.request if life is not None else self._kept.get(request_id, time.monotonic())
+        if request is None:
+            raise RequestNotFound(request_id)
+        if not request.can_be_attached or not ownership.is_same_request(request.ownership):
+            raise wrong_secret()
+        if owner.session <= request.owner.session:
+            raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
+        attached = _attached(request, attachment)
+        former, request.outbox = request.outbox, request.outbox.repeated()
+        former.close(RequestAlreadyExists(request_id))
+        request.ownership = ownership
+        if life is not None and life.orphan is not None:
+            life.orphan.cancel()
+            life.orphan = None
+        self._metrics.attaches.inc()
+        get_logger().info("request_attached", request_id=request_id, attempt=owner.attempt, session=owner.session)
+        return request, attached
+
+    def leave(self, request: PrefillRequest, outbox: ProgressOutbox) -> None:
+        """The reader of the outbox is gone. A request that its client can attach again goes on for the grace time, any
+        other one is cancelled. Idempotent; nothing happens when the request has another outbox by now."""
+        life = self._lives.get(request.request_id)
+        if life is None or life.request is not request or request.outbox is not outbox:
+            return
+        if not request.can_be_attached or not self._orphan_grace_s:
+            self.cancel(request)
+        elif life.orphan is None:
+            life.orphan = asyncio.get_running_loop().call_later(self._orphan_grace_s, self.cancel, request)
+            get_logger().info(
+                "request_orphaned",
+                request_id=request.request_id,
+                attempt=request.owner.attempt,
+                session=request.owner.session,
+            )
 
     def cancel(self, request: PrefillRequest) -> None:
         """Its router does not wait any more: frees all that the request holds, here and at decode. Idempotent."""
         self._happened(request, Stopped(Outcome.CANCELLED))
 
-    def abort(self, request_id: str, attempt: int, router_id: str) -> None:
-        """Ends the router's request if the attempt that is here is `attempt` or older. Unknown ones are ignored."""
+    def abort(self, request_id: str, ownership: Ownership) -> None:
+        """Ends the request, unless it is another one or belongs to a newer owner. Unknown ones are ignored."""
         life = self._lives.get(request_id)
-        if life is not None and life.request.attempt <= attempt and life.request.router_id == router_id:
-            self.cancel(life.request)
+        if life is not None:
+            owner = ownership.comparable(life.request.ownership)
+            if owner is not None and life.request.owner <= owner:
+                self.cancel(life.request)
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
@@ -152,6 +220,7 @@ class PrefillRole:
         self._feed.submit()
 
     def load(self) -> InstanceLoad:
+        self._kept.prune(time.monotonic())
         stats = self._engine.stats()
         waiting_count = sum(isinstance(life.state, Held | Queued) for life in self._lives.values())
         return InstanceLoad(
@@ -181,17 +250,19 @@ class PrefillRole:
         for life in list(self._lives.values()):
             self._happened(life.request, Failed(Unavailable(reason)))
 
-    def _replace(self, request_id: str, attempt: int, router_id: str) -> None:
-        """Ends the request that has this id. Raises StaleAttempt when that is the same attempt or a newer one."""
+    def _replace(self, request_id: str, ownership: Ownership) -> None:
+        """Ends the request that has this id. Raises StaleAttempt or RequestAlreadyExists when that has the same owner
+        or a newer one."""
+        self._kept.forget(request_id)
         if (life := self._lives.get(request_id)) is None:
             return
-        former = life.request
-        error: KaveriError = StaleAttempt(request_id, former.attempt, attempt)
-        if former.router_id != router_id:
-            # Its router must not place it again: the two requests would replace each other in turn.
-            error = RequestAlreadyExists(request_id)
-        elif attempt <= former.attempt:
-            raise StaleAttempt(request_id, attempt, former.attempt)
+        former, owner = life.request, ownership.comparable(life.request.ownership)
+        # The router of another request must not place it again: the two would replace each other in turn.
+        error: KaveriError = RequestAlreadyExists(request_id)
+        if owner is not None:
+            if owner <= former.owner:
+                raise owner.stale(request_id, former.owner)
+            error = former.owner.stale(request_id, owner)
         self._happened(former, Stopped(Outcome.REFUSED, error))
 
     def _begin(self, request: PrefillRequest, now_s: float, timeout_s: float) -> None:
@@ -285,12 +356,20 @@ class PrefillRole:
     def _close(self, life: _Life, close: Close) -> None:
         request = life.request
         life.deadline.cancel()
+        if life.orphan is not None:
+            life.orphan.cancel()
+        if request.can_be_attached and close.outcome in (Outcome.HANDED_OVER, Outcome.FINISHED):
+            first = request.outbox.first_token
+            logprobs = [first.logprobs] if first is not None and first.logprobs is not None else []
+            size = kept_bytes(request.token_count, logprobs)
+            self._kept.add(request.request_id, request, size, time.monotonic())
         request.outbox.close(close.error)
         self._metrics.requests.labels(close.outcome).inc()
         get_logger().info(
             "request_ended",
             request_id=request.request_id,
-            attempt=request.attempt,
+            attempt=request.owner.attempt,
+            session=request.owner.session,
             outcome=close.outcome,
             reason=str(close.error) if close.error is not None else None,
             prompt_tokens=request.token_count,
@@ -300,6 +379,20 @@ class PrefillRole:
             self._idle.set()
         # Others may wait for its blocks, or for its share of the engine's work. Not from within submit().
         asyncio.get_running_loop().call_soon(self._feed.submit)
+
+
+def _attached(request: PrefillRequest, attachment: Attachment) -> Attached:
+    """What the new owner must know. Raises RequestNotFound and InvalidArgument."""
+    sent, first = request.engine_request, request.outbox.first_token
+    prompt, generated = sent.token_ids[: request.prompt_tokens], sent.token_ids[request.prompt_tokens :]
+    # Once the first token is drawn, decode may have drawn any number of others.
+    known = generated if first is None else (*generated, first.token_id)
+    check_received(attachment, prompt, known, is_all=first is None)
+    missing = generated[attachment.generated_count :]
+    if missing and sent.params.logprobs is not None:
+        raise RequestNotFound(request.request_id, "the log-probabilities of earlier placements are not known here")
+    assert sent.params.max_tokens is not None
+    return Attached(sent.params.max_tokens, sent.generated_count, missing)
 
 
 def _check_fit(info: EngineInfo, token_ids: tuple[int, ...], generated_count: int, params: SamplingParams) -> None:

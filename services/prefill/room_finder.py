@@ -172,7 +172,7 @@ class RoomFinder:
         get_logger().warning(
             "placement_failed",
             request_id=request.request_id,
-            attempt=request.attempt,
+            attempt=request.owner.attempt,
             decode_instance_id=target.record.instance_id,
             outcome=outcome,
             reason=reason,

@@ -5,13 +5,13 @@ from typing import Any
 
 from grpc import aio
 
-from kaveri.errors import KaveriError, Unavailable
+from kaveri.errors import KaveriError
 from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
-from kaveri.wire.attempts import check_attempt
+from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_ownership, ownership_from_proto
 from kaveri.wire.messages import finish_to_proto, logprobs_to_proto, params_from_proto
 from kaveri.wire.status import abort
-from services.prefill.requests import FirstTokenDrawn, HandedOver, Placed, PrefillRequest, Progress, Started
+from services.prefill.requests import FirstTokenDrawn, HandedOver, Placed, Progress, ProgressOutbox, Started
 from services.prefill.role import PrefillRole
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
@@ -27,32 +27,42 @@ class PrefillServer(PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         try:
-            accepted = self._accept(request, context)
-            while unread := await accepted.outbox.take():
+            outbox = self._accept(request, context)
+            while unread := await outbox.take():
                 for progress in unread:
                     yield _to_proto(progress)
         except KaveriError as error:
             await abort(context, error)
 
-    async def Attach(  # noqa: N802
-        self, request: decode_pb2.AttachRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        await abort(context, Unavailable("re-attaching is not served yet"))
-        yield prefill_pb2.PrefillResponse()
+    async def AttachPrefill(  # noqa: N802
+        self, request: prefill_pb2.AttachPrefillRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.AttachPrefillResponse]:
+        try:
+            attached, news = self._role.attach(attachment_from_proto(request.attach))
+        except KaveriError as error:
+            await abort(context, error)
+        outbox = attached.outbox
+        context.add_done_callback(lambda _: self._role.leave(attached, outbox))  # type: ignore[arg-type]
+        first = prefill_pb2.PrefillResponse(attached=attached_to_proto(news))
+        yield prefill_pb2.AttachPrefillResponse(progress=first)
+        try:
+            while unread := await outbox.take():
+                for progress in unread:
+                    yield prefill_pb2.AttachPrefillResponse(progress=_to_proto(progress))
+        except KaveriError as error:
+            await abort(context, error)
 
     async def Abort(  # noqa: N802
         self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.AbortResponse:
         for attempt in request.attempts:
-            self._role.abort(attempt.request_id, attempt.attempt, attempt.router_id)
+            self._role.abort(attempt.request_id, ownership_from_proto(attempt))
         return decode_pb2.AbortResponse()
 
-    def _accept(self, message: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> PrefillRequest:
-        check_attempt(message.request_id, message.attempt, message.router_id)
+    def _accept(self, message: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> ProgressOutbox:
         accepted = self._role.accept(
             request_id=message.request_id,
-            attempt=message.attempt,
-            router_id=message.router_id,
+            ownership=check_ownership(message),
             token_ids=tuple(message.token_ids),
             generated_count=message.generated_count,
             params=params_from_proto(message.params),
@@ -60,8 +70,9 @@ class PrefillServer(PrefillServiceServicer):
         )
         # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
         # in the generator would wait for the garbage collector. After a regular end it does nothing.
-        context.add_done_callback(lambda _: self._role.cancel(accepted))  # type: ignore[arg-type]
-        return accepted
+        outbox = accepted.outbox
+        context.add_done_callback(lambda _: self._role.leave(accepted, outbox))  # type: ignore[arg-type]
+        return outbox
 
 
 def _to_proto(progress: Progress) -> prefill_pb2.PrefillResponse:
@@ -72,7 +83,6 @@ def _to_proto(progress: Progress) -> prefill_pb2.PrefillResponse:
             placed = prefill_pb2.PrefillPlaced(
                 decode_instance_id=progress.decode_instance_id,
                 decode_incarnation=progress.decode_incarnation,
-                stream_losses=progress.stream_losses,
             )
             return prefill_pb2.PrefillResponse(placed=placed)
         case FirstTokenDrawn():

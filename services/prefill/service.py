@@ -60,7 +60,7 @@ def prefill_host(
         config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
     )
     forecaster = LengthForecaster.configured(config, store, metrics, rng)
-    role = PrefillRole(engine, queue, dispatcher, forecaster, metrics)
+    role = PrefillRole(engine, queue, dispatcher, forecaster, metrics, config.orphan_grace_s)
     register = partial(add_PrefillServiceServicer_to_server, PrefillServer(role))
     return EngineHost(
         config, engine, store, ServedPhases({Phase.PREFILL: role}), [SERVICE_NAME], register, new_incarnation()

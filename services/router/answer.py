@@ -5,7 +5,7 @@ length.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from kaveri.domain.sampling import FinishReason
@@ -33,6 +33,7 @@ class Answer:
     """The answer over all attempts. Tokens are appended in order, each once."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
+        """detokenizer: of the request's prompt and stop texts."""
         self.token_ids: list[int] = []
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
@@ -41,6 +42,22 @@ class Answer:
         self._text: deque[tuple[int, str]] = deque()
         """Pieces with the number of tokens that had come when each was decided."""
         self._logprobs: list[Any] = []
+        self._skipped_characters = 0
+
+    def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> None:
+        """Begins behind what the client has of earlier sessions: take() gives no more of it."""
+        self._skipped_characters = characters
+        for position, token_id in enumerate(token_ids):
+            self.token_ids.append(token_id)
+            # A stop token is the last one, and has no text.
+            if not self.stopped and not (position + 1 == len(token_ids) and token_id in stop_token_ids):
+                self._add_text(self._detokenizer.push(token_id))
+        self._taken_count = len(self.token_ids)
+
+    @property
+    def unreceived_characters(self) -> int:
+        """How many characters that the client has are not decided here yet."""
+        return self._skipped_characters
 
     @property
     def stopped(self) -> bool:
@@ -114,5 +131,9 @@ class Answer:
         return "".join(pieces)
 
     def _add_text(self, piece: str) -> None:
+        if self._skipped_characters:
+            skipped = min(self._skipped_characters, len(piece))
+            self._skipped_characters -= skipped
+            piece = piece[skipped:]
         if piece:
             self._text.append((len(self.token_ids), piece))

@@ -7,12 +7,14 @@ moment after their requests have ended.
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import time
 
 from kaveri.cluster.store import ClusterStore, RequestClaim
 from kaveri.domain.view import ClusterView
-from kaveri.errors import RequestAlreadyExists
+from kaveri.errors import InvalidArgument, RequestAlreadyExists
+from kaveri.wire.attempts import wrong_secret
 
 _CLAIM_WAIT_S = 5.0
 """Longest wait for a sign of life from the router that holds a request id: more than the lease of most clusters."""
@@ -31,10 +33,12 @@ class RequestClaims:
         self._router_id = router_id
         self._router_incarnation = router_incarnation
         self._view_changed = asyncio.Event()
-        self._opening: dict[str, float] = {}
-        """Ids to be claimed, with their time to live."""
-        self._ended: dict[str, None] = {}
-        """Ids of ended requests whose claims are to be closed."""
+        self._opening: dict[RequestClaim, float] = {}
+        """To be claimed, with their time to live."""
+        self._hinted: dict[RequestClaim, None] = {}
+        """Whose hints are to be entered."""
+        self._ended: dict[str, RequestClaim] = {}
+        """Of ended requests, to be closed; the last one of each id."""
         self._has_ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._flushing: asyncio.Task[None] | None = None
@@ -46,24 +50,34 @@ class RequestClaims:
         if view.store_connected:
             self._flush_later()
 
-    async def open(self, request_id: str, ttl_s: float) -> None:
-        """Claims an id. Raises RequestAlreadyExists when a router that lives holds it.
+    async def open(self, claim: RequestClaim, ttl_s: float) -> bytes:
+        """Claims an id. Returns the hint of the earlier session of the same request; empty where there is none.
 
-        A router that died holds its requests until its lease ends: so the holder has to show one more heartbeat, for
-        which this waits.
+        Raises RequestAlreadyExists when a router that lives holds the id, InvalidArgument when it holds a session that
+        is not earlier. A router that died holds its requests until its lease ends: so the holder has to show one more
+        heartbeat, for which this waits.
         """
-        claim = self._claim_of(request_id)
+        request_id, hint = claim.request_id, b""
+        left_behind = claim
         if request_id in self._ended:
             # The caller uses an id again before the store has heard that its former request ended.
             if self._flushing is not None:
                 await asyncio.wait({self._flushing})
-            self._ended.pop(request_id, None)
+            left_behind = self._ended.pop(request_id, claim)
+        if claim.session:
+            former = await self._store.find_request(request_id)
+            if former is not None and former.secret_hash == claim.secret_hash:
+                hint = former.hint
         asked_s = time.monotonic()
         while (holder := await self._store.claim_request(claim, ttl_s)) is not None:
-            if holder == claim:
+            if holder in (claim, left_behind):
                 # Left behind: a request of this router that is in flight is in its own table.
-                await self._store.close_requests([claim])
+                await self._store.close_requests([holder])
                 continue
+            if holder.secret_hash and holder.secret_hash == claim.secret_hash:
+                raise InvalidArgument("session", claim.session, f"above {holder.session}, the present one")
+            if claim.session and holder.secret_hash:
+                raise wrong_secret()
             waited_s = time.monotonic() - asked_s
             # Its request may have ended just now: the holder closes claims a moment later.
             if (waited_s > 2 * _FLUSH_AFTER_S and self._was_heard(holder, asked_s)) or waited_s > _CLAIM_WAIT_S:
@@ -72,17 +86,25 @@ class RequestClaims:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLAIM_AGAIN_S):
                     await changed.wait()
+        return hint
 
-    def open_later(self, request_id: str, ttl_s: float) -> None:
+    def open_later(self, claim: RequestClaim, ttl_s: float) -> None:
         """Claims an id that this router made, without making anyone wait."""
-        self._opening[request_id] = ttl_s
+        self._opening[claim] = ttl_s
         self._flush_later()
 
-    def close(self, request_id: str) -> None:
+    def note(self, claim: RequestClaim) -> None:
+        """Enters the hint of a claim soon, without making anyone wait."""
+        self._hinted.pop(claim, None)
+        self._hinted[claim] = None
+        self._flush_later()
+
+    def close(self, claim: RequestClaim) -> None:
         """Ends this router's claim of an ended request soon, without making anyone wait. Other claims stay."""
-        if self._opening.pop(request_id, None) is not None:
+        self._hinted.pop(claim, None)
+        if self._opening.pop(claim, None) is not None:
             return
-        self._ended[request_id] = None
+        self._ended[claim.request_id] = claim
         if len(self._ended) > _MOST_UNCLOSED:
             # It ends with the request's deadline.
             del self._ended[next(iter(self._ended))]
@@ -106,11 +128,13 @@ class RequestClaims:
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight and the store is there, that no claim is left."""
         assert not self._opening, self._opening
+        assert not self._hinted, self._hinted
         assert not self._ended, self._ended
 
     def _flush_later(self) -> None:
         is_under_way = self._timer is not None or self._flushing is not None
-        if (self._opening or self._ended) and not is_under_way and not self._has_ended:
+        is_due = self._opening or self._hinted or self._ended
+        if is_due and not is_under_way and not self._has_ended:
             self._timer = asyncio.get_running_loop().call_later(_FLUSH_AFTER_S, self._start_flush)
 
     def _start_flush(self) -> None:
@@ -128,21 +152,28 @@ class RequestClaims:
                 self._flush_later()
 
     async def _flush(self) -> bool:
-        """Opens and closes some claims. False: the store is away."""
+        """Opens, notes and closes some claims. False: the store is away."""
         opening = tuple(itertools.islice(self._opening.items(), _MOST_AT_ONCE))
-        ended = tuple(itertools.islice(self._ended, _MOST_AT_ONCE))
-        for request_id, _ in opening:
-            del self._opening[request_id]
-        claiming = (self._store.claim_request(self._claim_of(request_id), ttl_s) for request_id, ttl_s in opening)
-        await asyncio.gather(*claiming)
-        if ended and not await self._store.close_requests([self._claim_of(request_id) for request_id in ended]):
+        hinted = tuple(itertools.islice(self._hinted, _MOST_AT_ONCE))
+        ended = tuple(itertools.islice(self._ended.values(), _MOST_AT_ONCE))
+        for claim, _ in opening:
+            del self._opening[claim]
+        for claim in hinted:
+            del self._hinted[claim]
+        await asyncio.gather(*(self._store.claim_request(claim, ttl_s) for claim, ttl_s in opening))
+        if hinted:
+            await self._store.update_requests(hinted)
+        if ended and not await self._store.close_requests(ended):
             return False
-        for request_id in ended:
-            self._ended.pop(request_id, None)
+        for claim in ended:
+            if self._ended.get(claim.request_id) is claim:
+                del self._ended[claim.request_id]
         return True
 
-    def _claim_of(self, request_id: str) -> RequestClaim:
-        return RequestClaim(request_id, self._router_id, self._router_incarnation)
+    def claim_of(self, request_id: str, session: int, secret: bytes) -> RequestClaim:
+        """The claim of a session for this router. The secret itself stays here."""
+        secret_hash = hashlib.sha256(secret).hexdigest() if secret else ""
+        return RequestClaim(request_id, self._router_id, self._router_incarnation, session, secret_hash)
 
     def _was_heard(self, holder: RequestClaim, since_s: float) -> bool:
         """Whether the holder's router has sent a heartbeat since then."""

@@ -11,8 +11,10 @@ from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, ModelNotFound
 from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
 from kaveri.text.tokenizer import ModelTokenizer, Turn
+from kaveri.wire.attempts import check_secret, check_session
+from services.router.answer import Answer
 from services.router.request_placer import RequestPlacer
-from services.router.requests import AcceptedRequest
+from services.router.requests import NOTHING_RECEIVED, AcceptedRequest, OwnerHint, Received
 
 _SLICE_TOKENS = 65_536
 """Token ids are copied and checked in slices, about a millisecond of the event loop each."""
@@ -31,6 +33,17 @@ nothing is copied before their length is checked."""
 
 
 @dataclass(frozen=True, slots=True)
+class OfferedReceived:
+    """What the client says it has."""
+
+    token_ids: Sequence[int]
+    characters: int
+    max_tokens: int
+    """0: it does not know how many were resolved."""
+    owner: OwnerHint
+
+
+@dataclass(frozen=True, slots=True)
 class OfferedRequest:
     """A request as received; only its sampling parameters are checked."""
 
@@ -42,6 +55,9 @@ class OfferedRequest:
     arrived_s: float
     """time.monotonic() at its arrival."""
     timeout_s: float
+    session: int = 0
+    secret: bytes = b""
+    received: OfferedReceived | None = None
 
 
 class Intake:
@@ -79,14 +95,42 @@ class Intake:
                 params.max_tokens,
                 f"at most {room}: the prompt has {len(token_ids)} tokens, prompt and answer together at most {limit}",
             )
+        resolved = offered.received.max_tokens if offered.received is not None else 0
+        params = _completed(params, min(room, resolved or room))
         return AcceptedRequest(
             request_id=offered.request_id,
             prompt_token_ids=tuple(token_ids),
-            params=_completed(params, room),
+            params=params,
             max_model_len=limit,
             arrived_s=offered.arrived_s,
             deadline_s=deadline_s,
+            session=offered.session,
+            secret=offered.secret,
+            received=await self._received(offered.received, min(room, params.max_tokens or room)),
         )
+
+    def begin_answer(self, accepted: AcceptedRequest) -> Answer:
+        """The answer, behind what the client has of it. Raises InvalidArgument when it has less text."""
+        received, stop = accepted.received, accepted.params.stop
+        answer = Answer(self._tokenizer.detokenizer(accepted.prompt_token_ids, stop))
+        answer.go_on_after(received.token_ids, received.characters, accepted.params.stop_token_ids)
+        if answer.unreceived_characters:
+            # Text that is held back may have been released at the end.
+            whole = self._tokenizer.detokenizer(accepted.prompt_token_ids, stop)
+            text = "".join(map(whole.push, received.token_ids)) if not answer.stopped else ""
+            most = received.characters - answer.unreceived_characters
+            if not answer.stopped:
+                most = len(text + whole.flush())
+            if received.characters > most:
+                limit = f"at most {most}: the {len(received.token_ids)} tokens have no more"
+                raise InvalidArgument("received.characters", received.characters, limit)
+        return answer
+
+    async def _received(self, received: OfferedReceived | None, max_tokens: int) -> Received:
+        if received is None:
+            return NOTHING_RECEIVED
+        token_ids = await self._checked("received.token_ids", received.token_ids, max_tokens)
+        return Received(tuple(token_ids), received.characters, received.owner)
 
     async def _tokenize(self, prompt: Prompt, max_tokens: int, deadline_s: float) -> list[int]:
         match prompt:
@@ -98,18 +142,19 @@ class Intake:
                 token_ids = await self._tokenizer.encode_chat(prompt.messages, max_tokens, deadline_s)
             case _:
                 assert prompt is not None
-                return await self._checked(prompt, max_tokens)
+                return await self._checked("prompt.token_ids", prompt, max_tokens)
         if not token_ids:
             raise InvalidArgument(field, "text without a token", "at least one token long")
         return token_ids
 
-    async def _checked(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    async def _checked(self, field: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
         if len(prompt) > max_tokens:
-            raise InvalidArgument("prompt", f"{len(prompt)} tokens", f"at most {max_tokens} tokens")
+            name = field.removesuffix("prompt.token_ids") or "prompt"
+            raise InvalidArgument(name, f"{len(prompt)} tokens", f"at most {max_tokens} tokens")
         token_ids: list[int] = []
         for start in range(0, len(prompt), _SLICE_TOKENS):
             part = prompt[start : start + _SLICE_TOKENS]
-            self._check_token_id("prompt.token_ids", max(part))
+            self._check_token_id(field, max(part))
             token_ids += part
             if len(token_ids) < len(prompt):
                 await asyncio.sleep(0)
@@ -129,6 +174,24 @@ def _completed(params: SamplingParams, room: int) -> SamplingParams:
         max_tokens=room if params.max_tokens is None else params.max_tokens,
         seed=secrets.randbits(64) if params.seed is None else params.seed,
     )
+
+
+def check_sessions(offered: OfferedRequest, *, is_named: bool) -> None:
+    """Raises InvalidArgument when session or secret break their limits, and when a re-attach lacks what must be the
+    same in every session. is_named: whether the client has chosen the request id."""
+    check_session(offered.session)
+    check_secret(offered.secret)
+    if not offered.session:
+        if offered.received is not None:
+            raise InvalidArgument("received", "set", "unset in session 0")
+        return
+    for field, is_given in (
+        ("request_id", is_named),
+        ("secret", bool(offered.secret)),
+        ("params.seed", offered.params.seed is not None),
+    ):
+        if not is_given:
+            raise InvalidArgument(field, None, "set when session is above 0")
 
 
 def _check_given(prompt: Prompt) -> None:

@@ -1,7 +1,6 @@
 """A request's life on the router, as a value. Pure: no clock, no waiting, no I/O, no protobuf.
 
-    Unplaced -> Prefilling -> Placed -> Decoding -> Finishing -> Ended
-       ^            |           |          |
+    Unplaced -> Prefilling -> Placed -> Decoding -> Finishing -> Ended       ^            |           |          |
        +--- Lost <--+-----------+----------+        from every state but Ended: Ended, by a cancel or an error
 
 An attempt is one placement of the request on a prefill instance. step() returns the next state and the actions that the
@@ -41,16 +40,21 @@ from services.router.lifecycle_values import (
     Held,
     LeaveAttempt,
     Lost,
+    NotFound,
     Placed,
     PlaceLost,
     PlaceNamed,
     PrefillEnded,
     Prefilling,
     PrefillLeg,
+    Seeking,
     Sent,
+    Sought,
     State,
+    Superseded,
     TextStopped,
     Tokens,
+    TookOver,
     Unfollow,
     Unplaced,
 )
@@ -71,6 +75,12 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _given_up(state, event)
         case Sent():
             return _sent(state, event)
+        case Sought():
+            return _sought(state, event)
+        case NotFound():
+            return _not_found(state, event)
+        case TookOver():
+            return _took_over(state, event, now_s)
         case PlaceNamed():
             return _place_named(state, event, now_s)
         case FirstToken():
@@ -89,6 +99,8 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _grace_over(state, event)
         case Cancelled():
             return _ended_early(state, FinishReason.CANCELLED)
+        case Superseded():
+            return _superseded(state, event)
         case Failed():
             return _ended_early(state, event.error)
 
@@ -119,7 +131,7 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
                 # The first token comes by another road.
                 return _held(state, event)
             return _lost_by_gap(state, event)
-        case Prefilling(attempt):
+        case Seeking(attempt) | Prefilling(attempt):
             if event.attempt == attempt.number:
                 return _held(state, event)
             return _of_another_attempt(state, attempt, event)
@@ -155,9 +167,12 @@ def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
     return Ended(event.finish, state.attempt), (*append, complete, LeaveAttempt())
 
 
-def _held(state: Prefilling | Placed, event: Tokens | GivenUp) -> Step:
+def _held(state: Seeking | Prefilling | Placed, event: Tokens | GivenUp) -> Step:
     token_count = state.held.token_count + (len(event.token_ids) if isinstance(event, Tokens) else 1)
     if token_count > state.attempt.most_tokens:
+        if isinstance(state, Seeking):
+            # A gap, once the instance is known.
+            return state, ()
         return _lost(state, Unavailable(f"decode instance {event.source.instance_id} sent tokens, and no placement"))
     return replace(state, held=Held((*state.held.events, event), token_count)), ()
 
@@ -174,7 +189,7 @@ def _given_up(state: State, event: GivenUp) -> Step:
             if event.source == place:
                 return _lost(state, event.error, decode_has_ended=True)
             return _held(state, event)
-        case Prefilling(attempt):
+        case Seeking(attempt) | Prefilling(attempt):
             return _held(state, event) if event.attempt == attempt.number else (state, ())
         case Unplaced() | Lost() | Finishing() | Ended():
             return state, ()
@@ -187,9 +202,57 @@ def _sent(state: State, event: Sent) -> Step:
             assert attempt.first_index == next_index, (state, event)
             if event.place is None:
                 return Prefilling(attempt, next_index), ()
-            return Placed(attempt, next_index, event.place), (Follow(attempt.number, event.place, None),)
+            return Placed(attempt, next_index, event.place), (Follow(attempt.number, event.place, is_there=False),)
         case _:
             raise _impossible(state, event)
+
+
+def _sought(state: State, event: Sought) -> Step:
+    match state:
+        case Unplaced(next_index):
+            return Seeking(event.attempt, next_index), ()
+        case _:
+            raise _impossible(state, event)
+
+
+def _not_found(state: State, event: NotFound) -> Step:
+    match state:
+        case Seeking(_, next_index):
+            return Unplaced(next_index), ()
+        case _:
+            raise _impossible(state, event)
+
+
+def _took_over(state: State, event: TookOver, now_s: float) -> Step:
+    match state:
+        case Seeking(_, next_index, held):
+            attempt = event.attempt
+            append: tuple[Action, ...] = ()
+            if event.missing:
+                append = (Append(event.missing, (), None),)
+                next_index += len(event.missing)
+            if event.place is None:
+                return Prefilling(attempt, next_index, held), append
+            placed = Placed(attempt, next_index, event.place, PrefillLeg.COMPLETE, held=held)
+            now, actions = _replayed(placed, append, now_s)
+            if isinstance(now, Placed | Decoding):
+                actions = (*actions, Follow(attempt.number, event.place))
+            return now, actions
+        case _:
+            raise _impossible(state, event)
+
+
+def _superseded(state: State, event: Superseded) -> Step:
+    """Ends without an abort: the instances go on for the later session."""
+    match state:
+        case Ended():
+            return state, ()
+        case Unplaced():
+            return Ended(event.error, None), ()
+        case Lost(attempt):
+            return Ended(event.error, attempt), ()
+        case Seeking(attempt) | Prefilling(attempt) | Placed(attempt) | Decoding(attempt) | Finishing(attempt):
+            return Ended(event.error, attempt), (LeaveAttempt(),)
 
 
 def _place_named(state: State, event: PlaceNamed, now_s: float) -> Step:
@@ -206,7 +269,7 @@ def _place_named(state: State, event: PlaceNamed, now_s: float) -> Step:
             if event.place != place:
                 where = event.place.instance_id
                 return _lost(state, Unavailable(f"it was placed on {where} after decode had begun elsewhere"))
-            return state, (Follow(attempt.number, event.place, event.stream_losses),)
+            return state, (Follow(attempt.number, event.place),)
         case Finishing(attempt, finish):
             # Prefill places a request that has its whole answer.
             return Ended(finish, attempt), (LeaveAttempt(), Abort(attempt.number, event.place))
@@ -215,7 +278,7 @@ def _place_named(state: State, event: PlaceNamed, now_s: float) -> Step:
     now, actions = _replayed(placed, (), now_s)
     if isinstance(now, Placed | Decoding):
         # Last: the service may find at once that the place is lost.
-        actions = (*actions, Follow(attempt.number, event.place, event.stream_losses))
+        actions = (*actions, Follow(attempt.number, event.place))
     return now, actions
 
 
@@ -304,6 +367,9 @@ def _text_stopped(state: State, event: TextStopped) -> Step:
         case Lost(attempt):
             # The attempt was lost behind the tokens that hold the stop text.
             return Ended(FinishReason.STOP, attempt), ()
+        case Seeking(attempt):
+            # The client has the tokens that hold it, of an earlier session.
+            return Ended(FinishReason.STOP, attempt), (LeaveAttempt(), Abort(attempt.number, None))
         case _:
             raise _impossible(state, event)
 
@@ -312,6 +378,8 @@ def _exhausted(state: State, event: Exhausted) -> Step:
     match state:
         case Lost(attempt):
             return Ended(FinishReason.LENGTH, attempt), (Complete(),)
+        case Unplaced():
+            return Ended(FinishReason.LENGTH, None), (Complete(),)
         case _:
             raise _impossible(state, event)
 
@@ -335,6 +403,9 @@ def _ended_early(state: State, outcome: FinishReason | KaveriError) -> Step:
             return Ended(outcome, None), complete
         case Lost(attempt):
             return Ended(outcome, attempt), complete
+        case Seeking(attempt):
+            # The instance that has it may have given it to this router already.
+            return Ended(outcome, attempt), (*complete, LeaveAttempt(), Abort(attempt.number, None))
         case Prefilling(attempt) | Placed(attempt) | Decoding(attempt):
             return Ended(outcome, attempt), (*complete, *_left(state))
 

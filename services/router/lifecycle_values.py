@@ -31,6 +31,8 @@ class Attempt:
     """Index of the token that prefill draws."""
     most_tokens: int
     """Most tokens of the whole answer. At most this many tokens are held."""
+    taken_over: bool = False
+    """It was begun in an earlier session: the decode instance sends its tokens elsewhere until it is attached."""
 
 
 class PrefillLeg(enum.Enum):
@@ -93,12 +95,34 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class Sought:
+    """The instances are asked which of them has the request from an earlier session."""
+
+    attempt: Attempt
+    """Its number is the one under which the instance will go on; the rest is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotFound:
+    """None of them has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """An instance has the request from an earlier session, and goes on for this router."""
+
+    attempt: Attempt
+    missing: Sequence[int] = ()
+    """Tokens that earlier placements have drawn and the client lacks."""
+    place: Life | None = None
+    """The decode instance, which is attached already. None: prefill has it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlaceNamed:
     """Prefill says which decode instance has reserved room."""
 
     place: Life
-    stream_losses: int = 0
-    """The instance's count of lost token streams when it reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +150,7 @@ class PrefillEnded:
 
 @dataclass(frozen=True, slots=True)
 class PlaceLost:
-    """The token stream of the decode instance broke, or the instance left the cluster or restarted."""
+    """The decode instance has no token stream, does not have the request, left the cluster or restarted."""
 
     error: KaveriError
 
@@ -152,6 +176,13 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Superseded:
+    """A later session of the request has come to this router, and takes the attempt over."""
+
+    error: KaveriError
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The request cannot be answered: its deadline has passed, say."""
 
@@ -162,6 +193,9 @@ Event = (
     Tokens
     | GivenUp
     | Sent
+    | Sought
+    | NotFound
+    | TookOver
     | PlaceNamed
     | FirstToken
     | HandedOver
@@ -171,6 +205,7 @@ Event = (
     | Exhausted
     | GraceOver
     | Cancelled
+    | Superseded
     | Failed
 )
 
@@ -193,6 +228,15 @@ class Unplaced:
     """No instance has the request yet."""
 
     next_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seeking:
+    """The instances that may have the request are asked. One of them may send tokens before it has answered."""
+
+    attempt: Attempt
+    next_index: int
+    held: Held = NOTHING_HELD
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +305,7 @@ class Ended:
     """The last one; None: there was none."""
 
 
-State = Unplaced | Prefilling | Placed | Decoding | Finishing | Lost | Ended
+State = Unplaced | Seeking | Prefilling | Placed | Decoding | Finishing | Lost | Ended
 
 
 # ---- actions ----
@@ -285,12 +329,13 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Report PlaceLost when the token stream of this decode instance breaks; of this one only, from now on."""
+    """The attempt needs the token stream of this decode instance, and of no other: report PlaceLost when it cannot be
+    had, or when the instance does not have the request."""
 
     attempt: int
     place: Life
-    stream_losses: int | None
-    """None: it has reserved nothing yet."""
+    is_there: bool = True
+    """Whether the instance has reserved room, so that it knows the request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,11 @@ WAITING = Gauge("kaveri_router_waiting_requests", "Requests that no prefill inst
 ATTEMPTS = Counter("kaveri_router_attempts", "Placements of requests on prefill instances.")
 LOST_ATTEMPTS = Counter("kaveri_router_lost_attempts", "Placements that failed; the request was placed again.")
 SUSPICIONS = Counter("kaveri_router_suspicions", "Token streams given up because their instance went silent.")
+REATTACHES = Counter(
+    "kaveri_router_reattaches",
+    "Requests of clients that re-attached, by outcome: taken_over, or placed_again because no instance had them.",
+    ["outcome"],
+)
 RELAYED_TOKENS = Counter("kaveri_router_relayed_tokens", "Tokens received from decode instances.")
 TTFT_S = Histogram("kaveri_router_ttft_seconds", "Arrival to first token.", buckets=LATENCY_BUCKETS_S)
 TPOT_S = Histogram(

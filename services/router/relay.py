@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from grpc import aio
@@ -13,13 +14,16 @@ from kaveri.v1 import inference_pb2
 from kaveri.wire.messages import finish_to_proto
 from services.router import metrics
 from services.router.lifecycle_values import Ended
+from services.router.owner_hints import hint_to_proto
 from services.router.requests import RequestEntry
 
 ServicerContext = aio.ServicerContext[Any, Any]
 
 
-async def write_answer(entry: RequestEntry, context: ServicerContext, slow_reader_s: float) -> None:
-    """Writes the entry's output until it has ended.
+async def write_answer(
+    entry: RequestEntry, context: ServicerContext, slow_reader_s: float, routers: Sequence[str] = ()
+) -> None:
+    """Writes the entry's output until it has ended. routers: addresses that the client may re-attach through.
 
     Raises the error that it ended with, and SlowReader when the client takes longer than `slow_reader_s` to read one
     response. What such a client costs until then is that response and the tokens of its own answer.
@@ -27,7 +31,7 @@ async def write_answer(entry: RequestEntry, context: ServicerContext, slow_reade
     limit = _ReadLimit(slow_reader_s)
     try:
         async with limit.timeout:
-            await _write(entry, context, limit)
+            await _write(entry, context, limit, routers)
     except TimeoutError as error:
         if limit.timeout.expired():
             raise SlowReader(slow_reader_s) from error
@@ -58,9 +62,9 @@ class _ReadLimit:
             self.timeout.reschedule(loop.time())
 
 
-async def _write(entry: RequestEntry, context: ServicerContext, limit: _ReadLimit) -> None:
+async def _write(entry: RequestEntry, context: ServicerContext, limit: _ReadLimit, routers: Sequence[str]) -> None:
     answer = entry.answer
-    request_id = entry.request_id
+    is_first = True
     while True:
         await entry.wait_for_output()
         has_ended = isinstance(entry.state, Ended)
@@ -70,9 +74,14 @@ async def _write(entry: RequestEntry, context: ServicerContext, limit: _ReadLimi
         response = inference_pb2.GenerateResponse(index=part.first_index, token_ids=part.token_ids, text=part.text)
         if part.logprobs:
             response.logprobs.extend(part.logprobs)
-        if request_id:
-            # On the first response only.
-            response.request_id, request_id = request_id, ""
+        if is_first:
+            is_first = False
+            response.request_id = entry.request_id
+            response.max_tokens = entry.accepted.most_tokens
+            response.routers.extend(routers)
+        if entry.owner_news is not None:
+            response.owner.CopyFrom(hint_to_proto(entry.owner_news))
+            entry.owner_news = None
         ended = has_ended and not answer.has_output
         if ended:
             _complete(entry, response)
@@ -103,6 +112,8 @@ def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> 
     assert finish is not None
     token_count = len(answer.token_ids)
     timing = entry.timing.known()
+    if accepted.session:
+        timing["reattaches"] = accepted.session
     if answer.first_token_s is not None:
         timing["ttft_s"] = answer.first_token_s - accepted.arrived_s
         timing["e2e_s"] = answer.last_token_s - accepted.arrived_s

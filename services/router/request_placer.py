@@ -1,6 +1,7 @@
 """Places requests on prefill instances, follows each attempt to its end, and places requests again that lost theirs."""
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Mapping
@@ -8,7 +9,8 @@ from collections.abc import Mapping
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import ClusterView, Phase, ViewedInstance, phases_now
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
 from kaveri.errors import (
     DeadlineExceeded,
     InternalError,
@@ -27,9 +29,9 @@ from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
-from kaveri.v1 import prefill_pb2
+from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
-from kaveri.wire.attempts import MAX_ATTEMPT
+from kaveri.wire.attempts import MAX_ATTEMPT, ownership_to_proto
 from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
@@ -38,6 +40,7 @@ from services.router.lifecycle_values import (
     Abort,
     Action,
     Attempt,
+    Decoding,
     Disown,
     Ended,
     Exhausted,
@@ -47,13 +50,19 @@ from services.router.lifecycle_values import (
     LeaveAttempt,
     Life,
     Lost,
+    NotFound,
+    Placed,
     PlaceNamed,
     PrefillEnded,
+    Sent,
+    Sought,
+    TookOver,
     Unfollow,
 )
 from services.router.placement_line import PlacementLine
 from services.router.requests import RequestEntry
-from services.router.token_feeds import TokenFeeds
+from services.router.take_over import PrefillSteps, TakeOver
+from services.router.token_feeds import ABORT_TIMEOUT_S, TokenFeeds
 
 _LONGEST_WAIT_S = 1.0
 """Between two looks for an instance, when nothing wakes the request."""
@@ -88,6 +97,7 @@ class RequestPlacer:
         self._rng = rng
         self._turn = 0
         self._numbers = AttemptNumbers()
+        self._takeover = TakeOver(store, channels, feeds, stream_id)
         self._unconfirmed: UnconfirmedWork[tuple[str, int]] = UnconfirmedWork()
         self._view_changed = asyncio.Event()
         self._line: PlacementLine[RequestEntry] = PlacementLine()
@@ -157,20 +167,27 @@ class RequestPlacer:
     def act(self, entry: RequestEntry, action: Action) -> None:
         """Carries out what a request's life asks of instances."""
         match action:
-            case Follow(_, place, stream_losses):
-                self._feeds.follow(entry, place, stream_losses)
+            case Follow(_, place, is_there):
+                assert isinstance(entry.state, Placed | Decoding), entry.state
+                self._feeds.follow(entry, entry.state.attempt, place, is_there)
             case Unfollow() | LeaveAttempt():
                 self._feeds.unfollow(entry)
             case Abort(attempt, place):
-                self._feeds.abort(entry.request_id, attempt, place)
+                self._feeds.abort(entry.request_id, entry.ownership(attempt, self._stream_id), place)
             case Disown(attempt, source):
-                self._feeds.disown(entry.request_id, attempt, source.instance_id)
+                owner = Owner(entry.accepted.session, attempt)
+                self._feeds.disown(entry.request_id, owner, source.instance_id)
             case _:
                 raise AssertionError(f"{action} concerns no instance")
 
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.last(entry.request_id)
         retry = RetryState()
+        if entry.accepted.session:
+            await self._take_over(entry, number + 1)
+            number = self._numbers.last(entry.request_id)
+            if isinstance(entry.state, Ended):
+                return
         while True:
             if (pause_s := retry.pause_until_s - time.monotonic()) > 0:
                 await asyncio.sleep(pause_s)
@@ -183,7 +200,7 @@ class RequestPlacer:
             await self._follow(entry, number, target)
             match entry.state:
                 case Lost() as lost:
-                    retry = self._after_loss(entry, lost, target, retry)
+                    retry = self._after_loss(entry, lost, target.record, retry)
                 case state:
                     assert isinstance(state, Ended), state
                     return
@@ -195,7 +212,7 @@ class RequestPlacer:
                 entry.handle(Exhausted(), time.monotonic())
                 return
 
-    def _after_loss(self, entry: RequestEntry, lost: Lost, target: ViewedInstance, retry: RetryState) -> RetryState:
+    def _after_loss(self, entry: RequestEntry, lost: Lost, prefill: InstanceRecord, retry: RetryState) -> RetryState:
         """What holds for the next attempt. Raises the error that has ended this one when there is to be none."""
         if lost.setback is Setback.LOST:
             metrics.LOST_ATTEMPTS.inc()
@@ -217,7 +234,7 @@ class RequestPlacer:
             retry,
             self._limits,
             lost.setback,
-            target.record if lost.is_prefills_fault else None,
+            prefill if lost.is_prefills_fault else None,
             time.monotonic(),
             self._rng.random(),
             lost.error.retry_after_s if isinstance(lost.error, NoCapacity) else 0.0,
@@ -274,9 +291,50 @@ class RequestPlacer:
         prefill = Life(record.instance_id, record.incarnation)
         attempt = Attempt(number, prefill, len(entry.answer.token_ids), entry.accepted.most_tokens)
         # One that does both phases will decode the request too: an abort or a broken stream misses no moment.
-        over = entry.begin(attempt, prefill if Phase.DECODE in phases_now(target) else None)
+        over = entry.begin(Sent(attempt, prefill if Phase.DECODE in phases_now(target) else None))
         await self._prefill(entry, attempt, target, over)
         await over
+
+    async def _take_over(self, entry: RequestEntry, number: int) -> None:
+        """Finds the instances that have the request from an earlier session, and follows it there to the attempt's end.
+
+        Returns with a request that has ended, or that is to be placed again. Raises what an instance refuses for good.
+        """
+        most_tokens = entry.accepted.most_tokens
+        self._numbers.note(entry.request_id, number, time.monotonic())
+        over = entry.begin(Sought(Attempt(number, Life("", 0), len(entry.answer.token_ids), most_tokens)))
+        found = await self._takeover.find(entry, number)
+        if isinstance(entry.state, Ended):
+            return
+        outcome = "placed_again" if found is None else "taken_over"
+        metrics.REATTACHES.labels(outcome=outcome).inc()
+        get_logger().info(
+            "request_reattached",
+            request_id=entry.request_id,
+            session=entry.accepted.session,
+            received_tokens=len(entry.answer.token_ids),
+            outcome=outcome,
+            prefill_instance_id=found.prefill.instance_id if found is not None else "",
+            decode_instance_id=found.decode.instance_id if found is not None and found.decode is not None else "",
+        )
+        if found is None:
+            entry.timing.attempts -= 1
+            entry.handle(NotFound(), time.monotonic())
+        else:
+            entry.adopt(found.attached.max_tokens)
+            entry.note_owner(found.prefill, found.decode)
+            first_index, most_tokens = found.attached.first_index, entry.accepted.most_tokens
+            attempt = Attempt(number, found.prefill, first_index, most_tokens, taken_over=found.decode is None)
+            entry.handle(TookOver(attempt, found.attached.token_ids, found.decode), time.monotonic())
+            if found.steps is not None:
+                await self._read_prefill(entry, attempt, found.steps, over)
+            await over
+        if isinstance(entry.state, Lost):
+            if isinstance(entry.state.error, _HOPELESS):
+                raise entry.state.error
+            metrics.LOST_ATTEMPTS.inc()
+        if not isinstance(entry.state, Ended) and len(entry.answer.token_ids) >= entry.accepted.most_tokens:
+            entry.handle(Exhausted(), time.monotonic())
 
     async def _prefill(
         self, entry: RequestEntry, attempt: Attempt, target: ViewedInstance, over: asyncio.Future[None]
@@ -290,6 +348,8 @@ class RequestPlacer:
             token_ids=(*accepted.prompt_token_ids, *entry.answer.token_ids),
             generated_count=attempt.first_index,
             params=params_to_proto(accepted.params),
+            session=accepted.session,
+            secret=accepted.secret,
         )
         self._unconfirmed.add((entry.request_id, attempt.number), target, len(request.token_ids))
         now_s = time.monotonic()
@@ -298,23 +358,35 @@ class RequestPlacer:
         call = self._channels.stub(PrefillServiceStub, target.record.address).Prefill(
             request, timeout=accepted.deadline_s - now_s
         )
+        await self._read_prefill(entry, attempt, PrefillSteps(call, target.record), over)
+
+    async def _read_prefill(
+        self, entry: RequestEntry, attempt: Attempt, steps: PrefillSteps, over: asyncio.Future[None]
+    ) -> None:
+        call = steps.call
 
         def stop_reading(_: object) -> None:
             call.cancel()
 
         over.add_done_callback(stop_reading)
         ended = PrefillEnded()
+        has_ended_it = False
         try:
             async for event in call:
                 if over.done():
                     break
+                if isinstance(event, prefill_pb2.AttachPrefillResponse):
+                    event = event.progress
                 self._take(entry, attempt, event)
+            else:
+                has_ended_it = True
         except aio.AioRpcError as rpc_error:
             error = error_of(rpc_error)
             if isinstance(error, RequestCancelled):
                 error = Unavailable(f"prefill instance gave the request up: {error}")
             # gRPC's own words for a channel that has no connection: nothing has left this process.
             is_unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
+            has_ended_it = is_unsent or not isinstance(error, Unavailable | DeadlineExceeded)
             ended = PrefillEnded(error, was_reached=not is_unsent)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -325,8 +397,19 @@ class RequestPlacer:
         finally:
             call.cancel()
             self._settle(entry, attempt)
+            if entry.accepted.secret and not has_ended_it and not entry.is_superseded:
+                # Without it the request would go on there, for its client to re-attach.
+                ownership = entry.ownership(attempt.number, self._stream_id)
+                errand = asyncio.create_task(self._abort_prefill(steps.record, entry.request_id, ownership))
+                self._running.add(errand)
+                errand.add_done_callback(self._running.discard)
         if not over.done():
             entry.handle(ended, time.monotonic())
+
+    async def _abort_prefill(self, record: InstanceRecord, request_id: str, ownership: Ownership) -> None:
+        message = decode_pb2.AbortRequest(attempts=[ownership_to_proto(request_id, ownership)], by_router=True)
+        with contextlib.suppress(aio.AioRpcError):
+            await self._channels.stub(PrefillServiceStub, record.address).Abort(message, timeout=ABORT_TIMEOUT_S)
 
     def _settle(self, entry: RequestEntry, attempt: Attempt) -> None:
         self._unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
@@ -340,9 +423,9 @@ class RequestPlacer:
                 timing.prefill_queue_s = event.started.queue_s
             case "placed":
                 placed = event.placed
-                timing.decode_instance_id = placed.decode_instance_id
                 life = Life(placed.decode_instance_id, placed.decode_incarnation)
-                entry.handle(PlaceNamed(life, placed.stream_losses), now_s)
+                entry.note_owner(attempt.prefill, life)
+                entry.handle(PlaceNamed(life), now_s)
             case "first_token":
                 first = event.first_token
                 timing.prefill_s = first.prefill_s

@@ -7,17 +7,27 @@ answer, keeps the timers, wakes the client's RPC, and passes on to the placer wh
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hmac import compare_digest
 from typing import Any
 
+from kaveri.domain.attachment import Attachment
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, SamplingParams
-from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestAlreadyExists, Unavailable
+from kaveri.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KaveriError,
+    NoCapacity,
+    RequestAlreadyExists,
+    Unavailable,
+)
+from kaveri.wire.attempts import wrong_secret
 from services.router.answer import Answer
 from services.router.lifecycle import step
 from services.router.lifecycle_values import (
     Action,
     Append,
-    Attempt,
     AwaitReport,
     Cancelled,
     Complete,
@@ -29,7 +39,9 @@ from services.router.lifecycle_values import (
     LeaveAttempt,
     Life,
     Sent,
+    Sought,
     State,
+    Superseded,
     TextStopped,
     Unplaced,
 )
@@ -37,6 +49,26 @@ from services.router.lifecycle_values import (
 _COMPLETE = (Finishing, Ended)
 RETRY_AFTER_S = 0.5
 """Told to clients that found the router full: about a short answer's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerHint:
+    """The lives of instances that had a request last. None: there was none."""
+
+    prefill: Life | None = None
+    decode: Life | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a client has of an answer."""
+
+    token_ids: tuple[int, ...] = ()
+    characters: int = 0
+    owner: OwnerHint = OwnerHint()
+
+
+NOTHING_RECEIVED = Received()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +84,12 @@ class AcceptedRequest:
     """time.monotonic() at its arrival."""
     deadline_s: float
     """time.monotonic() at which it fails."""
+    session: int = 0
+    """How often the client has re-attached."""
+    secret: bytes = b""
+    """Empty: the client cannot re-attach."""
+    received: Received = NOTHING_RECEIVED
+    """What the client has of earlier sessions."""
 
     @property
     def most_tokens(self) -> int:
@@ -86,16 +124,26 @@ class RequestEntry:
     """One request in flight. Lives on one event loop; every method is called there."""
 
     def __init__(
-        self, accepted: AcceptedRequest, answer: Answer, act: "Callable[[RequestEntry, Action], None]"
+        self,
+        accepted: AcceptedRequest,
+        answer: Answer,
+        act: "Callable[[RequestEntry, Action], None]",
+        hint_changed: "Callable[[OwnerHint], object]" = lambda hint: None,
     ) -> None:
-        """act: carries out the actions that concern instances."""
+        """act: carries out the actions that concern instances. hint_changed: told who has a request that its client may
+        re-attach."""
         self.accepted = accepted
         self.answer = answer
         self.timing = RequestTiming()
-        self.state: State = Unplaced()
+        self.state: State = Unplaced(len(answer.token_ids))
+        self.begun_s = 0.0
+        """time.monotonic() when the present attempt began here."""
+        self.owner_news: OwnerHint | None = None
+        """The owner, unless the client knows it."""
         self.delay_noted = False
         """Whether the log says already that the request could not be placed at once."""
         self._act = act
+        self._hint_changed = hint_changed
         self._attempt_over: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         remaining_s = max(0.0, accepted.deadline_s - time.monotonic())
@@ -119,6 +167,11 @@ class RequestEntry:
         return isinstance(self.state, Ended)
 
     @property
+    def is_superseded(self) -> bool:
+        """Whether a later session at this router has ended this one."""
+        return isinstance(self.error, RequestAlreadyExists)
+
+    @property
     def finish(self) -> FinishReason | None:
         """How the answer is complete; None: it is not."""
         match self.state:
@@ -137,14 +190,38 @@ class RequestEntry:
             case _:
                 return None
 
-    def begin(self, attempt: Attempt, place: Life | None) -> asyncio.Future[None]:
+    def adopt(self, max_tokens: int) -> None:
+        """Takes the number of tokens that the request's first router has resolved."""
+        params = replace(self.accepted.params, max_tokens=max_tokens)
+        self.accepted = replace(self.accepted, params=params)
+
+    def ownership(self, attempt: int, router_id: str) -> Ownership:
+        """Under which an attempt has the request."""
+        return Ownership(Owner(self.accepted.session, attempt), router_id, self.accepted.secret)
+
+    def attachment(self, attempt: int, router_id: str, *, landed: bool = False) -> Attachment:
+        """What an instance must see to give the request to this router, from the answer's next token on."""
+        token_ids = (*self.accepted.prompt_token_ids, *self.answer.token_ids)
+        ownership = self.ownership(attempt, router_id)
+        return Attachment(self.request_id, ownership, token_ids, len(self.answer.token_ids), landed)
+
+    def begin(self, event: Sent | Sought) -> asyncio.Future[None]:
         """Starts an attempt. Returns a future that is done when the request has ended, or the attempt is lost."""
         over = self._attempt_over = asyncio.get_running_loop().create_future()
+        self.begun_s = time.monotonic()
         self.timing.attempts += 1
-        self.timing.prefill_instance_id = attempt.prefill.instance_id
-        self.timing.decode_instance_id = place.instance_id if place is not None else ""
-        self.handle(Sent(attempt, place), time.monotonic())
+        if isinstance(event, Sent):
+            self.note_owner(event.attempt.prefill, event.place)
+        self.handle(event, self.begun_s)
         return over
+
+    def note_owner(self, prefill: Life | None, decode: Life | None) -> None:
+        """Remembers the instances of the attempt, for its timing, for the client, and for a later session."""
+        self.owner_news = OwnerHint(prefill, decode)
+        if self.accepted.secret:
+            self._hint_changed(self.owner_news)
+        self.timing.prefill_instance_id = prefill.instance_id if prefill is not None else ""
+        self.timing.decode_instance_id = decode.instance_id if decode is not None else ""
 
     def handle(self, event: Event, now_s: float) -> None:
         """Takes in what has happened. now_s: time.monotonic()."""
@@ -188,6 +265,10 @@ class RequestEntry:
         """Ends the request with an error. Ignored when it has ended."""
         self.handle(Failed(error), time.monotonic())
 
+    def supersede(self) -> None:
+        """Ends this session of the request, and leaves its instances to a later one."""
+        self.handle(Superseded(RequestAlreadyExists(self.request_id)), time.monotonic())
+
     def release(self) -> None:
         """Ends the timers and the attempt; the client's RPC is over."""
         self.fail(Unavailable("the request was released"))
@@ -210,8 +291,10 @@ class RequestEntry:
 class Place:
     """A request's place in the table, from before its input is checked until its client's RPC is over."""
 
-    def __init__(self, request_id: str, task: asyncio.Task[object]) -> None:
+    def __init__(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> None:
         self.request_id = request_id
+        self.session = session
+        self.secret = secret
         self.entry: RequestEntry | None = None
         self.cancelled = False
         """Whether cancel() came before there was an entry, and has interrupted the task."""
@@ -234,6 +317,13 @@ class Place:
         elif not self.interrupted:
             self.error = error
             self._task.cancel()
+
+    def supersede(self) -> None:
+        """Ends this session for a later one of the same request."""
+        if self.entry is not None:
+            self.entry.supersede()
+        else:
+            self.fail(RequestAlreadyExists(self.request_id))
 
     @property
     def interrupted(self) -> bool:
@@ -260,24 +350,38 @@ class RequestTable:
         """The place of a request in flight."""
         return self._places.get(request_id)
 
-    def reserve(self, request_id: str, task: asyncio.Task[object]) -> Place:
-        """Takes a place for the RPC that runs in `task`. Raises RequestAlreadyExists and NoCapacity."""
-        if request_id in self._places:
-            raise RequestAlreadyExists(request_id)
-        if len(self._places) >= self._max_requests:
+    def reserve(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> Place:
+        """Takes a place for the RPC that runs in `task`. A later session ends an earlier one, and takes its place.
+
+        Raises RequestAlreadyExists, NoCapacity, and InvalidArgument (another secret, or a session that does not grow).
+        """
+        former = self._places.get(request_id)
+        if former is not None:
+            if not session:
+                raise RequestAlreadyExists(request_id)
+            if not former.secret or not compare_digest(former.secret, secret):
+                raise wrong_secret()
+            if session <= former.session:
+                raise InvalidArgument("session", session, f"above {former.session}, the present one")
+            former.supersede()
+        elif len(self._places) >= self._max_requests:
             raise NoCapacity("router", RETRY_AFTER_S, f"{self._max_requests} requests are in flight")
-        place = self._places[request_id] = Place(request_id, task)
+        place = self._places[request_id] = Place(request_id, session, secret, task)
+        self._entries.pop(request_id, None)
         self._empty.clear()
         return place
 
     def enter(self, place: Place, entry: RequestEntry) -> None:
-        """Fills a place: tokens find the entry from now on."""
-        place.entry = self._entries[place.request_id] = entry
+        """Fills a place: tokens find the entry from now on, unless a later session has taken its place."""
+        place.entry = entry
+        if self._places.get(place.request_id) is place:
+            self._entries[place.request_id] = entry
 
     def release(self, place: Place) -> None:
-        """Frees the place."""
-        del self._places[place.request_id]
-        self._entries.pop(place.request_id, None)
+        """Frees the place, unless a later session has it."""
+        if self._places.get(place.request_id) is place:
+            del self._places[place.request_id]
+            self._entries.pop(place.request_id, None)
         if not self._places:
             self._empty.set()
 

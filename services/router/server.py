@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kaveri.cluster.store import ClusterStore
@@ -17,13 +17,22 @@ from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
 from kaveri.wire.messages import params_from_proto, status_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
-from services.router.answer import Answer
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
-from services.router.intake import Conversation, Intake, OfferedRequest, Prompt, is_ready
+from services.router.intake import (
+    Conversation,
+    Intake,
+    OfferedReceived,
+    OfferedRequest,
+    Prompt,
+    check_sessions,
+    is_ready,
+)
+from services.router.owner_hints import hint_from_bytes, hint_from_proto, hint_to_proto
+from services.router.peers import RouterPeers
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_placer import RequestPlacer
-from services.router.requests import RETRY_AFTER_S, RequestEntry, RequestTable
+from services.router.requests import RETRY_AFTER_S, OwnerHint, RequestEntry, RequestTable
 
 
 class RouterParts(Protocol):
@@ -34,6 +43,7 @@ class RouterParts(Protocol):
     tokenizer: ModelTokenizer
     intake: Intake
     claims: RequestClaims
+    peers: RouterPeers
     table: RequestTable
     placer: RequestPlacer
     draining: bool
@@ -109,7 +119,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         place = self._router.table.place_of(request.request_id)
         if place is not None:
             place.cancel()
-        return inference_pb2.CancelResponse(found=place is not None)
+        found = place is not None
+        if not found and not request.forwarded:
+            found = await self._router.peers.cancel(request.request_id)
+        return inference_pb2.CancelResponse(found=found)
 
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: ServicerContext
@@ -159,26 +172,37 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             params=params_from_proto(request.params) if request.HasField("params") else SamplingParams(),
             arrived_s=arrived_s,
             timeout_s=router.config.default_timeout_s if remaining_s is None else remaining_s,
+            session=request.session,
+            secret=request.secret,
+            received=_received(request),
         )
+        check_sessions(offered, is_named=bool(request.request_id))
         task = asyncio.current_task()
         assert task is not None
-        place = router.table.reserve(request_id, task)
+        place = router.table.reserve(request_id, offered.session, offered.secret, task)
+        claim = router.claims.claim_of(request_id, offered.session, offered.secret)
         claiming = False
         metrics.IN_FLIGHT.inc()
         try:
             accepted = await router.intake.accept(offered)
             claiming = True
             if request.request_id:
-                await router.claims.open(request_id, offered.timeout_s)
+                hint = await router.claims.open(claim, offered.timeout_s)
             else:
-                router.claims.open_later(request_id, offered.timeout_s)
-            detokenizer = router.tokenizer.detokenizer(accepted.prompt_token_ids, accepted.params.stop)
-            entry = RequestEntry(accepted, Answer(detokenizer), router.placer.act)
+                router.claims.open_later(claim, offered.timeout_s)
+                hint = b""
+            if hint:
+                accepted = replace(accepted, received=replace(accepted.received, owner=hint_from_bytes(hint)))
+
+            def note_hint(owner: OwnerHint) -> None:
+                router.claims.note(replace(claim, hint=hint_to_proto(owner).SerializeToString()))
+
+            entry = RequestEntry(accepted, router.intake.begin_answer(accepted), router.placer.act, note_hint)
             progress.entry = entry
             router.table.enter(place, entry)
             placing = router.placer.start(entry)
             try:
-                await write_answer(entry, context, router.config.slow_reader_s)
+                await write_answer(entry, context, router.config.slow_reader_s, router.peers.addresses())
             finally:
                 entry.release()
                 placing.cancel()
@@ -192,7 +216,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             if claiming:
                 # Also when the claim was refused or interrupted: only this router's own claim is closed.
-                router.claims.close(request_id)
+                router.claims.close(claim)
             router.table.release(place)
             metrics.IN_FLIGHT.dec()
 
@@ -211,6 +235,15 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             instances=[status_to_proto(view.instances[instance_id]) for instance_id in sorted(view.instances)],
             store_connected=view.store_connected,
         )
+
+
+def _received(request: inference_pb2.GenerateRequest) -> OfferedReceived | None:
+    if not request.HasField("received"):
+        return None
+    received = request.received
+    return OfferedReceived(
+        received.token_ids, received.characters, received.max_tokens, hint_from_proto(received.owner)
+    )
 
 
 def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:

@@ -21,6 +21,7 @@ from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
 from services.router.intake import Intake
 from services.router.monitor import Monitor
+from services.router.peers import RouterPeers
 from services.router.request_placer import RequestPlacer
 from services.router.requests import RequestTable
 from services.router.server import ClusterServicer, InferenceServicer
@@ -72,6 +73,7 @@ class Router:
         self.table = RequestTable(config.max_requests)
         relayed = metrics.RELAYED_TOKENS.inc
         self.feeds = TokenFeeds(stream_id, self.channels, self.table, relayed, config.suspect_after_s)
+        self.peers = RouterPeers(store, self.channels, config.instance_id, config.model_name)
         self.claims = RequestClaims(store, config.instance_id, incarnation)
         self.placer = RequestPlacer(
             model=config.model_name,

@@ -1,4 +1,7 @@
-"""One StreamTokens subscription per decode instance: passes its tokens on to requests, and says whose stream broke."""
+"""One StreamTokens subscription per decode instance: passes its tokens on to requests.
+
+A stream that breaks is opened again and goes on where the requests are; only what the instance does not have is lost.
+"""
 
 import asyncio
 import contextlib
@@ -9,22 +12,33 @@ from dataclasses import dataclass
 
 from grpc import aio
 
+from kaveri.domain.attachment import Attached, Attachment
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason
 from kaveri.domain.silence import TICK_S, SilenceWatch
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
-from kaveri.errors import InternalError, KaveriError, RequestAlreadyExists, Unavailable
+from kaveri.errors import (
+    DeadlineExceeded,
+    InternalError,
+    KaveriError,
+    RequestAlreadyExists,
+    RequestCancelled,
+    Unavailable,
+)
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto
 from kaveri.wire.messages import finish_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
-from services.router.lifecycle_values import GivenUp, Life, PlaceLost, Tokens
+from services.router.lifecycle_values import Attempt, GivenUp, Life, PlaceLost, Tokens
 from services.router.requests import RequestEntry, RequestTable
 
 CONNECT_GRACE_S = 2.0
 """How long a request may be placed on an instance that has no open stream. Then the attempt is lost."""
+ATTACH_TIMEOUT_S = 2.0
 ABORT_TIMEOUT_S = 2.0
 _ABORT_AGAIN_S = ABORT_TIMEOUT_S
 """Tokens that come this long after an Abort show that it was lost, or came before the request."""
@@ -57,11 +71,11 @@ class TokenFeeds:
         self._subscriptions: dict[str, _Subscription] = {}
         self._followed: dict[RequestEntry, _Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
-        # When each of the newest aborts was sent, by (instance, request, attempt); those of this turn of the loop, by
-        # address; and the messages under way.
-        self._aborted: OrderedDict[tuple[str, str, int], float] = OrderedDict()
+        # When each of the newest aborts was sent, by (instance, request, owner); those of this turn of the loop, by
+        # address; and what is under way that no request waits for.
+        self._aborted: OrderedDict[tuple[str, str, Owner], float] = OrderedDict()
         self._unsent: dict[str, list[decode_pb2.AttemptId]] = {}
-        self._sending: dict[asyncio.Task[None], None] = {}
+        self._errands: dict[asyncio.Task[None], None] = {}
 
     def update(self, view: ClusterView) -> None:
         """Subscribes to new instances; drops those that left or began a new life, losing their attempts."""
@@ -90,12 +104,13 @@ class TokenFeeds:
                 subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
                 subscription.start(record, self._follow(subscription, record))
 
-    def follow(self, entry: RequestEntry, life: Life, stream_losses: int | None = None) -> None:
-        """Ties the attempt of a request to the life of a decode instance that reserved room, and to no other: when its
-        stream breaks, the attempt is lost. It is lost at once when the view names another life, and when the stream
-        began after a loss of tokens.
+    def follow(self, entry: RequestEntry, attempt: Attempt, life: Life, is_there: bool) -> None:
+        """Ties an attempt to the life of a decode instance, and to no other. The attempt is lost when the view names
+        another life, when the instance does not have it, or has had no stream for CONNECT_GRACE_S. is_there: whether
+        the instance knows the request already.
 
-        stream_losses: the instance's count when it reserved. None: it has reserved nothing yet.
+        It is attached when it was begun before the stream, since what was sent on a former one may be lost, and when
+        it was taken over, since its tokens go to another router.
         """
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None:
@@ -104,7 +119,10 @@ class TokenFeeds:
         if self._followed.get(entry) is not subscription:
             self.unfollow(entry)
         self._followed[entry] = subscription
-        subscription.tie(_Tie(entry, life, subscription.losses if stream_losses is None else stream_losses))
+        tie = _Tie(entry, attempt, life, is_there)
+        subscription.tie(tie)
+        if subscription.ties.get(entry) is tie:
+            self._attach_if_due(subscription, tie)
 
     def unfollow(self, entry: RequestEntry) -> None:
         """The request does not depend on any stream any more. Idempotent."""
@@ -112,30 +130,28 @@ class TokenFeeds:
         if former is not None:
             former.ties.pop(entry, None)
 
-    def abort(self, request_id: str, attempt: int, place: Life | None) -> None:
+    def abort(self, request_id: str, ownership: Ownership, place: Life | None) -> None:
         """Tells a decode instance to end an attempt; all of them when the place is not known. Best effort: an instance
-        that is lost has ended it already."""
-        name = self._name_of(request_id, attempt)
+        that cannot be reached ends it after the orphan grace, or when its tokens come here."""
+        name = ownership_to_proto(request_id, ownership)
         for subscription in self._subscriptions.values():
             if subscription.record is not None and (place is None or place.instance_id == subscription.instance_id):
                 self._abort_at(subscription.record, name)
 
-    def disown(self, request_id: str, attempt: int, instance_id: str) -> None:
+    def disown(self, request_id: str, owner: Owner, instance_id: str) -> None:
         """Tells an instance to end an attempt whose tokens have no use here, unless it was sent just now."""
-        sent_s = self._aborted.get((instance_id, request_id, attempt))
+        sent_s = self._aborted.get((instance_id, request_id, owner))
         subscription = self._subscriptions.get(instance_id)
         if subscription is None or subscription.record is None:
             return
         if sent_s is None or time.monotonic() - sent_s > _ABORT_AGAIN_S:
-            self._abort_at(subscription.record, self._name_of(request_id, attempt))
-
-    def _name_of(self, request_id: str, attempt: int) -> decode_pb2.AttemptId:
-        return decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=self._stream_id)
+            name = ownership_to_proto(request_id, Ownership(owner, self._stream_id))
+            self._abort_at(subscription.record, name)
 
     def _abort_at(self, record: InstanceRecord, name: decode_pb2.AttemptId) -> None:
         """Aborts of one turn of the loop go out together: a prefill instance that dies leaves many, at every decode
         instance."""
-        noted = record.instance_id, name.request_id, name.attempt
+        noted = record.instance_id, name.request_id, Owner(name.session, name.attempt)
         self._aborted[noted] = time.monotonic()
         self._aborted.move_to_end(noted)
         if len(self._aborted) > _ABORTED_COUNT:
@@ -144,11 +160,14 @@ class TokenFeeds:
         unsent.append(name)
         if len(unsent) == 1:
             task = asyncio.create_task(self._send_aborts(record.address), name=f"aborts at {record.instance_id}")
-            self._sending[task] = None
-            task.add_done_callback(self._aborts_sent)
+            self._own(task)
 
-    def _aborts_sent(self, task: asyncio.Task[None]) -> None:
-        del self._sending[task]
+    def _own(self, task: asyncio.Task[None]) -> None:
+        self._errands[task] = None
+        task.add_done_callback(self._end_errand)
+
+    def _end_errand(self, task: asyncio.Task[None]) -> None:
+        del self._errands[task]
         if not task.cancelled() and task.exception() is not None:
             get_logger().error("background_task_failed", exc_info=task.exception())
 
@@ -167,6 +186,38 @@ class TokenFeeds:
                 metrics.SUSPICIONS.inc()
                 subscription.break_off(f"it sent nothing for {self._silence.after_s:g} s")
 
+    async def attach(self, record: InstanceRecord, attachment: Attachment) -> Attached:
+        """Makes this router the owner of a request at an instance: its tokens come on the stream from there.
+
+        Raises what the instance answers, or Unavailable."""
+        stub = self._channels.stub(DecodeServiceStub, record.address)
+        try:
+            response = await stub.Attach(attachment_to_proto(attachment), timeout=ATTACH_TIMEOUT_S)
+        except aio.AioRpcError as rpc_error:
+            error = error_of(rpc_error)
+            if isinstance(error, DeadlineExceeded | RequestCancelled):
+                error = Unavailable(f"decode instance {record.instance_id} does not answer")
+            raise error from rpc_error
+        if response.incarnation != record.incarnation:
+            raise Unavailable(f"decode instance {record.instance_id} has restarted")
+        return attached_from_proto(response.attached)
+
+    def _attach_if_due(self, subscription: "_Subscription", tie: "_Tie") -> None:
+        if subscription.connected and tie.needs_attach and subscription.record is not None:
+            tie.needs_attach = False
+            self._own(asyncio.create_task(self._attach(subscription, subscription.record, tie)))
+
+    async def _attach(self, subscription: "_Subscription", record: InstanceRecord, tie: "_Tie") -> None:
+        attachment = tie.entry.attachment(tie.attempt.number, self._stream_id)
+        try:
+            await self.attach(record, attachment)
+        except KaveriError as error:
+            if isinstance(error, Unavailable) and not subscription.connected:
+                # Again, when there is a stream.
+                tie.needs_attach = True
+            else:
+                subscription.lose(tie, error)
+
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that no attempt is tied to any stream."""
         for subscription in self._subscriptions.values():
@@ -177,7 +228,7 @@ class TokenFeeds:
         """Ends all subscriptions; their attempts are lost."""
         tasks = [subscription.stop("is not followed any more") for subscription in self._subscriptions.values()]
         self._subscriptions.clear()
-        await asyncio.gather(*(task for task in tasks if task is not None), *self._sending, return_exceptions=True)
+        await asyncio.gather(*(task for task in tasks if task is not None), *self._errands, return_exceptions=True)
 
     async def _follow(self, subscription: "_Subscription", record: InstanceRecord) -> None:
         backoff_s = _RECONNECT_MIN_S
@@ -199,14 +250,13 @@ class TokenFeeds:
             if subscription.connected:
                 backoff_s = _RECONNECT_MIN_S
                 log.warning("token_stream_broken", error=str(error), requests=len(subscription.ties))
-            subscription.disconnect(f"broke its token stream: {error}")
+            subscription.disconnect()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _RECONNECT_MAX_S)
 
     async def _read(self, subscription: "_Subscription", record: InstanceRecord) -> None:
-        call = self._channels.stub(DecodeServiceStub, record.address).StreamTokens(
-            decode_pb2.StreamTokensRequest(router_id=self._stream_id)
-        )
+        request = decode_pb2.StreamTokensRequest(router_id=self._stream_id, requests=subscription.open())
+        call = self._channels.stub(DecodeServiceStub, record.address).StreamTokens(request)
         life = Life(record.instance_id, record.incarnation)
         subscription.call = call
         beats = False
@@ -216,9 +266,12 @@ class TokenFeeds:
                     if message.incarnation != record.incarnation:
                         # Another life answers at this address; the view will bring its record.
                         return
-                    subscription.connect(message.stream_losses)
+                    subscription.connected, subscription.connected_s = True, time.monotonic()
+                    subscription.fault = ""
                     # An instance of a former version sends no beats.
                     beats = message.beat_s > 0
+                    for tie in tuple(subscription.ties.values()):
+                        self._attach_if_due(subscription, tie)
                 token_count = 0
                 now_s = time.monotonic()
                 for update in message.requests:
@@ -237,7 +290,10 @@ class TokenFeeds:
         if entry is None:
             # Its placement may have come after the request had ended.
             if not update.finish_reason and not update.error:
-                self.disown(update.request_id, update.attempt, life.instance_id)
+                self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
+            return
+        if update.session != entry.accepted.session:
+            # The client has re-attached to this router; the tokens come again under the later session.
             return
         try:
             entry.handle(_event_of(life, update), now_s)
@@ -274,16 +330,19 @@ def _event_of(life: Life, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Tie:
     """An attempt that needs a token stream."""
 
     entry: RequestEntry
+    attempt: Attempt
     place: Life
-    stream_losses: int
+    is_there: bool
+    needs_attach: bool = False
+    """Whether its tokens do not come on the stream by themselves."""
 
-    def lose(self, reason: str) -> None:
-        self.entry.handle(PlaceLost(Unavailable(reason)), time.monotonic())
+    def lose(self, error: KaveriError) -> None:
+        self.entry.handle(PlaceLost(error), time.monotonic())
 
 
 class _Subscription:
@@ -293,8 +352,8 @@ class _Subscription:
         self.instance_id = instance_id
         self.record: InstanceRecord | None = None
         self.connected = False
-        self.losses = 0
-        """The instance's count of stream losses when the last stream began."""
+        self.connected_s = 0.0
+        """time.monotonic() when the last stream stood."""
         # Ordered: they are lost in the order in which they were placed.
         self.ties: dict[RequestEntry, _Tie] = {}
         self.call: aio.Call | None = None
@@ -313,7 +372,10 @@ class _Subscription:
         """Ends the stream and loses the attempts; returns the task that ends."""
         if self._task is not None:
             self._task.cancel()
-        self.disconnect(reason)
+        self.connected = False
+        lost, self.ties = self.ties, {}
+        for tie in lost.values():
+            tie.lose(Unavailable(f"decode instance {self.instance_id} {reason}"))
         return self._task
 
     def break_off(self, fault: str) -> None:
@@ -322,41 +384,52 @@ class _Subscription:
         self.fault = fault
         self.call.cancel()
 
-    def connect(self, losses: int) -> None:
-        self.connected = True
-        self.fault = ""
-        self.losses = losses
-        for tie in tuple(self.ties.values()):
-            self._check_losses(tie)
+    def open(self) -> list[decode_pb2.StreamedRequest]:
+        """What a new stream has to go on with."""
+        named = [
+            tie for tie in self.ties.values() if tie.is_there and not (tie.needs_attach and tie.attempt.taken_over)
+        ]
+        for tie in named:
+            tie.needs_attach = False
+        return [
+            decode_pb2.StreamedRequest(
+                request_id=tie.entry.request_id,
+                session=tie.entry.accepted.session,
+                attempt=tie.attempt.number,
+                next_index=len(tie.entry.answer.token_ids),
+            )
+            for tie in named
+        ]
 
-    def disconnect(self, reason: str) -> None:
-        self.connected = False
-        lost, self.ties = self.ties, {}
-        for tie in lost.values():
-            tie.lose(f"decode instance {self.instance_id} {reason}")
+    def disconnect(self) -> None:
+        """The stream broke. The attempts wait for another one."""
+        if self.connected:
+            self.connected = False
+            for tie in self.ties.values():
+                self._limit_wait(tie)
 
     def tie(self, tie: _Tie) -> None:
+        # The instance may have sent tokens over a former stream, as long as it did not know of this one.
+        is_late = tie.attempt.taken_over or not self.connected or self.connected_s >= tie.entry.begun_s
+        tie.needs_attach = tie.is_there and is_late
         self.ties[tie.entry] = tie
         self._check_life(tie)
-        self._check_losses(tie)
         if not self.connected:
-            asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
+            self._limit_wait(tie)
+
+    def _limit_wait(self, tie: _Tie) -> None:
+        asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
 
     def _check_life(self, tie: _Tie) -> None:
         if self.record is not None and tie.place.incarnation != self.record.incarnation:
             # The tokens would come on no stream.
-            self._lose(tie, f"decode instance {self.instance_id} has restarted since it reserved room")
-
-    def _check_losses(self, tie: _Tie) -> None:
-        if self.connected and tie.stream_losses < self.losses:
-            # The instance may have ended it already, and its last tokens were dropped or lost on their way.
-            self._lose(tie, f"tokens of decode instance {self.instance_id} were lost before the stream stood")
+            self.lose(tie, Unavailable(f"decode instance {self.instance_id} has restarted since it reserved room"))
 
     def _check_connection(self, tie: _Tie) -> None:
         if not self.connected:
-            self._lose(tie, f"no token stream from decode instance {self.instance_id}")
+            self.lose(tie, Unavailable(f"no token stream from decode instance {self.instance_id}"))
 
-    def _lose(self, tie: _Tie, reason: str) -> None:
+    def lose(self, tie: _Tie, error: KaveriError) -> None:
         if self.ties.get(tie.entry) is tie:
             del self.ties[tie.entry]
-            tie.lose(reason)
+            tie.lose(error)

@@ -339,6 +339,7 @@ class InProcessCluster:
 
 def _small(settings: dict[str, Any]) -> dict[str, Any]:
     small = {"max_model_len": 512, "kv_cache_memory": 2**21, "heartbeat_interval_s": 0.02, "drain_timeout_s": 5.0}
+    small["orphan_grace_s"] = 0.3
     return {"engine": "fake", "model": "fake", **small, **settings}
 
 

@@ -8,8 +8,6 @@ import grpc
 import pytest
 from grpc import aio
 
-from services.decode import instance as decode_instance
-
 BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 
 
@@ -97,11 +95,9 @@ async def test_a_deadline_that_passes_while_prefilling(cluster: Any, by_hand: An
     await cluster.all_free()
 
 
-async def test_a_router_whose_stream_ends_loses_its_requests_and_no_other_does(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_router_that_stays_away_loses_its_requests_after_the_grace_and_no_other_does(
+    cluster: Any, by_hand: Any
 ) -> None:
-    # Nothing here may wait for its end.
-    monkeypatch.setattr(decode_instance, "ROUTER_GRACE_S", 60.0)
     prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
     gone, staying = await cluster.router("gone"), await cluster.router("staying")
     lost = gone.prefill(prefill, "lost", prompt(7, 60), max_tokens=400)
@@ -132,14 +128,11 @@ async def test_a_newer_stream_of_a_router_takes_over_and_aborts_nothing(cluster:
         assert decode.metric("kaveri_decode_requests_total", outcome=outcome) == 0
 
 
-async def test_tokens_wait_for_a_stream_that_opens_late(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The whole answer must fit into it, whatever else this machine does.
-    monkeypatch.setattr(decode_instance, "ROUTER_GRACE_S", 60.0)
+async def test_tokens_wait_for_a_stream_that_opens_late(cluster: Any, by_hand: Any) -> None:
     prefill = await cluster.prefill()
     router = await cluster.router()
-    decode = await cluster.decode()
+    # The whole answer must fit into the grace, whatever else this machine does.
+    decode = await cluster.decode(orphan_grace_s=60.0)
     call = router.prefill(prefill, "a", prompt(10, 60), max_tokens=50)
     await call.ended()
     # Blocks may be free before the service has heard of the last token.
@@ -154,14 +147,14 @@ async def test_tokens_wait_for_a_stream_that_opens_late(
 
 
 async def test_requests_of_a_router_that_never_opens_a_stream_are_dropped(cluster: Any, by_hand: Any) -> None:
-    decode = await cluster.decode()
+    decode = await cluster.decode(orphan_grace_s=2.0)
     reserved_s = time.monotonic()
     await by_hand.reserve(decode, "a", 50, router_id="nobody")
     await by_hand.reserve(decode, "kept", 50, router_id="router-0")
     await cluster.router("router-0")
     assert decode.held_blocks == 2 * cluster.blocks(51)
     await by_hand.eventually(lambda: decode.held_blocks == cluster.blocks(51), "its blocks are free", 20.0)
-    assert time.monotonic() - reserved_s >= decode_instance.ROUTER_GRACE_S, "not before the time that it was given"
+    assert time.monotonic() - reserved_s >= 2.0, "not before the time that it was given"
     await by_hand.eventually(
         lambda: decode.metric("kaveri_decode_requests_total", outcome="router_gone") == 1, "the account says why"
     )

@@ -94,9 +94,17 @@ def test_a_request_that_waits_for_its_turn_at_decode_is_freed_when_its_router_ne
 
 def test_the_ids_of_a_dead_routers_requests_can_be_used_at_another_router(run: Run) -> None:
     """They were refused until the deadline of the request that had died."""
-    sent = request("same", max_tokens=100, sends_again=("router-1",) * 3)
-    result = run(story(cluster(routers=2), [sent], [Fault(kind=FaultKind.KILL, at_s=0.3, target="router-0")]))
-    assert result.counts["outcome:Unavailable"] == 1
+    given_up = dataclasses.replace(request("same", max_tokens=100), cancel_after_s=0.4)
+    again = request("same", 0.6, max_tokens=100, router="router-1")
+    death = Fault(kind=FaultKind.KILL, at_s=0.3, target="router-0")
+    result = run(story(cluster(routers=2), [given_up, again], [death]))
+    assert result.counts["outcome:length"] == 1 + 4
+
+
+def test_a_client_goes_on_through_another_router_when_its_own_dies(run: Run) -> None:
+    sent = request("a", prompt_tokens=40, max_tokens=100)
+    death = Fault(kind=FaultKind.KILL, at_s=0.5, target="router-0")
+    result = run(story(cluster(routers=2), [sent], [death]))
     assert result.counts["outcome:length"] == 1 + 4
 
 

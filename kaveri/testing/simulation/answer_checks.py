@@ -59,7 +59,8 @@ def check_kv(world: World) -> list[str]:
 
 
 def check_stale_draws(world: World) -> list[str]:
-    """No engine works on for requests that have ended. Faults may keep the news from it while they last."""
+    """No engine works on for requests that have ended. Faults may keep the news from it while they last, and a
+    request without its router goes on for the orphan grace."""
     ended_s: dict[str, float] = {}
     for outcome in world.outcomes:
         # Until its last sending has ended.
@@ -71,7 +72,7 @@ def check_stale_draws(world: World) -> list[str]:
         if run.key.request_id not in ended_s:
             continue  # no client's: an engine is tried out before its instance registers
         late_s = last_s - max(ended_s[run.key.request_id], healed_s)
-        if late_s > STALE_DRAWS_S:
+        if late_s > STALE_DRAWS_S + (world.plan.orphan_grace_s if world.plan.faults else 0.0):
             found.append(f"{run.key.request_id} was still computed {late_s:.3f} s after its end")
     return found
 

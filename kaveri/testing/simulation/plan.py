@@ -140,6 +140,7 @@ class Plan:
     heartbeat_interval_s: float = 0.1
     reservation_ttl_s: float = 5.0
     drain_timeout_s: float = 2.0
+    orphan_grace_s: float = 2.0
     max_requests: int = 1024
     max_queue: int = 256
     placement_policy: PlacementPolicy = PlacementPolicy.POWER_OF_TWO

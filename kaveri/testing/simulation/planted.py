@@ -132,16 +132,32 @@ def aborts_never_sent() -> Iterator[None]:
 
 
 @_planted
-def broken_stream_loses_no_attempt() -> Iterator[None]:
-    """The router keeps waiting for attempts whose token stream broke."""
+def broken_stream_waited_for_in_vain() -> Iterator[None]:
+    """The router keeps waiting for attempts of a decode instance that left the cluster or has restarted."""
 
-    def make(_: Any) -> Any:
-        def disconnect(self: Any, *_: Any) -> None:
-            self.connected = False
+    def make(original: Any) -> Any:
+        def stop(self: Any, *args: Any) -> Any:
+            self.ties = {}
+            return original(self, *args)
 
-        return disconnect
+        return stop
 
-    with _replaced(token_feeds._Subscription, "disconnect", make):
+    with _replaced(token_feeds._Subscription, "stop", make):
+        yield
+
+
+@_planted
+def stream_goes_on_where_it_broke() -> Iterator[None]:
+    """A new token stream does not name its requests: what was on its way over the broken one is not repeated."""
+
+    def make(original: Any) -> Any:
+        def open_stream(self: Any) -> list[Any]:
+            original(self)
+            return []
+
+        return open_stream
+
+    with _replaced(token_feeds._Subscription, "open", make):
         yield
 
 
@@ -263,8 +279,8 @@ def reservation_never_expires() -> Iterator[None]:
 
 
 @_planted
-def vanished_routers_requests_kept() -> Iterator[None]:
-    """Decode goes on for a router whose token stream is gone."""
+def orphans_never_end() -> Iterator[None]:
+    """Decode goes on for a router whose token stream is gone, whatever the grace."""
     with _replaced(decode_instance.DecodeInstance, "_router_gone", lambda _: _nothing):
         yield
 
@@ -340,16 +356,9 @@ def replaced_owner_not_told() -> Iterator[None]:
 
 
 @_planted
-def late_placement_without_incarnation() -> Iterator[None]:
-    """The router ties an attempt to the present life of a decode instance, although a former one has reserved room."""
-    with _replaced(token_feeds._Subscription, "_check_life", lambda _: _nothing):
-        yield
-
-
-@_planted
-def lost_tokens_not_counted() -> Iterator[None]:
-    """The router waits for tokens that decode has dropped before the router's stream stood."""
-    with _replaced(token_feeds._Subscription, "_check_losses", lambda _: _nothing):
+def late_placement_not_attached() -> Iterator[None]:
+    """The router waits for tokens that were on their way over a stream that broke before it heard of the placement."""
+    with _replaced(token_feeds.TokenFeeds, "_attach_if_due", lambda _: _nothing):
         yield
 
 

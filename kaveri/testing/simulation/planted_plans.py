@@ -26,8 +26,12 @@ _LONG = request("long", max_tokens=200)
 _BEFORE = request("before", max_tokens=2)
 
 PLANS: dict[str, Plan] = {
-    "vanished_routers_requests_kept": story(
-        cluster(), [_LONG], [Fault(kind=FaultKind.KILL, at_s=0.3, target="router-0")], max_model_len=320
+    "orphans_never_end": story(
+        cluster(step_s=0.04),
+        # Its client does not come back.
+        [replace(_LONG, cancel_after_s=0.5)],
+        [Fault(kind=FaultKind.KILL, at_s=0.4, target="router-0")],
+        max_model_len=320,
     ),
     "attempt_check_removed": story(
         cluster(prefills=2, decodes=2, step_s=0.1),
@@ -84,15 +88,15 @@ PLANS: dict[str, Plan] = {
         [request("same", max_tokens=150), request("same", 0.5, max_tokens=150, router="router-1")],
         [Fault(kind=FaultKind.STORE_EMPTIED, at_s=0.3)],
     ),
-    "late_placement_without_incarnation": story(
-        cluster(),
-        [request("first", max_tokens=2), request("late", 0.6, max_tokens=100)],
+    "stream_goes_on_where_it_broke": story(
+        cluster(step_s=0.05),
+        [_BEFORE, request("cut", 0.4, max_tokens=12)],
         [
-            _slow("prefill-0", "router-0", 2.0, 0.3, after=_RESERVED, after_count=2),
-            Fault(kind=FaultKind.RESTART, after=_RESERVED, after_count=2, at_s=0.3, target="decode-0", lasts_s=0.05),
+            _cut(FaultKind.CUT_ONE_WAY, "decode-0", "router-0", 0.6, 0.9),
+            _reset("router-0", "decode-0", at_s=1.3),
         ],
     ),
-    "lost_tokens_not_counted": story(
+    "late_placement_not_attached": story(
         cluster(),
         [_BEFORE, request("late", 0.35, max_tokens=20)],
         [

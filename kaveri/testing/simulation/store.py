@@ -188,6 +188,12 @@ class SimulatedStore:
     async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
         return await self._command(lambda store: store.claim_request(claim, ttl_s), None)
 
+    async def find_request(self, request_id: str) -> RequestClaim | None:
+        return await self._command(lambda store: store.find_request(request_id), None, writes=False)
+
+    async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
+        await self._command(lambda store: store.update_requests(claims), None)
+
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         return await self._command(lambda store: store.close_requests(claims), False)
 

@@ -213,6 +213,7 @@ class World:
             "chunk_tokens": planned.chunk_tokens,
             "max_batch": planned.max_batch,
             "drain_timeout_s": plan.drain_timeout_s,
+            "orphan_grace_s": plan.orphan_grace_s,
             "lease_ttl_s": plan.lease_ttl_s,
             "heartbeat_interval_s": plan.heartbeat_interval_s,
         }

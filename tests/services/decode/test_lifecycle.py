@@ -26,6 +26,7 @@ from services.decode.lifecycle import (
     Event,
     InLine,
     KeepPlace,
+    KeepTokens,
     KvLanded,
     KvNotLanded,
     LeaveLine,
@@ -117,9 +118,9 @@ def test_a_router_hears_of_an_end_only_when_it_may_wait_for_tokens_in_vain(state
     assert told(state, AbortAsked(by_router=True)) is None
     assert told(state, CallEnded()) is None
     assert told(state, TimeOver()) is None
-    assert (told(state, RivalCame(Rival.SAME_ATTEMPT, FULL)) is not None) == landed
-    assert told(state, RivalCame(Rival.NEWER_ATTEMPT, FULL)) is None
-    replaced = told(state, RivalCame(Rival.OTHER_ROUTER, FULL))
+    assert (told(state, RivalCame(Rival.SAME_OWNER, FULL)) is not None) == landed
+    assert told(state, RivalCame(Rival.NEWER_OWNER, FULL)) is None
+    replaced = told(state, RivalCame(Rival.OTHER_REQUEST, FULL))
     assert (replaced is not None and replaced.replaced) == asked
     assert (told(state, Broken("broken")) is not None) == asked
     assert (told(state, RouterLost()) is not None) == asked
@@ -207,7 +208,7 @@ class Life(RuleBasedStateMachine):
                 self.in_engine = False
             case Report():
                 self.reports.append(action)
-            case DropTokens() | TellRouter():
+            case DropTokens() | KeepTokens() | TellRouter():
                 assert not isinstance(self.state, InLine)
 
     @rule()
@@ -235,5 +236,5 @@ TestLife.settings = settings(max_examples=200, stateful_step_count=30, deadline=
 def test_a_stale_call_is_answered_with_the_rivals_error() -> None:
     stale = StaleAttempt("a", 1, 2)
     for state in (InLine(True), Asked(True, 0.0)):
-        _, actions = step(state, RivalCame(Rival.NEWER_ATTEMPT, stale), 1.0)
+        _, actions = step(state, RivalCame(Rival.NEWER_OWNER, stale), 1.0)
         assert Answer(stale) in actions

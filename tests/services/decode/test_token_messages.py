@@ -1,18 +1,21 @@
 """What a slow router was not sent goes out in messages that gRPC takes, in order, nothing lost and nothing twice."""
 
+from kaveri.domain.owner import Owner
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.v1 import decode_pb2
+from services.decode.answer_log import GOING_ON, End, GainedTokens
+from services.decode.lifecycle import RequestTimes
 from services.decode.server import _to_proto
 from services.decode.token_messages import messages_of
-from services.decode.token_streams import GainedTokens, RequestTimes
 
 LARGE_ID = 2**31 - 1
 LOGPROBS = Logprobs(-1234.5678, tuple((LARGE_ID, -1234.5678) for _ in range(20)))
 
 
-def gained(request_id: str, token_count: int, logprobs: bool = False, **end: object) -> GainedTokens:
-    return GainedTokens(request_id, 1, 7, [LARGE_ID] * token_count, [LOGPROBS] * token_count if logprobs else [], **end)  # type: ignore[arg-type]
+def gained(request_id: str, token_count: int, logprobs: bool = False, end: End = GOING_ON) -> GainedTokens:
+    entries = [LOGPROBS] * token_count if logprobs else []
+    return GainedTokens(request_id, Owner(0, 1), 7, [LARGE_ID] * token_count, entries, end)
 
 
 def sizes(messages: list[list[GainedTokens]]) -> list[int]:
@@ -41,7 +44,7 @@ def test_many_entries_go_in_messages_far_below_the_limit() -> None:
 
 def test_an_entry_larger_than_a_message_goes_in_pieces_and_ends_with_the_last() -> None:
     times = RequestTimes(0.1, 0.2, 0)
-    whole = gained("a", 30_000, logprobs=True, finish=FinishReason.LENGTH, times=times)
+    whole = gained("a", 30_000, logprobs=True, end=End(FinishReason.LENGTH, times))
     before, behind = gained("before", 1), gained("behind", 1)
     messages = list(messages_of([before, whole, behind]))
     assert max(sizes(messages)) < MAX_MESSAGE_BYTES // 2
@@ -55,12 +58,12 @@ def test_an_entry_larger_than_a_message_goes_in_pieces_and_ends_with_the_last() 
         assert len(piece.token_ids) == len(piece.logprobs) > 0
         index += len(piece.token_ids)
     assert index == 7 + 30_000
-    ends = [(piece.finish, piece.times) for piece in pieces]
-    assert ends == [(None, None)] * (len(pieces) - 1) + [(FinishReason.LENGTH, times)]
+    ends = [piece.end for piece in pieces]
+    assert ends == [GOING_ON] * (len(pieces) - 1) + [End(FinishReason.LENGTH, times)]
 
 
 def test_a_million_tokens_without_logprobs_go_in_pieces_too() -> None:
-    messages = list(messages_of([gained("a", 1_000_000, error="engine fault")]))
+    messages = list(messages_of([gained("a", 1_000_000, end=End(error="engine fault"))]))
     assert max(sizes(messages)) < MAX_MESSAGE_BYTES // 2
     assert sum(len(piece.token_ids) for message in messages for piece in message) == 1_000_000
-    assert [piece.error for message in messages for piece in message][-2:] == ["", "engine fault"]
+    assert [piece.end.error for message in messages for piece in message][-2:] == ["", "engine fault"]

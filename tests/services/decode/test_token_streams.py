@@ -1,12 +1,15 @@
 """What routers get when their streams are slow, late, replaced or broken; and which attempts are stale."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
-from kaveri.errors import StaleAttempt
+from kaveri.errors import RequestAlreadyExists, StaleAttempt
 from kaveri.policy.growth import BatchMember
 from services.decode.lifecycle import InLine, RequestTimes
 from services.decode.requests import DecodeRequest, KnownAttempts
@@ -17,7 +20,13 @@ WAIT_S = 10.0
 
 def request(request_id: str = "a", router_id: str = "router") -> DecodeRequest:
     engine_request = EngineRequest(EngineKey(request_id, 1), (1,) * 10, 0, SamplingParams())
-    return DecodeRequest(engine_request, 1, router_id, 0.0, 60.0, BatchMember(10), InLine(stays=False))
+    ownership = Ownership(Owner(0, 1), router_id)
+    return DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), InLine(stays=False))
+
+
+def streams_of(*requests: DecodeRequest, grace_s: float = 10.0, gone: Callable[[str], None] = lambda name: None) -> Any:
+    """The streams of routers that these requests are here for."""
+    return TokenStreams(grace_s, gone, lambda name: [each for each in requests if each.router_id == name])
 
 
 def gain(streams: TokenStreams, entry: DecodeRequest, index: int, finish: FinishReason | None = None) -> None:
@@ -37,7 +46,7 @@ class Gone:
 
 
 async def test_one_step_of_many_requests_is_one_batch() -> None:
-    streams = TokenStreams(10.0, Gone())
+    streams = streams_of()
     stream = streams.open("router")
     entries = [request(str(number)) for number in range(5)]
     for entry in entries:
@@ -50,7 +59,7 @@ async def test_one_step_of_many_requests_is_one_batch() -> None:
 
 
 async def test_a_stream_without_tokens_has_a_beat_to_send_and_goes_on() -> None:
-    streams = TokenStreams(10.0, Gone())
+    streams = streams_of()
     stream = streams.open("router")
     assert await asyncio.wait_for(stream.next_batch(beat_s=0.01), WAIT_S) == []
     assert not stream.has_ended
@@ -60,7 +69,7 @@ async def test_a_stream_without_tokens_has_a_beat_to_send_and_goes_on() -> None:
 
 
 async def test_a_closing_stream_ends_when_it_has_sent_everything() -> None:
-    streams = TokenStreams(10.0, Gone())
+    streams = streams_of()
     stream = streams.open("router")
     gain(streams, request(), 1)
     streams.close_all()
@@ -70,7 +79,7 @@ async def test_a_closing_stream_ends_when_it_has_sent_everything() -> None:
 
 
 async def test_a_slow_stream_gets_the_tokens_of_several_steps_in_one_entry() -> None:
-    streams = TokenStreams(10.0, Gone())
+    streams = streams_of()
     stream = streams.open("router")
     entry = request()
     for index in range(1, 50):
@@ -79,14 +88,14 @@ async def test_a_slow_stream_gets_the_tokens_of_several_steps_in_one_entry() -> 
     (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
     assert gained.index == 1
     assert gained.token_ids == list(range(101, 151))
-    assert gained.finish is FinishReason.LENGTH
-    assert gained.times is not None
+    assert gained.end.finish is FinishReason.LENGTH
+    assert gained.end.times is not None
 
 
 async def test_tokens_are_kept_for_a_router_whose_stream_is_late() -> None:
     gone = Gone()
-    streams = TokenStreams(10.0, gone)
     entry = request()
+    streams = streams_of(entry, gone=gone)
     streams.expect("router")
     gain(streams, entry, 1)
     stream = streams.open("router")
@@ -97,48 +106,65 @@ async def test_tokens_are_kept_for_a_router_whose_stream_is_late() -> None:
 
 async def test_a_router_that_never_opens_its_stream_counts_as_gone() -> None:
     gone = Gone()
-    streams = TokenStreams(0.01, gone)
+    streams = streams_of(grace_s=0.01, gone=gone)
     streams.expect("router")
+    assert streams.missing_routers == ("router",)
     await asyncio.wait_for(gone.changed.wait(), WAIT_S)
     assert gone.routers == ["router"]
-    gain(streams, request(), 1)  # no stream to report to; nothing is kept
     stream = streams.open("router")
     streams.close_all()
     assert await stream.next_batch() == []
 
 
 async def test_a_newer_stream_replaces_an_older_one_and_gets_its_unsent_tokens() -> None:
-    gone = Gone()
-    streams = TokenStreams(10.0, gone)
     entry = request()
+    streams = streams_of(entry)
     older = streams.open("router")
     gain(streams, entry, 1)
     newer = streams.open("router")
     assert await asyncio.wait_for(older.next_batch(), WAIT_S) == []
     streams.close(older)
-    assert gone.routers == []
+    assert streams.missing_routers == ()
     (gained,) = await asyncio.wait_for(newer.next_batch(), WAIT_S)
     assert gained.token_ids == [101]
     streams.close(newer)
-    assert gone.routers == ["router"]
-
-
-async def test_a_router_that_was_cut_off_hears_which_requests_it_has_lost() -> None:
-    entry = request()
-
-    def lose(router_id: str) -> None:
-        streams.fail(entry, "the router's token stream ended")
-
-    streams = TokenStreams(10.0, lose)
-    streams.close(streams.open("router"))
-    again = streams.open("router")
-    (gained,) = await asyncio.wait_for(again.next_batch(), WAIT_S)
-    assert (gained.request_id, gained.error) == ("a", "the router's token stream ended")
+    assert streams.missing_routers == ("router",)
     streams.close_all()
 
 
+async def test_a_stream_that_comes_in_time_ends_the_grace_and_goes_on_where_the_broken_one_was() -> None:
+    gone, entry = Gone(), request()
+    streams = streams_of(entry, gone=gone)
+    broken = streams.open("router")
+    gain(streams, entry, 1)
+    await asyncio.wait_for(broken.next_batch(), WAIT_S)
+    streams.close(broken)
+    gain(streams, entry, 2)
+    again = streams.open("router")
+    assert streams.missing_routers == ()
+    (gained,) = await asyncio.wait_for(again.next_batch(), WAIT_S)
+    assert (gained.index, gained.token_ids) == (2, [102])
+    assert gone.routers == []
+    streams.close_all()
+
+
+async def test_tokens_are_repeated_from_any_index_with_how_they_ended() -> None:
+    entry = request()
+    streams = streams_of(entry)
+    stream = streams.open("router")
+    for index in range(1, 6):
+        gain(streams, entry, index, FinishReason.LENGTH if index == 5 else None)
+    await asyncio.wait_for(stream.next_batch(), WAIT_S)
+    for index in (3, 6):
+        entry.log.send_from(index)
+        streams.resume(entry)
+        (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
+        assert (gained.index, gained.token_ids) == (index, [100 + each for each in range(index, 6)])
+        assert gained.end.finish is FinishReason.LENGTH
+
+
 async def test_a_dropped_request_is_not_spoken_of() -> None:
-    streams = TokenStreams(10.0, Gone())
+    streams = streams_of()
     stream = streams.open("router")
     dropped, kept = request("dropped"), request("kept")
     gain(streams, dropped, 1)
@@ -149,17 +175,17 @@ async def test_a_dropped_request_is_not_spoken_of() -> None:
 
 
 async def test_a_failure_follows_the_tokens_that_were_gained() -> None:
-    streams = TokenStreams(10.0, Gone())
+    streams = streams_of()
     stream = streams.open("router")
     entry = request()
-    gain(streams, entry, 3)
+    gain(streams, entry, 1)
     streams.fail(entry, "broken")
     (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
-    assert (gained.index, gained.token_ids, gained.error) == (3, [103], "broken")
+    assert (gained.index, gained.token_ids, gained.end.error) == (1, [101], "broken")
 
 
 async def test_streams_send_what_they_have_before_they_end() -> None:
-    streams = TokenStreams(10.0, Gone())
+    streams = streams_of()
     stream = streams.open("router")
     gain(streams, request(), 1)
     streams.close_all()
@@ -169,56 +195,49 @@ async def test_streams_send_what_they_have_before_they_end() -> None:
 
 
 async def test_a_failure_wakes_its_stream() -> None:
-    streams = TokenStreams(10.0, Gone())
+    streams = streams_of()
     stream = streams.open("router")
     waiting = asyncio.create_task(stream.next_batch())
     await asyncio.sleep(0)
     streams.fail(request(), "another router has begun it", replaced=True)
     (gained,) = await asyncio.wait_for(waiting, WAIT_S)
-    assert (gained.error, gained.replaced) == ("another router has begun it", True)
+    assert (gained.end.error, gained.end.replaced) == ("another router has begun it", True)
 
 
-def test_attempts_of_two_routers_are_not_compared() -> None:
+def of(session: int, attempt: int, router_id: str = "router", secret: bytes = b"") -> Ownership:
+    return Ownership(Owner(session, attempt), router_id, secret)
+
+
+def test_attempts_of_two_routers_without_a_secret_are_not_compared() -> None:
     known = KnownAttempts(remembered_s=10.0, max_count=100)
-    known.note("router", "a", 2**31 - 1, 0.0)
-    known.note("other", "a", 1, 0.0)
+    known.note("a", of(0, 2**31 - 1), 0.0)
+    known.note("a", of(0, 1, "other"), 0.0)
 
 
 def test_an_attempt_older_than_a_known_one_is_refused() -> None:
     known = KnownAttempts(remembered_s=10.0, max_count=100)
-    known.note("router", "a", 2, 0.0)
-    known.note("router", "a", 2, 1.0)
+    known.note("a", of(0, 2), 0.0)
+    known.note("a", of(0, 2), 1.0)
     with pytest.raises(StaleAttempt) as refused:
-        known.note("router", "a", 1, 2.0)
+        known.note("a", of(0, 1), 2.0)
     assert (refused.value.attempt, refused.value.newest_attempt) == (1, 2)
-    known.note("router", "b", 1, 2.0)
-    known.note("router", "a", 1, 11.5)  # forgotten: the id may be used again
+    known.note("b", of(0, 1), 2.0)
+    known.note("a", of(0, 1), 11.5)  # forgotten: the id may be used again
+
+
+def test_an_older_session_is_refused_whichever_router_has_it() -> None:
+    known = KnownAttempts(remembered_s=10.0, max_count=100)
+    secret = b"s" * 16
+    known.note("a", of(1, 1, "second", secret), 0.0)
+    with pytest.raises(RequestAlreadyExists):
+        known.note("a", of(0, 9, "first", secret), 1.0)
+    known.note("a", of(0, 9, "first", b"t" * 16), 1.0)  # another request with the same id
 
 
 def test_no_more_attempts_are_remembered_than_allowed() -> None:
     known = KnownAttempts(remembered_s=10.0, max_count=3)
     for number in range(10):
-        known.note("router", str(number), 5, 0.0)
-    known.note("router", "0", 1, 0.0)
+        known.note(str(number), of(0, 5), 0.0)
+    known.note("0", of(0, 1), 0.0)
     with pytest.raises(StaleAttempt):
-        known.note("router", "9", 1, 0.0)
-
-
-async def test_every_loss_of_tokens_is_counted_and_a_stream_knows_the_count_at_its_beginning() -> None:
-    gone = Gone()
-    streams = TokenStreams(0.01, gone)
-    first = streams.open("router")
-    assert (first.losses, streams.losses) == (0, 0)
-    # What was on its way over a stream that is replaced may be lost.
-    second = streams.open("router")
-    assert second.losses == 1
-    streams.close(first)
-    assert streams.losses == 1
-    streams.close(second)
-    assert streams.losses == 2
-    while len(gone.routers) < 2:
-        await asyncio.wait_for(gone.changed.wait(), WAIT_S)
-        gone.changed.clear()
-    # The time of grace is over.
-    assert streams.open("router").losses == 3
-    streams.close_all()
+        known.note("9", of(0, 1), 0.0)

@@ -10,6 +10,7 @@ import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.length import TokenRange
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.engine.contract import EngineKey, EngineRequest, KvPushFailed
 from kaveri.errors import (
     EngineError,
@@ -76,7 +77,7 @@ class World:
         key = EngineKey(request_id, self._number)
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
         deadline_s = time.monotonic() + timeout_s
-        request = PrefillRequest(3, "router", engine_request, deadline_s, self.reported, **fields)
+        request = PrefillRequest(Ownership(Owner(0, 3), "router"), engine_request, deadline_s, self.reported, **fields)
         self.dispatcher.begin(request)
         return request
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.errors import InvalidArgument, NoCapacity
@@ -45,7 +46,7 @@ class Feed:
         """A request that waits."""
         key = EngineKey(f"r{number}", number)
         sent = EngineRequest(key, (1,) * token_count, 0, SamplingParams(max_tokens=2, seed=0))
-        request = PrefillRequest(1, "router", sent, 1.0, self._reported)
+        request = PrefillRequest(Ownership(Owner(0, 1), "router"), sent, 1.0, self._reported)
         self.queue.hold(request)
         self.queue.release(request)
         return request

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import (
     FirstToken,
@@ -52,6 +53,9 @@ from tests.services.prefill.scripted import (
 CHUNK_TOKENS = 16
 
 
+ORPHAN_GRACE_S = 0.2
+
+
 class World:
     """One instance and what it talks to. The engine takes two chunks of work ahead: 32 tokens."""
 
@@ -65,12 +69,17 @@ class World:
             self.hand_over,
             no_predictions(self.metrics),
             self.metrics,
+            ORPHAN_GRACE_S,
             has_room,
         )
 
     def accept(self, request_id: str, token_count: int = 20, attempt: int = 1, **fields: Any) -> PrefillRequest:
-        fields = {"router_id": "router", "generated_count": 0, "params": params(), "timeout_s": 60.0, **fields}
-        return self.role.accept(request_id, attempt, token_ids=(1,) * token_count, **fields)
+        owned = Ownership(Owner(0, attempt), fields.pop("router_id", "router"), fields.pop("secret", b""))
+        fields = {"generated_count": 0, "params": params(), "timeout_s": 60.0, **fields}
+        return self.role.accept(request_id, owned, token_ids=(1,) * token_count, **fields)
+
+    def abort(self, request_id: str, attempt: int, router_id: str) -> None:
+        self.role.abort(request_id, Ownership(Owner(0, attempt), router_id))
 
     def compute(self, request: PrefillRequest, finish: FinishReason | None = None) -> None:
         """All of the prompt, its first token drawn."""
@@ -94,7 +103,7 @@ async def told(request: PrefillRequest) -> list[Any]:
 
 ENDS: dict[str, Callable[[World, PrefillRequest], None]] = {
     "cancelled": lambda world, request: world.role.cancel(request),
-    "aborted by its router": lambda world, request: world.role.abort(request.request_id, 1, "router"),
+    "aborted by its router": lambda world, request: world.abort(request.request_id, 1, "router"),
     "failed": lambda world, request: request.report(request, Failed(Unavailable("no place"))),
     "given up by the engine": lambda world, request: world.role.handle([RequestFailed(request.key, "broken")]),
     "replaced by a newer attempt": lambda world, request: world.accept(request.request_id, 1, attempt=2) and None,
@@ -225,12 +234,12 @@ async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alon
     world.role.handle([PrefillStarted(older.key), FirstToken(older.key, 5, None, None)])
     world.role.cancel(older)
     assert world.role.load().waiting_requests == 1
-    world.role.abort("a", 2, "router")
+    world.abort("a", 2, "router")
     assert world.role.load().waiting_requests == 1, "an older attempt is meant"
-    world.role.abort("a", 3, "stranger")
+    world.abort("a", 3, "stranger")
     assert world.role.load().waiting_requests == 1, "another router's is meant"
-    world.role.abort("unknown", 9, "router")
-    world.role.abort("a", 4, "router")
+    world.abort("unknown", 9, "router")
+    world.abort("a", 4, "router")
     assert world.engine.aborted == [older.key, newer.key]
     assert world.role.load().waiting_requests == 0
 
@@ -255,7 +264,7 @@ async def test_a_refused_request_leaves_no_trace() -> None:
     assert world.count("refused") == 1
     assert world.role.load().waiting_requests == 2
     # Not known, so not stale either.
-    world.role.abort("refused", 1, "router")
+    world.abort("refused", 1, "router")
     assert world.engine.aborted == []
 
 
@@ -461,10 +470,10 @@ async def test_ids_outside_the_vocabulary_are_refused() -> None:
     for largest, fits in ((999, True), (1000, False)):
         fields: dict[str, Any] = {"generated_count": 0, "params": params(), "timeout_s": 1.0}
         if fits:
-            assert world.role.accept("a", 1, "router", (1, largest), **fields)
+            assert world.role.accept("a", Ownership(Owner(0, 1), "router"), (1, largest), **fields)
         else:
             with pytest.raises(InvalidArgument, match="below 1000"):
-                world.role.accept("b", 1, "router", (1, largest), **fields)
+                world.role.accept("b", Ownership(Owner(0, 1), "router"), (1, largest), **fields)
 
 
 async def test_an_outbox_gives_the_latest_of_each_kind_in_order_then_the_error() -> None:

@@ -199,6 +199,13 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.subscribers.append(router_id)
         try:
             yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation, beat_s=_BEAT_S if self.beats else 0.0)
+            for named in request.requests:
+                # It keeps nothing when a stream ends.
+                if named.request_id not in self.running:
+                    gone = decode_pb2.RequestTokens(
+                        request_id=named.request_id, attempt=named.attempt, session=named.session, error="not here"
+                    )
+                    yield decode_pb2.StreamTokensResponse(requests=[gone])
             while True:
                 while self.silent or not (self._of(router_id) and self.may_step.is_set()):
                     awaited = self.may_step if self._of(router_id) else self._wake

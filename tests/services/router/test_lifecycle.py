@@ -35,16 +35,21 @@ from services.router.lifecycle_values import (
     LeaveAttempt,
     Life,
     Lost,
+    NotFound,
     Placed,
     PlaceLost,
     PlaceNamed,
     PrefillEnded,
     Prefilling,
     PrefillLeg,
+    Seeking,
     Sent,
+    Sought,
     State,
+    Superseded,
     TextStopped,
     Tokens,
+    TookOver,
     Unfollow,
     Unplaced,
 )
@@ -90,7 +95,7 @@ def test_tokens_of_an_instance_that_is_not_named_yet_wait_for_its_placement() ->
     state, actions = run(PlaceNamed(OTHER), state=state)
     assert appended(actions) == [80]
     assert state == Decoding(ATTEMPT, 2, OTHER, PrefillLeg.WORKING)
-    assert actions[-1] == Follow(1, OTHER, 0)
+    assert actions[-1] == Follow(1, OTHER)
 
 
 def test_tokens_that_overtake_a_second_placement_are_taken_and_those_of_the_place_that_was_left_are_dropped() -> None:
@@ -213,7 +218,7 @@ def test_a_prefill_that_ends_without_its_first_token_loses_the_attempt() -> None
 def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
     both = replace(ATTEMPT, prefill=ONE)
     state, actions = run(Sent(both, ONE), state=Unplaced())
-    assert (state, actions) == (Placed(both, 0, ONE), [Follow(1, ONE, None)])
+    assert (state, actions) == (Placed(both, 0, ONE), [Follow(1, ONE, is_there=False)])
     lost, _ = run(FIRST, HandedOver(), PlaceLost(GONE), state=state)
     assert isinstance(lost, Lost)
     assert lost.is_prefills_fault
@@ -223,7 +228,10 @@ def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
     ("state", "event"),
     [
         (Unplaced(), PlaceNamed(ONE)),
-        (Unplaced(), Exhausted()),
+        (Unplaced(), GraceOver()),
+        (Unplaced(), TookOver(ATTEMPT)),
+        (Prefilling(ATTEMPT, 0), Sought(ATTEMPT)),
+        (Prefilling(ATTEMPT, 0), NotFound()),
         (Prefilling(ATTEMPT, 0), Sent(ATTEMPT)),
         (Prefilling(ATTEMPT, 0), PlaceLost(GONE)),
         (Prefilling(ATTEMPT, 0), GraceOver()),
@@ -338,6 +346,45 @@ class AnyOrder(RuleBasedStateMachine):
 
     # The service.
 
+    @precondition(lambda self: isinstance(self.state, Unplaced) and not self.number)
+    @rule(received=st.integers(0, 3))
+    def client_has_tokens_of_an_earlier_session(self, received: int) -> None:
+        self.answer = [token_of(0, PREFILL, index) for index in range(received)]
+        self.state = Unplaced(received)
+
+    @precondition(lambda self: isinstance(self.state, Unplaced))
+    @rule()
+    def sought(self) -> None:
+        self.number += 1
+        self.named = []
+        self.take(Sought(Attempt(self.number, PREFILL, len(self.answer), MOST_TOKENS)))
+
+    @precondition(lambda self: isinstance(self.state, Seeking))
+    @rule()
+    def not_found(self) -> None:
+        self.take(NotFound())
+
+    @precondition(lambda self: isinstance(self.state, Seeking))
+    @rule(place=st.sampled_from([None, *DECODES]), missing=st.integers(0, 2), earlier=st.integers(0, 2))
+    def took_over(self, place: Life | None, missing: int, earlier: int) -> None:
+        self.named = [] if place is None else [place]
+        has = len(self.answer)
+        first_index = has + missing if missing else max(0, has - earlier)
+        tokens = [token_of(self.number, PREFILL, has + offset) for offset in range(missing)]
+        attempt = Attempt(self.number, PREFILL, first_index, MOST_TOKENS, taken_over=place is None)
+        self.take(TookOver(attempt, tokens, place))
+
+    @precondition(lambda self: self.number > 1)
+    @rule()
+    def superseded(self) -> None:
+        """A later session goes on where this one was: nothing is aborted."""
+        before = self.state
+        self.state, actions = step(before, Superseded(GONE), 1.0)
+        assert isinstance(self.state, Ended)
+        assert set(map(type, actions)) <= {LeaveAttempt}
+        if not isinstance(before, Ended):
+            self.ended_at, self.followed = len(self.answer), None
+
     @precondition(lambda self: isinstance(self.state, Unplaced | Lost))
     @rule(both=st.booleans())
     def sent(self, both: bool) -> None:
@@ -351,7 +398,7 @@ class AnyOrder(RuleBasedStateMachine):
     def place_lost(self) -> None:
         self.take(PlaceLost(GONE))
 
-    @precondition(lambda self: isinstance(self.state, Prefilling | Placed | Decoding | Lost) and self.answer)
+    @precondition(lambda self: isinstance(self.state, Seeking | Prefilling | Placed | Decoding | Lost) and self.answer)
     @rule()
     def text_stopped(self) -> None:
         self.take(TextStopped())
@@ -385,12 +432,12 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def every_token_has_its_index(self) -> None:
         assert [index for _, _, index in self.answer] == list(range(len(self.answer)))
-        if isinstance(self.state, Prefilling | Placed | Decoding | Lost | Unplaced):
+        if isinstance(self.state, Seeking | Prefilling | Placed | Decoding | Lost | Unplaced):
             assert self.state.next_index == len(self.answer)
 
     @invariant()
     def an_attempt_has_tokens_of_one_decode_instance_that_was_named(self) -> None:
-        for number in range(1, self.number + 1):
+        for number in range(self.number + 1):
             sources = {source for attempt, source, _ in self.answer if attempt == number and source != PREFILL}
             assert len(sources) <= 1
             if number == self.number:
@@ -403,7 +450,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_bounded_and_of_no_place_that_was_left(self) -> None:
-        if isinstance(self.state, Prefilling | Placed):
+        if isinstance(self.state, Seeking | Prefilling | Placed):
             held = self.state.held
             weights = [len(event.token_ids) if isinstance(event, Tokens) else 1 for event in held.events]
             assert sum(weights) == held.token_count <= MOST_TOKENS

@@ -149,14 +149,14 @@ async def test_a_router_that_ends_closes_all_claims_and_starts_no_work_afterward
         claims = RequestClaims(store, "router-0", 1)
         names = [f"request-{number}" for number in range(2 * _MOST_AT_ONCE + 1)]
         for name in names:
-            await claims.open(name, 60.0)
+            await claims.open(claims.claim_of(name, 0, b""), 60.0)
         for name in names:
-            claims.close(name)
+            claims.close(claims.claim_of(name, 0, b""))
         await claims.end()
         assert await store.requests() == ()
         before = store.closed
         # The last calls end a moment after the claims were closed.
-        claims.close("late")
+        claims.close(claims.claim_of("late", 0, b""))
         claims.update(store.view())
         await asyncio.sleep(3 * _FLUSH_AFTER_S)
         assert store.closed == before
@@ -166,8 +166,8 @@ async def test_a_router_that_ends_without_its_store_does_not_wait_for_it() -> No
     cluster = MemoryCluster()
     async with MemoryStore(cluster) as store:
         claims = RequestClaims(store, "router-0", 1)
-        await claims.open("mine", 60.0)
+        await claims.open(claims.claim_of("mine", 0, b""), 60.0)
         cluster.take_away()
-        claims.close("mine")
+        claims.close(claims.claim_of("mine", 0, b""))
         async with asyncio.timeout(5):
             await claims.end()

@@ -10,6 +10,7 @@ import structlog
 from grpc import aio
 from prometheus_client import REGISTRY
 
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import InvalidArgument, NoCapacity, StaleAttempt
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
@@ -497,11 +498,11 @@ async def test_an_abort_that_was_sent_again_is_remembered_as_new(
         feeds = router.router.feeds
         place = Life("decode-0", decode.incarnation)
         for request_id in ("a", "b", "a", "c"):
-            feeds.abort(request_id, 1, place)
+            feeds.abort(request_id, Ownership(Owner(0, 1), feeds._stream_id), place)
         await eventually(lambda: len(decode.aborted) == 4)
         # Sent just now: not again.
-        feeds.disown("a", 1, "decode-0")
-        feeds.disown("b", 1, "decode-0")
+        feeds.disown("a", Owner(0, 1), "decode-0")
+        feeds.disown("b", Owner(0, 1), "decode-0")
         await eventually(lambda: len(decode.aborted) == 5)
         assert decode.aborted[4] == ("b", 1)
 
@@ -510,7 +511,7 @@ async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(clu
     """When a prefill instance dies, each of its requests is aborted at every decode instance."""
     async with cluster.router() as router:
         for number in range(500):
-            router.router.feeds.abort(f"request {number}", 1, None)
+            router.router.feeds.abort(f"request {number}", Ownership(Owner(0, 1), "router"), None)
         for decode in cluster.decodes.values():
             await eventually(lambda decode=decode: len(decode.aborted) == 500)  # type: ignore[misc]
             assert decode.abort_messages == 1

@@ -167,7 +167,7 @@ async def test_draining_router_resigns_while_its_requests_go_on(cluster: Scripte
         # A request that does not end as long as this test lasts: a place in the table.
         task = asyncio.current_task()
         assert task is not None
-        place = router.table.reserve("endless", task)
+        place = router.table.reserve("endless", 0, b"", task)
         draining = asyncio.create_task(under_test.drain())
         await lead(other, "other")
         assert not draining.done()

@@ -1,0 +1,93 @@
+"""What a decode instance has drawn for one request, and how much of it its router has been sent. No I/O."""
+
+from dataclasses import dataclass, field
+
+from kaveri.domain.owner import Owner
+from kaveri.domain.sampling import FinishReason, Logprobs
+from kaveri.engine.contract import TokenStep
+from services.decode.lifecycle import RequestTimes
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an answer ended here: with a finish reason, or with an error."""
+
+    finish: FinishReason | None = None
+    times: RequestTimes | None = None
+    error: str = ""
+    replaced: bool = False
+
+
+GOING_ON = End()
+
+
+@dataclass(eq=False, slots=True)
+class GainedTokens:
+    """What one request gained and its router has not been sent."""
+
+    request_id: str
+    owner: Owner
+    index: int
+    """Of the first of token_ids within the answer."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    end: End = GOING_ON
+
+
+@dataclass(eq=False, slots=True)
+class AnswerLog:
+    """The tokens of one answer from first_index on."""
+
+    first_index: int
+    sent: int
+    """Index of the next token to send."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """One for each token, or none at all."""
+    end: End = GOING_ON
+    end_sent: bool = False
+
+    @classmethod
+    def after(cls, generated_count: int) -> "AnswerLog":
+        """The log of a request whose next token prefill draws, and sends itself."""
+        return cls(generated_count + 1, generated_count + 1)
+
+    @property
+    def next_index(self) -> int:
+        """Index of the next token to draw."""
+        return self.first_index + len(self.token_ids)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether take() has something."""
+        return self.sent < self.next_index or (self.end is not GOING_ON and not self.end_sent)
+
+    def begin_with(self, token_id: int, logprobs: Logprobs | None) -> None:
+        """Enters the token that prefill drew, to repeat it when asked. Nothing is drawn yet."""
+        assert not self.token_ids, self
+        self.first_index -= 1
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def gain(self, step: TokenStep, times: RequestTimes | None) -> None:
+        """Adds one token; `times` with the last one."""
+        self.token_ids.append(step.token_id)
+        if step.logprobs is not None:
+            self.logprobs.append(step.logprobs)
+        if step.finish is not None:
+            self.end = End(step.finish, times)
+
+    def send_from(self, index: int) -> None:
+        """Repeats what comes from `index` on, which must be in the log or be the next index; and how it ended."""
+        assert self.first_index <= index <= self.next_index, (index, self)
+        self.sent = index
+        self.end_sent = False
+
+    def take(self, request_id: str, owner: Owner) -> GainedTokens:
+        """What was not sent, which counts as sent from now on."""
+        start = self.sent - self.first_index
+        gained = GainedTokens(request_id, owner, self.sent, self.token_ids[start:], self.logprobs[start:], self.end)
+        self.sent = self.next_index
+        self.end_sent = self.end is not GOING_ON
+        return gained

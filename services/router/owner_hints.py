@@ -1,0 +1,30 @@
+"""Hints of which instances have a request: between the wire and the router."""
+
+from google.protobuf.message import DecodeError
+
+from kaveri.v1 import inference_pb2
+from services.router.lifecycle_values import Life
+from services.router.requests import OwnerHint
+
+
+def hint_to_proto(hint: OwnerHint) -> inference_pb2.OwnerHint:
+    message = inference_pb2.OwnerHint()
+    if hint.prefill is not None:
+        message.prefill_instance_id, message.prefill_incarnation = hint.prefill
+    if hint.decode is not None:
+        message.decode_instance_id, message.decode_incarnation = hint.decode
+    return message
+
+
+def hint_from_proto(message: inference_pb2.OwnerHint) -> OwnerHint:
+    prefill = Life(message.prefill_instance_id, message.prefill_incarnation)
+    decode = Life(message.decode_instance_id, message.decode_incarnation)
+    return OwnerHint(prefill if prefill.instance_id else None, decode if decode.instance_id else None)
+
+
+def hint_from_bytes(value: bytes) -> OwnerHint:
+    """Of the store. What cannot be read says nothing."""
+    try:
+        return hint_from_proto(inference_pb2.OwnerHint.FromString(value))
+    except DecodeError:
+        return OwnerHint()

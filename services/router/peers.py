@@ -1,0 +1,53 @@
+"""The other routers of the cluster: where they are, and cancelling requests that they serve."""
+
+import asyncio
+
+from grpc import aio
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.view import Role
+from kaveri.rpc.channels import Channels
+from kaveri.v1 import inference_pb2
+from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
+
+_CANCEL_TIMEOUT_S = 2.0
+_MOST_ADDRESSES = 16
+"""Named to clients: enough for any of them to go on."""
+
+
+class RouterPeers:
+    """For one event loop. It calls over channels that others close."""
+
+    def __init__(self, store: ClusterStore, channels: Channels, instance_id: str, model: str) -> None:
+        self._store = store
+        self._channels = channels
+        self._instance_id = instance_id
+        self._model = model
+
+    def addresses(self) -> list[str]:
+        """Of the routers that serve the model, this one included."""
+        instances = self._store.view().instances.values()
+        return [
+            status.record.address
+            for status in instances
+            if status.record.role is Role.ROUTER and status.record.model == self._model
+        ][:_MOST_ADDRESSES]
+
+    async def cancel(self, request_id: str) -> bool:
+        """Cancels a request on whichever other router it is. False: none that could be reached has it."""
+        instances = self._store.view().instances.values()
+        addresses = [
+            status.record.address
+            for status in instances
+            if status.record.role is Role.ROUTER and status.record.instance_id != self._instance_id
+        ]
+        return any(await asyncio.gather(*(self._cancel_at(address, request_id) for address in addresses)))
+
+    async def _cancel_at(self, address: str, request_id: str) -> bool:
+        message = inference_pb2.CancelRequest(request_id=request_id, forwarded=True)
+        try:
+            return (
+                await self._channels.stub(InferenceServiceStub, address).Cancel(message, timeout=_CANCEL_TIMEOUT_S)
+            ).found
+        except aio.AioRpcError:
+            return False

@@ -1,0 +1,134 @@
+"""Finds the instances that have a request from an earlier session, and attaches it to this router.
+
+Hints say where to look first: the one of the cluster store, then the client's. They name lives of instances, and only
+lives in the view are asked. Without a hint that holds, all instances are asked.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import aio
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.attachment import Attached
+from kaveri.domain.view import InstanceRecord, Phase
+from kaveri.errors import RequestCancelled, RequestNotFound, Unavailable
+from kaveri.rpc.channels import Channels
+from kaveri.telemetry.logs import get_logger
+from kaveri.v1 import prefill_pb2
+from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.wire.attempts import attached_from_proto, attachment_to_proto
+from kaveri.wire.status import error_of
+from services.router.lifecycle_values import Life
+from services.router.requests import OwnerHint, RequestEntry
+from services.router.token_feeds import ATTACH_TIMEOUT_S, TokenFeeds
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSteps:
+    """A stream of a prefill instance's reports."""
+
+    call: "aio.UnaryStreamCall[Any, Any]"
+    record: InstanceRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Who has the request, and goes on for this router."""
+
+    attached: Attached
+    prefill: Life
+    decode: Life | None
+    """The decode instance, if the request is there already."""
+    steps: PrefillSteps | None
+    """What prefill reports, if the request is there."""
+
+
+class TakeOver:
+    """The search of one router. For one event loop."""
+
+    def __init__(self, store: ClusterStore, channels: Channels, feeds: TokenFeeds, stream_id: str) -> None:
+        self._store = store
+        self._channels = channels
+        self._feeds = feeds
+        self._stream_id = stream_id
+
+    async def find(self, entry: RequestEntry, number: int) -> Found | None:
+        """Attaches the request as attempt `number`, where it is. None: no instance that could be asked has it.
+
+        Raises InvalidArgument, StaleAttempt and RequestAlreadyExists as the instance that has it.
+        """
+        hint = entry.accepted.received.owner
+        prefills, decodes = self._records(Phase.PREFILL), self._records(Phase.DECODE)
+        hinted_decodes = [record for record in decodes if _life(record) == hint.decode]
+        hinted_prefills = [record for record in prefills if _life(record) == hint.prefill]
+        others = [record for record in decodes if record not in hinted_decodes]
+        # Where the KV has landed prefill has nothing more to say.
+        found = await self._at_decode(entry, number, hinted_decodes, hint)
+        found = found or await self._at_prefill(entry, number, hinted_prefills)
+        found = found or await self._at_decode(entry, number, others, OwnerHint())
+        return found or await self._at_prefill(
+            entry, number, [record for record in prefills if record not in hinted_prefills]
+        )
+
+    def _records(self, phase: Phase) -> list[InstanceRecord]:
+        instances = self._store.view().instances.values()
+        return [status.record for status in instances if phase in status.record.phases]
+
+    async def _at_decode(
+        self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord], hint: OwnerHint
+    ) -> Found | None:
+        attachment = entry.attachment(number, self._stream_id, landed=True)
+
+        async def ask(record: InstanceRecord) -> Found:
+            attached = await self._feeds.attach(record, attachment)
+            return Found(attached, hint.prefill or Life("", 0), _life(record), None)
+
+        return _first(entry, await asyncio.gather(*map(ask, records), return_exceptions=True))
+
+    async def _at_prefill(self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord]) -> Found | None:
+        attach = attachment_to_proto(entry.attachment(number, self._stream_id))
+        message = prefill_pb2.AttachPrefillRequest(attach=attach)
+        deadline_s = entry.accepted.deadline_s
+
+        async def ask(record: InstanceRecord) -> Found:
+            call = self._channels.stub(PrefillServiceStub, record.address).AttachPrefill(
+                message, timeout=deadline_s - time.monotonic()
+            )
+            try:
+                async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                    first = await call.read()
+            except aio.AioRpcError as rpc_error:
+                error = error_of(rpc_error)
+                raise Unavailable(str(error)) if isinstance(error, RequestCancelled) else error from rpc_error
+            except TimeoutError as error:
+                call.cancel()
+                raise Unavailable(f"prefill instance {record.instance_id} does not answer") from error
+            if not isinstance(first, prefill_pb2.AttachPrefillResponse) or not first.progress.HasField("attached"):
+                call.cancel()
+                raise Unavailable(f"prefill instance {record.instance_id} ended its stream")
+            steps = PrefillSteps(call, record)
+            return Found(attached_from_proto(first.progress.attached), _life(record), None, steps)
+
+        return _first(entry, await asyncio.gather(*map(ask, records), return_exceptions=True))
+
+
+def _first(entry: RequestEntry, outcomes: list[Found | BaseException]) -> Found | None:
+    """The first that was found. Raises the first refusal of an instance that has the request."""
+    for outcome in outcomes:
+        if isinstance(outcome, Found):
+            return outcome
+    for outcome in outcomes:
+        match outcome:
+            case RequestNotFound() | Unavailable():
+                get_logger().debug("attach_refused", request_id=entry.request_id, reason=str(outcome))
+            case BaseException():
+                raise outcome
+    return None
+
+
+def _life(record: InstanceRecord) -> Life:
+    return Life(record.instance_id, record.incarnation)

@@ -1,0 +1,197 @@
+"""Clients that re-attach through another router, or the same one: real routers, prefill and decode, real gRPC."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from kaveri.models import KAVERI_TINY
+from kaveri.rpc.server import open_channel
+from kaveri.text.tokenizer import ModelTokenizer
+from kaveri.v1 import inference_pb2, sampling_pb2
+from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
+from services.router.config import RouterConfig
+from services.router.service import Router, router_host
+
+SECRET = b"0123456789abcdef"
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Iterator[ModelTokenizer]:
+    tokenizer = ModelTokenizer.load(KAVERI_TINY)
+    yield tokenizer
+    tokenizer.close()
+
+
+def prompt(seed: int, token_count: int = 40) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(token_count)]
+
+
+@dataclass
+class Client:
+    """What a client keeps of one request over its sessions; its calls are made by hand."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    request_id: str = "a"
+    secret: bytes = SECRET
+    session: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    owner: inference_pb2.OwnerHint | None = None
+    max_tokens: int = 0
+    routers: list[str] = field(default_factory=list)
+    last: inference_pb2.GenerateResponse | None = None
+
+    def message(self, **changes: Any) -> inference_pb2.GenerateRequest:
+        request = inference_pb2.GenerateRequest(
+            request_id=self.request_id,
+            token_ids=inference_pb2.TokenIds(ids=self.prompt),
+            params=sampling_pb2.SamplingParams(**{"seed": 0, **self.params}),
+            session=self.session,
+            secret=self.secret,
+        )
+        if self.session:
+            request.received.token_ids.extend(self.token_ids)
+            request.received.characters = len(self.text)
+            request.received.max_tokens = self.max_tokens
+            if self.owner is not None:
+                request.received.owner.CopyFrom(self.owner)
+        for name, value in changes.items():
+            setattr(request, name, value)
+        return request
+
+    def take(self, response: inference_pb2.GenerateResponse) -> None:
+        if response.token_ids:
+            assert response.index == len(self.token_ids), "tokens twice, or a gap"
+        self.token_ids += response.token_ids
+        self.text += response.text
+        self.logprobs += [entry.logprob for entry in response.logprobs]
+        if response.HasField("owner"):
+            self.owner = response.owner
+        self.max_tokens = response.max_tokens or self.max_tokens
+        self.routers = list(response.routers) or self.routers
+        if response.finish_reason:
+            self.last = response
+
+    async def read(self, call: Any, until: int) -> None:
+        """Until it has so many tokens, or the answer ends."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.token_ids) < until:
+                response = await call.read()
+                if response is aio.EOF:
+                    return
+                self.take(response)
+
+    async def finish(self, call: Any) -> None:
+        await self.read(call, 2**31)
+        assert self.last is not None
+
+
+class Routers:
+    """Real routers on the cluster of the fixture."""
+
+    def __init__(self, cluster: Any, tokenizer: ModelTokenizer) -> None:
+        self.cluster = cluster
+        self.tokenizer = tokenizer
+        self.by_name: dict[str, Router] = {}
+        self._channels: dict[str, aio.Channel] = {}
+        self._serving: dict[str, asyncio.Task[int]] = {}
+
+    async def start(self, name: str, **settings: Any) -> Router:
+        config = RouterConfig(
+            **{
+                "instance_id": name,
+                "heartbeat_interval_s": 0.02,
+                "model": KAVERI_TINY,
+                "served_model_name": "fake",
+                **settings,
+            }
+        )
+        router = self.by_name[name] = Router(config, await self.cluster.store(), self.tokenizer)
+        host = router_host(router)
+        self._serving[name] = asyncio.create_task(host.serve(asyncio.Event()))
+        await asyncio.wait_for(host.started.wait(), WAIT_S)
+        self._channels[name] = open_channel(host.address)
+        return router
+
+    def generate(self, name: str, message: inference_pb2.GenerateRequest, timeout_s: float = WAIT_S) -> Any:
+        return InferenceServiceStub(self._channels[name]).Generate(message, timeout=timeout_s)
+
+    async def cancel(self, name: str, request_id: str) -> bool:
+        request = inference_pb2.CancelRequest(request_id=request_id)
+        return (await InferenceServiceStub(self._channels[name]).Cancel(request, timeout=WAIT_S)).found
+
+    async def cut(self, name: str) -> None:
+        """The router vanishes for everybody: its connections end, and it says nothing of its requests any more."""
+        router = self.by_name.pop(name)
+
+        async def mute(*_: Any, **__: Any) -> None:
+            return None
+
+        router.feeds._abort_at = lambda *_: None  # type: ignore[method-assign]
+        router.placer._abort_prefill = mute  # type: ignore[method-assign,assignment]
+        router.claims.close = lambda claim: None  # type: ignore[method-assign,assignment]
+        await self._channels.pop(name).close()
+        await self._end(name)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        for name in list(self._serving):
+            await self._end(name)
+
+    async def _end(self, name: str) -> None:
+        serving = self._serving.pop(name)
+        serving.cancel()
+        await asyncio.wait((serving,), timeout=WAIT_S)
+
+
+@pytest.fixture
+async def routers(cluster: Any, tokenizer: ModelTokenizer) -> AsyncIterator[Routers]:
+    routers = Routers(cluster, tokenizer)
+    yield routers
+    await routers.close()
+
+
+def computed(cluster: Any, role: str = "prefill") -> float:
+    """Prompt tokens computed, by all instances."""
+    return sum(instance.metric("kaveri_prefill_tokens_total") for instance in cluster.instances)
+
+
+GRACE_S = 5.0
+
+
+async def test_a_router_dies_while_decode_streams_and_another_goes_on_with_exactly_the_rest(
+    cluster: Any, routers: Routers
+) -> None:
+    await cluster.prefill(orphan_grace_s=GRACE_S)
+    await cluster.decode(fake_step_s=0.01, orphan_grace_s=GRACE_S)
+    await routers.start("router-0")
+    await routers.start("router-1")
+    client = Client(prompt(1), {"max_tokens": 120, "logprobs": 1})
+    whole = Client(prompt(1), {"max_tokens": 120, "logprobs": 1}, request_id="whole", secret=b"")
+    await whole.finish(routers.generate("router-0", whole.message()))
+    before = computed(cluster)
+    await client.read(routers.generate("router-0", client.message()), 20)
+    assert len(client.routers) == 2
+    await routers.cut("router-0")
+    client.session = 1
+    await client.finish(routers.generate("router-1", client.message()))
+    assert client.token_ids == whole.token_ids == cluster.expected(prompt(1), 120)
+    assert client.text == whole.text
+    assert client.logprobs == whole.logprobs
+    assert client.last is not None
+    assert whole.last is not None
+    assert client.last.finish_reason == whole.last.finish_reason
+    assert client.last.usage.completion_tokens == 120
+    assert client.last.timing.reattaches == 1
+    assert computed(cluster) - before == 40, "the prompt was computed once"
+    await cluster.all_free()
