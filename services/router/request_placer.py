@@ -363,7 +363,7 @@ class RequestPlacer:
     async def _read_prefill(
         self, entry: RequestEntry, attempt: Attempt, steps: PrefillSteps, over: asyncio.Future[None]
     ) -> None:
-        call = steps.call
+        call: Any = steps.call
 
         def stop_reading(_: object) -> None:
             call.cancel()
@@ -372,7 +372,8 @@ class RequestPlacer:
         ended = PrefillEnded()
         has_ended_it = False
         try:
-            async for event in call:
+            # Not `async for`: gRPC does not mix it with read(), by which the first event of Attach was read.
+            while (event := await call.read()) is not aio.EOF:
                 if over.done():
                     break
                 if isinstance(event, prefill_pb2.AttachPrefillResponse):

@@ -367,6 +367,8 @@ class _ClientCall:
         self._connection: _Connection | None = None
         self._server_call: _ServerCall | None = None
         self._callbacks: list[Callable[[Any], None]] = []
+        self._is_iterated: bool | None = None
+        """Whether its messages are read by iteration, and not by read(). None: none was read."""
         self.deadline_s = None if timeout_s is None else loop.time() + timeout_s
         self._timer = None
         if timeout_s is not None:
@@ -388,6 +390,12 @@ class _ClientCall:
 
     async def read(self) -> Any:
         """The next message; aio.EOF at the end. Raises AioRpcError, and CancelledError once cancelled here."""
+        return await self._read(is_iterated=False)
+
+    async def _read(self, *, is_iterated: bool) -> Any:
+        if self._is_iterated not in (None, is_iterated):
+            raise RuntimeError("The iterator and read/write APIs may not be mixed on a single RPC.")
+        self._is_iterated = is_iterated
         while not self._messages and self._code is None:
             self._waiter = self._network.loop.create_future()
             try:
@@ -442,7 +450,7 @@ class _ClientCall:
         return message
 
     async def _all(self) -> AsyncIterator[Any]:
-        while (message := await self.read()) is not aio.EOF:
+        while (message := await self._read(is_iterated=True)) is not aio.EOF:
             yield message
 
     # ---- the network ----
