@@ -5,6 +5,7 @@ import contextlib
 import random
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from grpc import aio
 

@@ -107,6 +107,9 @@ class Clients:
         sdk = self._sdks.get((client, address))
         if sdk is None:
             sdk = self._sdks[client, address] = AsyncClient(address)
+            # Known, and asked when this one fails: also by requests that die before their first response.
+            lives = (self._world.lives[router.name] for router in self._world.plan.routers)
+            sdk._routers.learn(f"{life.name}:{life.port}" for life in lives)
         return sdk
 
 
