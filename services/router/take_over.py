@@ -107,6 +107,12 @@ class TakeOver:
             except TimeoutError as error:
                 call.cancel()
                 raise Unavailable(f"prefill instance {record.instance_id} does not answer") from error
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                # Not this task but the call was cancelled: the channel was closed.
+                raise Unavailable(f"prefill instance {record.instance_id} has left the cluster") from None
             if not isinstance(first, prefill_pb2.AttachPrefillResponse) or not first.progress.HasField("attached"):
                 call.cancel()
                 raise Unavailable(f"prefill instance {record.instance_id} ended its stream")

@@ -198,6 +198,12 @@ class TokenFeeds:
             if isinstance(error, DeadlineExceeded | RequestCancelled):
                 error = Unavailable(f"decode instance {record.instance_id} does not answer")
             raise error from rpc_error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not this task but the call was cancelled: the channel was closed.
+            raise Unavailable(f"decode instance {record.instance_id} has left the cluster") from None
         if response.incarnation != record.incarnation:
             raise Unavailable(f"decode instance {record.instance_id} has restarted")
         return attached_from_proto(response.attached)
