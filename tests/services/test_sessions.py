@@ -3,9 +3,10 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grpc
 import pytest
 from grpc import aio
 
@@ -16,6 +17,7 @@ from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from services.router.config import RouterConfig
 from services.router.service import Router, router_host
+from tests.services.conftest import eventually
 
 SECRET = b"0123456789abcdef"
 WAIT_S = 30.0
@@ -195,3 +197,223 @@ async def test_a_router_dies_while_decode_streams_and_another_goes_on_with_exact
     assert client.last.timing.reattaches == 1
     assert computed(cluster) - before == 40, "the prompt was computed once"
     await cluster.all_free()
+
+
+async def two_routers(cluster: Any, routers: Routers, **decode: Any) -> None:
+    await cluster.prefill(orphan_grace_s=GRACE_S, chunk_tokens=16, **decode.pop("prefill", {}))
+    await cluster.decode(orphan_grace_s=GRACE_S, **{"fake_step_s": 0.01, **decode})
+    await routers.start("router-0")
+    await routers.start("router-1")
+
+
+async def test_a_router_dies_while_the_prompt_is_computed_and_it_is_computed_once(
+    cluster: Any, routers: Routers
+) -> None:
+    await two_routers(cluster, routers, prefill={"fake_step_s": 0.05})
+    ahead = Client(prompt(3, 100), {"max_tokens": 2}, request_id="ahead")
+    client = Client(prompt(2, 200), {"max_tokens": 20})
+    other = routers.generate("router-1", ahead.message())
+    call = routers.generate("router-0", client.message())
+    await eventually(lambda: computed(cluster) > 0, "the prompts are computed")
+    await routers.cut("router-0")
+    call.cancel()
+    client.session = 1
+    await client.finish(routers.generate("router-1", client.message()))
+    await ahead.finish(other)
+    assert client.token_ids == cluster.expected(prompt(2, 200), 20)
+    assert computed(cluster) == 300, "each prompt once"
+    await cluster.all_free()
+
+
+async def test_a_router_dies_while_the_prompt_waits_for_room_at_decode(cluster: Any, routers: Routers) -> None:
+    await two_routers(cluster, routers, max_model_len=160, kv_cache_memory=12 * 4096)
+    first = Client(prompt(4, 100), {"max_tokens": 50}, request_id="first")
+    client = Client(prompt(5, 100), {"max_tokens": 20})
+    other = routers.generate("router-1", first.message())
+    await first.read(other, 2)
+    call = routers.generate("router-0", client.message())
+    await eventually(lambda: computed(cluster) == 200, "it waits for room")
+    await routers.cut("router-0")
+    call.cancel()
+    client.session = 1
+    await client.finish(routers.generate("router-1", client.message()))
+    await first.finish(other)
+    assert client.token_ids == cluster.expected(prompt(5, 100), 20)
+    assert computed(cluster) == 200
+    await cluster.all_free()
+
+
+async def test_an_answer_that_ended_before_its_client_heard_of_it_is_repeated(cluster: Any, routers: Routers) -> None:
+    await two_routers(cluster, routers)
+    decode = cluster.instances[1]
+    for number, received in enumerate((0, 1, 5)):
+        client = Client(prompt(6), {"max_tokens": 10}, request_id=f"r{number}")
+        call = routers.generate("router-0", client.message())
+        await client.read(call, received)
+        await eventually(
+            lambda number=number: decode.metric("kaveri_decode_requests_total", outcome="finished") == number + 1,
+            "decode has finished it",
+        )
+        call.cancel()
+        before = computed(cluster)
+        client.session = 1
+        await client.finish(routers.generate("router-1", client.message()))
+        assert client.token_ids == cluster.expected(prompt(6), 10)
+        assert computed(cluster) == before
+    await cluster.all_free()
+
+
+async def test_a_client_may_re_attach_through_the_same_router_again_and_again(cluster: Any, routers: Routers) -> None:
+    await two_routers(cluster, routers)
+    client = Client(prompt(7), {"max_tokens": 100})
+    call = routers.generate("router-0", client.message())
+    for session in range(1, 8):
+        await client.read(call, 10 * session)
+        client.session = session
+        call = routers.generate(f"router-{session % 2 if session > 3 else 0}", client.message())
+    await client.finish(call)
+    assert client.token_ids == cluster.expected(prompt(7), 100)
+    assert computed(cluster) == 40
+    await cluster.all_free()
+
+
+async def test_text_goes_on_with_the_next_character_and_a_stop_text_straddles_the_sessions(
+    cluster: Any, routers: Routers
+) -> None:
+    await two_routers(cluster, routers)
+    whole = Client(prompt(8), {"max_tokens": 60}, request_id="whole")
+    await whole.finish(routers.generate("router-0", whole.message()))
+    stop = whole.text[len(whole.text) // 2 : len(whole.text) // 2 + 6]
+    for number, params in enumerate(({"max_tokens": 60}, {"max_tokens": 60, "stop": [stop]})):
+        expected = Client(prompt(8), params, request_id=f"expected-{number}")
+        await expected.finish(routers.generate("router-0", expected.message()))
+        for cut in range(1, len(expected.token_ids), 7):
+            client = Client(prompt(8), params, request_id=f"r{number}-{cut}")
+            call = routers.generate("router-0", client.message())
+            await client.read(call, cut)
+            client.session = 1
+            await client.finish(routers.generate("router-1", client.message()))
+            assert (client.text, client.token_ids) == (expected.text, expected.token_ids)
+            assert client.last is not None
+            assert expected.last is not None
+            assert client.last.finish_reason == expected.last.finish_reason
+    await cluster.all_free()
+
+
+async def test_a_client_that_leaves_a_living_router_frees_everything_within_a_second(
+    cluster: Any, routers: Routers
+) -> None:
+    await two_routers(cluster, routers, prefill={"fake_step_s": 0.02})
+    for number, until in enumerate((0, 0, 5)):
+        client = Client(prompt(9, 300), {"max_tokens": 100}, request_id=f"r{number}")
+        call = routers.generate("router-0", client.message())
+        before = computed(cluster)
+        await eventually(lambda before=before: computed(cluster) > before, "it is computed")
+        await client.read(call, until)
+        call.cancel()
+        await cluster.all_free(1.0)
+
+
+async def test_cancel_works_through_any_router(cluster: Any, routers: Routers) -> None:
+    await two_routers(cluster, routers)
+    client = Client(prompt(10), {"max_tokens": 300})
+    call = routers.generate("router-0", client.message())
+    await client.read(call, 3)
+    assert await routers.cancel("router-1", "a")
+    await client.finish(call)
+    assert client.last is not None
+    assert client.last.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
+    assert not await routers.cancel("router-1", "a")
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"secret": b"another secret, too"}, "secret"),
+        ({"secret": b""}, "secret"),
+        ({"secret": b"short"}, "secret"),
+        ({"session": 70_000}, "session"),
+        ({"prompt": prompt(99)}, "prompt"),
+        ({"token_ids": [1] * 60}, "received.token_ids"),
+        ({"token_ids": [1] * 49, "text": ""}, "received.token_ids"),
+        ({"token_ids": [3, 1, 2], "text": ""}, "received.token_ids"),
+        ({"text": "x" * 10_000}, "received.characters"),
+        ({"params": {"max_tokens": 50, "seed": None}}, "params.seed"),
+    ],
+)
+async def test_bad_re_attaches_are_refused_by_field_and_disturb_no_one(
+    cluster: Any, routers: Routers, change: dict[str, Any], field: str
+) -> None:
+    await two_routers(cluster, routers, fake_step_s=0.02)
+    client = Client(prompt(11), {"max_tokens": 50})
+    call = routers.generate("router-0", client.message())
+    await client.read(call, 3)
+    bad = replace(client, **{"session": 1, "token_ids": list(client.token_ids), **change})
+    message = bad.message()
+    if field == "params.seed":
+        message.params.ClearField("seed")
+    with pytest.raises(aio.AioRpcError) as refused:
+        await bad.read(routers.generate("router-1", message), 1000)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in (refused.value.details() or "")
+    assert SECRET.decode() not in (refused.value.details() or "")
+    # A mistake of the request's own client, who has the secret, ends the former session: it goes on in the next one.
+    client.session = 2
+    if field in ("secret", "session", "params.seed"):
+        await client.finish(call)
+    else:
+        await client.finish(routers.generate("router-0", client.message()))
+    assert client.token_ids == cluster.expected(prompt(11), 50)
+    await cluster.all_free()
+
+
+async def test_a_session_that_does_not_grow_is_refused(cluster: Any, routers: Routers) -> None:
+    await two_routers(cluster, routers)
+    client = Client(prompt(12), {"max_tokens": 200})
+    call = routers.generate("router-0", client.message())
+    await client.read(call, 3)
+    client.session = 2
+    again = routers.generate("router-1", client.message())
+    await client.read(again, 10)
+    for name in ("router-0", "router-1"):
+        with pytest.raises(aio.AioRpcError) as refused:
+            await replace(client, token_ids=[]).read(routers.generate(name, client.message()), 1000)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "session" in (refused.value.details() or "")
+    again.cancel()
+    await cluster.all_free()
+
+
+async def test_an_instance_of_both_phases_hands_its_requests_to_another_router(cluster: Any, routers: Routers) -> None:
+    await cluster.colocated(orphan_grace_s=GRACE_S, fake_step_s=0.01)
+    await routers.start("router-0")
+    await routers.start("router-1")
+    for number, until in enumerate((0, 1, 20)):
+        client = Client(prompt(13, 100), {"max_tokens": 60}, request_id=f"r{number}")
+        before = computed(cluster)
+        call = routers.generate("router-0", client.message())
+        if until:
+            await client.read(call, until)
+        else:
+            await eventually(lambda before=before: computed(cluster) > before, "it is computed")
+        client.session = 1
+        await client.finish(routers.generate("router-1", client.message()))
+        assert client.token_ids == cluster.expected(prompt(13, 100), 60)
+        assert computed(cluster) - before == 100
+    await cluster.all_free()
+
+
+async def test_orphans_end_with_the_grace(cluster: Any, routers: Routers) -> None:
+    await cluster.prefill(orphan_grace_s=0.3, fake_step_s=0.05, chunk_tokens=16)
+    decode = await cluster.decode(orphan_grace_s=0.3, fake_step_s=0.02)
+    await routers.start("router-0")
+    running = Client(prompt(14), {"max_tokens": 400}, request_id="running")
+    computing = Client(prompt(15, 400), {"max_tokens": 100}, request_id="computing")
+    await running.read(routers.generate("router-0", running.message()), 3)
+    call = routers.generate("router-0", computing.message())
+    await eventually(lambda: computed(cluster) > 40, "the second one is computed")
+    await routers.cut("router-0")
+    call.cancel()
+    await cluster.all_free(2.0)
+    assert decode.metric("kaveri_decode_requests_total", outcome="router_gone") >= 1
