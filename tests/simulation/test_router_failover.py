@@ -1,0 +1,60 @@
+"""A router dies, hangs or is cut off from its client in each phase of a request: the answer goes on, computed once."""
+
+import pytest
+
+from kaveri.testing.simulation.directed import CLIENT, cluster, request, story
+from kaveri.testing.simulation.plan import Fault, FaultKind
+from kaveri.testing.simulation.schedule import run_schedule
+from kaveri.text.tokenizer import ModelTokenizer
+
+_PHASES = {
+    "before its prompt is sent": "start /kaveri.v1.InferenceService/Generate",
+    "prefilling": "start /kaveri.v1.PrefillService/Prefill",
+    "pushing": "start /kaveri.v1.DecodeService/Reserve",
+    "streaming": "message /kaveri.v1.InferenceService/Generate",
+}
+_FAULTS = {
+    "killed": {"kind": FaultKind.RESTART, "lasts_s": 0.5},
+    "frozen": {"kind": FaultKind.FREEZE, "lasts_s": 5.0},
+    "cut off from its client": {"kind": FaultKind.CUT, "other": CLIENT, "lasts_s": 5.0},
+}
+
+
+@pytest.mark.parametrize("phase", _PHASES)
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_an_answer_goes_on_through_another_router_and_its_prompt_is_computed_once(
+    tokenizer: ModelTokenizer, fault: str, phase: str
+) -> None:
+    # A request before it: the client has reached its router, and knows that it answers fast.
+    requests = [request("before", max_tokens=2), request("moved", 0.5, prompt_tokens=150, max_tokens=40)]
+    # While streaming: after some tokens of the second answer.
+    count = 12 if phase == "streaming" else 2
+    disturbed = Fault(after=_PHASES[phase], after_count=count, at_s=0.001, target="router-0", **_FAULTS[fault])  # type: ignore[arg-type]
+    plan = story(cluster(routers=2, prefills=1, decodes=2, step_s=0.03), requests, [disturbed], max_model_len=320)
+    result = run_schedule(plan, tokenizer, lines=True)
+    assert result.violations == []
+    assert any("request_reattached request_id=moved" in line for line in result.lines), "the fault missed the request"
+    prompts = [line for line in result.lines if "start      /kaveri.v1.PrefillService/Prefill " in line]
+    moved = [line for line in prompts if 'request_id: "moved"' in line]
+    assert len(moved) == 1, "its prompt was computed again"
+
+
+def test_an_instance_that_hangs_and_leaves_while_it_is_asked_for_a_request_does_not_hold_it(
+    tokenizer: ModelTokenizer,
+) -> None:
+    plan = story(
+        cluster(routers=2, prefills=1, decodes=2, step_s=0.05),
+        [request("moved", 0.3, prompt_tokens=200, max_tokens=30)],
+        [
+            Fault(kind=FaultKind.FREEZE, at_s=0.1, target="decode-1", lasts_s=4.0),
+            Fault(
+                kind=FaultKind.RESTART,
+                after="start /kaveri.v1.PrefillService/Prefill",
+                at_s=0.02,
+                target="router-0",
+                lasts_s=0.5,
+            ),
+        ],
+        max_model_len=320,
+    )
+    assert run_schedule(plan, tokenizer).violations == []
