@@ -170,6 +170,33 @@ async def test_redis_killed_and_restarted_costs_no_request(idle: Callable[[Clust
 
 
 @pytest.mark.timeout(180)
+async def test_a_frozen_decode_instance_is_noticed_by_its_silence_while_its_lease_holds(
+    idle: Callable[[ClusterView], bool],
+) -> None:
+    prompts = make_prompts(count=6, length=40, seed=9)
+    flags = (*SLOW_DECODE, "--lease-ttl-s", "30")
+    async with (
+        run_cluster(prefill_count=2, decode_count=2, decode_flags=flags) as cluster,
+        AsyncClient(cluster.target) as client,
+    ):
+        watched = Watched(client, prompts)
+        await watched.all_have(5)
+        began_s = time.monotonic()
+        cluster.freeze("decode-0")
+        try:
+            answers = await watched.answers()
+            # Before the lease could end: 0.5 s of silence, 2 s for the stream to come back, the rest of the answers.
+            assert time.monotonic() - began_s < 25
+            assert "decode-0" in cluster.view().instances
+        finally:
+            cluster.thaw("decode-0")
+        check_exact(prompts, answers)
+        assert max(answer.timing.server.attempts for answer in answers) > 1, "decode-0 held no request"
+        assert min(answer.timing.server.attempts for answer in answers) == 1, "requests elsewhere were disturbed"
+        await cluster.wait_for_view(idle, within_s=20)
+
+
+@pytest.mark.timeout(180)
 async def test_a_frozen_decode_instance_cannot_hold_a_request_beyond_its_deadline() -> None:
     prompts = make_prompts(count=2, length=40, seed=7)
     async with run_cluster(decode_flags=SLOW_DECODE) as cluster, AsyncClient(cluster.target) as client:
