@@ -8,6 +8,7 @@ import os
 import queue
 import random
 import signal
+import time
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -342,8 +343,12 @@ def test_a_sending_rank_that_dies_frees_what_was_leased_to_all_ranks_of_its_engi
         stack.callback(receiving.plane.close)
         ticket = receiving.grant([5, 1, 6])
         sending.plane.open_push("r", ticket)
-        # Both ranks push, and neither hands over.
+        # Both ranks push, and neither hands over. A rank that dies before it has connected is only found by the expiry.
         source.ask("compute")
+        until_s = time.monotonic() + SOON_S
+        while receiving.plane.flow().receiving.sender_count < RANKS:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
         source.processes[1].kill()
         assert sending.lost.get(timeout=SOON_S) == "tensor-parallel rank 1 has ended"
         released = receiving.next()
