@@ -21,6 +21,47 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class AbortPrefillRequest(_message.Message):
+    """Requests that their router gives up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attempts(self) -> _containers.RepeatedCompositeFieldContainer[_decode_pb2.AttemptId]:
+        """In no particular order."""
+
+    def __init__(
+        self,
+        *,
+        attempts: _abc.Iterable[_decode_pb2.AttemptId] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortPrefillRequest: _TypeAlias = AbortPrefillRequest  # noqa: Y015
+
+@_typing.final
+class AbortPrefillResponse(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortPrefillResponse: _TypeAlias = AbortPrefillResponse  # noqa: Y015
+
+@_typing.final
 class AttachPrefillRequest(_message.Message):
     """Asks for a request that another router, or an earlier session, began."""
 

@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from kaveri.v1 import decode_pb2 as kaveri_dot_v1_dot_decode__pb2
 from kaveri.v1 import prefill_pb2 as kaveri_dot_v1_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -46,10 +45,10 @@ class PrefillServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillResponse.FromString,
                 _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/kaveri.v1.PrefillService/Abort',
-                request_serializer=kaveri_dot_v1_dot_decode__pb2.AbortRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_decode__pb2.AbortResponse.FromString,
+        self.AbortPrefill = channel.unary_unary(
+                '/kaveri.v1.PrefillService/AbortPrefill',
+                request_serializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillResponse.FromString,
                 _registered_method=True)
 
 
@@ -61,7 +60,7 @@ class PrefillServiceServicer(object):
         """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
         after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
         instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-        handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls Abort.
+        handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
         Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
         (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
         one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
@@ -82,7 +81,7 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Abort(self, request, context):
+    def AbortPrefill(self, request, context):
         """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -102,10 +101,10 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     request_deserializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_prefill__pb2.AttachPrefillResponse.SerializeToString,
             ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.AbortRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_decode__pb2.AbortResponse.SerializeToString,
+            'AbortPrefill': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortPrefill,
+                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.AbortPrefillResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,7 +173,7 @@ class PrefillService(object):
             _registered_method=True)
 
     @staticmethod
-    def Abort(request,
+    def AbortPrefill(request,
             target,
             options=(),
             channel_credentials=None,
@@ -187,9 +186,9 @@ class PrefillService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kaveri.v1.PrefillService/Abort',
-            kaveri_dot_v1_dot_decode__pb2.AbortRequest.SerializeToString,
-            kaveri_dot_v1_dot_decode__pb2.AbortResponse.FromString,
+            '/kaveri.v1.PrefillService/AbortPrefill',
+            kaveri_dot_v1_dot_prefill__pb2.AbortPrefillRequest.SerializeToString,
+            kaveri_dot_v1_dot_prefill__pb2.AbortPrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,6 @@ What a router asks of a prefill instance."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from kaveri.v1 import decode_pb2 as _decode_pb2
 from kaveri.v1 import prefill_pb2 as _prefill_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -38,7 +37,7 @@ class PrefillServiceStub:
     """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
     after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
     instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-    handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls Abort.
+    handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
     Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
     (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
     one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
@@ -51,7 +50,7 @@ class PrefillServiceStub:
     is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
     of the request, or there are more tokens than were generated).
     """
-    Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
+    AbortPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]
     """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
 
 @_typing.type_check_only
@@ -63,7 +62,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
     after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
     instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-    handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls Abort.
+    handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
     Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
     (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
     one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
@@ -76,7 +75,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     is not here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those
     of the request, or there are more tokens than were generated).
     """
-    Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
+    AbortPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]  # type: ignore[assignment]
     """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -91,7 +90,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """Queues one request, computes it in chunks, hands it over, and reports each step as it happens. The stream ends
         after `handed_over` or `finished`. The deadline cancels the request here and, if it was placed already, at the decode
         instance. So does the end of the RPC, unless the request has a secret: then it is an orphan, which is computed and
-        handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls Abort.
+        handed over as before and waits --orphan-grace-s for AttachPrefill. A router that gives a request up calls AbortPrefill.
         Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT (does not fit this engine, or no decode instance), ABORTED
         (a newer attempt is known), ALREADY_EXISTS (another request with this id, or another session, has replaced this
         one), UNAVAILABLE (draining, its engine broke, or there is no decode instance with the same KV layout).
@@ -112,11 +111,11 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def Abort(
+    def AbortPrefill(
         self,
-        request: _decode_pb2.AbortRequest,
+        request: _prefill_pb2.AbortPrefillRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
+    ) -> _typing.Union[_prefill_pb2.AbortPrefillResponse, _abc.Awaitable[_prefill_pb2.AbortPrefillResponse]]:
         """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,7 +6,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.errors import KaveriError
-from kaveri.v1 import decode_pb2, prefill_pb2
+from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
 from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_ownership, ownership_from_proto
 from kaveri.wire.messages import finish_to_proto, logprobs_to_proto, params_from_proto
@@ -52,12 +52,12 @@ class PrefillServer(PrefillServiceServicer):
         except KaveriError as error:
             await abort(context, error)
 
-    async def Abort(  # noqa: N802
-        self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.AbortResponse:
+    async def AbortPrefill(  # noqa: N802
+        self, request: prefill_pb2.AbortPrefillRequest, context: aio.ServicerContext[Any, Any]
+    ) -> prefill_pb2.AbortPrefillResponse:
         for attempt in request.attempts:
             self._role.abort(attempt.request_id, ownership_from_proto(attempt))
-        return decode_pb2.AbortResponse()
+        return prefill_pb2.AbortPrefillResponse()
 
     def _accept(self, message: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> ProgressOutbox:
         accepted = self._role.accept(

@@ -30,7 +30,7 @@ from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
-from kaveri.v1 import decode_pb2, prefill_pb2
+from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import MAX_ATTEMPT, ownership_to_proto
 from kaveri.wire.messages import finish_from_proto, params_to_proto
@@ -409,9 +409,9 @@ class RequestPlacer:
             entry.handle(ended, time.monotonic())
 
     async def _abort_prefill(self, record: InstanceRecord, request_id: str, ownership: Ownership) -> None:
-        message = decode_pb2.AbortRequest(attempts=[ownership_to_proto(request_id, ownership)], by_router=True)
+        message = prefill_pb2.AbortPrefillRequest(attempts=[ownership_to_proto(request_id, ownership)])
         with contextlib.suppress(aio.AioRpcError):
-            await self._channels.stub(PrefillServiceStub, record.address).Abort(message, timeout=ABORT_TIMEOUT_S)
+            await self._channels.stub(PrefillServiceStub, record.address).AbortPrefill(message, timeout=ABORT_TIMEOUT_S)
 
     def _settle(self, entry: RequestEntry, attempt: Attempt) -> None:
         self._unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)

@@ -44,7 +44,8 @@ def test_each_error_keeps_the_data_that_the_drawing_promises(kind: type[KaveriEr
 
 
 def _example(name: str) -> object:
-    return {"retry_after_s": 0.5, "limit_s": 30.0, "attempt": 1, "newest_attempt": 2, "served": ("a", "b")}.get(name, f"the {name}")
+    known = {"retry_after_s": 0.5, "limit_s": 30.0, "attempt": 1, "newest_attempt": 2, "served": ("a", "b")}
+    return known.get(name, f"the {name}")
 
 
 @pytest.mark.parametrize("kind", list(_classes()), ids=lambda kind: kind.__name__)
