@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import NoCapacity
 from kaveri.policy.room_line import MAX_OVERTAKES
 from services.prefill.decode_peers import DecodePeers
@@ -372,7 +373,7 @@ async def test_room_granted_to_a_request_that_has_just_been_cancelled_is_given_b
         await by_hand.reserve(decode, "taken", 159)
         await waiters.begin(decode, f"r{number}", 100)
         # The grant and the cancellation cross: either may come first.
-        instance.abort("taken", 1, "router-0", by_router=True)
+        instance.abort("taken", Ownership(Owner(0, 1), "router-0"), by_router=True)
         for _ in range(number):
             await asyncio.sleep(0)
         waiters.calls[f"r{number}"].cancel()
