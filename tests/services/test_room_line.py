@@ -431,7 +431,7 @@ async def test_a_late_abort_of_room_that_was_given_back_leaves_a_newer_reservati
     decode = await small_decode(cluster)
     await cluster.router()
     await by_hand.reserve(decode, "a", 100, reservation=1)
-    await by_hand.reserve(decode, "a", 100, reservation=3)
+    await by_hand.reserve(decode, "a", 100, reservation=3, wait=True)
     held_blocks = decode.held_blocks
     await by_hand.abort(decode, "a", by_router=False, reservation=2)
     with pytest.raises(aio.AioRpcError) as late:
@@ -442,7 +442,7 @@ async def test_a_late_abort_of_room_that_was_given_back_leaves_a_newer_reservati
     await by_hand.abort(decode, "a", by_router=False, reservation=3)
     await by_hand.eventually(decode.free, "it is given back")
     for number in (0, 7):
-        await by_hand.reserve(decode, "b", 100, attempt=1 + number, reservation=2)
+        await by_hand.reserve(decode, "b", 100, attempt=1 + number, reservation=2, wait=True)
         await by_hand.abort(decode, "b", attempt=1 + number, reservation=0)
         await by_hand.eventually(decode.free, "a router ends every reservation")
     await by_hand.reserve(decode, "c", 100, attempt=1, reservation=5)
