@@ -386,8 +386,11 @@ async def test_models_are_described(target: str) -> None:
         assert caught.value.model == "other"
 
 
-async def test_a_closed_client_says_so(target: str) -> None:
+@pytest.mark.parametrize("was_used", [False, True])
+async def test_a_closed_client_says_so(target: str, was_used: bool) -> None:
     client = AsyncClient(target)
+    if was_used:
+        await client.list_models()
     await client.close()
     await client.close()
     with pytest.raises(RuntimeError, match="closed"):

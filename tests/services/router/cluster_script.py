@@ -137,7 +137,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.running: dict[str, Running] = {}
         self.aborted: list[tuple[str, int]] = []
         """Request ids and attempts, as routers named them."""
-        self.abort_messages = 0
+        self.abort_messages: list[bool] = []
+        """Of each Abort: whether a router asks, by its own word."""
         self.subscribers: list[str] = []
         """The router ids of the streams that are open."""
         self.may_step = asyncio.Event()
@@ -183,7 +184,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self._wake.set()
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
-        self.abort_messages += 1
+        self.abort_messages.append(request.by_router)
         for entry in request.attempts:
             self.aborted.append((entry.request_id, entry.attempt))
             running = self.running.get(entry.request_id)
