@@ -5,6 +5,7 @@ before it. Where engines do not diverge, the answer also equals the model's own.
 cancelled are held to the same as far as they go. Does not verify when anything arrives.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,6 +42,25 @@ def check_attempts(world: World) -> list[str]:
         f"{outcome.request_id} at {outcome.router} took {timing.server.attempts} attempts, and nothing had failed"
         for outcome in world.outcomes
         if outcome.chunks and (timing := outcome.chunks[-1].timing) is not None and timing.server.attempts > 1
+    ]
+
+
+def check_router_deaths(world: World) -> list[str]:
+    """The death of one of several routers costs no prompt and no token: each request runs once at prefill and once at
+    decode, at most."""
+    plan = world.plan
+    routers = [instance.name for instance in plan.routers]
+    deaths = (FaultKind.KILL, FaultKind.RESTART)
+    others = [fault for fault in plan.faults if fault.kind not in deaths or fault.target not in routers]
+    # When two die, a client may find none within the orphan grace.
+    if len(routers) < 2 or len(plan.faults) != 1 or others:
+        return []
+    sent = [outcome.request_id for outcome in world.outcomes]
+    counts = Counter(run.key.request_id for run in world.draws.computed)
+    return [
+        f"{request_id} was computed {counts[request_id]} times, and only routers had died"
+        for request_id in dict.fromkeys(sent)
+        if counts[request_id] > 2 and sent.count(request_id) == 1
     ]
 
 

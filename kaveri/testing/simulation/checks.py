@@ -8,6 +8,7 @@ from kaveri.testing.simulation.answer_checks import (
     check_attempts,
     check_kv,
     check_reservations,
+    check_router_deaths,
     check_stale_draws,
 )
 from kaveri.testing.simulation.network import KEEPALIVE_S
@@ -103,4 +104,5 @@ CHECKS: tuple[Check, ...] = (
     check_reservations,
     check_kv,
     check_stale_draws,
+    check_router_deaths,
 )

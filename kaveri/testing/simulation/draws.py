@@ -30,6 +30,8 @@ class DrawRecord:
         """KV that was not what had been written for the request."""
         self.last_s: dict[DrawRun, float] = {}
         """When each run drew its last token."""
+        self.computed: dict[DrawRun, None] = {}
+        """Every run of which something was computed."""
         self._runs: dict[tuple[str, int, int, int], list[DrawRun]] = {}
 
     def add(self, run: DrawRun, draw_index: int, chain: int, token_id: int) -> None:

@@ -212,6 +212,7 @@ class SimulatedEngine:
             self._transfers.abort_push(transfer_id)
 
     def _compute(self, key: EngineKey, part: SequenceSlice) -> DrawnToken | None:
+        self.draws.computed[DrawRun(self.info.epoch, key)] = None
         try:
             chain = self._memory.write(part)
         except StaleKv as error:

@@ -13,6 +13,7 @@ from typing import Any
 from kaveri.cluster import memory_store
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
+from kaveri.domain import owner as owners
 from kaveri.engine.stepwise import residency as stepwise_residency
 from kaveri.engine.stepwise.account import Account
 from kaveri.policy.retry import Setback
@@ -24,6 +25,7 @@ from services.decode import token_streams as decode_streams
 from services.prefill import dispatcher as prefill_dispatcher
 from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
+from services.router import answer as router_answer
 from services.router import claims, lifecycle, request_placer, token_feeds
 from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
@@ -282,6 +284,67 @@ def reservation_never_expires() -> Iterator[None]:
 def orphans_never_end() -> Iterator[None]:
     """Decode goes on for a router whose token stream is gone, whatever the grace."""
     with _replaced(decode_instance.DecodeInstance, "_router_gone", lambda _: _nothing):
+        yield
+
+
+@_planted
+def prompts_die_with_their_router() -> Iterator[None]:
+    """Prefill cancels a request when its router is gone, although the client may re-attach."""
+
+    def make(_: Any) -> Any:
+        def leave(self: Any, request: Any, outbox: Any) -> None:
+            if request.outbox is outbox:
+                self.cancel(request)
+
+        return leave
+
+    with _replaced(prefill_role.PrefillRole, "leave", make):
+        yield
+
+
+@_planted
+def text_offset_forgotten() -> Iterator[None]:
+    """A router that takes a request over sends text that the client has."""
+
+    def make(original: Any) -> Any:
+        def go_on_after(self: Any, token_ids: Any, characters: int, *args: Any) -> None:
+            original(self, token_ids, 0, *args)
+
+        return go_on_after
+
+    with _replaced(router_answer.Answer, "go_on_after", make):
+        yield
+
+
+@_planted
+def later_session_draws_another_seed() -> Iterator[None]:
+    """A request that is placed again in a later session samples with another seed."""
+
+    def make(original: Any) -> Any:
+        async def prefill(self: Any, entry: Any, attempt: Any, *args: Any) -> None:
+            if entry.accepted.session:
+                params = replace(entry.accepted.params, seed=(entry.accepted.params.seed + 1) % 2**64)
+                entry.accepted = replace(entry.accepted, params=params)
+            await original(self, entry, attempt, *args)
+
+        return prefill
+
+    with _replaced(request_placer.RequestPlacer, "_prefill", make):
+        yield
+
+
+@_planted
+def abort_ignores_sessions() -> Iterator[None]:
+    """A late Abort of an earlier session ends what a later one has attached."""
+
+    def make(original: Any) -> Any:
+        def comparable(self: Any, held: Any) -> Any:
+            owner = original(self, held)
+            return owner and owner._replace(session=held.owner.session)
+
+        return comparable
+
+    with _replaced(owners.Ownership, "comparable", make):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from kaveri.domain.sampling import SamplingParams
 from kaveri.testing.simulation.directed import cluster, request, story
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
 
@@ -57,6 +58,29 @@ PLANS: dict[str, Plan] = {
         ],
         max_model_len=320,
         divergent=True,
+    ),
+    "prompts_die_with_their_router": story(
+        cluster(routers=2, step_s=0.1, chunk_tokens=16),
+        [request("a", prompt_tokens=120, max_tokens=20)],
+        [Fault(kind=FaultKind.KILL, at_s=0.4, target="router-0")],
+    ),
+    "text_offset_forgotten": story(
+        cluster(routers=2, step_s=0.05),
+        [request("a", max_tokens=60)],
+        [Fault(kind=FaultKind.KILL, at_s=1.0, target="router-0")],
+    ),
+    "later_session_draws_another_seed": story(
+        cluster(routers=2, step_s=0.05),
+        [replace(request("a"), params=SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True))],
+        [
+            Fault(kind=FaultKind.KILL, at_s=1.0, target="router-0"),
+            Fault(kind=FaultKind.RESTART, at_s=1.0, target="decode-0", lasts_s=0.1),
+        ],
+    ),
+    "abort_ignores_sessions": story(
+        cluster(routers=2, step_s=0.05),
+        [request("a", max_tokens=100)],
+        [_slow("router-0", "decode-0", 0.5, 3.0, at_s=0.5), _reset("client-0", "router-0", at_s=1.0)],
     ),
     "quarantine_skipped": story(
         cluster(prefills=2, block_count=20, step_s=0.05, chunk_tokens=32),
