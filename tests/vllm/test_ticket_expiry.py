@@ -24,6 +24,8 @@ SLOW_LINK = ("--kv-link", "12Mbps")
 # and than the router's with a token stream: it may break five seconds after the freeze, and all requests there with it.
 TICKETS = ("--reservation-ttl-s", "3")
 LONG_LEASE = ("--lease-ttl-s", "300")
+# Otherwise the router finds its silence first.
+PATIENT = ("--suspect-after-s", "60")
 
 
 def is_pushing(cluster: LocalCluster, view: ClusterView) -> bool:
@@ -69,6 +71,7 @@ async def test_what_a_frozen_receiver_does_not_take_before_its_ticket_expires_is
             kv_cache_memory="32MiB",
             prefill_flags=(*CHUNKS, *SLOW_LINK),
             decode_flags=(*CHUNKS, *TICKETS, *LONG_LEASE),
+            router_flags=PATIENT,
             start_timeout_s=300.0,
         ) as cluster,
         AsyncClient(cluster.target) as client,
