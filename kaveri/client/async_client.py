@@ -131,6 +131,10 @@ class AsyncClient:
         # It may be between two routers now, and will be cancelled at the next one.
         is_own = stream is not None and stream._note_cancelled()
         response = await self._ask("Cancel", request, timeout_s)
+        if is_own and not response.found:
+            # Its router has not received the request yet.
+            assert stream is not None
+            stream._cancel_when_known()
         return response.found or is_own
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:

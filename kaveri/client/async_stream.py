@@ -98,6 +98,10 @@ class AsyncStream:
         self._sessions.cancel_asked = True
         return not self._closed and not self._sessions.received.is_complete
 
+    def _cancel_when_known(self) -> None:
+        """Cancels the request as soon as a router knows it."""
+        self._sessions.cancel_when_known()
+
     async def __aenter__(self) -> Self:
         return self
 

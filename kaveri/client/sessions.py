@@ -79,6 +79,11 @@ class Sessions:
         if self._cancelling is not None:
             self._cancelling.cancel()
 
+    def cancel_when_known(self) -> None:
+        """Cancels the request by its id as soon as a router knows it. Does not wait."""
+        if self._cancelling is None or self._cancelling.done():
+            self._cancelling = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
+
     async def _go_on(self, failure: RouterFailed) -> None:
         """Begins the next session, elsewhere if possible. Raises the failure when there is no way to go on."""
         self.call.cancel()
@@ -101,8 +106,8 @@ class Sessions:
         self._request.session += 1
         self._request.received.CopyFrom(self.received.to_proto())
         self.call = self._send(target)
-        if self.cancel_asked and self._cancelling is None:
-            self._cancelling = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
+        if self.cancel_asked:
+            self.cancel_when_known()
 
     async def _wait(self, wait_s: float) -> None:
         """Waits, but not beyond the deadline or close()."""
@@ -126,7 +131,7 @@ class Sessions:
         self._routers.learn(response.routers)
 
     async def _cancel(self) -> None:
-        """Cancels a later session of a request that was cancelled by its id, once its router knows it."""
+        """Asks until a router knows the request, or it is over."""
         request = inference_pb2.CancelRequest(request_id=self._request.request_id)
         while not self.received.is_complete and not self._closing.is_set():
             with contextlib.suppress(KaveriError):

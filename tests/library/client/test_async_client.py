@@ -233,6 +233,18 @@ async def test_cancel_by_id_ends_the_stream_with_cancelled(service: InferenceDou
         assert not await client.cancel("named")
 
 
+async def test_a_cancel_that_overtakes_its_request_is_not_lost(target: str) -> None:
+    async with AsyncClient(target) as client:
+        for number in range(50):
+            task = asyncio.create_task(client.generate("endless", request_id=f"r{number}"))
+            await asyncio.sleep(0)
+            async with asyncio.timeout(10):
+                # The request may not have been sent yet.
+                while not await client.cancel(f"r{number}"):
+                    pass
+                assert (await task).finish_reason is FinishReason.CANCELLED
+
+
 async def test_the_deadline_reaches_the_server_and_raises_deadline_exceeded(
     service: InferenceDouble, target: str
 ) -> None:
