@@ -37,8 +37,8 @@ class RequestClaims:
         """To be claimed, with their time to live."""
         self._hinted: dict[RequestClaim, None] = {}
         """Whose hints are to be entered."""
-        self._ended: dict[str, RequestClaim] = {}
-        """Of ended requests, to be closed; the last one of each id."""
+        self._ended: dict[RequestClaim, None] = {}
+        """Of ended requests, to be closed."""
         self._has_ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._flushing: asyncio.Task[None] | None = None
@@ -58,19 +58,18 @@ class RequestClaims:
         heartbeat, for which this waits.
         """
         request_id, hint = claim.request_id, b""
-        left_behind = claim
-        if request_id in self._ended:
+        if claim in self._ended:
             # The caller uses an id again before the store has heard that its former request ended.
             if self._flushing is not None:
                 await asyncio.wait({self._flushing})
-            left_behind = self._ended.pop(request_id, claim)
+            self._ended.pop(claim, None)
         if claim.session:
             former = await self._store.find_request(request_id)
             if former is not None and former.secret_hash == claim.secret_hash:
                 hint = former.hint
         asked_s = time.monotonic()
         while (holder := await self._store.claim_request(claim, ttl_s)) is not None:
-            if holder in (claim, left_behind):
+            if holder == claim or holder in self._ended:
                 # Left behind: a request of this router that is in flight is in its own table.
                 await self._store.close_requests([holder])
                 continue
@@ -104,7 +103,7 @@ class RequestClaims:
         self._hinted.pop(claim, None)
         if self._opening.pop(claim, None) is not None:
             return
-        self._ended[claim.request_id] = claim
+        self._ended[claim] = None
         if len(self._ended) > _MOST_UNCLOSED:
             # It ends with the request's deadline.
             del self._ended[next(iter(self._ended))]
@@ -155,7 +154,7 @@ class RequestClaims:
         """Opens, notes and closes some claims. False: the store is away."""
         opening = tuple(itertools.islice(self._opening.items(), _MOST_AT_ONCE))
         hinted = tuple(itertools.islice(self._hinted, _MOST_AT_ONCE))
-        ended = tuple(itertools.islice(self._ended.values(), _MOST_AT_ONCE))
+        ended = tuple(itertools.islice(self._ended, _MOST_AT_ONCE))
         for claim, _ in opening:
             del self._opening[claim]
         for claim in hinted:
@@ -166,8 +165,7 @@ class RequestClaims:
         if ended and not await self._store.close_requests(ended):
             return False
         for claim in ended:
-            if self._ended.get(claim.request_id) is claim:
-                del self._ended[claim.request_id]
+            self._ended.pop(claim, None)
         return True
 
     def claim_of(self, request_id: str, session: int, secret: bytes) -> RequestClaim:

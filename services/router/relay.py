@@ -92,15 +92,19 @@ async def _write(entry: RequestEntry, context: ServicerContext, limit: _ReadLimi
             return
 
 
-async def write_cancelled(request_id: str, context: ServicerContext) -> None:
-    """Writes the only response of a request that Cancel reached before its input was checked."""
+async def write_cancelled(request_id: str, prompt_tokens: int, token_count: int, context: ServicerContext) -> None:
+    """Writes the only response of a request that Cancel reached before this router had begun it.
+
+    token_count: what the client has of the answer, from earlier sessions. prompt_tokens: 0 where it has nothing.
+    """
     outcome = FinishReason.CANCELLED
     metrics.REQUESTS.labels(outcome=outcome.value).inc()
     get_logger().info("request_finished", request_id=request_id, attempt=0, finish_reason=outcome.value)
     response = inference_pb2.GenerateResponse(
         request_id=request_id,
+        index=token_count,
         finish_reason=finish_to_proto(outcome),
-        usage=inference_pb2.Usage(),
+        usage=inference_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=token_count),
         timing=inference_pb2.Timing(),
     )
     await context.write(response)

@@ -181,6 +181,13 @@ class RequestPlacer:
             case _:
                 raise AssertionError(f"{action} concerns no instance")
 
+    def abandon(self, request_id: str, session: int, secret: bytes, place: Life | None) -> None:
+        """Ends at decode what an earlier session has there of a request that was cancelled before it was looked for.
+
+        At prefill it ends after the orphan grace. place: where it is; None: not known.
+        """
+        self._feeds.abort(request_id, Ownership(Owner(session, 1), self._stream_id, secret), place)
+
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.last(entry.request_id)
         retry = RetryState()

@@ -32,7 +32,7 @@ from services.router.owner_hints import hint_from_bytes, hint_from_proto, hint_t
 from services.router.peers import RouterPeers
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_placer import RequestPlacer
-from services.router.requests import RETRY_AFTER_S, OwnerHint, RequestEntry, RequestTable
+from services.router.requests import RETRY_AFTER_S, AcceptedRequest, OwnerHint, RequestEntry, RequestTable
 
 
 class RouterParts(Protocol):
@@ -181,6 +181,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         assert task is not None
         place = router.table.reserve(request_id, offered.session, offered.secret, task)
         claim = router.claims.claim_of(request_id, offered.session, offered.secret)
+        accepted: AcceptedRequest | None = None
         claiming = False
         metrics.IN_FLIGHT.inc()
         try:
@@ -212,7 +213,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             task.uncancel()
             if place.error is not None:
                 raise place.error from None
-            await write_cancelled(request_id, context)
+            token_count = 0
+            if offered.session:
+                place_known = offered.received.owner.decode if offered.received is not None else None
+                router.placer.abandon(request_id, offered.session, offered.secret, place_known)
+                accepted = accepted or await router.intake.accept(offered)
+                token_count = len(accepted.received.token_ids)
+            prompt_tokens = len(accepted.prompt_token_ids) if accepted is not None and token_count else 0
+            await write_cancelled(request_id, prompt_tokens, token_count, context)
         finally:
             if claiming:
                 # Also when the claim was refused or interrupted: only this router's own claim is closed.

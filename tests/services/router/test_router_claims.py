@@ -171,3 +171,27 @@ async def test_a_router_that_ends_without_its_store_does_not_wait_for_it() -> No
         claims.close(claims.claim_of("mine", 0, b""))
         async with asyncio.timeout(5):
             await claims.end()
+
+
+class StandingStore(MemoryStore):
+    """Stands still when a session looks for the one before."""
+
+    async def find_request(self, request_id: str) -> RequestClaim | None:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_a_re_attach_that_is_cut_short_leaves_no_claim_of_the_session_before() -> None:
+    """Found by seed 200439 of the simulation."""
+    async with StandingStore(MemoryCluster()) as store:
+        claims = RequestClaims(store, "router-0", 1)
+        first, second = claims.claim_of("mine", 0, b"s" * 16), claims.claim_of("mine", 1, b"s" * 16)
+        await claims.open(first, 60.0)
+        claims.close(first)
+        opening = asyncio.create_task(claims.open(second, 60.0))
+        await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait({opening})
+        claims.close(second)
+        await claims.end()
+        assert await store.requests() == ()
