@@ -23,14 +23,14 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
     def make(
         total_blocks: int,
         max_model_len: int,
-        chunk_tokens: int,
+        step_tokens: int,
         max_batch: int,
         step_s: float,
         listen: Sequence[KvEndpoint],
         transports: Sequence[str],
         advertise_host: str | None,
     ) -> VllmEngine:
-        shaped = ShapedCore(core, total_blocks, max_model_len, chunk_tokens + max_batch * bool(listen), step_s)
+        shaped = ShapedCore(core, total_blocks, max_model_len, step_tokens, step_s)
         spoken = partial(make_transports, tuple(transports), advertise_host)
         return VllmEngine(shaped, max_batch=max_batch, listen=listen, transports=spoken)
 
