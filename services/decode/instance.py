@@ -186,7 +186,7 @@ class DecodeInstance:
 
     def attach(self, attachment: Attachment) -> Attached:
         """Makes another router, or a later session, the owner of a request that is here or kept here: its tokens go to
-        that router from index generated_count on. The former owner's router is told.
+        that router from index generated_count on. It sends the former owner's router an error.
 
         Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
         StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.

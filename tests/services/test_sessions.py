@@ -132,7 +132,7 @@ class Routers:
         return (await InferenceServiceStub(self._channels[name]).Cancel(request, timeout=WAIT_S)).found
 
     async def cut(self, name: str) -> None:
-        """The router vanishes for everybody: its connections end, and it says nothing of its requests any more."""
+        """The router is gone: its connections end, and it sends nothing more about its requests."""
         router = self.by_name.pop(name)
 
         async def mute(*_: Any, **__: Any) -> None:
