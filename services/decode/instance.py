@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from kaveri.domain.attachment import Attached, Attachment, check_received
+from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.length import RangeEnd, TokenRange
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership
 from kaveri.domain.sampling import Logprobs, SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import (
@@ -45,10 +45,10 @@ from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.policy.room_line import Place
 from kaveri.telemetry.logs import get_logger
-from kaveri.v1 import decode_pb2
 from kaveri.wire.attempts import wrong_secret
 from services.decode import lifecycle
 from services.decode.answer_log import End, GainedTokens
+from services.decode.attaching import Awaited, attached_of, prompt_tokens
 from services.decode.lifecycle import Asked, InLine, Ready, Released, Rival, Running
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts
@@ -202,7 +202,7 @@ class DecodeInstance:
             raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
         if owner < request.owner:
             raise owner.stale(request_id, request.owner)
-        attached, next_index = _attached(request, attachment)
+        attached, next_index = attached_of(request, attachment)
         self._attempts.note(request_id, ownership, now_s)
         if owner != request.owner:
             self._change_owner(request, ownership)
@@ -221,17 +221,16 @@ class DecodeInstance:
         )
         return attached
 
-    def open_stream(self, router_id: str, awaited: Iterable[decode_pb2.StreamedRequest]) -> TokenStream:
+    def open_stream(self, router_id: str, awaited: Iterable[Awaited]) -> TokenStream:
         """A token stream for the router. awaited: requests whose tokens go on where the router is, not where the former
         stream was; those that are not here for it get an error."""
         now_s = time.monotonic()
         unknown: list[GainedTokens] = []
         for named in awaited:
-            owner = Owner(named.session, named.attempt)
             request = self._request_or_kept(named.request_id, now_s)
-            if request is None or (request.router_id, request.owner) != (router_id, owner):
+            if request is None or (request.router_id, request.owner) != (router_id, named.owner):
                 reason = "it is not here, or belongs to another owner"
-                unknown.append(GainedTokens(named.request_id, owner, named.next_index, end=End(error=reason)))
+                unknown.append(GainedTokens(named.request_id, named.owner, named.next_index, end=End(error=reason)))
             else:
                 request.log.send_from(min(max(named.next_index, request.log.first_index), request.log.next_index))
         stream = self.streams.open(router_id)
@@ -408,7 +407,7 @@ class DecodeInstance:
             expires_s=now_s + timeout_s,
             member=self._member(engine_request, predicted),
             state=state,
-            heavy=self._thresholds.is_heavy(predicted, _prompt_tokens(engine_request)),
+            heavy=self._thresholds.is_heavy(predicted, prompt_tokens(engine_request)),
         )
         loop = asyncio.get_running_loop()
         request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.TimeOver())
@@ -418,7 +417,7 @@ class DecodeInstance:
 
     def _member(self, request: EngineRequest, predicted: TokenRange | None) -> BatchMember:
         max_model_len = self._engine.info.max_model_len
-        expected = expected_answer(predicted, _prompt_tokens(request), request.params.max_tokens, max_model_len)
+        expected = expected_answer(predicted, prompt_tokens(request), request.params.max_tokens, max_model_len)
         return member_of(len(request.token_ids), request.generated_count, expected, self._range_end)
 
     def _free_room(self) -> FreeRoom:
@@ -581,31 +580,5 @@ class DecodeInstance:
         )
 
 
-def _attached(request: DecodeRequest, attachment: Attachment) -> tuple[Attached, int]:
-    """What the new owner must know, and the index from which it gets tokens. Raises RequestNotFound and
-    InvalidArgument."""
-    log, engine_request = request.log, request.engine_request
-    generated_count, params = engine_request.generated_count, engine_request.params
-    has_landed = not isinstance(request.state, InLine | Asked | lifecycle.Reserved)
-    if attachment.landed and not has_landed:
-        raise RequestNotFound(request.request_id, "its KV has not landed")
-    prompt_tokens = _prompt_tokens(engine_request)
-    prompt, generated = engine_request.token_ids[:prompt_tokens], engine_request.token_ids[prompt_tokens:]
-    unknown = [None] * (log.first_index - generated_count)
-    check_received(attachment, prompt, [*generated, *unknown, *log.token_ids], is_all=True)
-    next_index = max(attachment.generated_count, generated_count)
-    if attachment.landed and next_index < log.first_index:
-        raise RequestNotFound(request.request_id, "its first token is known to prefill alone")
-    missing = generated[attachment.generated_count :]
-    if missing and params.logprobs is not None:
-        raise RequestNotFound(request.request_id, "the log-probabilities of earlier placements are not known here")
-    assert params.max_tokens is not None
-    return Attached(params.max_tokens, generated_count, missing), next_index
-
-
 def _draining() -> Unavailable:
     return Unavailable("the decode instance is draining", retry_after_s=1.0)
-
-
-def _prompt_tokens(request: EngineRequest) -> int:
-    return len(request.token_ids) - request.generated_count

@@ -5,6 +5,7 @@ from typing import Any
 
 from grpc import aio
 
+from kaveri.domain.owner import Owner
 from kaveri.errors import InvalidArgument, KaveriError
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
@@ -25,6 +26,7 @@ from kaveri.wire.messages import (
 )
 from kaveri.wire.status import abort
 from services.decode.answer_log import GainedTokens
+from services.decode.attaching import Awaited
 from services.decode.instance import DecodeInstance
 from services.decode.token_messages import messages_of
 from services.decode.token_streams import BEAT_S
@@ -93,7 +95,11 @@ class DecodeServer(DecodeServiceServicer):
             check_router_id(request.router_id)
         except InvalidArgument as error:
             await abort(context, error)
-        stream = self._instance.open_stream(request.router_id, request.requests)
+        awaited = (
+            Awaited(named.request_id, Owner(named.session, named.attempt), named.next_index)
+            for named in request.requests
+        )
+        stream = self._instance.open_stream(request.router_id, awaited)
         # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
         # here would wait for the garbage collector.
         context.add_done_callback(lambda _: self._instance.streams.close(stream))  # type: ignore[arg-type]

@@ -1,0 +1,46 @@
+"""What a new owner of a request is told, and what it must show. Pure: no clock, no I/O."""
+
+from typing import NamedTuple
+
+from kaveri.domain.attachment import Attached, Attachment, check_received
+from kaveri.domain.owner import Owner
+from kaveri.engine.contract import EngineRequest
+from kaveri.errors import RequestNotFound
+from services.decode.lifecycle import Asked, InLine, Reserved
+from services.decode.requests import DecodeRequest
+
+
+class Awaited(NamedTuple):
+    """A request whose tokens a router waits for on a new stream."""
+
+    request_id: str
+    owner: Owner
+    next_index: int
+    """Of the first token that the router lacks."""
+
+
+def attached_of(request: DecodeRequest, attachment: Attachment) -> tuple[Attached, int]:
+    """What the new owner must know, and the index from which it gets tokens. Raises RequestNotFound and
+    InvalidArgument."""
+    log, engine_request = request.log, request.engine_request
+    generated_count, params = engine_request.generated_count, engine_request.params
+    has_landed = not isinstance(request.state, InLine | Asked | Reserved)
+    if attachment.landed and not has_landed:
+        raise RequestNotFound(request.request_id, "its KV has not landed")
+    prompt_count = prompt_tokens(engine_request)
+    prompt, generated = engine_request.token_ids[:prompt_count], engine_request.token_ids[prompt_count:]
+    unknown = [None] * (log.first_index - generated_count)
+    check_received(attachment, prompt, [*generated, *unknown, *log.token_ids], is_all=True)
+    next_index = max(attachment.generated_count, generated_count)
+    if attachment.landed and next_index < log.first_index:
+        raise RequestNotFound(request.request_id, "its first token is known to prefill alone")
+    missing = generated[attachment.generated_count :]
+    if missing and params.logprobs is not None:
+        raise RequestNotFound(request.request_id, "the log-probabilities of earlier placements are not known here")
+    assert params.max_tokens is not None
+    return Attached(params.max_tokens, generated_count, missing), next_index
+
+
+def prompt_tokens(request: EngineRequest) -> int:
+    """Tokens of the client's own prompt."""
+    return len(request.token_ids) - request.generated_count
