@@ -1,11 +1,12 @@
 """The other routers of the cluster: where they are, and cancelling requests that they serve."""
 
 import asyncio
+from collections.abc import Iterator
 
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import Role
+from kaveri.domain.view import InstanceRecord, Role
 from kaveri.rpc.channels import Channels
 from kaveri.v1 import inference_pb2
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
@@ -26,22 +27,16 @@ class RouterPeers:
 
     def addresses(self) -> list[str]:
         """Of the routers that serve the model, this one included."""
-        instances = self._store.view().instances.values()
-        return [
-            status.record.address
-            for status in instances
-            if status.record.role is Role.ROUTER and status.record.model == self._model
-        ][:_MOST_ADDRESSES]
+        return [record.address for record in self._routers() if record.model == self._model][:_MOST_ADDRESSES]
 
     async def cancel(self, request_id: str) -> bool:
         """Cancels a request on whichever other router it is. False: none that could be reached has it."""
-        instances = self._store.view().instances.values()
-        addresses = [
-            status.record.address
-            for status in instances
-            if status.record.role is Role.ROUTER and status.record.instance_id != self._instance_id
-        ]
+        addresses = [record.address for record in self._routers() if record.instance_id != self._instance_id]
         return any(await asyncio.gather(*(self._cancel_at(address, request_id) for address in addresses)))
+
+    def _routers(self) -> Iterator[InstanceRecord]:
+        instances = self._store.view().instances.values()
+        return (status.record for status in instances if status.record.role is Role.ROUTER)
 
     async def _cancel_at(self, address: str, request_id: str) -> bool:
         message = inference_pb2.CancelRequest(request_id=request_id, forwarded=True)
