@@ -203,9 +203,13 @@ class Watched:
 
 
 def awaiting_kv(view: ClusterView) -> list[str]:
-    """The decode instances that hold room for KV that has not arrived, while prefill instances hold KV."""
+    """The decode instances that hold room for KV that has not arrived, while prefill instances hold the KV of prompts
+    that are all computed. Room is asked for behind a prompt's first chunk: a decode instance that dies before the last
+    one may still owe the answer, and then no push was under way."""
     prefills = [view.instances[f"prefill-{number}"].load for number in range(2)]
-    if all(load.free_blocks == load.total_blocks for load in prefills):
+    if any(load.queued_prefill_tokens for load in prefills) or all(
+        load.free_blocks == load.total_blocks for load in prefills
+    ):
         return []
     return [name for name in ("decode-0", "decode-1") if view.instances[name].load.waiting_requests > 0]
 
