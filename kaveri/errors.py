@@ -11,6 +11,7 @@ KaveriError
 ├── DeadlineExceeded      the request's deadline has passed
 ├── RequestCancelled      the request was cancelled, but not by this caller: request_id
 ├── SlowReader            a client did not read its answer: limit_s
+├── Unsupported           this instance does not offer that: reason
 ├── LayoutMismatch        two KV pools cannot exchange blocks: field, ours, theirs
 ├── TransferFailed        a KV push ended without acceptance: reason
 ├── EngineError           the engine failed: reason
@@ -122,6 +123,14 @@ class SlowReader(KaveriError):
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"the client read nothing of its answer for {limit_s:g} s; the request has ended")
         self.limit_s = limit_s
+
+
+class Unsupported(KaveriError):
+    """The instance that was asked does not offer this; another one may."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class LayoutMismatch(KaveriError):

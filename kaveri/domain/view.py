@@ -63,6 +63,8 @@ class InstanceRecord:
     version: str = ""
     phases: tuple[Phase, ...] = ()
     """The phases that it can serve, in the order of Phase. None without an engine."""
+    failure_domain: str = ""
+    """Instances with the same name here may fail together. Empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,10 @@ class InstanceLoad:
     """Those of `phases` that take no new requests: they will not be served when the last request has ended."""
     phase_order: int = 0
     """The number of the order that set `phases`. 0: there was none."""
+    replica_free_bytes: int = 0
+    """Host memory that new replicas of other instances' requests may take."""
+    replica_total_bytes: int = 0
+    """All host memory for replicas. 0: it holds none."""
 
 
 class ViewedInstance(Protocol):

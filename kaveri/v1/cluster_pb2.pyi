@@ -193,6 +193,7 @@ class InstanceRecord(_message.Message):
     LEASE_TTL_S_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    FAILURE_DOMAIN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Its name, stable over restarts: "decode-0"."""
     incarnation: _builtins.int
@@ -211,6 +212,8 @@ class InstanceRecord(_message.Message):
     """Seconds without a heartbeat after which it counts as gone."""
     version: _builtins.str
     """Kaveri's version there."""
+    failure_domain: _builtins.str
+    """Instances that may fail together have the same name here: that of their host or rack, say. Empty: not known."""
     @_builtins.property
     def layout(self) -> _kv_pb2.KvLayout:
         """Layout of its KV pool. Unset for routers."""
@@ -238,10 +241,11 @@ class InstanceRecord(_message.Message):
         lease_ttl_s: _builtins.float = ...,
         version: _builtins.str = ...,
         phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
+        failure_domain: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "lease_ttl_s", b"lease_ttl_s", "max_model_len", b"max_model_len", "model", b"model", "phases", b"phases", "role", b"role", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "failure_domain", b"failure_domain", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_endpoints", b"kv_endpoints", "layout", b"layout", "lease_ttl_s", b"lease_ttl_s", "max_model_len", b"max_model_len", "model", b"model", "phases", b"phases", "role", b"role", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -267,6 +271,8 @@ class InstanceLoad(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     PHASE_ORDER_FIELD_NUMBER: _builtins.int
     ENDING_PHASES_FIELD_NUMBER: _builtins.int
+    REPLICA_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    REPLICA_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Rises by one with each heartbeat of an incarnation."""
     state: Global___InstanceState.ValueType
@@ -293,6 +299,10 @@ class InstanceLoad(_message.Message):
     """Requests that the queue takes before it is full. Prefill only; unset: not stated."""
     phase_order: _builtins.int
     """Number of the order that set `phases`. 0: there was none."""
+    replica_free_bytes: _builtins.int
+    """Host memory that new replicas of other instances' requests may take."""
+    replica_total_bytes: _builtins.int
+    """All host memory for replicas. 0: it holds none."""
     @_builtins.property
     def phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
         """The phases that it serves now. Holds when phase_order is not 0; else it serves all that its record names."""
@@ -318,10 +328,12 @@ class InstanceLoad(_message.Message):
         phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
         phase_order: _builtins.int = ...,
         ending_phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
+        replica_free_bytes: _builtins.int = ...,
+        replica_total_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "queue_room", b"queue_room"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "replica_free_bytes", b"replica_free_bytes", "replica_total_bytes", b"replica_total_bytes", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_room: _TypeAlias = _typing.Literal["queue_room"]  # noqa: Y015
     _WhichOneofArgType__queue_room: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room"]  # noqa: Y015

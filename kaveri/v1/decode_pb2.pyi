@@ -22,6 +22,218 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class OpenReplicaRequest(_message.Message):
+    """Asks a holder for room for a copy of a request's KV cache. Sent by the decode instance that owns the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    OWNER_ID_FIELD_NUMBER: _builtins.int
+    OWNER_INCARNATION_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    session: _builtins.int
+    """The owner's session."""
+    attempt: _builtins.int
+    """The owner's attempt."""
+    router_id: _builtins.str
+    """The router that the request belongs to, as in PrefillRequest."""
+    secret: _builtins.bytes
+    """The request's secret. A resume must show it."""
+    owner_id: _builtins.str
+    """The decode instance that owns the request."""
+    owner_incarnation: _builtins.int
+    """The life of that instance."""
+    token_count: _builtins.int
+    """Tokens of the request now, prompt and answer. The copy may grow beyond them."""
+    timeout_s: _builtins.float
+    """Seconds that are left until the request's deadline."""
+    @_builtins.property
+    def layout(self) -> _kv_pb2.KvLayout:
+        """The owner's layout. It must be the holder's own."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        session: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        router_id: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+        owner_id: _builtins.str = ...,
+        owner_incarnation: _builtins.int = ...,
+        layout: _kv_pb2.KvLayout | None = ...,
+        token_count: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "layout", b"layout", "owner_id", b"owner_id", "owner_incarnation", b"owner_incarnation", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenReplicaRequest: _TypeAlias = OpenReplicaRequest  # noqa: Y015
+
+@_typing.final
+class OpenReplicaResponse(_message.Message):
+    """Room for a copy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """The life of the holder."""
+    @_builtins.property
+    def ticket(self) -> _kv_pb2.Ticket:
+        """The permission to push: an open ticket."""
+
+    def __init__(
+        self,
+        *,
+        ticket: _kv_pb2.Ticket | None = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenReplicaResponse: _TypeAlias = OpenReplicaResponse  # noqa: Y015
+
+@_typing.final
+class Replica(_message.Message):
+    """Where a copy of a request's KV cache is, as its owner knows it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_ID_FIELD_NUMBER: _builtins.int
+    HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    holder_id: _builtins.str
+    """The instance that holds it. Empty: the request has no copy any more."""
+    holder_incarnation: _builtins.int
+    """The life of that instance."""
+    token_count: _builtins.int
+    """Tokens, from the first one of the prompt on, whose KV the holder has verified."""
+    def __init__(
+        self,
+        *,
+        holder_id: _builtins.str = ...,
+        holder_incarnation: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_id", b"holder_id", "holder_incarnation", b"holder_incarnation", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    """Asks a holder to go on with a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GENERATED_COUNT_FIELD_NUMBER: _builtins.int
+    PARAMS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    PREDICTED_LENGTH_FIELD_NUMBER: _builtins.int
+    HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    session: _builtins.int
+    """The new owner's session. (session, attempt) must be above the former owner's, or the same as in an earlier call."""
+    attempt: _builtins.int
+    """The new owner's attempt."""
+    router_id: _builtins.str
+    """The caller, as in PrefillRequest."""
+    secret: _builtins.bytes
+    """The request's secret."""
+    generated_count: _builtins.int
+    """How many of token_ids were generated: the index of the next one, which is drawn here."""
+    timeout_s: _builtins.float
+    """Seconds that are left until the request's deadline."""
+    holder_incarnation: _builtins.int
+    """The life of the holder that the copy was pushed to. A later life has no copy."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompt, followed by the tokens that the caller has."""
+
+    @_builtins.property
+    def params(self) -> _sampling_pb2.SamplingParams:
+        """As in PrefillRequest."""
+
+    @_builtins.property
+    def predicted_length(self) -> _predictor_pb2.PredictedLength:
+        """How long the answer is expected to become. Unset: unknown."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        session: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        router_id: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        generated_count: _builtins.int = ...,
+        params: _sampling_pb2.SamplingParams | None = ...,
+        timeout_s: _builtins.float = ...,
+        predicted_length: _predictor_pb2.PredictedLength | None = ...,
+        holder_incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "params", b"params", "predicted_length", b"predicted_length", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    """The outcome of Resume."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """The life of the holder."""
+    held_tokens: _builtins.int
+    """Tokens whose KV came from the copy. The rest of token_ids is computed again."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        held_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_tokens", b"held_tokens", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
 class AttachRequest(_message.Message):
     """Asks for a request that another router, or an earlier session, began."""
 
@@ -446,6 +658,7 @@ class RequestTokens(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     REPLACED_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     attempt: _builtins.int
@@ -476,6 +689,10 @@ class RequestTokens(_message.Message):
     def timing(self) -> Global___DecodeTiming:
         """Set with finish_reason."""
 
+    @_builtins.property
+    def replica(self) -> Global___Replica:
+        """Where the request's copy is, when that or its size has changed. Unset: as it was."""
+
     def __init__(
         self,
         *,
@@ -489,10 +706,11 @@ class RequestTokens(_message.Message):
         error: _builtins.str = ...,
         replaced: _builtins.bool = ...,
         session: _builtins.int = ...,
+        replica: Global___Replica | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "replaced", b"replaced", "request_id", b"request_id", "session", b"session", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "replaced", b"replaced", "replica", b"replica", "request_id", b"request_id", "session", b"session", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -507,22 +725,30 @@ class DecodeTiming(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """From the landing of the KV to the first decode step."""
     decode_s: _builtins.float
     """From the first decode step to the last token."""
     preemptions: _builtins.int
     """How often the request was preempted and recomputed."""
+    held_tokens: _builtins.int
+    """Of a resumed request: tokens whose KV came from a copy."""
+    recomputed_tokens: _builtins.int
+    """Of a resumed request: tokens that the copy lacked, and that were computed here."""
     def __init__(
         self,
         *,
         queue_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
         preemptions: _builtins.int = ...,
+        held_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "preemptions", b"preemptions", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "held_tokens", b"held_tokens", "preemptions", b"preemptions", "queue_s", b"queue_s", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

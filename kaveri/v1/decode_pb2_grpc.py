@@ -55,6 +55,16 @@ class DecodeServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.OpenReplica = channel.unary_unary(
+                '/kaveri.v1.DecodeService/OpenReplica',
+                request_serializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/kaveri.v1.DecodeService/Resume',
+                request_serializer=kaveri_dot_v1_dot_decode__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_decode__pb2.ResumeResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer(object):
@@ -107,6 +117,29 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenReplica(self, request, context):
+        """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
+        copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
+        same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
+        FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
+        known), INVALID_ARGUMENT, UNAVAILABLE (draining).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
+        bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
+        landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
+        Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
+        tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
+        room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +162,16 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=kaveri_dot_v1_dot_decode__pb2.AttachRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_decode__pb2.AttachResponse.SerializeToString,
+            ),
+            'OpenReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenReplica,
+                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.ResumeRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_decode__pb2.ResumeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -240,6 +283,60 @@ class DecodeService(object):
             '/kaveri.v1.DecodeService/Attach',
             kaveri_dot_v1_dot_decode__pb2.AttachRequest.SerializeToString,
             kaveri_dot_v1_dot_decode__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.DecodeService/OpenReplica',
+            kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.SerializeToString,
+            kaveri_dot_v1_dot_decode__pb2.OpenReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.DecodeService/Resume',
+            kaveri_dot_v1_dot_decode__pb2.ResumeRequest.SerializeToString,
+            kaveri_dot_v1_dot_decode__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

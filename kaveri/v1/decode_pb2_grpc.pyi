@@ -63,6 +63,21 @@ class DecodeServiceStub:
     is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
     tokens than were generated).
     """
+    OpenReplica: _grpc.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]
+    """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
+    copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
+    same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
+    FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
+    known), INVALID_ARGUMENT, UNAVAILABLE (draining).
+    """
+    Resume: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ResumeRequest, _decode_pb2.ResumeResponse]
+    """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
+    bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
+    landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
+    Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
+    tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
+    room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -98,6 +113,21 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
     is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
     tokens than were generated).
+    """
+    OpenReplica: _aio.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]  # type: ignore[assignment]
+    """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
+    copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
+    same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
+    FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
+    known), INVALID_ARGUMENT, UNAVAILABLE (draining).
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_decode_pb2.ResumeRequest, _decode_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
+    bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
+    landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
+    Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
+    tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
+    room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -155,6 +185,33 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         its KV has not landed, and `landed` was set; or tokens from that index on are not known here), ABORTED (a newer owner
         is known), INVALID_ARGUMENT (the secret, the prompt or the tokens are not those of the request, or there are more
         tokens than were generated).
+        """
+
+    @_abc_1.abstractmethod
+    def OpenReplica(
+        self,
+        request: _decode_pb2.OpenReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.OpenReplicaResponse, _abc.Awaitable[_decode_pb2.OpenReplicaResponse]]:
+        """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
+        copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
+        same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
+        FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
+        known), INVALID_ARGUMENT, UNAVAILABLE (draining).
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _decode_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.ResumeResponse, _abc.Awaitable[_decode_pb2.ResumeResponse]]:
+        """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
+        bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
+        landed; its tokens go to the caller's StreamTokens from index `generated_count` on. The same owner may ask again.
+        Errors: NOT_FOUND (no copy of it is here, or not in this life of the instance), INVALID_ARGUMENT (the secret or the
+        tokens are not those of the request), ABORTED or ALREADY_EXISTS (a newer owner is known), RESOURCE_EXHAUSTED (no
+        room in the engine), FAILED_PRECONDITION (replicas are off here), UNAVAILABLE (draining, or its engine failed).
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

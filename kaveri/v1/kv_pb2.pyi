@@ -162,6 +162,7 @@ class Ticket(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    IS_OPEN_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """Names the transfer; unique over all receivers and incarnations (16 random bytes)."""
     secret: _builtins.bytes
@@ -174,6 +175,10 @@ class Ticket(_message.Message):
     """Seconds from the grant after which the receiver takes the blocks back, unless the KV has landed."""
     first_block: _builtins.int
     """Blocks of the request that the receiver has already, in its prefix cache: they are not pushed."""
+    is_open: _builtins.bool
+    """Whether the transfer stays open: it may be marked, gets more blocks as it grows, and may end with fewer blocks than
+    were granted. Its time counts from the last mark then.
+    """
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]:
         """Where to push, in the receiver's order of preference."""
@@ -206,10 +211,11 @@ class Ticket(_message.Message):
         layout: Global___KvLayout | None = ...,
         first_block: _builtins.int = ...,
         parts: _abc.Iterable[Global___TicketPart] | None = ...,
+        is_open: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "endpoints", b"endpoints", "epoch", b"epoch", "expires_in_s", b"expires_in_s", "first_block", b"first_block", "layout", b"layout", "parts", b"parts", "secret", b"secret", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "endpoints", b"endpoints", "epoch", b"epoch", "expires_in_s", b"expires_in_s", "first_block", b"first_block", "is_open", b"is_open", "layout", b"layout", "parts", b"parts", "secret", b"secret", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

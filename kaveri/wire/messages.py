@@ -165,6 +165,7 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
             )
             for part in ticket.parts
         ],
+        is_open=ticket.is_open,
     )
 
 
@@ -187,6 +188,7 @@ def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
             )
             for part in message.parts
         ),
+        is_open=message.is_open,
     )
 
 
@@ -204,6 +206,7 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
         lease_ttl_s=record.lease_ttl_s,
         version=record.version,
         phases=[_PHASE_TO_PROTO[phase] for phase in record.phases],
+        failure_domain=record.failure_domain,
     )
 
 
@@ -222,6 +225,7 @@ def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
         lease_ttl_s=require_seconds("record.lease_ttl_s", message.lease_ttl_s),
         version=message.version,
         phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
+        failure_domain=message.failure_domain,
     )
 
 
@@ -241,6 +245,8 @@ def load_to_proto(load: InstanceLoad) -> cluster_pb2.InstanceLoad:
         phases=[_PHASE_TO_PROTO[phase] for phase in load.phases],
         phase_order=load.phase_order,
         ending_phases=[_PHASE_TO_PROTO[phase] for phase in load.ending_phases],
+        replica_free_bytes=load.replica_free_bytes,
+        replica_total_bytes=load.replica_total_bytes,
     )
 
 
@@ -260,6 +266,8 @@ def load_from_proto(message: cluster_pb2.InstanceLoad) -> InstanceLoad:
         phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
         phase_order=message.phase_order,
         ending_phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.ending_phases),
+        replica_free_bytes=message.replica_free_bytes,
+        replica_total_bytes=message.replica_total_bytes,
     )
 
 

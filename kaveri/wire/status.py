@@ -32,6 +32,7 @@ from kaveri.errors import (
     StaleAttempt,
     TransferFailed,
     Unavailable,
+    Unsupported,
 )
 from kaveri.seconds import DAY_S
 
@@ -56,6 +57,7 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelled: grpc.StatusCode.CANCELLED,
     SlowReader: grpc.StatusCode.ABORTED,
+    Unsupported: grpc.StatusCode.FAILED_PRECONDITION,
     LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     TransferFailed: grpc.StatusCode.UNAVAILABLE,
     EngineError: grpc.StatusCode.INTERNAL,
@@ -211,6 +213,8 @@ def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
             return RequestCancelled(facts["request_id"])
         case "SlowReader":
             return SlowReader(_seconds(facts["limit_s"]))
+        case "Unsupported":
+            return Unsupported(facts["reason"])
         case "LayoutMismatch":
             return LayoutMismatch(facts["field"], _Shown(facts["ours"]), _Shown(facts["theirs"]))
         case "TransferFailed":

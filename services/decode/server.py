@@ -6,7 +6,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.domain.owner import Owner
-from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.errors import InvalidArgument, KaveriError, Unsupported
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
 from kaveri.wire.attempts import (
@@ -24,6 +24,7 @@ from kaveri.wire.messages import (
     params_from_proto,
     ticket_to_proto,
 )
+from kaveri.wire.replicas import offer_from_proto, resumption_from_proto
 from kaveri.wire.status import abort
 from services.decode.answer_log import GainedTokens
 from services.decode.attaching import Awaited
@@ -33,6 +34,7 @@ from services.decode.token_streams import BEAT_S
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 _BEAT = decode_pb2.StreamTokensResponse()
+_REPLICAS_OFF = Unsupported("replicas are off here")
 
 
 class DecodeServer(DecodeServiceServicer):
@@ -87,6 +89,24 @@ class DecodeServer(DecodeServiceServicer):
         except KaveriError as error:
             await abort(context, error)
         return decode_pb2.AttachResponse(attached=attached_to_proto(attached), incarnation=self._incarnation)
+
+    async def OpenReplica(  # noqa: N802
+        self, request: decode_pb2.OpenReplicaRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.OpenReplicaResponse:
+        try:
+            offer_from_proto(request)
+        except KaveriError as error:
+            await abort(context, error)
+        await abort(context, _REPLICAS_OFF)
+
+    async def Resume(  # noqa: N802
+        self, request: decode_pb2.ResumeRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.ResumeResponse:
+        try:
+            resumption_from_proto(request)
+        except KaveriError as error:
+            await abort(context, error)
+        await abort(context, _REPLICAS_OFF)
 
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: aio.ServicerContext[Any, Any]

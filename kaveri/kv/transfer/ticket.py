@@ -56,6 +56,9 @@ class Ticket:
     parts: tuple[TicketPart, ...] = ()
     """What goes from one rank of the sender to one of the receiver, each by a transfer of its own (part_tickets). The
     KV has landed when all parts have. Empty where there is a single rank on both sides."""
+    is_open: bool = False
+    """Whether the transfer may be marked, gets more blocks as it grows, and may end with fewer than were granted. Its
+    time counts from the last mark then."""
 
     def __post_init__(self) -> None:
         require_seconds("ticket.expires_in_s", self.expires_in_s, least_s=-DAY_S)

@@ -28,6 +28,7 @@ from kaveri.errors import (
     StaleAttempt,
     TransferFailed,
     Unavailable,
+    Unsupported,
 )
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import decode_pb2, decode_pb2_grpc
@@ -48,6 +49,7 @@ EXAMPLES: list[KaveriError] = [
     SlowReader(30.0),
     DeadlineExceeded("the queue"),
     RequestCancelled("request-1"),
+    Unsupported("replicas are off here"),
     LayoutMismatch("dtype", "float32", "bfloat16"),
     LayoutMismatch("head_dim", 32, 64),
     TransferFailed("peer reset the connection"),
