@@ -44,7 +44,7 @@ class TokenRange:
         return self.low if end is RangeEnd.LOW else self.high - 1
 
 
-def settled_length(params: SamplingParams) -> TokenRange | None:
+def known_length(params: SamplingParams) -> TokenRange | None:
     """The length of an answer that only max_tokens can end; None for all others."""
     if params.max_tokens is None or not params.ignore_eos or params.stop or params.stop_token_ids:
         return None

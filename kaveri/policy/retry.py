@@ -4,7 +4,7 @@ An instance that has failed a request rests for it: it is asked again after a pa
 begun a new life. Other instances may be asked meanwhile. Only what an instance took counts as an attempt. A full queue
 is waited for until the request's deadline, an instance that cannot be reached until a time limit.
 
-A push to a decode instance that failed is not the router's to repeat: see services/prefill/dispatcher.py.
+A push to a decode instance that failed is not the router's to repeat: see services/prefill/decode_placer.py.
 """
 
 import enum

@@ -47,7 +47,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveLine:
+class StopWaiting:
     """Give the place in line up: its instance takes no requests now."""
 
 
@@ -85,14 +85,14 @@ class RoomSearch(Generic[KeyT]):
 
     def look(
         self, seeker: Seeker[KeyT], view: ClusterView, now_s: float
-    ) -> Ask | LeaveLine | Hopeless | NoInstance | None:
+    ) -> Ask | StopWaiting | Hopeless | NoInstance | None:
         """What the request does next. None: nothing, before the view changes or a rest ends.
 
-        The room of an Ask counts as taken until a heartbeat shows it or settle() is called, so that no two requests
+        The room of an Ask counts as taken until a heartbeat shows it or forget() is called, so that no two requests
         count on the same room.
         """
         if seeker.waits_at is not None and not self._is_ready(view, seeker.waits_at):
-            return LeaveLine()
+            return StopWaiting()
         self._resting_until_s = {name: until_s for name, until_s in self._resting_until_s.items() if until_s > now_s}
         avoid = {*seeker.unfit, *self._resting_until_s}
         if seeker.waits_at is not None:
@@ -108,7 +108,7 @@ class RoomSearch(Generic[KeyT]):
             return self._ask(seeker, target, shows_room=False)
         return self._why_none(seeker, view)
 
-    def settle(self, key: KeyT, instance_id: str) -> None:
+    def forget(self, key: KeyT, instance_id: str) -> None:
         """The request has no room at that instance and asks for none. Idempotent."""
         self._unconfirmed.remove(key, instance_id)
 

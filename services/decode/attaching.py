@@ -6,7 +6,7 @@ from kaveri.domain.attachment import Attached, Attachment, check_received
 from kaveri.domain.owner import Owner
 from kaveri.engine.contract import EngineRequest
 from kaveri.errors import RequestNotFound
-from services.decode.lifecycle import Asked, InLine, Reserved
+from services.decode.lifecycle import InLine, Reserved, Reserving
 from services.decode.requests import DecodeRequest
 
 
@@ -24,7 +24,7 @@ def attached_of(request: DecodeRequest, attachment: Attachment) -> tuple[Attache
     InvalidArgument."""
     log, engine_request = request.log, request.engine_request
     generated_count, params = engine_request.generated_count, engine_request.params
-    has_landed = not isinstance(request.state, InLine | Asked | Reserved)
+    has_landed = not isinstance(request.state, InLine | Reserving | Reserved)
     if attachment.landed and not has_landed:
         raise RequestNotFound(request.request_id, "its KV has not landed")
     prompt_count = prompt_tokens(engine_request)

@@ -49,7 +49,7 @@ from kaveri.wire.attempts import wrong_secret
 from services.decode import lifecycle
 from services.decode.answer_log import End, GainedTokens
 from services.decode.attaching import Awaited, attached_of, prompt_tokens
-from services.decode.lifecycle import Asked, InLine, Ready, Released, Rival, Running
+from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts
 from services.decode.token_streams import TokenStream, TokenStreams
@@ -503,10 +503,10 @@ class DecodeInstance:
         """Table and batch follow the request's state."""
         batch, serial = self._room.batch, request.key.serial
         match request.state:
-            case Asked():
+            case Reserving():
                 batch.expect(serial, request.member, now_s)
                 self.streams.expect(request.router_id)
-            case InLine() if isinstance(former, Asked):
+            case InLine() if isinstance(former, Reserving):
                 batch.leave(serial)
             case Ready() if not isinstance(former, Ready):
                 batch.land(serial)

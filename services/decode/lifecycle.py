@@ -1,6 +1,6 @@
 """A request's life on a decode instance, as a value. Pure: no clock, no waiting, no I/O, no protobuf.
 
-    InLine <-> Asked -> Reserved -> Ready -> Running        from every state: Released
+    InLine <-> Reserving -> Reserved -> Ready -> Running    from every state: Released
                  +--- adopted ---------^
 
 step() returns the next state and the actions that the service has to carry out, in order. What room, seats and tokens
@@ -32,7 +32,7 @@ class InLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Reserving:
     """The engine is asked for its room, or to adopt it."""
 
     stays: bool
@@ -90,7 +90,7 @@ class Released:
     outcome: Outcome
 
 
-State = InLine | Asked | Reserved | Ready | Running | Released
+State = InLine | Reserving | Reserved | Ready | Running | Released
 
 # ---- Events ----
 
@@ -325,21 +325,21 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case Drew(), Running():
             return _drew(state, event, now_s)
         case RoomAsked(), InLine():
-            return Asked(state.stays, now_s), ()
-        case RoomGranted(), Asked():
+            return Reserving(state.stays, now_s), ()
+        case RoomGranted(), Reserving():
             return Reserved(state.asked_s), (LeaveLine(), Answer(event.ticket))
-        case RoomRefused(NoCapacity()), Asked(stays=True):
+        case RoomRefused(NoCapacity()), Reserving(stays=True):
             return InLine(stays=True), (KeepPlace(),)
-        case RoomRefused(), Asked():
+        case RoomRefused(), Reserving():
             return _refused(state, event.error)
         case TurnedAway(), InLine():
             return _refused(state, event.error)
-        case AdoptedHere(), Asked():
+        case AdoptedHere(), Reserving():
             return Ready(now_s), ()
         case KvLanded(), Reserved():
             return Ready(now_s), (CountLanding(event.kv_bytes, now_s - state.asked_s),)
-        case KvNotLanded(), Asked() | Reserved():
-            # Asked: the reservation has expired before its grant was heard of.
+        case KvNotLanded(), Reserving() | Reserved():
+            # Reserving: the reservation has expired before its grant was heard of.
             return _ended(state, Outcome.NOT_LANDED, reason=event.reason)
         case SeatTaken(), Ready():
             return Running(state.landed_s, None, 0, state.preemptions, state.holds_blocks), ()
@@ -367,7 +367,7 @@ def _drew(state: Running, event: Drew, now_s: float) -> Step:
     return Released(outcome), (Report(outcome, preemptions=state.preemptions, times=times),)
 
 
-def _refused(state: InLine | Asked, error: KaveriError) -> Step:
+def _refused(state: InLine | Reserving, error: KaveriError) -> Step:
     match error:
         case NoCapacity():
             return _ended(state, Outcome.NO_ROOM, error)
@@ -417,7 +417,7 @@ def _ended(
     preemptions = state.preemptions if isinstance(state, Ready | Running) else 0
     report = Report(outcome, reason, preemptions)
     actions: tuple[Action, ...] = ()
-    if isinstance(state, InLine | Asked):
+    if isinstance(state, InLine | Reserving):
         actions = (LeaveLine(), Answer(error))
     if not isinstance(state, InLine):
         actions = (*actions, AbortInEngine(), DropTokens() if tell is None else tell)

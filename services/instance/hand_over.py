@@ -5,16 +5,16 @@ from collections.abc import Callable
 
 from kaveri.engine.contract import KvPushFailed
 from services.instance.adoption import Adoption
-from services.prefill.dispatcher import Dispatcher
+from services.prefill.decode_placer import DecodePlacer
 from services.prefill.requests import PrefillRequest
 
 
 class HereOrElsewhere:
     """The HandOver that adopts while the instance decodes, and pushes otherwise. For one event loop."""
 
-    def __init__(self, adoption: Adoption, dispatcher: Dispatcher, decodes_here: Callable[[], bool]) -> None:
+    def __init__(self, adoption: Adoption, decode_placer: DecodePlacer, decodes_here: Callable[[], bool]) -> None:
         self._adoption = adoption
-        self._dispatcher = dispatcher
+        self._decode_placer = decode_placer
         self._decodes_here = decodes_here
 
     @property
@@ -24,16 +24,16 @@ class HereOrElsewhere:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._adoption.run())
-            tasks.create_task(self._dispatcher.run())
+            tasks.create_task(self._decode_placer.run())
 
     def begin(self, request: PrefillRequest) -> None:
         """A request that came while the instance did not decode is pushed: its first token may not be drawn yet."""
         adopts = request.placed_at_first_token and self._decodes_here()
-        (self._adoption if adopts else self._dispatcher).begin(request)
+        (self._adoption if adopts else self._decode_placer).begin(request)
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
-        self._dispatcher.push_failed(request, event)
+        self._decode_placer.push_failed(request, event)
 
     def end(self, request: PrefillRequest, handed_over: bool) -> None:
         # Knows only those that it has begun.
-        self._dispatcher.end(request, handed_over)
+        self._decode_placer.end(request, handed_over)

@@ -27,7 +27,7 @@ from services.instance.hand_over import HereOrElsewhere
 from services.instance.room import PromptRoom
 from services.instance.server import ColocatedDecodeServer
 from services.prefill import server as prefill_server
-from services.prefill.dispatcher import Dispatcher
+from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import PrefillRequest
@@ -67,7 +67,7 @@ def colocated_host(
         serials=serials,
     )
     metrics = PrefillMetrics(engine, registry)
-    dispatcher = Dispatcher(
+    decode_placer = DecodePlacer(
         engine,
         store,
         config.model_name,
@@ -83,7 +83,7 @@ def colocated_host(
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
         HereOrElsewhere(
-            Adoption(config.instance_id, incarnation, decode), dispatcher, lambda: phases.is_ordered(Phase.DECODE)
+            Adoption(config.instance_id, incarnation, decode), decode_placer, lambda: phases.is_ordered(Phase.DECODE)
         ),
         LengthForecaster.configured(config, store, metrics, rng),
         metrics,

@@ -48,7 +48,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LengthPending:
     """A predictor has been asked and has not answered."""
 
 
@@ -59,7 +59,7 @@ class Predicted:
     length: TokenRange
 
 
-Forecast = Known | Asked | Predicted
+Forecast = Known | LengthPending | Predicted
 
 
 # How far the prompt is computed.
@@ -258,9 +258,9 @@ def step(state: State, event: Event, now_s: float) -> Step:
     match state, event:
         case Held(), LengthAnswered():
             return Queued(terms, _answered(event)), (Do.ENQUEUE,)
-        case Queued(forecast=Asked()), LengthAnswered():
+        case Queued(forecast=LengthPending()), LengthAnswered():
             return Queued(terms, _answered(event)), ()
-        case Prefilling(forecast=Asked()), LengthAnswered():
+        case Prefilling(forecast=LengthPending()), LengthAnswered():
             return _search_if_due(replace(state, forecast=_answered(event)))
         case Queued(), PrefillStarted():
             started = Tell(Started(now_s - terms.arrived_s))
@@ -307,7 +307,7 @@ def _search_if_due(state: Prefilling | Placing | Pushing, *actions: Action) -> S
     match state.terms.place_search:
         case PlaceSearch.AT_START:
             # The length may still come within the first chunk.
-            is_due = state.compute.computed_tokens > 0 or not isinstance(state.forecast, Asked)
+            is_due = state.compute.computed_tokens > 0 or not isinstance(state.forecast, LengthPending)
         case PlaceSearch.AFTER_FIRST_CHUNK:
             is_due = state.compute.computed_tokens > 0
         case PlaceSearch.AFTER_FIRST_TOKEN:
@@ -321,7 +321,7 @@ def _search(terms: Terms, compute: Computing | Computed, forecast: Forecast, *ac
     match forecast:
         case Known():
             length = forecast.length
-        case Asked():
+        case LengthPending():
             actions = (*actions, CountPrediction(PredictionOutcome.LATE))
         case Predicted():
             length = usable_length(forecast.length, terms.generated_count, terms.most_tokens)
@@ -334,7 +334,7 @@ def _end(state: Alive, outcome: Outcome, now_s: float, *actions: Action, error: 
     """Ends the life and gives back what its state holds, and nothing else."""
     ends = list(actions)
     match state:
-        case Held() | Queued(forecast=Asked()) | Prefilling(forecast=Asked()):
+        case Held() | Queued(forecast=LengthPending()) | Prefilling(forecast=LengthPending()):
             ends.append(Do.DROP_QUESTION)
     match state:
         case Held() | Queued():

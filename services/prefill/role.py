@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.attachment import Attached, Attachment, check_received
-from kaveri.domain.length import settled_length
+from kaveri.domain.length import known_length
 from kaveri.domain.owner import Ownership
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad
@@ -33,7 +33,6 @@ from services.prefill.lifecycle import (
     NO_TRANSPORT,
     Action,
     Advance,
-    Asked,
     Close,
     CountPrediction,
     Do,
@@ -46,6 +45,7 @@ from services.prefill.lifecycle import (
     Held,
     Known,
     LengthAnswered,
+    LengthPending,
     Outcome,
     Queued,
     State,
@@ -148,7 +148,7 @@ class PrefillRole:
         sent = EngineRequest(key, token_ids, generated_count, params)
         timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
-        deadline_s, length = now_s + timeout_s, settled_length(params)
+        deadline_s, length = now_s + timeout_s, known_length(params)
         request = PrefillRequest(ownership, sent, deadline_s, self._happened, length)
         self._begin(request, now_s, timeout_s)
         return request
@@ -284,7 +284,7 @@ class PrefillRole:
                 sent.token_ids[: request.prompt_tokens],
                 lambda length: self._happened(request, LengthAnswered(length)),
             )
-        forecast = Asked() if question is not None else Known(request.predicted_length)
+        forecast = LengthPending() if question is not None else Known(request.predicted_length)
         waits = question is not None and self._forecaster.comes_first
         state = Held(terms) if waits else Queued(terms, forecast)
         deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, request)

@@ -20,7 +20,7 @@ from kaveri.errors import (
 )
 from kaveri.policy.placement import HeavyThresholds
 from kaveri.policy.retry import bounded_retry_s
-from kaveri.policy.room_search import Ask, Hopeless, LeaveLine, NoInstance, RoomSearch, Seeker
+from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
 from kaveri.telemetry.logs import get_logger
 from services.prefill.decode_peers import DecodePeers, Reservation
 from services.prefill.metrics import PrefillMetrics
@@ -135,7 +135,7 @@ class RoomFinder:
                     case Ask():
                         self._ask(seeking, found, now_s)
                         continue
-                    case LeaveLine():
+                    case StopWaiting():
                         assert seeker.waits_at is not None
                         self._drop(seeking, seeker.waits_at)
                         continue
@@ -161,7 +161,7 @@ class RoomFinder:
 
     def give_back(self, request: PrefillRequest, target: ViewedInstance) -> None:
         """The request does not want the room that it has, or may have, at `target`."""
-        self._search.settle(request.key, target.record.instance_id)
+        self._search.forget(request.key, target.record.instance_id)
         # Not part of the caller's task: it must be sent although that one is cancelled.
         self._tasks.create_task(self._peers.abort(target, request, request.reservation_count))
 
@@ -233,7 +233,7 @@ class RoomFinder:
 
     def _forget(self, seeking: Seeking, instance_id: str) -> None:
         del seeking.questions[instance_id]
-        self._search.settle(seeking.request.key, instance_id)
+        self._search.forget(seeking.request.key, instance_id)
 
     def _drop(self, seeking: Seeking, instance_id: str) -> None:
         """Gives up a question, and the room that its answer may have brought."""

@@ -17,7 +17,7 @@ from kaveri.hosting.store import open_store
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.prefill.config import PrefillConfig
-from services.prefill.dispatcher import Dispatcher
+from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import PrefillRequest
@@ -47,7 +47,7 @@ def prefill_host(
     """A prefill instance around `engine`, which it owns from now on. rng: for its choices of peers."""
     metrics = PrefillMetrics(engine, registry)
 
-    dispatcher = Dispatcher(
+    decode_placer = DecodePlacer(
         engine,
         store,
         config.model_name,
@@ -60,7 +60,7 @@ def prefill_host(
         config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
     )
     forecaster = LengthForecaster.configured(config, store, metrics, rng)
-    role = PrefillRole(engine, queue, dispatcher, forecaster, metrics, config.orphan_grace_s)
+    role = PrefillRole(engine, queue, decode_placer, forecaster, metrics, config.orphan_grace_s)
     register = partial(add_PrefillServiceServicer_to_server, PrefillServer(role))
     return EngineHost(
         config, engine, store, ServedPhases({Phase.PREFILL: role}), [SERVICE_NAME], register, new_incarnation()

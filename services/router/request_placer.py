@@ -405,7 +405,7 @@ class RequestPlacer:
             ended = PrefillEnded(Unavailable(f"prefill instance {attempt.prefill.instance_id} has left the cluster"))
         finally:
             call.cancel()
-            self._settle(entry, attempt)
+            self._confirm(entry, attempt)
             if entry.accepted.secret and not has_ended_it and not entry.is_superseded:
                 # Without it the request would go on there, for its client to re-attach.
                 ownership = entry.ownership(attempt.number, self._stream_id)
@@ -420,7 +420,7 @@ class RequestPlacer:
         with contextlib.suppress(aio.AioRpcError):
             await self._channels.stub(PrefillServiceStub, record.address).AbortPrefill(message, timeout=ABORT_TIMEOUT_S)
 
-    def _settle(self, entry: RequestEntry, attempt: Attempt) -> None:
+    def _confirm(self, entry: RequestEntry, attempt: Attempt) -> None:
         self._unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._line.wake_first()
 
@@ -428,7 +428,7 @@ class RequestPlacer:
         timing, now_s = entry.timing, time.monotonic()
         match event.WhichOneof("event"):
             case "started":
-                self._settle(entry, attempt)
+                self._confirm(entry, attempt)
                 timing.prefill_queue_s = event.started.queue_s
             case "placed":
                 placed = event.placed

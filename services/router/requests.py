@@ -288,8 +288,8 @@ class RequestEntry:
             waiter.set_result(None)
 
 
-class Place:
-    """A request's place in the table, from before its input is checked until its client's RPC is over."""
+class Slot:
+    """One request of the table, from before its input is checked until its client's RPC is over."""
 
     def __init__(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> None:
         self.request_id = request_id
@@ -336,7 +336,7 @@ class RequestTable:
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
-        self._places: dict[str, Place] = {}
+        self._slots: dict[str, Slot] = {}
         self._entries: dict[str, RequestEntry] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -344,18 +344,18 @@ class RequestTable:
         """The entry of a request id, or None."""
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._slots)
 
-    def place_of(self, request_id: str) -> Place | None:
-        """The place of a request in flight."""
-        return self._places.get(request_id)
+    def slot_of(self, request_id: str) -> Slot | None:
+        """The slot of a request in flight."""
+        return self._slots.get(request_id)
 
-    def reserve(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> Place:
-        """Takes a place for the RPC that runs in `task`. A later session ends an earlier one, and takes its place.
+    def reserve(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> Slot:
+        """Takes a slot for the RPC that runs in `task`. A later session ends an earlier one, and takes its slot.
 
         Raises RequestAlreadyExists, NoCapacity, and InvalidArgument (another secret, or a session that does not grow).
         """
-        former = self._places.get(request_id)
+        former = self._slots.get(request_id)
         if former is not None:
             if not session:
                 raise RequestAlreadyExists(request_id)
@@ -364,31 +364,31 @@ class RequestTable:
             if session <= former.session:
                 raise InvalidArgument("session", session, f"above {former.session}, the present one")
             former.supersede()
-        elif len(self._places) >= self._max_requests:
+        elif len(self._slots) >= self._max_requests:
             raise NoCapacity("router", RETRY_AFTER_S, f"{self._max_requests} requests are in flight")
-        place = self._places[request_id] = Place(request_id, session, secret, task)
+        slot = self._slots[request_id] = Slot(request_id, session, secret, task)
         self._entries.pop(request_id, None)
         self._empty.clear()
-        return place
+        return slot
 
-    def enter(self, place: Place, entry: RequestEntry) -> None:
-        """Fills a place: tokens find the entry from now on, unless a later session has taken its place."""
-        place.entry = entry
-        if self._places.get(place.request_id) is place:
-            self._entries[place.request_id] = entry
+    def enter(self, slot: Slot, entry: RequestEntry) -> None:
+        """Fills a slot: tokens find the entry from now on, unless a later session has taken its slot."""
+        slot.entry = entry
+        if self._slots.get(slot.request_id) is slot:
+            self._entries[slot.request_id] = entry
 
-    def release(self, place: Place) -> None:
-        """Frees the place, unless a later session has it."""
-        if self._places.get(place.request_id) is place:
-            del self._places[place.request_id]
-            self._entries.pop(place.request_id, None)
-        if not self._places:
+    def release(self, slot: Slot) -> None:
+        """Frees the slot, unless a later session has it."""
+        if self._slots.get(slot.request_id) is slot:
+            del self._slots[slot.request_id]
+            self._entries.pop(slot.request_id, None)
+        if not self._slots:
             self._empty.set()
 
     def fail_all(self, error: KaveriError) -> None:
         """Ends every request with the error."""
-        for place in tuple(self._places.values()):
-            place.fail(error)
+        for slot in tuple(self._slots.values()):
+            slot.fail(error)
 
     async def wait_until_empty(self) -> None:
         """Returns when no request is in flight."""

@@ -116,10 +116,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: ServicerContext
     ) -> inference_pb2.CancelResponse:
-        place = self._router.table.place_of(request.request_id)
-        if place is not None:
-            place.cancel()
-        found = place is not None
+        slot = self._router.table.slot_of(request.request_id)
+        if slot is not None:
+            slot.cancel()
+        found = slot is not None
         if not found and not request.forwarded:
             found = await self._router.peers.cancel(request.request_id)
         return inference_pb2.CancelResponse(found=found)
@@ -179,7 +179,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         check_sessions(offered, is_named=bool(request.request_id))
         task = asyncio.current_task()
         assert task is not None
-        place = router.table.reserve(request_id, offered.session, offered.secret, task)
+        slot = router.table.reserve(request_id, offered.session, offered.secret, task)
         claim = router.claims.claim_of(request_id, offered.session, offered.secret)
         accepted: AcceptedRequest | None = None
         claiming = False
@@ -200,7 +200,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
             entry = RequestEntry(accepted, router.intake.begin_answer(accepted), router.placer.act, note_hint)
             progress.entry = entry
-            router.table.enter(place, entry)
+            router.table.enter(slot, entry)
             placing = router.placer.start(entry)
             try:
                 await write_answer(entry, context, router.config.slow_reader_s, router.peers.addresses())
@@ -208,11 +208,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 entry.release()
                 placing.cancel()
         except asyncio.CancelledError:
-            if not place.interrupted:
+            if not slot.interrupted:
                 raise
             task.uncancel()
-            if place.error is not None:
-                raise place.error from None
+            if slot.error is not None:
+                raise slot.error from None
             token_count = 0
             if offered.session:
                 place_known = offered.received.owner.decode if offered.received is not None else None
@@ -225,7 +225,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if claiming:
                 # Also when the claim was refused or interrupted: only this router's own claim is closed.
                 router.claims.close(claim)
-            router.table.release(place)
+            router.table.release(slot)
             metrics.IN_FLIGHT.dec()
 
 

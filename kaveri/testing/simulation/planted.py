@@ -22,7 +22,7 @@ from kaveri.text import detokenizer as router_detokenizer
 from services.decode import instance as decode_instance
 from services.decode import lifecycle as decode_lifecycle
 from services.decode import token_streams as decode_streams
-from services.prefill import dispatcher as prefill_dispatcher
+from services.prefill import decode_placer
 from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
 from services.router import answer as router_answer
@@ -243,7 +243,7 @@ def held_text_dropped_at_the_end() -> Iterator[None]:
 @_planted
 def failed_push_unnoticed() -> Iterator[None]:
     """Prefill does not look for another place when a push has failed."""
-    with _replaced(prefill_dispatcher.Dispatcher, "push_failed", lambda _: _nothing):
+    with _replaced(decode_placer.DecodePlacer, "push_failed", lambda _: _nothing):
         yield
 
 

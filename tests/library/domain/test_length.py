@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.length import RangeEnd, TokenRange, settled_length
+from kaveri.domain.length import RangeEnd, TokenRange, known_length
 from kaveri.domain.sampling import SamplingParams
 
 
@@ -35,8 +35,8 @@ def test_an_empty_or_negative_range_is_none(low: int, high: int) -> None:
 
 
 def test_only_an_answer_that_nothing_but_its_limit_ends_has_a_settled_length() -> None:
-    assert settled_length(SamplingParams(max_tokens=7, ignore_eos=True)) == TokenRange(7, 8)
-    assert settled_length(SamplingParams(max_tokens=7)) is None
-    assert settled_length(SamplingParams(ignore_eos=True)) is None
-    assert settled_length(SamplingParams(max_tokens=7, ignore_eos=True, stop=("x",))) is None
-    assert settled_length(SamplingParams(max_tokens=7, ignore_eos=True, stop_token_ids=(3,))) is None
+    assert known_length(SamplingParams(max_tokens=7, ignore_eos=True)) == TokenRange(7, 8)
+    assert known_length(SamplingParams(max_tokens=7)) is None
+    assert known_length(SamplingParams(ignore_eos=True)) is None
+    assert known_length(SamplingParams(max_tokens=7, ignore_eos=True, stop=("x",))) is None
+    assert known_length(SamplingParams(max_tokens=7, ignore_eos=True, stop_token_ids=(3,))) is None

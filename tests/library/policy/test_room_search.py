@@ -10,7 +10,7 @@ from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, Instan
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import DecodePlacementPolicy
-from kaveri.policy.room_search import Ask, Hopeless, LeaveLine, NoInstance, RoomSearch, Seeker
+from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
 
 MODEL = "tiny"
 LAYOUT = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
@@ -65,7 +65,7 @@ def test_a_request_leaves_the_line_of_an_instance_that_takes_none_now() -> None:
     search = new_search()
     draining = decode("a", 9, state=InstanceState.DRAINING)
     for view in (view_of(), view_of(draining), view_of(draining, decode("b", 9))):
-        assert isinstance(search.look(seeker(waits_at="a"), view, 0.0), LeaveLine)
+        assert isinstance(search.look(seeker(waits_at="a"), view, 0.0), StopWaiting)
 
 
 def test_an_instance_rests_after_a_refusal() -> None:
@@ -83,7 +83,7 @@ def test_no_two_requests_count_on_the_same_room_until_it_is_given_back() -> None
     other = Seeker("b", 40)
     assert asked(search.look(other, view, 0.0)) == ("a", True, False)
     for key in "ab":
-        search.settle(key, "a")
+        search.forget(key, "a")
     assert search.unconfirmed_count() == 0
     assert asked(search.look(other, view, 0.0)) == ("a", True, True)
 
@@ -139,7 +139,7 @@ def test_a_request_that_could_be_served_always_asks_waits_or_rests(
             assert name != at
             assert found.waits == (at is None)
             assert found.shows_room == bool(free_elsewhere)
-        case LeaveLine():
+        case StopWaiting():
             assert at is not None
             assert at not in ready
         case NoInstance():

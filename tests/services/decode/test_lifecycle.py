@@ -17,7 +17,6 @@ from services.decode.lifecycle import (
     Action,
     AdoptedHere,
     Answer,
-    Asked,
     BlocksLost,
     Broken,
     CallEnded,
@@ -35,6 +34,7 @@ from services.decode.lifecycle import (
     Released,
     Report,
     Reserved,
+    Reserving,
     Rival,
     RivalCame,
     RoomAsked,
@@ -52,7 +52,7 @@ from services.decode.lifecycle import (
 
 TICKET = Ticket(b"0" * 16, b"1" * 16, 1, (), (0,), 1, 9.0, KvLayout("fingerprint", 2, 16, 2, 8, "float32"))
 FULL = NoCapacity("decode", 0.1)
-STATES: tuple[State, ...] = (InLine(True), Asked(True, 0.0), Reserved(0.0), Ready(0.0), Running(0.0))
+STATES: tuple[State, ...] = (InLine(True), Reserving(True, 0.0), Reserved(0.0), Ready(0.0), Running(0.0))
 ENDS: tuple[Event, ...] = (
     CallEnded(),
     AbortAsked(by_router=True),
@@ -80,11 +80,11 @@ EVENTS: tuple[Event, ...] = (
 POSSIBLE = {
     RoomAsked: {InLine},
     TurnedAway: {InLine},
-    RoomGranted: {Asked},
-    RoomRefused: {Asked},
-    AdoptedHere: {Asked},
+    RoomGranted: {Reserving},
+    RoomRefused: {Reserving},
+    AdoptedHere: {Reserving},
     KvLanded: {Reserved},
-    KvNotLanded: {Asked, Reserved},
+    KvNotLanded: {Reserving, Reserved},
     SeatTaken: {Ready},
     BlocksLost: {Ready, Running},
     Drew: {Running},
@@ -135,13 +135,13 @@ def test_a_router_hears_of_an_end_only_when_it_may_wait_for_tokens_in_vain(state
     ],
 )
 def test_a_refusal_of_the_engine_answers_the_call(error: Exception, outcome: Outcome, answer: type) -> None:
-    state, actions = step(Asked(False, 0.0), RoomRefused(error), 1.0)  # type: ignore[arg-type]
+    state, actions = step(Reserving(False, 0.0), RoomRefused(error), 1.0)  # type: ignore[arg-type]
     assert state == Released(outcome)
     assert isinstance(next(action.result for action in actions if isinstance(action, Answer)), answer)
 
 
 def test_a_request_that_stays_goes_back_to_its_place_when_the_engine_has_no_room() -> None:
-    assert step(Asked(True, 0.0), RoomRefused(FULL), 1.0) == (InLine(stays=True), (KeepPlace(),))
+    assert step(Reserving(True, 0.0), RoomRefused(FULL), 1.0) == (InLine(stays=True), (KeepPlace(),))
 
 
 def test_a_finished_request_says_where_its_time_went() -> None:
@@ -217,7 +217,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def the_state_says_what_it_holds(self) -> None:
-        assert self.in_line == isinstance(self.state, InLine | Asked)
+        assert self.in_line == isinstance(self.state, InLine | Reserving)
         assert self.in_engine == (not isinstance(self.state, InLine | Released))
         assert bool(self.reports) == isinstance(self.state, Released)
         if isinstance(self.state, Released):
@@ -225,7 +225,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def its_call_is_answered_once(self) -> None:
-        expected = 0 if self.adopted or isinstance(self.state, InLine | Asked) else 1
+        expected = 0 if self.adopted or isinstance(self.state, InLine | Reserving) else 1
         assert len(self.answers) == expected
 
 
@@ -235,6 +235,6 @@ TestLife.settings = settings(max_examples=200, stateful_step_count=30, deadline=
 
 def test_a_stale_call_is_answered_with_the_rivals_error() -> None:
     stale = StaleAttempt("a", 1, 2)
-    for state in (InLine(True), Asked(True, 0.0)):
+    for state in (InLine(True), Reserving(True, 0.0)):
         _, actions = step(state, RivalCame(Rival.NEWER_OWNER, stale), 1.0)
         assert Answer(stale) in actions

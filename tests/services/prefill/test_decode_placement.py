@@ -25,13 +25,13 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy import retry
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill import decode_peers, room_finder
-from services.prefill.dispatcher import Dispatcher
+from services.prefill.decode_placer import DecodePlacer
 from services.prefill.requests import Failed, HandOverReport, Placed, PrefillRequest
 from tests.services.prefill.scripted import MODEL, ScriptedDecode, ScriptedEngine, eventually, new_metrics, params
 
 
 class World:
-    """A dispatcher, its engine, and decode instances in one cluster. Choices fall in turn: decode-0 first."""
+    """A DecodePlacer, its engine, and decode instances in one cluster. Choices fall in turn: decode-0 first."""
 
     def __init__(self, store: MemoryStore, shared: MemoryCluster) -> None:
         self.shared = shared
@@ -40,7 +40,7 @@ class World:
         self.failed: dict[str, KaveriError] = {}
         self.decodes: list[ScriptedDecode] = []
         self.stores: list[MemoryStore] = []
-        self.dispatcher = Dispatcher(
+        self.decode_placer = DecodePlacer(
             self.engine,  # type: ignore[arg-type]
             store,
             MODEL,
@@ -48,7 +48,7 @@ class World:
             random.Random(0),
             policy=DecodePlacementPolicy.ROUND_ROBIN,
         )
-        self.running = asyncio.create_task(self.dispatcher.run())
+        self.running = asyncio.create_task(self.decode_placer.run())
         self._number = 0
 
     def reported(self, request: PrefillRequest, report: HandOverReport) -> None:
@@ -58,7 +58,7 @@ class World:
                 request.outbox.put(report)
             case Failed():
                 self.failed[request.request_id] = report.error
-                self.dispatcher.end(request, handed_over=False)
+                self.decode_placer.end(request, handed_over=False)
 
     async def decode(self, *, registered: bool = True, **load: Any) -> ScriptedDecode:
         """One more; `load` is what it says of itself."""
@@ -78,7 +78,7 @@ class World:
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
         deadline_s = time.monotonic() + timeout_s
         request = PrefillRequest(Ownership(Owner(0, 3), "router"), engine_request, deadline_s, self.reported, **fields)
-        self.dispatcher.begin(request)
+        self.decode_placer.begin(request)
         return request
 
     def pushed(self) -> list[str]:
@@ -121,11 +121,11 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     assert 0 < asked.timeout_s <= 60
     assert world.outcome("reserved") == 1
     # Once is enough.
-    world.dispatcher.begin(request)
-    world.dispatcher.end(request, handed_over=True)
+    world.decode_placer.begin(request)
+    world.decode_placer.end(request, handed_over=True)
     later = world.begin("later")
     await eventually(lambda: "later" in world.pushed())
-    world.dispatcher.end(later, handed_over=False)
+    world.decode_placer.end(later, handed_over=False)
     await eventually(lambda: bool(decode.aborted))
     assert decode.calls == ["reserve a", "reserve later", "abort later"], "what decode has taken over is not aborted"
 
@@ -134,7 +134,7 @@ async def test_a_request_that_ends_while_it_is_pushed_gives_its_room_back(world:
     decode = await world.decode()
     request = world.begin("a")
     await eventually(lambda: world.pushed() == ["a"])
-    world.dispatcher.end(request, handed_over=False)
+    world.decode_placer.end(request, handed_over=False)
     await eventually(lambda: decode.aborted == [("a", 3)])
 
 
@@ -143,7 +143,7 @@ async def test_a_request_that_ends_while_it_asks_gives_back_what_it_may_have_got
     decode.may_answer.clear()
     request = world.begin("a")
     await eventually(lambda: decode.asked == ["a"])
-    world.dispatcher.end(request, handed_over=False)
+    world.decode_placer.end(request, handed_over=False)
     await eventually(lambda: decode.aborted == [("a", 3)])
     assert world.pushed() == []
 
@@ -155,13 +155,13 @@ async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: World
     (here, elsewhere) = (first, second) if first.asked else (second, first)
     for _ in range(2):
         # The second time the request has a new ticket already.
-        world.dispatcher.push_failed(request, KvPushFailed(request.key, "broken"))
+        world.decode_placer.push_failed(request, KvPushFailed(request.key, "broken"))
     await eventually(lambda: len(world.pushed()) == 2)
     assert elsewhere.asked == ["a"]
     await eventually(lambda: here.aborted == [("a", 3)])
     assert world.outcome("push_failed") == 1
     assert request.outbox._unread[Placed] == Placed(elsewhere.instance_id, elsewhere.incarnation)
-    world.dispatcher.end(request, handed_over=True)
+    world.decode_placer.end(request, handed_over=True)
 
 
 async def test_an_instance_that_does_not_answer_is_left_for_another_and_gets_an_abort(world: World) -> None:
@@ -176,7 +176,7 @@ async def test_an_instance_that_does_not_answer_is_left_for_another_and_gets_an_
     await eventually(lambda: world.pushed() == ["a"])
     assert other.asked == ["a"]
     await eventually(lambda: silent.aborted == [("a", 3)])
-    world.dispatcher.end(request, handed_over=True)
+    world.decode_placer.end(request, handed_over=True)
 
 
 async def test_an_instance_that_is_asked_beside_the_line_must_answer_within_a_time(
@@ -222,7 +222,7 @@ async def test_an_instance_that_failed_is_asked_again_after_its_rest(
     request = world.begin("a")
     await eventually(lambda: world.pushed() == ["a"])
     assert decode.asked == ["a"] * 3
-    world.dispatcher.end(request, handed_over=True)
+    world.decode_placer.end(request, handed_over=True)
 
 
 async def test_a_request_without_room_asks_once_and_waits(world: World) -> None:
@@ -240,7 +240,7 @@ async def test_a_request_without_room_asks_once_and_waits(world: World) -> None:
     assert sorted(decode.calls) == ["reserve first", "reserve second"]
     assert [asked.wait for asked in decode.reserved] == [True, True]
     for request in requests:
-        world.dispatcher.end(request, handed_over=True)
+        world.decode_placer.end(request, handed_over=True)
 
 
 async def test_a_request_that_ends_while_it_waits_gives_its_place_up(world: World) -> None:
@@ -248,7 +248,7 @@ async def test_a_request_that_ends_while_it_waits_gives_its_place_up(world: Worl
     decode.full = True
     request = world.begin("a")
     await eventually(lambda: decode.waiting == ["a"])
-    world.dispatcher.end(request, handed_over=False)
+    world.decode_placer.end(request, handed_over=False)
     await eventually(lambda: decode.waiting == [])
     # The answer may have been on its way.
     await eventually(lambda: decode.aborted == [("a", 3)])
@@ -334,7 +334,7 @@ async def test_room_that_was_given_back_counts_as_room_again(world: World) -> No
     for number in range(4):
         request = world.begin(f"r{number}")
         await eventually(lambda number=number: len(world.pushed()) == number + 1)  # type: ignore[misc]
-        world.dispatcher.end(request, handed_over=False)
+        world.decode_placer.end(request, handed_over=False)
         await eventually(lambda number=number: len(decode.aborted) == number + 1)  # type: ignore[misc]
 
 
@@ -368,7 +368,7 @@ async def test_an_instance_that_the_request_does_not_fit_is_not_asked_again_and_
     await eventually(lambda: "a" in world.failed)
     assert isinstance(world.failed["a"], InvalidArgument | LayoutMismatch)
     assert first.asked == second.asked == ["a"]
-    assert not world.dispatcher._finder._search.unconfirmed_count(), "it counts as work nowhere"
+    assert not world.decode_placer._finder._search.unconfirmed_count(), "it counts as work nowhere"
     if refuses == "engine":
         # Both had granted room.
         await eventually(lambda: first.aborted == second.aborted == [("a", 3)])
@@ -421,12 +421,12 @@ async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_
     first.may_answer.clear()
     request = world.begin("a")
     await eventually(lambda: first.asked == ["a"])
-    channels = world.dispatcher._finder._peers.channels
+    channels = world.decode_placer._finder._peers.channels
     await channels.retain(())
     assert len(channels._peers) == 1, "a call is under way"
     first.may_answer.set()
     await eventually(lambda: world.pushed() == ["a"])
-    world.dispatcher.end(request, handed_over=True)
+    world.decode_placer.end(request, handed_over=True)
     await channels.retain({first._address})
     assert len(channels._peers) == 1
     await channels.retain(())
@@ -442,7 +442,7 @@ async def test_every_reserve_call_of_an_attempt_has_a_number_and_room_is_given_b
     calls = [*first.reserved, *world.decodes[1].reserved]
     assert [call.reservation for call in calls] == [1, 2]
     await eventually(lambda: first.aborted_reservations == [1])
-    world.dispatcher.end(request, handed_over=False)
+    world.decode_placer.end(request, handed_over=False)
     await eventually(lambda: world.decodes[1].aborted_reservations == [2])
 
 
@@ -460,7 +460,7 @@ async def test_room_asked_of_an_instance_that_has_left_is_forgotten(world: World
     await world.decode()
     for number in range(5):
         world.begin(f"r{number}", token_count=1)
-    search = world.dispatcher._finder._search
+    search = world.decode_placer._finder._search
     await eventually(lambda: search.unconfirmed_count() == 5)
     await world.stores[0].deregister(world.stores[0].view().instances["decode-0"].record)
     await eventually(lambda: search.unconfirmed_count() == 0)

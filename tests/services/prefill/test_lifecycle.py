@@ -24,7 +24,6 @@ from kaveri.policy.prediction import PredictionOutcome
 from services.prefill.lifecycle import (
     Action,
     Advance,
-    Asked,
     Close,
     Computed,
     Computing,
@@ -38,6 +37,7 @@ from services.prefill.lifecycle import (
     Held,
     Known,
     LengthAnswered,
+    LengthPending,
     Outcome,
     Placing,
     Predicted,
@@ -133,7 +133,7 @@ class LifeMachine(RuleBasedStateMachine):
             case "held":
                 self.state = Held(terms)
             case "asked":
-                self.state = Queued(terms, Asked())
+                self.state = Queued(terms, LengthPending())
             case "known":
                 self.state = Queued(terms, Known(None))
         self.model = Model(held=first == "held", question_open=first != "known")
@@ -262,7 +262,7 @@ def test_a_prediction_is_used_unless_the_answer_has_outlived_it(
 
 def test_a_place_is_looked_for_after_the_first_chunk_when_the_length_has_not_come_by_then() -> None:
     at_start = Terms(0.0, TOKENS, 0, 50, PlaceSearch.AT_START)
-    state, actions = step(Queued(at_start, Asked()), PrefillStarted(KEY), 1.0)
+    state, actions = step(Queued(at_start, LengthPending()), PrefillStarted(KEY), 1.0)
     assert FindPlace(None) not in actions
     _, actions = step(state, PrefillProgress(KEY, 10), 2.0)
     assert FindPlace(None) in actions
@@ -271,9 +271,9 @@ def test_a_place_is_looked_for_after_the_first_chunk_when_the_length_has_not_com
 TERMS = Terms(0.0, TOKENS, 0, 50, PlaceSearch.AFTER_FIRST_CHUNK)
 GIVES_BACK: list[tuple[State, list[Action]]] = [
     (Held(TERMS), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
-    (Queued(TERMS, Asked()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
+    (Queued(TERMS, LengthPending()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
     (Queued(TERMS, Known(None)), [Do.LEAVE_QUEUE]),
-    (Prefilling(TERMS, Computing(1.0), Asked()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
+    (Prefilling(TERMS, Computing(1.0), LengthPending()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
     (Prefilling(TERMS, Computing(1.0), Predicted(TokenRange(1, 2))), [Do.LEAVE_QUEUE]),
     (Placing(TERMS, Computing(1.0)), [Do.LEAVE_QUEUE, EndHandOver(False)]),
     (Placing(TERMS, Computed(1.0)), [EndHandOver(False)]),

@@ -223,7 +223,7 @@ async def test_at_the_end_of_a_drain_clients_get_unavailable_in_every_phase(clus
         for name in ("prefill-0", "prefill-1"):
             await cluster.leave(name)
         early = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=10)))
-        await eventually(lambda: router.router.table.place_of("early") is not None)
+        await eventually(lambda: router.router.table.slot_of("early") is not None)
         started_s = time.monotonic()
         await router.drain()
         assert time.monotonic() - started_s < 2

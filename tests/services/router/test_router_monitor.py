@@ -164,14 +164,14 @@ async def test_draining_router_resigns_while_its_requests_go_on(cluster: Scripte
         router = under_test.router
         await eventually(lambda: router.monitor.leading)
         assert await other.campaign("other", 60.0) is None
-        # A request that does not end as long as this test lasts: a place in the table.
+        # A request that does not end as long as this test lasts: a slot in the table.
         task = asyncio.current_task()
         assert task is not None
-        place = router.table.reserve("endless", 0, b"", task)
+        slot = router.table.reserve("endless", 0, b"", task)
         draining = asyncio.create_task(under_test.drain())
         await lead(other, "other")
         assert not draining.done()
-        router.table.release(place)
+        router.table.release(slot)
         await draining
 
 

@@ -32,7 +32,7 @@ class _Placement:
     push_failure: asyncio.Future[KvPushFailed] | None = None
 
 
-class Dispatcher:
+class DecodePlacer:
     """Placements of the requests of one prefill instance. For one event loop."""
 
     at_first_token = False
