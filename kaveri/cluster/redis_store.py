@@ -433,18 +433,22 @@ class RedisStore:
                 await self._forget_script(keys=keys, args=ended)
 
     async def _claim(self, claim: RequestClaim, ttl_ms: int) -> RequestClaim | None:
-        key, value = self._request_key(claim.request_id), _encode_claim(claim)
-        while not await self._commands.execute("SET", key, value, "NX", "PX", ttl_ms):
+        key = self._request_key(claim.request_id)
+        while not await self._commands.execute("SET", key, _encode_claim(claim), "NX", "PX", ttl_ms):
             held = cast(bytes | None, await self._redis.get(key))
             if held is None:
                 continue  # It ended in between.
             holder = _decode_claim(claim.request_id, held)
-            ending_life = str(holder.router_incarnation)
-            if claim.is_later_session_of(holder):
-                value, ending_life = _encode_claim(replace(claim, hint=holder.hint)), "none"
+            is_later = claim.is_later_session_of(holder)
+            ending_life = "none" if is_later else str(holder.router_incarnation)
+            value = _encode_claim(replace(claim, hint=holder.hint) if is_later else claim)
             arguments: list[bytes | str | int] = [held, ending_life, value, ttl_ms]
             keys = [key, self._instance_key(holder.router_id)]
-            return None if await self._take_over_script(keys=keys, args=arguments) else holder
+            if await self._take_over_script(keys=keys, args=arguments):
+                return None
+            # A later session is refused only because the claim has changed in between, be it by a hint.
+            if not is_later:
+                return holder
         return None
 
     async def _find(self, request_id: str) -> RequestClaim | None:

@@ -359,3 +359,27 @@ async def test_leaving_the_store_at_any_moment_ends_its_watch() -> None:
         async with asyncio.timeout(60):
             for start in range(0, len(pauses_s), 20):
                 await asyncio.gather(*map(enter_and_leave, pauses_s[start : start + 20]))
+
+
+async def test_a_later_session_takes_a_claim_whose_hint_changes_while_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when the router of the earlier session stood still, and enters what it had noted when it goes on."""
+    first = replace(REQUEST, session=0, secret_hash="5ec2e7")
+    later = replace(first, router_id="router-9", router_incarnation=9, session=3)
+    async with run_redis() as redis, RedisStore(redis.url) as former, RedisStore(redis.url) as store:
+        assert await former.claim_request(first, 30.0) is None
+        read, hints = store._redis.get, [b"decode-0", b"decode-1"]
+
+        async def get(key: str) -> object:
+            held = await read(key)
+            if hints:
+                await former.update_requests([replace(first, hint=hints.pop())])
+            return held
+
+        monkeypatch.setattr(store._redis, "get", get)
+        assert await store.claim_request(later, 30.0) is None
+        assert not hints, "the hint did not change meanwhile: the test has shown nothing"
+        assert await former.find_request(first.request_id) == later
+        found = await former.find_request(first.request_id)
+        assert found is not None and found.hint == b"decode-0"
