@@ -13,6 +13,9 @@ Life of a request on the decode side::
 
     reserve(request) -> Ticket ── Landed | LandingFailed (done) ── admit(key) ── StepTokens* with finish (done)
 
+A request whose owner was lost is resumed by the same calls: reserve(request, held_tokens=...) takes the KV that a
+replica has, and the engine computes the rest.
+
 `adopt(key)` takes a request from the one side to the other where an engine plays both, and nothing is pushed.
 `abort(key)` ends either in any phase; `RequestFailed` is the engine's own way to end one. After a request is done its
 blocks are free, or become free as soon as no transfer can touch them any more. One engine may play both sides.
@@ -85,6 +88,12 @@ class EngineInfo:
         if max_tokens is not None and request.generated_count >= max_tokens:
             raise InvalidArgument("params.max_tokens", max_tokens, f"above the {request.generated_count} drawn already")
 
+    def require_held_tokens(self, request: EngineRequest, held_tokens: int) -> None:
+        """Raises InvalidArgument unless a request may be resumed from the KV of so many of its tokens."""
+        block_tokens, longest = self.layout.block_tokens, len(request.token_ids) - 1
+        if not 1 <= held_tokens <= longest or held_tokens % block_tokens:
+            raise InvalidArgument("held_tokens", held_tokens, f"a multiple of {block_tokens}, 1 to {longest}")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -156,8 +165,8 @@ class Landed:
 
     key: EngineKey
     kv_bytes: int
-    first_token_id: int
-    """What prefill drew: the token before the first one that is drawn here."""
+    first_token_id: int | None
+    """What prefill drew: the token before the first one that is drawn here. None for a resumed request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +183,8 @@ class TokenStep:
 
     key: EngineKey
     index: int
-    """Position within the answer. The first one after a landing is generated_count + 1: prefill drew the one before."""
+    """Position within the answer. The first one after a landing is generated_count + 1: prefill drew the one before.
+    The first one of a resumed request is generated_count."""
     token_id: int
     logprobs: Logprobs | None
     finish: FinishReason | None
@@ -280,17 +290,27 @@ class PrefillEngine(Engine, Protocol):
 class DecodeEngine(Engine, Protocol):
     """Takes requests whose KV is pushed to it and generates their tokens."""
 
-    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
+    def reserve(
+        self,
+        request: EngineRequest,
+        expires_in_s: float,
+        source: KvLayout | None = None,
+        held_tokens: int | None = None,
+    ) -> "Future[Ticket]":
         """Takes the blocks that the prompt and one more token need, and grants a ticket for the prompt's KV.
+
+        held_tokens: resumes a request. The ticket is for the KV of that many of its tokens: whole blocks, at least one,
+        and fewer than all tokens. Once admitted, the engine computes the other tokens in chunks, as it does after a
+        preemption, and draws the token of index generated_count next. The note of the push is not read.
 
         source: the layout of the engine that will push it; None where it is this engine's own. The ticket lists a part
         for each pair of tensor-parallel ranks that have heads in common. The future fails with LayoutMismatch where
         blocks of the source cannot be mapped onto those here.
 
         The future fails with NoCapacity when they are not free now, and with InvalidArgument when the request can
-        never fit; with RequestAlreadyExists while the key is live on this side, RequestCancelled when abort() comes
-        first, and EngineError once the engine has stopped. The reservation ends by landing, abort() or after
-        `expires_in_s` seconds (LandingFailed).
+        never fit or held_tokens is out of range; with RequestAlreadyExists while the key is live on this side,
+        RequestCancelled when abort() comes first, and EngineError once the engine has stopped. The reservation ends by
+        landing, abort() or after `expires_in_s` seconds (LandingFailed).
         """
 
     def adopt(self, key: EngineKey) -> None:

@@ -56,6 +56,10 @@ class TransferOwner(Protocol):
     def prompt_tokens(self) -> int: ...
 
     @property
+    def held_tokens(self) -> int | None:
+        """Tokens whose KV a landing brings, where that is not the whole prompt: the request is resumed."""
+
+    @property
     def source(self) -> Any:
         """What the plane pushes its blocks by."""
 
@@ -69,7 +73,7 @@ class TransferAccount(Protocol[OwnerT]):
     def find_prefill(self, key: EngineKey) -> OwnerT | None:
         """The live request of the prefill side."""
 
-    def open_decode(self, request: EngineRequest) -> OwnerT:
+    def open_decode(self, request: EngineRequest, held_tokens: int | None) -> OwnerT:
         """Takes a new request of the decode side. Raises RequestAlreadyExists and NoCapacity."""
 
     def hold(self, owner: OwnerT, transfer_id: bytes) -> None:
@@ -78,8 +82,8 @@ class TransferAccount(Protocol[OwnerT]):
     def let_go(self, owner: OwnerT) -> None:
         """No transfer touches them any more. Those of an ended request may be reused."""
 
-    def land(self, owner: OwnerT, first_token_id: int) -> str | None:
-        """All KV of the prompt is here; prefill drew this token. Returns why the request cannot go on, if so."""
+    def land(self, owner: OwnerT, first_token_id: int | None) -> str | None:
+        """All KV is here; prefill drew this token, or the request is resumed. Returns why it cannot go on, if so."""
 
     def end(self, owner: OwnerT) -> None:
         """The request is done."""
@@ -199,7 +203,11 @@ class Transfers(Generic[OwnerT]):
     # Landings.
 
     def reserve(
-        self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None
+        self,
+        request: EngineRequest,
+        expires_in_s: float,
+        source: KvLayout | None = None,
+        held_tokens: int | None = None,
     ) -> "tuple[OwnerT | None, Future[Ticket]]":
         """Opens a request and promises its ticket; see DecodeEngine.reserve(). grant() or refuse() is to follow.
 
@@ -207,6 +215,8 @@ class Transfers(Generic[OwnerT]):
         """
         try:
             self._info.require_servable(request)
+            if held_tokens is not None:
+                self._info.require_held_tokens(request, held_tokens)
             require_seconds("expires_in_s", expires_in_s)
             if not self._plane.endpoints:
                 raise EngineError("this engine takes no pushes")
@@ -214,7 +224,7 @@ class Transfers(Generic[OwnerT]):
             self._info.layout.require_mappable(source)
             with self._shared.lock:
                 self._shared.require_alive()
-                owner = self._account.open_decode(request)
+                owner = self._account.open_decode(request, held_tokens)
                 awaited = _AwaitedTicket(self._shared.promise(), self._now_s() + expires_in_s, source)
                 self._awaited[owner] = awaited
         except KaveriError as error:
@@ -237,7 +247,7 @@ class Transfers(Generic[OwnerT]):
                 epoch=self._info.epoch,
                 endpoints=() if parts else endpoints[0],
                 block_ids=tuple(block_ids),
-                token_count=owner.prompt_tokens,
+                token_count=owner.held_tokens or owner.prompt_tokens,
                 expires_in_s=max(0.0, awaited.expires_at_s - self._now_s()),
                 layout=self._info.layout,
                 first_block=first_block,
@@ -324,10 +334,12 @@ class Transfers(Generic[OwnerT]):
         """Under the lock."""
         if isinstance(event, TransferReleased):
             return LandingFailed(owner.key, event.reason)
-        first_token_id = first_token_of(event.note)
-        # The sender counts it as accepted, so only this side can report the loss.
-        if first_token_id is None or first_token_id >= self._info.vocab_size:
-            return RequestFailed(owner.key, "the hand-over names no token of this model")
+        first_token_id: int | None = None
+        if owner.held_tokens is None:
+            first_token_id = first_token_of(event.note)
+            # The sender counts it as accepted, so only this side can report the loss.
+            if first_token_id is None or first_token_id >= self._info.vocab_size:
+                return RequestFailed(owner.key, "the hand-over names no token of this model")
         if (problem := self._account.land(owner, first_token_id)) is not None:
             return RequestFailed(owner.key, problem)
         return Landed(owner.key, event.kv_bytes, first_token_id)

@@ -265,7 +265,7 @@ class DecodeInstance:
             elif not isinstance(event, EngineStopped) and (request := self._requests.by_key(event.key)) is not None:
                 match event:
                     case Landed():
-                        if request.engine_request.params.logprobs is None:
+                        if event.first_token_id is not None and request.engine_request.params.logprobs is None:
                             # Its log-probabilities do not come with the KV.
                             request.log.begin_with(event.first_token_id, None)
                         self._take(request, lifecycle.KvLanded(event.kv_bytes))

@@ -182,8 +182,14 @@ class RemoteEngine:
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._call("push_to", key, ticket)
 
-    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
-        return self.process.call("reserve", request, expires_in_s, source)
+    def reserve(
+        self,
+        request: EngineRequest,
+        expires_in_s: float,
+        source: KvLayout | None = None,
+        held_tokens: int | None = None,
+    ) -> "Future[Ticket]":
+        return self.process.call("reserve", request, expires_in_s, source, held_tokens)
 
     def adopt(self, key: EngineKey) -> None:
         self._call("adopt", key)

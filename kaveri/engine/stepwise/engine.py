@@ -153,9 +153,15 @@ class StepwiseEngine:
 
     # The decode side.
 
-    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
+    def reserve(
+        self,
+        request: EngineRequest,
+        expires_in_s: float,
+        source: KvLayout | None = None,
+        held_tokens: int | None = None,
+    ) -> "Future[Ticket]":
         """As the contract; the future is done when this returns."""
-        sequence, granted = self._transfers.reserve(request, expires_in_s, source)
+        sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
         if sequence is not None:
             self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
         return granted

@@ -58,8 +58,8 @@ class Lifecycle:
         self._on_work()
 
     def landing_blocks(self, sequence: Sequence) -> list[int]:
-        """The blocks of a reserved request that its prompt's KV lands in."""
-        return sequence.block_ids[: self._info.layout.block_count(sequence.prompt_tokens)]
+        """The blocks of a reserved request that KV lands in."""
+        return sequence.block_ids[: self._info.layout.block_count(sequence.held_tokens or sequence.prompt_tokens)]
 
     def adopt(self, key: EngineKey) -> None:
         """A computed prompt without an open push becomes a landed request here. Others are ignored."""
@@ -82,9 +82,10 @@ class Lifecycle:
     def find_prefill(self, key: EngineKey) -> Sequence | None:
         return self._account.prefills.get(key)
 
-    def open_decode(self, request: EngineRequest) -> Sequence:
+    def open_decode(self, request: EngineRequest, held_tokens: int | None) -> Sequence:
         """Takes the blocks of the prompt and one more token."""
         sequence = Sequence.of(request, Phase.RESERVED)
+        sequence.held_tokens = held_tokens
         self._account.open_decode(sequence)
         return sequence
 
@@ -96,10 +97,11 @@ class Lifecycle:
         if sequence.done:
             self._account.settle(sequence)
 
-    def land(self, sequence: Sequence, first_token_id: int) -> str | None:
-        sequence.computed = len(sequence.token_ids)
-        sequence.token_ids.append(first_token_id)
-        sequence.draw_index += 1
+    def land(self, sequence: Sequence, first_token_id: int | None) -> str | None:
+        sequence.computed = sequence.held_tokens or len(sequence.token_ids)
+        if first_token_id is not None:
+            sequence.token_ids.append(first_token_id)
+            sequence.draw_index += 1
         sequence.runner_unaware = True
         self._account.residency.land(sequence)
         # A preempted request may take the blocks of one that is not admitted yet.

@@ -23,6 +23,8 @@ class Sequence:
     draw_index: int
     """Index within the answer of the next token to draw."""
     phase: Phase
+    held_tokens: int | None = None
+    """Resumed: the KV of so many tokens lands, and the rest is computed here."""
     block_ids: list[int] = field(default_factory=list)
     """Grows in place between steps; empty after a preemption."""
     computed: int = 0

@@ -91,20 +91,22 @@ class SchedulerSide:
     def matched(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond its own cache's a transfer will bring, and that vLLM shall wait for them.
 
-        All of them: vLLM still computes the last one, which is the one that prefill draws.
+        All of them: vLLM still computes the last one, which is the one that prefill draws. Of a resumed request those
+        that are held; vLLM does not look for it in its cache.
         """
         entry = self._entries.get(request.request_id)
         if entry is None or not isinstance(entry.state, AwaitingBlocks):
             return 0, False
-        return request.num_tokens - computed_tokens, True
+        held_tokens = entry.owner.held_tokens
+        return (request.num_tokens if held_tokens is None else held_tokens) - computed_tokens, True
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """vLLM has placed a request that waits for its KV."""
         entry = self._entries[request.request_id]
         if isinstance(entry.state, AwaitingBlocks):
-            first_block = (request.num_tokens - external_tokens) // self._block_tokens
             facts = entry.owner.state.facts
-            entry.state = AwaitingKv(list(block_ids[first_block : facts.block_count(facts.prompt_tokens)]))
+            first_block = ((facts.held_tokens or request.num_tokens) - external_tokens) // self._block_tokens
+            entry.state = AwaitingKv(list(block_ids[first_block : facts.block_count(facts.landing_tokens)]))
             self._placements.append(Placement(entry, first_block, len(block_ids)))
 
     def stepping(self, scheduler_output: Any) -> StepOrders:

@@ -47,14 +47,16 @@ class VllmCore:
         prompt = {"prompt_token_ids": list(token_ids)}
         self._llm.add_request(engine_id, prompt, params, arrival_time=float(self._count), priority=priority)
 
-    def begin_answer(self, request: Any, first_token_id: int) -> None:
+    def begin_answer(self, request: Any, first_token_id: int | None) -> None:
         """The KV of a request that waited for it is there, but its last token's, which is this one: the next step
-        computes it. request: vLLM's own record of it."""
-        request.prompt_token_ids[-1] = request._all_token_ids[-1] = first_token_id
-        # Of the block that this token completes, if it does.
-        if request.block_hashes and request.num_tokens % self._block_tokens == 0:
-            request.block_hashes.pop()
-            request.update_block_hashes()
+        computes it. None: the tokens of a resumed request are all known, and their KV is there as far as it was held.
+        request: vLLM's own record of it."""
+        if first_token_id is not None:
+            request.prompt_token_ids[-1] = request._all_token_ids[-1] = first_token_id
+            # Of the block that this token completes, if it does.
+            if request.block_hashes and request.num_tokens % self._block_tokens == 0:
+                request.block_hashes.pop()
+                request.update_block_hashes()
         self._scheduler.finished_recving_kv_req_ids.add(request.request_id)
 
     def abort(self, vllm_id: str) -> None:

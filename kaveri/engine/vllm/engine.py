@@ -140,9 +140,15 @@ class VllmEngine:
 
     # The decode side.
 
-    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
+    def reserve(
+        self,
+        request: EngineRequest,
+        expires_in_s: float,
+        source: KvLayout | None = None,
+        held_tokens: int | None = None,
+    ) -> "Future[Ticket]":
         """As the contract; the engine thread grants the ticket, when vLLM has given it blocks."""
-        return self._transfers.reserve(request, expires_in_s, source)[1]
+        return self._transfers.reserve(request, expires_in_s, source, held_tokens)[1]
 
     def adopt(self, key: EngineKey) -> None:
         with self._shared.lock:

@@ -37,6 +37,13 @@ class RequestFacts:
     generated_count: int
     """How many of them earlier attempts generated."""
     block_tokens: int
+    held_tokens: int | None = None
+    """Resumed: the KV of so many tokens lands, and the rest is computed here."""
+
+    @property
+    def landing_tokens(self) -> int:
+        """Tokens whose KV a landing brings."""
+        return self.held_tokens or self.prompt_tokens
 
     def block_count(self, token_count: int) -> int:
         """Blocks that hold so many tokens."""
@@ -102,16 +109,17 @@ class Reserved(_Touched):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived(_State):
-    """A prompt with its first token; its KV is here, or was and is to be computed again."""
+    """A prompt with its first token, or a resumed one; its KV is here, or was and is to be computed again."""
 
-    first_token_id: int
+    first_token_id: int | None
+    """None for a resumed request, which draws its next token here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting(_State):
     """Admitted; the running batch is full."""
 
-    first_token_id: int
+    first_token_id: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +174,7 @@ class TransferEnded:
 class KvLanded:
     """A transfer has brought all of its KV."""
 
-    first_token_id: int
+    first_token_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +283,9 @@ def submitted(engine_id: str, request: EngineRequest, layout: KvLayout) -> Submi
     return Submitted(facts=facts, promised=facts.block_count(facts.prompt_tokens))
 
 
-def reserved(engine_id: str, request: EngineRequest, layout: KvLayout) -> Reserved:
+def reserved(engine_id: str, request: EngineRequest, layout: KvLayout, held_tokens: int | None = None) -> Reserved:
     """A new prompt whose KV is to land. Its blocks, and that of its next token, are promised."""
-    facts = _facts(engine_id, request, layout)
+    facts = replace(_facts(engine_id, request, layout), held_tokens=held_tokens)
     return Reserved(facts=facts, promised=facts.block_count(facts.prompt_tokens + 1))
 
 
@@ -340,7 +348,7 @@ def _advanced(state: State, event: KvLanded | Adopted | Admitted | Joined | Join
             return replace(state, promised=max(0, state.promised - event.block_count))
         case (Reserved(open_id=None), KvLanded()):
             token_id, promised = event.first_token_id, state.promised
-            return Arrived(facts=facts, computed=prompt_tokens, promised=promised, first_token_id=token_id)
+            return Arrived(facts=facts, computed=facts.landing_tokens, promised=promised, first_token_id=token_id)
         case (Computed(open_id=None), Adopted()):
             token_id, promised = state.first_token_id, facts.next_block(prompt_tokens)
             return Arrived(facts=facts, computed=prompt_tokens, promised=promised, first_token_id=token_id)
@@ -348,10 +356,10 @@ def _advanced(state: State, event: KvLanded | Adopted | Admitted | Joined | Join
             token_id, computed, promised = state.first_token_id, state.computed, state.promised
             return Waiting(facts=facts, computed=computed, promised=promised, first_token_id=token_id)
         case (Waiting(), Joined()):
-            index, promised = facts.generated_count + 1, state.promised
+            index, promised = _next_index(state), state.promised
             return Joining(facts=facts, computed=state.computed, promised=promised, index=index)
         case (Waiting(), JoinedAnew()):
-            return Joining(facts=facts, index=facts.generated_count + 1)
+            return Joining(facts=facts, index=_next_index(state))
     raise _impossible(state, event)
 
 
@@ -408,6 +416,10 @@ def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
 def _facts(engine_id: str, request: EngineRequest, layout: KvLayout) -> RequestFacts:
     prompt_tokens = len(request.token_ids)
     return RequestFacts(engine_id, request.key, prompt_tokens, request.generated_count, layout.block_tokens)
+
+
+def _next_index(state: Waiting) -> int:
+    return state.facts.generated_count + (state.first_token_id is not None)
 
 
 def _impossible(state: State, event: Event) -> AssertionError:

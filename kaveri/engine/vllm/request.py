@@ -32,6 +32,10 @@ class VllmRequest:
         return self.state.facts.prompt_tokens
 
     @property
+    def held_tokens(self) -> int | None:
+        return self.state.facts.held_tokens
+
+    @property
     def source(self) -> str:
         """What the ranks know its blocks by."""
         return self.engine_id

@@ -179,8 +179,8 @@ class Requests:
     def find_prefill(self, key: EngineKey) -> VllmRequest | None:
         return self.prefills.get(key)
 
-    def open_decode(self, request: EngineRequest) -> VllmRequest:
-        return self._open("decode", self.decodes, request, reserved(_new_id(), request, self._layout))
+    def open_decode(self, request: EngineRequest, held_tokens: int | None = None) -> VllmRequest:
+        return self._open("decode", self.decodes, request, reserved(_new_id(), request, self._layout, held_tokens))
 
     def hold(self, request: VllmRequest, transfer_id: bytes) -> None:
         self.apply(request, TransferOpened(transfer_id))
@@ -190,8 +190,8 @@ class Requests:
         if request.done:
             self._on_work()
 
-    def land(self, request: VllmRequest, first_token_id: int) -> str | None:
-        if not self.goes_on(request):
+    def land(self, request: VllmRequest, first_token_id: int | None) -> str | None:
+        if first_token_id is not None and not self.goes_on(request):
             return f"no room behind {self._max_model_len} tokens"
         self.apply(request, KvLanded(first_token_id))
         return None

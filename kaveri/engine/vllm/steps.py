@@ -170,6 +170,9 @@ class Steps:
         given = request.request
         if isinstance(request.state, OF_PREFILL):
             self._give(request, given.token_ids, prefill_params(given), is_prefill=True)
+        elif request.held_tokens is not None:
+            params = decode_params(given, self._info.eos_token_ids, is_resumed=True)
+            self._give(request, given.token_ids, params)
         else:
             # The token that prefill will draw is the last of this prompt: vLLM has its KV to compute, and no other's.
             token_ids, drawn_count = given.token_ids, given.generated_count
@@ -205,7 +208,7 @@ class Steps:
 
     def _admit_waiting(self, stalled: bool) -> None:
         """Lets vLLM compute admitted requests, as far as the batch has room."""
-        joined: list[tuple[VllmRequest, Entry | None, int]] = []
+        joined: list[tuple[VllmRequest, Entry | None, int | None]] = []
         with self._shared.lock:
             if self._requests.short_of_blocks:
                 self._give_up_adopted()
@@ -227,16 +230,17 @@ class Steps:
             else:
                 self._give_anew(request, first_token_id)
 
-    def _give_anew(self, request: VllmRequest, first_token_id: int) -> None:
+    def _give_anew(self, request: VllmRequest, first_token_id: int | None) -> None:
         """vLLM has ended a prompt with its first token, so what follows is another request to it.
 
         It finds the prompt's blocks in vLLM's prefix cache: those in use are given back at the end of the very step
         that places it.
         """
         given = request.request
-        token_ids = (*given.token_ids, first_token_id)
-        extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + 1)
-        self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
+        if first_token_id is not None:
+            token_ids = (*given.token_ids, first_token_id)
+            given = replace(given, token_ids=token_ids, generated_count=given.generated_count + 1)
+        self._give(request, given.token_ids, decode_params(given, self._info.eos_token_ids))
 
     def _give_up_adopted(self) -> None:
         """Adopted requests that are not computed make room for those that were, and wait for blocks."""

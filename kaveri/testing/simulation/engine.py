@@ -136,10 +136,16 @@ class SimulatedEngine:
 
     # The decode side.
 
-    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
+    def reserve(
+        self,
+        request: EngineRequest,
+        expires_in_s: float,
+        source: KvLayout | None = None,
+        held_tokens: int | None = None,
+    ) -> "Future[Ticket]":
         """As the contract. The future is done within a step's time."""
         self.longest_ticket_s = max(self.longest_ticket_s, expires_in_s)
-        sequence, granted = self._transfers.reserve(request, expires_in_s, source)
+        sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
         if sequence is not None:
             self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
         return granted

@@ -12,6 +12,7 @@ from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_resumption import ResumptionConformance
 
 _EOS = 0.02
 """Chance of each token to be the end of its answer."""
@@ -61,19 +62,19 @@ class _TimedHarness(_Harness):
         return TimedRunner(FakeRunner(model), latency)
 
 
-class TestStepwiseOnTimed(EngineConformance):
+class TestStepwiseOnTimed(EngineConformance, ResumptionConformance):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> _TimedHarness:
         return _TimedHarness(tmp_path, 16)
 
 
-class TestStepwiseOnFake(EngineConformance):
+class TestStepwiseOnFake(EngineConformance, ResumptionConformance):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _Harness:
         return _Harness(tmp_path, request.param)
 
 
-class TestStepwiseWithUnlikeBlocks(EngineConformance):
+class TestStepwiseWithUnlikeBlocks(EngineConformance, ResumptionConformance):
     """Every push is mapped."""
 
     @pytest.fixture(params=[(4, 16), (16, 4)], ids=["blocks of 4 to 16", "blocks of 16 to 4"])

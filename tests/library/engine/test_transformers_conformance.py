@@ -11,6 +11,7 @@ from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_resumption import ResumptionConformance
 from tests.support.plain_transformers import PlainTransformers
 from tests.support.tiny_models import make_tiny_model
 
@@ -67,7 +68,7 @@ def reference(model_folder: Path) -> PlainTransformers:
     return PlainTransformers(model_folder, ignore_eos=True)
 
 
-class TestStepwiseOnTransformers(EngineConformance):
+class TestStepwiseOnTransformers(EngineConformance, ResumptionConformance):
     @pytest.fixture
     def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> _Harness:
         return _Harness(model_folder, tmp_path, reference)

@@ -15,6 +15,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_resumption import ResumptionConformance
 from kaveri.testing.simulation.engine import SimulatedEngine
 from kaveri.testing.simulation.kv_wire import LoopWire
 
@@ -83,8 +84,14 @@ class _EngineOnThread:
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
         self._thread.call(lambda: self._engine.push_to(key, ticket))
 
-    def reserve(self, request: EngineRequest, expires_in_s: float, source: KvLayout | None = None) -> "Future[Ticket]":
-        return self._thread.call(lambda: self._engine.reserve(request, expires_in_s, source))
+    def reserve(
+        self,
+        request: EngineRequest,
+        expires_in_s: float,
+        source: KvLayout | None = None,
+        held_tokens: int | None = None,
+    ) -> "Future[Ticket]":
+        return self._thread.call(lambda: self._engine.reserve(request, expires_in_s, source, held_tokens))
 
     def adopt(self, key: EngineKey) -> None:
         self._thread.call(lambda: self._engine.adopt(key))
@@ -134,7 +141,7 @@ class _Harness:
         return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
 
 
-class TestSimulatedEngine(EngineConformance):
+class TestSimulatedEngine(EngineConformance, ResumptionConformance):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
     def harness(self, request: pytest.FixtureRequest) -> Iterator[_Harness]:
         thread = _LoopThread()

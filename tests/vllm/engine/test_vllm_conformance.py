@@ -8,6 +8,7 @@ import pytest
 
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance
+from kaveri.testing.engine_resumption import ResumptionConformance
 from tests.support.engine_process import RemoteEngine
 from tests.support.plain_transformers import PlainTransformers
 
@@ -43,13 +44,13 @@ class _Harness:
         return self._reference.answer(token_ids, token_count)
 
 
-class TestVllmEngine(EngineConformance):
+class TestVllmEngine(EngineConformance, ResumptionConformance):
     @pytest.fixture
     def harness(self, prefills: Any, decodes: Any, reference: PlainTransformers, tmp_path: Path) -> _Harness:
         return _Harness(prefills, decodes, tmp_path, reference)
 
 
-class TestVllmEngineOfTwoRanks(EngineConformance):
+class TestVllmEngineOfTwoRanks(EngineConformance, ResumptionConformance):
     @pytest.fixture
     def harness(
         self, two_rank_prefills: Any, two_rank_decodes: Any, reference: PlainTransformers, tmp_path: Path
