@@ -87,12 +87,16 @@ class SchedulerSide:
         ours = self.hooks.find(engine_id) if self.hooks is not None and engine_id is not None else None
         if ours is not None:
             self._entries[request.request_id] = ours.enter(request.request_id, request)
+            if ours.held_tokens is not None:
+                # vLLM looks for these blocks in its prefix cache. At least one is left for the transfer to bring, so
+                # that the request waits for it; VllmCore.begin_answer adds the hashes of the others.
+                del request.block_hashes[ours.held_tokens // self._block_tokens - 1 :]
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond its own cache's a transfer will bring, and that vLLM shall wait for them.
 
         All of them: vLLM still computes the last one, which is the one that prefill draws. Of a resumed request those
-        that are held; vLLM does not look for it in its cache.
+        that are held.
         """
         entry = self._entries.get(request.request_id)
         if entry is None or not isinstance(entry.state, AwaitingBlocks):

@@ -56,7 +56,7 @@ class VllmCore:
             # Of the block that this token completes, if it does.
             if request.block_hashes and request.num_tokens % self._block_tokens == 0:
                 request.block_hashes.pop()
-                request.update_block_hashes()
+        request.update_block_hashes()
         self._scheduler.finished_recving_kv_req_ids.add(request.request_id)
 
     def abort(self, vllm_id: str) -> None:

@@ -27,22 +27,16 @@ def prefill_params(request: EngineRequest) -> VllmSamplingParams:
     return _params(request, max_tokens=1, stop_token_ids=())
 
 
-def decode_params(
-    request: EngineRequest, eos_token_ids: frozenset[int], *, is_resumed: bool = False
-) -> VllmSamplingParams:
+def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
     """For a vLLM request over request.token_ids that draws all that is left of the answer.
 
-    vLLM ends the request as kaveri.engine.stopping would. is_resumed: its KV comes from elsewhere, and vLLM does not
-    look for it in its prefix cache, where it could find more of it than is to come.
+    vLLM ends the request as kaveri.engine.stopping would.
     """
     params = request.params
     assert params.max_tokens is not None, "an EngineRequest says how many tokens it wants"
     stop_token_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
     left = max(1, params.max_tokens - request.generated_count)
-    sampling = _params(request, max_tokens=left, stop_token_ids=stop_token_ids)
-    if is_resumed:
-        sampling.skip_reading_prefix_cache = True
-    return sampling
+    return _params(request, max_tokens=left, stop_token_ids=stop_token_ids)
 
 
 def _params(request: EngineRequest, max_tokens: int, stop_token_ids: tuple[int, ...]) -> VllmSamplingParams:

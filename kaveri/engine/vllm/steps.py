@@ -171,8 +171,7 @@ class Steps:
         if isinstance(request.state, OF_PREFILL):
             self._give(request, given.token_ids, prefill_params(given), is_prefill=True)
         elif request.held_tokens is not None:
-            params = decode_params(given, self._info.eos_token_ids, is_resumed=True)
-            self._give(request, given.token_ids, params)
+            self._give(request, given.token_ids, decode_params(given, self._info.eos_token_ids))
         else:
             # The token that prefill will draw is the last of this prompt: vLLM has its KV to compute, and no other's.
             token_ids, drawn_count = given.token_ids, given.generated_count
