@@ -152,7 +152,8 @@ class Membership:
 
 def _fixed(load: InstanceLoad) -> tuple[object, ...]:
     """What stays the same within one view."""
-    return load.state, load.total_blocks, load.phases, load.ending_phases, load.phase_order
+    phases = load.phases, load.ending_phases, load.phase_order
+    return load.state, load.total_blocks, load.replica_total_bytes, *phases
 
 
 def _ignore() -> None:

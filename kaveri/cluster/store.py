@@ -19,7 +19,8 @@ class Follow(enum.Enum):
     HEARTBEATS = enum.auto()
     """From every heartbeat of every instance."""
     BROADCASTS = enum.auto()
-    """From the cluster monitor's broadcasts: one message for predictors and the instances that take pushes, no others.
+    """From the cluster monitor's broadcasts: one message for predictors and the instances that take pushes or hold
+    copies of KV, no others.
 
     As long as no monitor is heard nothing expires; after kaveri.cluster.monitored_membership.SILENT_AFTER_S without
     one, and before the first one, from the heartbeats of the same instances.

@@ -136,8 +136,9 @@ def takes_pushes(instance: ViewedInstance) -> bool:
 
 
 def is_broadcast(instance: ViewedInstance) -> bool:
-    """Whether the cluster monitor broadcasts its load: prefill instances choose among these."""
-    return instance.record.role is Role.PREDICTOR or takes_pushes(instance)
+    """Whether the cluster monitor broadcasts its load: prefill instances choose among these, and owners of requests
+    among those that hold copies of KV."""
+    return instance.record.role is Role.PREDICTOR or takes_pushes(instance) or instance.load.replica_total_bytes > 0
 
 
 def status_now(instance: ViewedInstance) -> InstanceStatus:
