@@ -1,0 +1,1 @@
+"""Copies of KV caches that belong to requests of other instances."""

@@ -1,0 +1,102 @@
+"""The ReplicaStore contract: where an instance keeps copies of KV that other instances' requests own.
+
+A replica grows while its owner pushes into it, over a transfer that stays open. Its watermark is the number of tokens,
+from the first one of the prompt on, whose KV and whose ids have come and are verified; what is below it never changes.
+When the owner is gone the replica stays up to its watermark, until drop().
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import Ticket
+
+
+class ReplicaKey(NamedTuple):
+    """Names a replica in one store: the request, and the owner that pushes."""
+
+    request_id: str
+    session: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUsage:
+    """The memory of a store."""
+
+    used_bytes: int = 0
+    total_bytes: int = 0
+    replica_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGrew:
+    """The watermark has risen."""
+
+    key: ReplicaKey
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOrphaned:
+    """The owner's push has ended without its will: it is lost, or was sealed off. The replica is kept until drop()."""
+
+    key: ReplicaKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDropped:
+    """The owner has given the replica up. It is gone."""
+
+    key: ReplicaKey
+    reason: str
+
+
+ReplicaEvent = ReplicaGrew | ReplicaOrphaned | ReplicaDropped
+ReplicaListener = Callable[[ReplicaEvent], None]
+"""Called on one of the store's own threads, with events in the order in which they happened; must not block."""
+
+
+class ReplicaStore(Protocol):
+    """Every method may be called from any thread. Unknown keys are ignored, or have no tokens."""
+
+    def start(self, listener: ReplicaListener) -> None:
+        """Takes replicas from now on. Events go to `listener`."""
+
+    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> Ticket:
+        """Takes the blocks of `token_count` tokens, and one more, for a replica, and grants an open ticket for them.
+
+        expires_in_s: the owner counts as lost after so long without a mark. A replica of the same key is dropped first.
+        Raises NoCapacity when the memory is full, and LayoutMismatch unless the layout is the store's own.
+        """
+
+    def watermark(self, key: ReplicaKey) -> int:
+        """Tokens that have come and are verified: whole blocks."""
+
+    def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
+        """The ids of those tokens."""
+
+    def seal(self, key: ReplicaKey) -> None:
+        """Takes no more of the owner. The watermark rises no more; what the owner still writes is not part of it."""
+
+    def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
+        """Pushes the first `ticket.token_count` tokens, at most those below the watermark, to a decode engine's ticket.
+
+        The future is done when the engine has accepted them, and fails with TransferFailed. The replica may be pushed
+        again, and may be dropped meanwhile: the push fails then.
+        """
+
+    def drop(self, key: ReplicaKey) -> None:
+        """Frees the replica, as soon as no transfer can touch its blocks any more. No event of it follows."""
+
+    def usage(self) -> ReplicaUsage:
+        """A snapshot. Never blocks on a transfer."""
+
+    def close(self) -> None:
+        """Ends transfers, threads and the listener's calls, and frees the memory. Idempotent."""
+
+    def check_integrity(self) -> None:
+        """Asserts that every block is free, of a replica, or quarantined by a live transfer."""
