@@ -288,7 +288,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def routers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """On the first response: addresses ("host:port") of the cluster's routers, this one included, to re-attach through."""
+        """On the first response: addresses ("host:port") of the cluster's routers, this one included, to re-attach through.
+        On the last response of a router that drains: those of the other routers. The stream then ends as UNAVAILABLE.
+        """
 
     def __init__(
         self,

@@ -76,6 +76,8 @@ class InferenceServiceServicer(object):
         router, with the same request_id, prompt, params and secret, the next session, and what it has received. The
         router finds the instances that have the request and goes on where the client is: nothing is computed again. If no
         instance has it, the router places it again, behind the tokens that the client has. A session ends all earlier ones.
+        A router that drains ends the streams of such clients as UNAVAILABLE, with a google.rpc.RetryInfo of 0 s: they
+        re-attach at once through another router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,6 +43,8 @@ class InferenceServiceStub:
     router, with the same request_id, prompt, params and secret, the next session, and what it has received. The
     router finds the instances that have the request and goes on where the client is: nothing is computed again. If no
     instance has it, the router places it again, behind the tokens that the client has. A session ends all earlier ones.
+    A router that drains ends the streams of such clients as UNAVAILABLE, with a google.rpc.RetryInfo of 0 s: they
+    re-attach at once through another router.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
     """Cancels a request in flight by its id, on whichever router it is. The Generate stream ends with
@@ -70,6 +72,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     router, with the same request_id, prompt, params and secret, the next session, and what it has received. The
     router finds the instances that have the request and goes on where the client is: nothing is computed again. If no
     instance has it, the router places it again, behind the tokens that the client has. A session ends all earlier ones.
+    A router that drains ends the streams of such clients as UNAVAILABLE, with a google.rpc.RetryInfo of 0 s: they
+    re-attach at once through another router.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a request in flight by its id, on whichever router it is. The Generate stream ends with
@@ -100,6 +104,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         router, with the same request_id, prompt, params and secret, the next session, and what it has received. The
         router finds the instances that have the request and goes on where the client is: nothing is computed again. If no
         instance has it, the router places it again, behind the tokens that the client has. A session ends all earlier ones.
+        A router that drains ends the streams of such clients as UNAVAILABLE, with a google.rpc.RetryInfo of 0 s: they
+        re-attach at once through another router.
         """
 
     @_abc_1.abstractmethod

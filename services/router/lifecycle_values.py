@@ -177,7 +177,8 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A later session of the request has come to this router, and takes the attempt over."""
+    """A later session of the request takes the attempt over. It has come to this router, or its client was sent to
+    another one."""
 
     error: KaveriError
 

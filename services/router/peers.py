@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceRecord, Role
+from kaveri.domain.view import InstanceState, Role, ViewedInstance
 from kaveri.rpc.channels import Channels
 from kaveri.v1 import inference_pb2
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
@@ -25,18 +25,25 @@ class RouterPeers:
         self._instance_id = instance_id
         self._model = model
 
-    def addresses(self) -> list[str]:
-        """Of the routers that serve the model, this one included."""
-        return [record.address for record in self._routers() if record.model == self._model][:_MOST_ADDRESSES]
+    def addresses(self, *, includes_own: bool = True) -> list[str]:
+        """Of the routers that take requests for the model."""
+        routers = self._routers() if includes_own else self._others()
+        return [status.record.address for status in routers if self._takes_requests(status)][:_MOST_ADDRESSES]
 
     async def cancel(self, request_id: str) -> bool:
         """Cancels a request on whichever other router it is. False: none that could be reached has it."""
-        addresses = [record.address for record in self._routers() if record.instance_id != self._instance_id]
+        addresses = [status.record.address for status in self._others()]
         return any(await asyncio.gather(*(self._cancel_at(address, request_id) for address in addresses)))
 
-    def _routers(self) -> Iterator[InstanceRecord]:
+    def _routers(self) -> Iterator[ViewedInstance]:
         instances = self._store.view().instances.values()
-        return (status.record for status in instances if status.record.role is Role.ROUTER)
+        return (status for status in instances if status.record.role is Role.ROUTER)
+
+    def _others(self) -> Iterator[ViewedInstance]:
+        return (status for status in self._routers() if status.record.instance_id != self._instance_id)
+
+    def _takes_requests(self, status: ViewedInstance) -> bool:
+        return status.record.model == self._model and status.load.state is InstanceState.READY
 
     async def _cancel_at(self, address: str, request_id: str) -> bool:
         message = inference_pb2.CancelRequest(request_id=request_id, forwarded=True)

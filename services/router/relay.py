@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from grpc import aio
@@ -21,12 +21,16 @@ ServicerContext = aio.ServicerContext[Any, Any]
 
 
 async def write_answer(
-    entry: RequestEntry, context: ServicerContext, slow_reader_s: float, routers: Sequence[str] = ()
+    entry: RequestEntry,
+    context: ServicerContext,
+    slow_reader_s: float,
+    routers: Callable[[], list[str]] = list,
 ) -> None:
     """Writes the entry's output until it has ended. routers: addresses that the client may re-attach through.
 
     Raises the error that it ended with, and SlowReader when the client takes longer than `slow_reader_s` to read one
-    response. What such a client costs until then is that response and the tokens of its own answer.
+    response. What such a client costs until then is that response and the tokens of its own answer. A client that is
+    sent away gets all output that is here first, and the addresses once more.
     """
     limit = _ReadLimit(slow_reader_s)
     try:
@@ -62,32 +66,38 @@ class _ReadLimit:
             self.timeout.reschedule(loop.time())
 
 
-async def _write(entry: RequestEntry, context: ServicerContext, limit: _ReadLimit, routers: Sequence[str]) -> None:
+async def _write(
+    entry: RequestEntry, context: ServicerContext, limit: _ReadLimit, routers: Callable[[], list[str]]
+) -> None:
     answer = entry.answer
     is_first = True
     while True:
         await entry.wait_for_output()
         has_ended = isinstance(entry.state, Ended)
-        if has_ended and entry.error is not None:
-            raise entry.error
+        error = entry.error
+        if error is not None and not entry.is_sent_away:
+            raise error
         part = answer.take()
         response = inference_pb2.GenerateResponse(index=part.first_index, token_ids=part.token_ids, text=part.text)
         if part.logprobs:
             response.logprobs.extend(part.logprobs)
+        ended = has_ended and not answer.has_output
+        if is_first or (ended and error is not None):
+            response.routers.extend(routers())
         if is_first:
             is_first = False
             response.request_id = entry.request_id
             response.max_tokens = entry.accepted.most_tokens
-            response.routers.extend(routers)
         if entry.owner_news is not None:
             response.owner.CopyFrom(hint_to_proto(entry.owner_news))
             entry.owner_news = None
-        ended = has_ended and not answer.has_output
-        if ended:
+        if ended and error is None:
             _complete(entry, response)
         limit.writing_since_s = time.monotonic()
         await context.write(response)
         limit.writing_since_s = None
+        if ended and error is not None:
+            raise error
         if ended:
             return
 

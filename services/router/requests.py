@@ -47,8 +47,18 @@ from services.router.lifecycle_values import (
 )
 
 _COMPLETE = (Finishing, Ended)
+SENT_AWAY_GRACE_S = 10.0
+"""So long the tokens of a request whose client was sent to another router are not aborted here: about as long as the
+instances keep a request whose router is gone."""
 RETRY_AFTER_S = 0.5
 """Told to clients that found the router full: about a short answer's time."""
+
+
+class SentAway(Unavailable):
+    """The router drains, and the client is to re-attach through another one. The instances go on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__("this router is draining: the request goes on through another router", retry_after_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +178,13 @@ class RequestEntry:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether a later session at this router has ended this one."""
-        return isinstance(self.error, RequestAlreadyExists)
+        """Whether the request is left to a later session, at this router or at another one."""
+        return isinstance(self.error, RequestAlreadyExists | SentAway)
+
+    @property
+    def is_sent_away(self) -> bool:
+        """Whether its client is to re-attach through another router."""
+        return isinstance(self.error, SentAway)
 
     @property
     def finish(self) -> FinishReason | None:
@@ -269,6 +284,11 @@ class RequestEntry:
         """Ends this session of the request, and leaves its instances to a later one."""
         self.handle(Superseded(RequestAlreadyExists(self.request_id)), time.monotonic())
 
+    def send_away(self) -> None:
+        """As supersede(): the later session will be at another router. Ignored when the client cannot re-attach."""
+        if self.accepted.secret:
+            self.handle(Superseded(SentAway()), time.monotonic())
+
     def release(self) -> None:
         """Ends the timers and the attempt; the client's RPC is over."""
         self.fail(Unavailable("the request was released"))
@@ -338,6 +358,9 @@ class RequestTable:
         self._max_requests = max_requests
         self._slots: dict[str, Slot] = {}
         self._entries: dict[str, RequestEntry] = {}
+        self._sends_away = False
+        self._sent_away: dict[str, float] = {}
+        """Until when the instances of requests that were sent away are left alone, by request id."""
         self._empty = asyncio.Event()
         self._empty.set()
         self.get: Callable[[str], RequestEntry | None] = self._entries.get
@@ -376,6 +399,8 @@ class RequestTable:
         slot.entry = entry
         if self._slots.get(slot.request_id) is slot:
             self._entries[slot.request_id] = entry
+            if self._sends_away:
+                self._send_away(entry)
 
     def release(self, slot: Slot) -> None:
         """Frees the slot, unless a later session has it."""
@@ -384,6 +409,27 @@ class RequestTable:
             self._entries.pop(slot.request_id, None)
         if not self._slots:
             self._empty.set()
+
+    def send_away(self) -> None:
+        """Ends every request whose client can re-attach, and leaves its instances to the router that the client finds
+        next; also those whose input is checked now, as soon as it was. Until stay()."""
+        self._sends_away, now_s = True, time.monotonic()
+        self._sent_away = {name: until_s for name, until_s in self._sent_away.items() if until_s > now_s}
+        for entry in tuple(self._entries.values()):
+            self._send_away(entry)
+
+    def stay(self) -> None:
+        """Requests stay here again."""
+        self._sends_away = False
+
+    def was_sent_away(self, request_id: str) -> bool:
+        """Whether the client of the request is looking for another router, as far as known."""
+        return self._sent_away.get(request_id, 0.0) > time.monotonic()
+
+    def _send_away(self, entry: RequestEntry) -> None:
+        entry.send_away()
+        if entry.is_sent_away:
+            self._sent_away[entry.request_id] = time.monotonic() + SENT_AWAY_GRACE_S
 
     def fail_all(self, error: KaveriError) -> None:
         """Ends every request with the error."""

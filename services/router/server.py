@@ -32,7 +32,7 @@ from services.router.owner_hints import hint_from_bytes, hint_from_proto, hint_t
 from services.router.peers import RouterPeers
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_placer import RequestPlacer
-from services.router.requests import RETRY_AFTER_S, AcceptedRequest, OwnerHint, RequestEntry, RequestTable
+from services.router.requests import RETRY_AFTER_S, AcceptedRequest, OwnerHint, RequestEntry, RequestTable, SentAway
 
 
 class RouterParts(Protocol):
@@ -84,6 +84,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             metrics.REQUESTS.labels(outcome="slow_reader").inc()
             get_logger().warning("client_too_slow", **progress.log_fields(), slow_reader_s=error.limit_s)
             await self._abort_unread(context, error)
+        except SentAway as error:
+            metrics.REQUESTS.labels(outcome="moved").inc()
+            get_logger().info("request_moved", **progress.log_fields())
+            await abort(context, Unavailable(error.reason, error.retry_after_s))
         except KaveriError as error:
             code = status_of(error)[0].name
             metrics.REQUESTS.labels(outcome=code.lower()).inc()
@@ -140,6 +144,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.BeatRequest, context: ServicerContext
     ) -> inference_pb2.BeatResponse:
         return inference_pb2.BeatResponse()
+
+    def _addresses(self) -> list[str]:
+        """Of the routers that clients may re-attach through."""
+        return self._router.peers.addresses(includes_own=not self._router.draining)
 
     def _model(self) -> inference_pb2.Model:
         router = self._router
@@ -203,7 +211,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             router.table.enter(slot, entry)
             placing = router.placer.start(entry)
             try:
-                await write_answer(entry, context, router.config.slow_reader_s, router.peers.addresses())
+                await write_answer(entry, context, router.config.slow_reader_s, self._addresses)
             finally:
                 entry.release()
                 placing.cancel()

@@ -109,6 +109,7 @@ class Router:
     def drain(self) -> None:
         self.draining = True
         self.monitor.stop()
+        self._send_away()
 
     async def wait_idle(self) -> None:
         """Until the last request has ended, and another router can lead the cluster monitor."""
@@ -121,8 +122,15 @@ class Router:
             return
         timeout_s = self.config.drain_timeout_s
         get_logger().warning("drain_timed_out", requests=len(self.table), drain_timeout_s=timeout_s)
+        # Clients that can re-attach find their requests where they are, as soon as there is a router again.
+        self.table.send_away()
         reason = f"the router is draining, and the request did not end within its drain timeout of {timeout_s:g} s"
         self.table.fail_all(Unavailable(reason, retry_after_s=0.0))
+
+    def _send_away(self) -> None:
+        """Sends clients to other routers, as soon as there are any."""
+        if self.draining and self.peers.addresses(includes_own=False):
+            self.table.send_away()
 
     async def _watch(self) -> None:
         addresses: set[str] = set()
@@ -132,6 +140,7 @@ class Router:
             self.placer.update(view)
             self.claims.update(view)
             self.monitor.update(view)
+            self._send_away()
             present = {status.record.address for status in view.instances.values()}
             if not addresses <= present:
                 await self.channels.retain(present)

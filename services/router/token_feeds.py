@@ -294,8 +294,9 @@ class TokenFeeds:
     def _deliver(self, life: Life, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)
         if entry is None:
-            # Its placement may have come after the request had ended.
-            if not update.finish_reason and not update.error:
+            # Its placement may have come after the request had ended. One that was sent away goes on.
+            has_ended = update.finish_reason or update.error
+            if not has_ended and not self._table.was_sent_away(update.request_id):
                 self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
             return
         if update.session != entry.accepted.session:

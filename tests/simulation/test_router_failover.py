@@ -16,6 +16,7 @@ _PHASES = {
 _FAULTS = {
     "killed": {"kind": FaultKind.RESTART, "lasts_s": 0.5},
     "frozen": {"kind": FaultKind.FREEZE, "lasts_s": 5.0},
+    "drained": {"kind": FaultKind.DRAIN, "lasts_s": 0.5},
     "cut off from its client": {"kind": FaultKind.CUT, "other": CLIENT, "lasts_s": 5.0},
 }
 

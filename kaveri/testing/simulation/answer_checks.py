@@ -46,11 +46,11 @@ def check_attempts(world: World) -> list[str]:
 
 
 def check_router_deaths(world: World) -> list[str]:
-    """The death of one of several routers costs no prompt and no token: each request runs once at prefill and once at
-    decode, at most."""
+    """The death of one of several routers, or its drain, costs no prompt and no token: each request runs once at
+    prefill and once at decode, at most."""
     plan = world.plan
     routers = [instance.name for instance in plan.routers]
-    deaths = (FaultKind.KILL, FaultKind.RESTART)
+    deaths = (FaultKind.KILL, FaultKind.RESTART, FaultKind.DRAIN)
     others = [fault for fault in plan.faults if fault.kind not in deaths or fault.target not in routers]
     # When two die, a client may find none within the orphan grace.
     if len(routers) < 2 or len(plan.faults) != 1 or others:
@@ -58,7 +58,7 @@ def check_router_deaths(world: World) -> list[str]:
     sent = [outcome.request_id for outcome in world.outcomes]
     counts = Counter(run.key.request_id for run in world.draws.computed)
     return [
-        f"{request_id} was computed {counts[request_id]} times, and only routers had died"
+        f"{request_id} was computed {counts[request_id]} times, and only routers had ended"
         for request_id in dict.fromkeys(sent)
         if counts[request_id] > 2 and sent.count(request_id) == 1
     ]

@@ -1,0 +1,138 @@
+"""A draining router sends clients that can re-attach to the other routers, and leaves their requests where they are."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.v1 import inference_pb2
+from tests.services.router.cluster_script import (
+    PROMPT,
+    ScriptedCluster,
+    answer,
+    ask,
+    collect,
+    eventually,
+    rest_of,
+    tokens_of,
+)
+
+SECRET = b"s" * 16
+
+
+def ask_attachable(request_id: str, **fields: Any) -> inference_pb2.GenerateRequest:
+    """A request whose client can re-attach."""
+    return ask(request_id=request_id, secret=SECRET, **fields)
+
+
+async def moved(call: Any) -> list[inference_pb2.GenerateResponse]:
+    """The rest of an answer whose client is sent away."""
+    responses: list[inference_pb2.GenerateResponse] = []
+
+    async def read_all() -> None:
+        while (response := await call.read()) is not aio.EOF:
+            responses.append(response)
+
+    with pytest.raises(aio.AioRpcError) as caught:
+        await read_all()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "another router" in (caught.value.details() or "")
+    return responses
+
+
+@pytest.mark.parametrize("phase", ["queued", "decoding"])
+async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_aborted(
+    cluster: ScriptedCluster, phase: str
+) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    if phase == "queued":
+        for prefill in cluster.prefills.values():
+            prefill.hold.add("started")
+    async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
+        await eventually(lambda: router.router.peers.addresses(includes_own=False))
+        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        if phase == "decoding":
+            await eventually(lambda: decode.is_paused)
+        else:
+            await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        began_s = time.monotonic()
+        draining = asyncio.create_task(router.drain())
+        responses = await moved(call)
+        await draining
+        assert time.monotonic() - began_s < 5
+        assert tokens_of(responses) == answer(PROMPT, 7 if phase == "decoding" else 0)
+        assert list(responses[-1].routers) == [other.address]
+        assert responses[0].max_tokens == 20
+        assert decode.aborted == []
+
+
+async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router() as router, cluster.router(instance_id="router-1"):
+        await eventually(lambda: router.router.peers.addresses(includes_own=False))
+        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        await eventually(lambda: decode.is_paused)
+        router.router.drain()
+        await moved(call)
+        await router.check_integrity()
+        # They still come on the stream of the former router, as long as no other one has attached the request.
+        decode.may_step.set()
+        await eventually(lambda: not decode.running)
+        assert decode.aborted == []
+
+
+async def test_a_single_router_waits_and_sends_clients_away_when_another_one_comes(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router(drain_timeout_s=30) as router:
+        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        await eventually(lambda: decode.is_paused)
+        draining = asyncio.create_task(router.drain())
+        await eventually(lambda: router.router.draining)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(ask(), timeout=10))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not draining.done()
+        async with cluster.router(instance_id="router-1") as other:
+            assert list((await moved(call))[-1].routers) == [other.address]
+            await draining
+
+
+async def test_a_request_that_cannot_re_attach_is_finished(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1"):
+        await eventually(lambda: router.router.peers.addresses(includes_own=False))
+        call = router.stub.Generate(ask(), timeout=10)
+        first = await call.read()
+        await eventually(lambda: decode.is_paused)
+        draining = asyncio.create_task(router.drain())
+        await eventually(lambda: router.router.draining)
+        decode.may_step.set()
+        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await draining
+
+
+async def test_at_the_end_of_its_time_a_single_router_leaves_requests_where_they_are(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router(drain_timeout_s=0.1) as router:
+        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        await eventually(lambda: decode.is_paused)
+        draining = asyncio.create_task(router.drain())
+        await moved(call)
+        await draining
+        assert decode.aborted == []
+
+
+async def test_a_draining_router_is_not_named_to_clients(cluster: ScriptedCluster) -> None:
+    async with cluster.router() as router, cluster.router(instance_id="router-1") as other:
+        await eventually(lambda: len(other.router.peers.addresses()) == 2)
+        router.stopping.set()
+        await eventually(lambda: other.router.peers.addresses() == [other.address])
+        await router.serving
