@@ -1,7 +1,7 @@
 """Where a computed prompt looks for room on decode instances, and where it waits for room. Pure: no clock, no I/O."""
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -33,6 +33,8 @@ class Seeker(Generic[KeyT]):
     """The decode instance at which it waits in line."""
     unfit: Mapping[str, KaveriError] = field(default_factory=dict)
     """By instance id: why that one can never take it."""
+    silent: Set[str] = frozenset()
+    """Instances that may be dead: it waits there when there is no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,17 @@ class RoomSearch(Generic[KeyT]):
         if seeker.waits_at is not None:
             avoid.add(seeker.waits_at)
         demand = Demand(seeker.token_count + 1, seeker.predicted_tokens, seeker.heavy, self._layout)
-        target = choose_decode(view, self._model, demand, self._unconfirmed, self._policy, self._rng, self._turn, avoid)
-        if target is not None and target.record.instance_id not in avoid:
+        shunned = avoid | seeker.silent
+        target = choose_decode(
+            view, self._model, demand, self._unconfirmed, self._policy, self._rng, self._turn, shunned
+        )
+        if target is not None and target.record.instance_id not in shunned:
             return self._ask(seeker, target, shows_room=True)
         if seeker.waits_at is not None:
             return None
-        target = choose_line(view, self._model, demand, self._unconfirmed, avoid)
+        target = choose_line(view, self._model, demand, self._unconfirmed, shunned)
+        if target is None and seeker.silent:
+            target = choose_line(view, self._model, demand, self._unconfirmed, avoid)
         if target is not None:
             return self._ask(seeker, target, shows_room=False)
         return self._why_none(seeker, view)

@@ -123,6 +123,7 @@ class PrefillRequest(_message.Message):
     PARAMS_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    SILENT_DECODE_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     attempt: _builtins.int
@@ -148,6 +149,10 @@ class PrefillRequest(_message.Message):
     def params(self) -> _sampling_pb2.SamplingParams:
         """With max_tokens and seed set. max_tokens counts from the answer's beginning, earlier attempts included."""
 
+    @_builtins.property
+    def silent_decode_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Decode instances that the router hears nothing from: the request goes there only when there is no other."""
+
     def __init__(
         self,
         *,
@@ -159,10 +164,11 @@ class PrefillRequest(_message.Message):
         params: _sampling_pb2.SamplingParams | None = ...,
         session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
+        silent_decode_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "silent_decode_ids", b"silent_decode_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

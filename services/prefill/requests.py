@@ -132,6 +132,8 @@ class PrefillRequest:
     """How the hand-over tells the owner of the request what has happened. The owner may end the request within."""
     predicted_length: TokenRange | None = None
     """Tokens of the whole answer, earlier attempts included. None: unknown. Final once a place is looked for."""
+    silent_decode_ids: frozenset[str] = frozenset()
+    """Decode instances that its router hears nothing from."""
     reservation_count: int = 0
     """Reserve calls so far, at any instance."""
     placed_at_first_token: bool = False

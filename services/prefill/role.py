@@ -128,13 +128,14 @@ class PrefillRole:
         generated_count: int,
         params: SamplingParams,
         timeout_s: float | None,
+        silent_decode_ids: frozenset[str] = frozenset(),
     ) -> PrefillRequest:
         """Queues one attempt; its router reads its outbox, and calls leave() in the end. The same request of an older
         owner is ended, and so is another request with the same id.
 
-        timeout_s: what is left of the request's time; None: no deadline. Raises Unavailable (draining), StaleAttempt,
-        RequestAlreadyExists (a later session is known), NoCapacity (queue full) and InvalidArgument (does not fit this
-        engine).
+        timeout_s: what is left of the request's time; None: no deadline. silent_decode_ids: instances that it is placed
+        on only when there is no other. Raises Unavailable (draining), StaleAttempt, RequestAlreadyExists (a later
+        session is known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
         """
         if self._draining:
             raise Unavailable("the prefill instance is draining", retry_after_s=1.0)
@@ -149,7 +150,7 @@ class PrefillRole:
         timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
         deadline_s, length = now_s + timeout_s, known_length(params)
-        request = PrefillRequest(ownership, sent, deadline_s, self._happened, length)
+        request = PrefillRequest(ownership, sent, deadline_s, self._happened, length, silent_decode_ids)
         self._begin(request, now_s, timeout_s)
         return request
 

@@ -63,7 +63,13 @@ class Seeking:
         length = self.request.predicted_length
         predicted_tokens = 0 if length is None else self.request.prompt_tokens + length.low
         return Seeker(
-            self.request.key, self.request.token_count, predicted_tokens, self.heavy, waits_at, dict(self.unfit)
+            self.request.key,
+            self.request.token_count,
+            predicted_tokens,
+            self.heavy,
+            waits_at,
+            dict(self.unfit),
+            self.request.silent_decode_ids,
         )
 
 

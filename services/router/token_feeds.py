@@ -37,7 +37,11 @@ from services.router.lifecycle_values import Attempt, GivenUp, Life, PlaceLost, 
 from services.router.requests import RequestEntry, RequestTable
 
 CONNECT_GRACE_S = 2.0
-"""How long a request may be placed on an instance that has no open stream. Then the attempt is lost."""
+"""How long a request may be placed on an instance that has no open stream. Then the attempt is lost. Shorter for one
+that went silent: REOPEN_GRACE_S."""
+REOPEN_GRACE_S = 0.2
+"""How long an instance that went silent may take to answer a new stream, counted while this process runs. Then its
+requests go on elsewhere."""
 ATTACH_TIMEOUT_S = 2.0
 ABORT_TIMEOUT_S = 2.0
 _ABORT_AGAIN_S = ABORT_TIMEOUT_S
@@ -68,6 +72,8 @@ class TokenFeeds:
         self._table = table
         self._relayed = relayed
         self._silence: SilenceWatch[_Subscription] = SilenceWatch(suspect_after_s, time.monotonic())
+        self._reopening: SilenceWatch[_Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
+        """Those that went silent and have not answered since."""
         self._subscriptions: dict[str, _Subscription] = {}
         self._followed: dict[RequestEntry, _Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
@@ -182,9 +188,17 @@ class TokenFeeds:
         """Breaks off streams that have gone silent. Runs until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
-            for subscription in self._silence.tick(time.monotonic()):
+            now_s = time.monotonic()
+            for subscription in self._reopening.tick(now_s):
+                subscription.lose_all()
+            for subscription in self._silence.tick(now_s):
                 metrics.SUSPICIONS.inc()
+                self._reopening.heard(subscription)
                 subscription.break_off(f"it sent nothing for {self._silence.after_s:g} s")
+
+    def silent_ids(self) -> frozenset[str]:
+        """The instances that went silent and have not answered since."""
+        return frozenset(name for name, subscription in self._subscriptions.items() if subscription.fault)
 
     async def attach(self, record: InstanceRecord, attachment: Attachment) -> Attached:
         """Makes this router the owner of a request at an instance: its tokens come on the stream from there.
@@ -274,6 +288,7 @@ class TokenFeeds:
                         return
                     subscription.connected, subscription.connected_s = True, time.monotonic()
                     subscription.fault = ""
+                    self._reopening.forget(subscription)
                     # An instance of a former version sends no beats.
                     beats = message.beat_s > 0
                     for tie in tuple(subscription.ties.values()):
@@ -366,7 +381,7 @@ class _Subscription:
         self.call: aio.Call | None = None
         """The stream, or the last one."""
         self.fault = ""
-        """Why this router has broken off the stream."""
+        """Why this router has broken off the stream; empty once there is another one."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self, record: InstanceRecord, follow: Coroutine[None, None, None]) -> None:
@@ -435,6 +450,10 @@ class _Subscription:
     def _check_connection(self, tie: _Tie) -> None:
         if not self.connected:
             self.lose(tie, Unavailable(f"no token stream from decode instance {self.instance_id}"))
+
+    def lose_all(self) -> None:
+        for tie in tuple(self.ties.values()):
+            self.lose(tie, Unavailable(f"decode instance {self.instance_id} went silent: {self.fault}"))
 
     def lose(self, tie: _Tie, error: KaveriError) -> None:
         if self.ties.get(tie.entry) is tie:

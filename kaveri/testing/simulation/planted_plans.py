@@ -116,8 +116,8 @@ PLANS: dict[str, Plan] = {
         cluster(step_s=0.05),
         [_BEFORE, request("cut", 0.4, max_tokens=12)],
         [
-            _cut(FaultKind.CUT_ONE_WAY, "decode-0", "router-0", 0.6, 0.9),
-            _reset("router-0", "decode-0", at_s=1.3),
+            _cut(FaultKind.CUT_ONE_WAY, "decode-0", "router-0", 0.6, 0.45),
+            _reset("router-0", "decode-0", at_s=0.95),
         ],
     ),
     "late_placement_not_attached": story(

@@ -77,6 +77,15 @@ def test_an_instance_rests_after_a_refusal() -> None:
     assert search.next_rest_ends_s() is None
 
 
+def test_a_request_waits_at_a_silent_instance_only_when_there_is_no_other() -> None:
+    silent, full = decode("silent", 9), decode("full", 0)
+    avoiding = seeker(silent={"silent"})
+    assert asked(new_search().look(avoiding, view_of(silent, decode("room", 3)), 0.0)) == ("room", True, True)
+    assert asked(new_search().look(avoiding, view_of(silent, full), 0.0)) == ("full", True, False)
+    assert asked(new_search().look(avoiding, view_of(silent), 0.0)) == ("silent", True, False)
+    assert asked(new_search().look(seeker(), view_of(silent, full), 0.0)) == ("silent", True, True)
+
+
 def test_no_two_requests_count_on_the_same_room_until_it_is_given_back() -> None:
     search, view = new_search(), view_of(decode("a", 4))
     assert asked(search.look(seeker(), view, 0.0)) == ("a", True, True)

@@ -162,6 +162,11 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Send an empty message every 0.05 s while there are no tokens; else say that none are sent."""
         self.silent = False
         """Send nothing, like an instance that hangs."""
+        self.keeps_running = False
+        """Requests outlive their stream."""
+        self.thawed = asyncio.Event()
+        """Cleared, with silent: a new stream is not answered either, as by a frozen process."""
+        self.thawed.set()
         self._wake = asyncio.Event()
 
     @property
@@ -199,6 +204,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         router_id = request.router_id
         self.subscribers.append(router_id)
         try:
+            await self.thawed.wait()
             yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation, beat_s=_BEAT_S if self.beats else 0.0)
             for named in request.requests:
                 # It keeps nothing when a stream ends.
@@ -221,8 +227,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
                 await asyncio.sleep(0)
         finally:
             self.subscribers.remove(router_id)
-            for running in self._of(router_id):
-                del self.running[running.request_id]
+            if not self.keeps_running:
+                for running in self._of(router_id):
+                    del self.running[running.request_id]
 
     def _of(self, router_id: str) -> list[Running]:
         return [running for running in self.running.values() if running.router_id == router_id]

@@ -160,6 +160,60 @@ async def test_a_decode_instance_that_goes_silent_with_its_lease_intact_is_follo
         assert again[-1].timing.decode_instance_id == "decode-0"
 
 
+async def test_requests_of_a_frozen_decode_instance_go_on_elsewhere_within_a_second(cluster: ScriptedCluster) -> None:
+    frozen = cluster.decodes["decode-0"]
+    cluster.place_on = "decode-0"
+    async with cluster.router() as router:
+        frozen.pause_at = 7
+        call = router.stub.Generate(ask(request_id="moved"), timeout=10)
+        responses = [await call.read()]
+        while len(tokens_of(responses)) < 7:
+            responses.append(await call.read())
+        running = router.router.feeds._silence._clock
+        cluster.place_on = "decode-1"
+        frozen.thawed.clear()
+        frozen.silent = True
+        frozen_at_s = running.elapsed_s
+        responses.append(await call.read())
+        # Counted while the router ran: a busy machine proves nothing.
+        assert running.elapsed_s - frozen_at_s < 1.0
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        (second,) = [request for request in cluster.taken() if request.attempt == 2]
+        assert list(second.silent_decode_ids) == ["decode-0"], "prefill would place it there again"
+        frozen.silent = False
+        frozen.thawed.set()
+        frozen.may_step.set()
+        await eventually(lambda: not router.router.feeds.silent_ids())
+        await collect(router.stub.Generate(ask(request_id="later"), timeout=10))
+        assert not cluster.taken()[-1].silent_decode_ids
+
+
+async def test_a_stall_of_the_router_behind_a_suspicion_costs_no_attempt(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    cluster.place_on = "decode-0"
+    decode.keeps_running = True
+    async with cluster.router(suspect_after_s=0.2) as router:
+        decode.pause_at = 7
+        call, responses = await read_once_placed(cluster, router, "kept", "decode-0")
+        await eventually(lambda: decode.is_paused)
+        before = suspicions()
+        decode.silent = True
+        await eventually(lambda: suspicions() > before)
+        decode.silent = False
+        # The answer to the new stream comes while the loop stands still.
+        time.sleep(0.6)  # noqa: ASYNC251
+        await eventually(lambda: not router.router.feeds.silent_ids())
+        # It is back, however long it takes until there are tokens.
+        running = router.router.feeds._silence._clock
+        until_s = running.elapsed_s + 2 * token_feeds.REOPEN_GRACE_S
+        await eventually(lambda: running.elapsed_s > until_s)
+        decode.may_step.set()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 1
+
+
 async def test_instances_that_only_beat_or_never_beat_and_stalls_of_the_router_cost_no_attempt(
     cluster: ScriptedCluster,
 ) -> None:
