@@ -102,10 +102,13 @@ async def _write(
             return
 
 
-async def write_cancelled(request_id: str, prompt_tokens: int, token_count: int, context: ServicerContext) -> None:
+async def write_cancelled(
+    request_id: str, prompt_tokens: int, token_count: int, text: str, context: ServicerContext
+) -> None:
     """Writes the only response of a request that Cancel reached before this router had begun it.
 
-    token_count: what the client has of the answer, from earlier sessions. prompt_tokens: 0 where it has nothing.
+    token_count: what the client has of the answer, from earlier sessions. prompt_tokens: 0 where it has nothing. text:
+    what it lacks of the text of these tokens.
     """
     outcome = FinishReason.CANCELLED
     metrics.REQUESTS.labels(outcome=outcome.value).inc()
@@ -113,6 +116,7 @@ async def write_cancelled(request_id: str, prompt_tokens: int, token_count: int,
     response = inference_pb2.GenerateResponse(
         request_id=request_id,
         index=token_count,
+        text=text,
         finish_reason=finish_to_proto(outcome),
         usage=inference_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=token_count),
         timing=inference_pb2.Timing(),

@@ -221,14 +221,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             task.uncancel()
             if slot.error is not None:
                 raise slot.error from None
-            token_count = 0
+            token_count, text = 0, ""
             if offered.session:
                 place_known = offered.received.owner.decode if offered.received is not None else None
                 router.placer.abandon(request_id, offered.session, offered.secret, place_known)
                 accepted = accepted or await router.intake.accept(offered)
                 token_count = len(accepted.received.token_ids)
+                # What the router before held back, such as an unfinished character, is decided now.
+                answer = router.intake.begin_answer(accepted)
+                answer.flush()
+                text = answer.take().text
             prompt_tokens = len(accepted.prompt_token_ids) if accepted is not None and token_count else 0
-            await write_cancelled(request_id, prompt_tokens, token_count, context)
+            await write_cancelled(request_id, prompt_tokens, token_count, text, context)
         finally:
             if claiming:
                 # Also when the claim was refused or interrupted: only this router's own claim is closed.

@@ -258,7 +258,9 @@ async def test_hundreds_of_requests_with_random_cancels_leave_nothing(cluster: S
 async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_ends_where_the_client_is(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by seed 200276 of the simulation: its last response counted from 0."""
+    """Found by seeds 200276 and 100842 of the simulation: its last response counted from 0, and lacked the text
+    that was held back."""
+    received = (70, 71, 72)
     async with cluster.router() as router:
 
         async def stand_still(*_: object) -> bytes:
@@ -268,13 +270,19 @@ async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_e
         monkeypatch.setattr(router.router.claims, "open", stand_still)
         request = ask(request_id="mine", session=1, secret=b"s" * 16)
         request.params.seed = 1
-        request.received.token_ids.extend((1, 2, 3))
+        request.received.token_ids.extend(received)
+        # Its last character may begin a stop text, so the router before held it back.
+        detokenizer = router.router.tokenizer.detokenizer(PROMPT, ())
+        text = "".join(map(detokenizer.push, received)) + detokenizer.flush()
+        request.params.stop.append(f"{text[-1]} and so on")
+        request.received.characters = len(text) - 1
         reading = asyncio.create_task(rest_of(router.stub.Generate(request, timeout=10)))
         await eventually(lambda: len(router.router.table) == 1)
         assert (await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"))).found
         (response,) = await reading
         assert response.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
         assert (response.index, response.usage.completion_tokens) == (3, 3)
+        assert response.text == text[-1]
         assert response.usage.prompt_tokens == len(PROMPT)
         for decode in cluster.decodes.values():
             await eventually(lambda decode=decode: ("mine", 1) in decode.aborted)  # type: ignore[misc]
