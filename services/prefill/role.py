@@ -155,8 +155,9 @@ class PrefillRole:
         return request
 
     def attach(self, attachment: Attachment) -> tuple[PrefillRequest, Attached]:
-        """Makes another router, or a later session, the owner of a request that is here or kept here. The new router
-        reads the request's new outbox, which repeats everything; the former one's ends with RequestAlreadyExists.
+        """Makes another router, or a later session, the owner of a request that is here or kept here, or gives its own
+        router another stream. The request's new outbox repeats everything; the former one ends with
+        RequestAlreadyExists.
 
         Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
         StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
@@ -169,7 +170,8 @@ class PrefillRole:
             raise RequestNotFound(request_id)
         if not request.can_be_attached or not ownership.is_same_request(request.ownership):
             raise wrong_secret()
-        if owner.session <= request.owner.session:
+        is_its_router = (ownership.router_id, owner) == (request.ownership.router_id, request.owner)
+        if owner.session <= request.owner.session and not is_its_router:
             raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
         attached = _attached(request, attachment)
         former, request.outbox = request.outbox, request.outbox.repeated()

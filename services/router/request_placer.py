@@ -34,7 +34,7 @@ from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import MAX_ATTEMPT, ownership_to_proto
 from kaveri.wire.messages import finish_from_proto, params_to_proto
-from kaveri.wire.status import error_of
+from kaveri.wire.status import error_of, is_answer
 from services.router import metrics
 from services.router.attempt_numbers import AttemptNumbers
 from services.router.lifecycle_values import (
@@ -55,6 +55,7 @@ from services.router.lifecycle_values import (
     Placed,
     PlaceNamed,
     PrefillEnded,
+    Prefilling,
     Sent,
     Sought,
     TookOver,
@@ -67,6 +68,8 @@ from services.router.token_feeds import ABORT_TIMEOUT_S, TokenFeeds
 
 _LONGEST_WAIT_S = 1.0
 """Between two looks for an instance, when nothing wakes the request."""
+_MOST_STREAMS = 8
+"""Of one attempt at a prefill instance, when they break again and again."""
 _HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists)
 """Errors that would meet the request anywhere else as well."""
 
@@ -372,40 +375,19 @@ class RequestPlacer:
     async def _read_prefill(
         self, entry: RequestEntry, attempt: Attempt, steps: PrefillSteps, over: asyncio.Future[None]
     ) -> None:
-        call: Any = steps.call
-
-        def stop_reading(_: object) -> None:
-            call.cancel()
-
-        over.add_done_callback(stop_reading)
-        ended = PrefillEnded()
-        has_ended_it = False
+        """Passes on what prefill reports, until its stream ends or the attempt is over. A stream that breaks is opened
+        again at the same instance, where the request goes on."""
+        ended, has_ended_it = PrefillEnded(), False
         try:
-            # Not `async for`: gRPC does not mix it with read(), by which the first event of Attach was read.
-            while (event := await call.read()) is not aio.EOF:
-                if over.done():
+            for _ in range(_MOST_STREAMS):
+                ended, has_ended_it, is_broken = await self._read_steps(entry, attempt, steps, over)
+                if not is_broken or over.done() or not isinstance(entry.state, Prefilling | Placed):
                     break
-                if isinstance(event, prefill_pb2.AttachPrefillResponse):
-                    event = event.progress
-                self._take(entry, attempt, event)
-            else:
-                has_ended_it = True
-        except aio.AioRpcError as rpc_error:
-            error = error_of(rpc_error)
-            if isinstance(error, RequestCancelled):
-                error = Unavailable(f"prefill instance gave the request up: {error}")
-            # gRPC's own words for a channel that has no connection: nothing has left this process.
-            is_unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
-            has_ended_it = is_unsent or not isinstance(error, Unavailable | DeadlineExceeded)
-            ended = PrefillEnded(error, was_reached=not is_unsent)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Not this task but the call was cancelled: the attempt is over, or the channel was closed.
-            ended = PrefillEnded(Unavailable(f"prefill instance {attempt.prefill.instance_id} has left the cluster"))
+                again = await self._takeover.reopen(entry, attempt.number, steps.record)
+                if again is None:
+                    break
+                steps = again
         finally:
-            call.cancel()
             self._confirm(entry, attempt)
             if entry.accepted.secret and not has_ended_it and not entry.is_superseded:
                 # Without it the request would go on there, for its client to re-attach.
@@ -415,6 +397,46 @@ class RequestPlacer:
                 errand.add_done_callback(self._running.discard)
         if not over.done():
             entry.handle(ended, time.monotonic())
+
+    async def _read_steps(
+        self, entry: RequestEntry, attempt: Attempt, steps: PrefillSteps, over: asyncio.Future[None]
+    ) -> tuple[PrefillEnded, bool, bool]:
+        """How the stream ended, whether the request has ended there, and whether the stream has just broken."""
+        call: Any = steps.call
+
+        def stop_reading(_: object) -> None:
+            call.cancel()
+
+        over.add_done_callback(stop_reading)
+        try:
+            # Not `async for`: gRPC does not mix it with read(), by which the first event of Attach was read.
+            while (event := await call.read()) is not aio.EOF:
+                if over.done():
+                    break
+                if isinstance(event, prefill_pb2.AttachPrefillResponse):
+                    event = event.progress
+                self._take(entry, attempt, event)
+            else:
+                return PrefillEnded(), True, False
+        except aio.AioRpcError as rpc_error:
+            error = error_of(rpc_error)
+            if isinstance(error, RequestCancelled):
+                error = Unavailable(f"prefill instance gave the request up: {error}")
+            # gRPC's own words for a channel that has no connection: nothing has left this process.
+            is_unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
+            has_ended_it = is_unsent or not isinstance(error, Unavailable | DeadlineExceeded)
+            is_broken = isinstance(error, Unavailable) and not is_unsent and not is_answer(rpc_error)
+            return PrefillEnded(error, was_reached=not is_unsent), has_ended_it, is_broken
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not this task but the call was cancelled: the attempt is over, or the channel was closed.
+            error = Unavailable(f"prefill instance {attempt.prefill.instance_id} has left the cluster")
+            return PrefillEnded(error), False, False
+        finally:
+            call.cancel()
+        return PrefillEnded(), False, False
 
     async def _abort_prefill(self, record: InstanceRecord, request_id: str, ownership: Ownership) -> None:
         message = prefill_pb2.AbortPrefillRequest(attempts=[ownership_to_proto(request_id, ownership)])

@@ -15,7 +15,7 @@ from grpc import aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.attachment import Attached
 from kaveri.domain.view import InstanceRecord, Phase
-from kaveri.errors import RequestCancelled, RequestNotFound, Unavailable
+from kaveri.errors import KaveriError, RequestCancelled, RequestNotFound, Unavailable
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
@@ -25,6 +25,8 @@ from kaveri.wire.status import error_of
 from services.router.lifecycle_values import Life
 from services.router.requests import OwnerHint, RequestEntry
 from services.router.token_feeds import ATTACH_TIMEOUT_S, TokenFeeds
+
+_REOPEN_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,21 @@ class TakeOver:
             entry, number, [record for record in prefills if record not in hinted_prefills]
         )
 
+    async def reopen(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PrefillSteps | None:
+        """Another stream of the reports of an attempt whose stream has broken; it repeats them. None: the instance does
+        not answer, or does not have the request any more."""
+        if not entry.accepted.secret:
+            # The request has ended with its call.
+            return None
+        log = get_logger().bind(request_id=entry.request_id, attempt=number, prefill_instance_id=record.instance_id)
+        try:
+            found = await self._attach_at_prefill(entry, number, record, _REOPEN_TIMEOUT_S)
+        except KaveriError as error:
+            log.info("prefill_stream_lost", reason=str(error))
+            return None
+        log.info("prefill_stream_reopened")
+        return found.steps
+
     def _records(self, phase: Phase) -> list[InstanceRecord]:
         instances = self._store.view().instances.values()
         return [status.record for status in instances if phase in status.record.phases]
@@ -90,36 +107,38 @@ class TakeOver:
         return _first(entry, await asyncio.gather(*map(ask, records), return_exceptions=True))
 
     async def _at_prefill(self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord]) -> Found | None:
-        attach = attachment_to_proto(entry.attachment(number, self._stream_id))
-        message = prefill_pb2.AttachPrefillRequest(attach=attach)
-        deadline_s = entry.accepted.deadline_s
-
         async def ask(record: InstanceRecord) -> Found:
-            call = self._channels.stub(PrefillServiceStub, record.address).AttachPrefill(
-                message, timeout=deadline_s - time.monotonic()
-            )
-            try:
-                async with asyncio.timeout(ATTACH_TIMEOUT_S):
-                    first = await call.read()
-            except aio.AioRpcError as rpc_error:
-                error = error_of(rpc_error)
-                raise Unavailable(str(error)) if isinstance(error, RequestCancelled) else error from rpc_error
-            except TimeoutError as error:
-                call.cancel()
-                raise Unavailable(f"prefill instance {record.instance_id} does not answer") from error
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                # Not this task but the call was cancelled: the channel was closed.
-                raise Unavailable(f"prefill instance {record.instance_id} has left the cluster") from None
-            if not isinstance(first, prefill_pb2.AttachPrefillResponse) or not first.progress.HasField("attached"):
-                call.cancel()
-                raise Unavailable(f"prefill instance {record.instance_id} ended its stream")
-            steps = PrefillSteps(call, record)
-            return Found(attached_from_proto(first.progress.attached), _life(record), None, steps)
+            return await self._attach_at_prefill(entry, number, record, ATTACH_TIMEOUT_S)
 
         return _first(entry, await asyncio.gather(*map(ask, records), return_exceptions=True))
+
+    async def _attach_at_prefill(
+        self, entry: RequestEntry, number: int, record: InstanceRecord, timeout_s: float
+    ) -> Found:
+        attach = attachment_to_proto(entry.attachment(number, self._stream_id))
+        call = self._channels.stub(PrefillServiceStub, record.address).AttachPrefill(
+            prefill_pb2.AttachPrefillRequest(attach=attach), timeout=entry.accepted.deadline_s - time.monotonic()
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                first = await call.read()
+        except aio.AioRpcError as rpc_error:
+            error = error_of(rpc_error)
+            raise Unavailable(str(error)) if isinstance(error, RequestCancelled) else error from rpc_error
+        except TimeoutError as error:
+            call.cancel()
+            raise Unavailable(f"prefill instance {record.instance_id} does not answer") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not this task but the call was cancelled: the channel was closed.
+            raise Unavailable(f"prefill instance {record.instance_id} has left the cluster") from None
+        if not isinstance(first, prefill_pb2.AttachPrefillResponse) or not first.progress.HasField("attached"):
+            call.cancel()
+            raise Unavailable(f"prefill instance {record.instance_id} ended its stream")
+        steps = PrefillSteps(call, record)
+        return Found(attached_from_proto(first.progress.attached), _life(record), None, steps)
 
 
 def _first(entry: RequestEntry, outcomes: list[Found | BaseException]) -> Found | None:

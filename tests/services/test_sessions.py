@@ -17,6 +17,7 @@ from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from services.router.config import RouterConfig
 from services.router.service import Router, router_host
+from tests.services.breakable_link import breakable_link
 from tests.services.conftest import eventually
 
 SECRET = b"0123456789abcdef"
@@ -401,6 +402,47 @@ async def test_an_instance_of_both_phases_hands_its_requests_to_another_router(c
         await client.finish(routers.generate("router-1", client.message()))
         assert client.token_ids == cluster.expected(prompt(13, 100), 60)
         assert computed(cluster) - before == 100
+    await cluster.all_free()
+
+
+@pytest.mark.parametrize("phase", ["queued", "computed", "waiting for room"])
+async def test_a_prefill_call_that_breaks_between_living_processes_costs_no_attempt(
+    cluster: Any, routers: Routers, phase: str
+) -> None:
+    prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
+    await cluster.decode(orphan_grace_s=GRACE_S, fake_step_s=0.01, max_model_len=400, kv_cache_memory=30 * 4096)
+    router = await routers.start("router-0")
+    async with breakable_link(router, prefill.host.address) as link:
+        ahead = Client(prompt(20, 300), {"max_tokens": 50}, request_id="ahead")
+        client = Client(prompt(21, 200), {"max_tokens": 20, "logprobs": 1})
+        calls = [routers.generate("router-0", each.message()) for each in (ahead, client)]
+        reached = {"queued": 16, "computed": 320, "waiting for room": 500}[phase]
+        await eventually(lambda: computed(cluster) >= reached, phase)
+        link.reset()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(each.finish(call) for each, call in zip((ahead, client), calls, strict=True)))
+    assert client.token_ids == cluster.expected(prompt(21, 200), 20)
+    assert len(client.logprobs) == 20
+    for each in (ahead, client):
+        assert each.last is not None
+        assert each.last.timing.attempts == 1
+    assert computed(cluster) == 500, "each prompt once"
+    await cluster.all_free()
+
+
+async def test_a_prefill_call_without_a_secret_that_breaks_is_placed_again(cluster: Any, routers: Routers) -> None:
+    prefill = await cluster.prefill(orphan_grace_s=GRACE_S, fake_step_s=0.03, chunk_tokens=16)
+    await cluster.decode()
+    router = await routers.start("router-0")
+    async with breakable_link(router, prefill.host.address) as link:
+        client = Client(prompt(22, 200), {"max_tokens": 20}, secret=b"")
+        call = routers.generate("router-0", client.message())
+        await eventually(lambda: computed(cluster) >= 32, "it is computed")
+        link.reset()
+        await client.finish(call)
+    assert client.last is not None
+    assert client.last.timing.attempts == 2
+    assert client.token_ids == cluster.expected(prompt(22, 200), 20)
     await cluster.all_free()
 
 
