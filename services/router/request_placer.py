@@ -194,6 +194,8 @@ class RequestPlacer:
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.last(entry.request_id)
         retry = RetryState()
+        if entry.ended:
+            return  # It was sent away, or its deadline has passed, before this task began.
         if entry.accepted.session:
             await self._take_over(entry, number + 1)
             number = self._numbers.last(entry.request_id)

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
+from structlog.testing import capture_logs
 
 from kaveri.v1 import inference_pb2
 from tests.services.router.cluster_script import (
@@ -128,6 +129,29 @@ async def test_at_the_end_of_its_time_a_single_router_leaves_requests_where_they
         await moved(call)
         await draining
         assert decode.aborted == []
+
+
+@pytest.mark.parametrize("session", [0, 1])
+async def test_a_request_whose_input_is_checked_meanwhile_is_sent_away_then(
+    cluster: ScriptedCluster, session: int
+) -> None:
+    for name in ("prefill-0", "prefill-1"):
+        await cluster.leave(name)
+    async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
+        await eventually(lambda: len(other.router.peers.addresses()) == 2)
+        request = ask_attachable("early", session=session)
+        request.params.seed = 1
+        call = router.stub.Generate(request, timeout=10)
+        # No instance tells its limits: it waits.
+        await eventually(lambda: router.router.table.slot_of("early") is not None)
+        draining = asyncio.create_task(router.drain())
+        await eventually(lambda: router.router.draining)
+        await cluster.add_prefill("prefill-2")
+        with capture_logs() as logs:
+            assert list((await moved(call))[-1].routers) == [other.address]
+            await draining
+        assert [line["event"] for line in logs if line["log_level"] == "error"] == []
+        assert not cluster.prefills["prefill-2"].requests
 
 
 async def test_a_draining_router_is_not_named_to_clients(cluster: ScriptedCluster) -> None:
