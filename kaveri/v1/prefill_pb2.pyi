@@ -62,6 +62,47 @@ class AbortPrefillResponse(_message.Message):
 Global___AbortPrefillResponse: _TypeAlias = AbortPrefillResponse  # noqa: Y015
 
 @_typing.final
+class GiveBackPrefillRequest(_message.Message):
+    """Requests that may be placed elsewhere."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attempts(self) -> _containers.RepeatedCompositeFieldContainer[_decode_pb2.AttemptId]:
+        """In no particular order."""
+
+    def __init__(
+        self,
+        *,
+        attempts: _abc.Iterable[_decode_pb2.AttemptId] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveBackPrefillRequest: _TypeAlias = GiveBackPrefillRequest  # noqa: Y015
+
+@_typing.final
+class GiveBackPrefillResponse(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveBackPrefillResponse: _TypeAlias = GiveBackPrefillResponse  # noqa: Y015
+
+@_typing.final
 class AttachPrefillRequest(_message.Message):
     """Asks for a request that another router, or an earlier session, began."""
 

@@ -52,6 +52,11 @@ class PrefillServiceStub:
     """
     AbortPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]
     """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
+    GiveBackPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.GiveBackPrefillRequest, _prefill_pb2.GiveBackPrefillResponse]
+    """Gives requests back that have not begun here, while the instance drains: their Prefill streams end as UNAVAILABLE,
+    with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
+    go on. A router asks when another instance takes requests.
+    """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -77,6 +82,11 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """
     AbortPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.AbortPrefillRequest, _prefill_pb2.AbortPrefillResponse]  # type: ignore[assignment]
     """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
+    GiveBackPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.GiveBackPrefillRequest, _prefill_pb2.GiveBackPrefillResponse]  # type: ignore[assignment]
+    """Gives requests back that have not begun here, while the instance drains: their Prefill streams end as UNAVAILABLE,
+    with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
+    go on. A router asks when another instance takes requests.
+    """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """Computes prompts and pushes their KV cache to a decode instance of its choice."""
@@ -117,5 +127,16 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.AbortPrefillResponse, _abc.Awaitable[_prefill_pb2.AbortPrefillResponse]]:
         """Ends requests, here and where they were placed, unless they belong to a newer owner. Unknown ones are ignored."""
+
+    @_abc_1.abstractmethod
+    def GiveBackPrefill(
+        self,
+        request: _prefill_pb2.GiveBackPrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.GiveBackPrefillResponse, _abc.Awaitable[_prefill_pb2.GiveBackPrefillResponse]]:
+        """Gives requests back that have not begun here, while the instance drains: their Prefill streams end as UNAVAILABLE,
+        with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
+        go on. A router asks when another instance takes requests.
+        """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -134,6 +134,8 @@ class Outcome(enum.StrEnum):
     DEADLINE = "deadline"
     REFUSED = "refused"
     """Replaced by a newer attempt or by another router's request."""
+    GIVEN_BACK = "given_back"
+    """To its router, because the instance drains and had not begun it."""
     FAILED = "failed"
 
 

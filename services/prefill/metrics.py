@@ -42,7 +42,8 @@ class PrefillMetrics:
         self.tokens = Counter("kaveri_prefill_tokens", "Prompt tokens computed.", registry=registry)
         self.requests = Counter(
             "kaveri_prefill_requests",
-            "Requests by outcome: handed_over, finished (with the first token), cancelled, deadline, refused, failed.",
+            "Requests by outcome: handed_over, finished (with the first token), cancelled, deadline, refused, "
+            "given_back (by a drain, before it was begun), failed.",
             ["outcome"],
             registry=registry,
         )

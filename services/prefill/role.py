@@ -138,7 +138,7 @@ class PrefillRole:
         session is known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
         """
         if self._draining:
-            raise Unavailable("the prefill instance is draining", retry_after_s=1.0)
+            raise _draining()
         _check_fit(self._engine.info, token_ids, generated_count, params)
         self._replace(request_id, ownership)
         if not self._queue.room:
@@ -212,6 +212,16 @@ class PrefillRole:
             owner = ownership.comparable(life.request.ownership)
             if owner is not None and life.request.owner <= owner:
                 self.cancel(life.request)
+
+    def give_back(self, request_id: str, ownership: Ownership) -> None:
+        """While the instance drains, ends a request of this owner that its engine has not been given; the router
+        places it elsewhere. Others are ignored."""
+        life = self._lives.get(request_id)
+        if not self._draining or life is None:
+            return
+        waits = isinstance(life.state, Held | Queued) and life.request not in self._queue.computing
+        if waits and ownership.comparable(life.request.ownership) == life.request.owner:
+            self._happened(life.request, Stopped(Outcome.GIVEN_BACK, _draining()))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
@@ -382,6 +392,10 @@ class PrefillRole:
             self._idle.set()
         # Others may wait for its blocks, or for its share of the engine's work. Not from within submit().
         asyncio.get_running_loop().call_soon(self._feed.submit)
+
+
+def _draining() -> Unavailable:
+    return Unavailable("the prefill instance is draining", retry_after_s=1.0)
 
 
 def _attached(request: PrefillRequest, attachment: Attachment) -> Attached:

@@ -59,6 +59,13 @@ class PrefillServer(PrefillServiceServicer):
             self._role.abort(attempt.request_id, ownership_from_proto(attempt))
         return prefill_pb2.AbortPrefillResponse()
 
+    async def GiveBackPrefill(  # noqa: N802
+        self, request: prefill_pb2.GiveBackPrefillRequest, context: aio.ServicerContext[Any, Any]
+    ) -> prefill_pb2.GiveBackPrefillResponse:
+        for attempt in request.attempts:
+            self._role.give_back(attempt.request_id, ownership_from_proto(attempt))
+        return prefill_pb2.GiveBackPrefillResponse()
+
     def _accept(self, message: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> ProgressOutbox:
         accepted = self._role.accept(
             request_id=message.request_id,

@@ -65,6 +65,7 @@ from services.router.placement_line import PlacementLine
 from services.router.requests import RequestEntry
 from services.router.take_over import PrefillSteps, TakeOver
 from services.router.token_feeds import ABORT_TIMEOUT_S, TokenFeeds
+from services.router.waiting_prompts import WaitingPrompts
 
 _LONGEST_WAIT_S = 1.0
 """Between two looks for an instance, when nothing wakes the request."""
@@ -107,6 +108,7 @@ class RequestPlacer:
         self._line: PlacementLine[RequestEntry] = PlacementLine()
         self._instances: Mapping[str, ViewedInstance] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._waiting = WaitingPrompts(model, stream_id, channels)
 
     def update(self, view: ClusterView) -> None:
         """Wakes requests that wait for an instance."""
@@ -114,6 +116,7 @@ class RequestPlacer:
         self._view_changed = asyncio.Event()
         if view.instances is not self._instances:
             self._instances = view.instances
+            self._waiting.update(view)
             self._line.wake_all()
         else:
             self._line.wake_first()
@@ -161,11 +164,13 @@ class RequestPlacer:
         """Waits for the tasks of requests that have ended."""
         if self._running:
             await asyncio.wait(self._running)
+        await self._waiting.close()
 
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that nothing of ended ones is left."""
         assert not self._running, self._running
         assert not len(self._unconfirmed), len(self._unconfirmed)
+        assert not len(self._waiting), len(self._waiting)
         assert not len(self._line), len(self._line)
 
     def act(self, entry: RequestEntry, action: Action) -> None:
@@ -345,7 +350,7 @@ class RequestPlacer:
         if isinstance(entry.state, Lost):
             if isinstance(entry.state.error, _HOPELESS):
                 raise entry.state.error
-            metrics.LOST_ATTEMPTS.inc()
+            metrics.LOST_ATTEMPTS.inc(entry.state.setback is Setback.LOST)
         if not isinstance(entry.state, Ended) and len(entry.answer.token_ids) >= entry.accepted.most_tokens:
             entry.handle(Exhausted(), time.monotonic())
 
@@ -380,6 +385,7 @@ class RequestPlacer:
         """Passes on what prefill reports, until its stream ends or the attempt is over. A stream that breaks is opened
         again at the same instance, where the request goes on."""
         ended, has_ended_it = PrefillEnded(), False
+        self._waiting.add(entry, attempt, steps.record)
         try:
             for _ in range(_MOST_STREAMS):
                 ended, has_ended_it, is_broken = await self._read_steps(entry, attempt, steps, over)
@@ -424,6 +430,10 @@ class RequestPlacer:
             error = error_of(rpc_error)
             if isinstance(error, RequestCancelled):
                 error = Unavailable(f"prefill instance gave the request up: {error}")
+            waits = (entry, attempt.number) in self._waiting
+            if waits and isinstance(error, Unavailable) and error.retry_after_s is not None:
+                # It drains, and has not begun the request: nothing is wrong with it.
+                error = NoCapacity("prefill", error.retry_after_s, error.reason)
             # gRPC's own words for a channel that has no connection: nothing has left this process.
             is_unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
             has_ended_it = is_unsent or not isinstance(error, Unavailable | DeadlineExceeded)
@@ -446,6 +456,7 @@ class RequestPlacer:
             await self._channels.stub(PrefillServiceStub, record.address).AbortPrefill(message, timeout=ABORT_TIMEOUT_S)
 
     def _confirm(self, entry: RequestEntry, attempt: Attempt) -> None:
+        self._waiting.remove(entry, attempt)
         self._unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._line.wake_first()
 

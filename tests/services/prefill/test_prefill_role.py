@@ -397,6 +397,38 @@ async def test_a_draining_instance_takes_nothing_and_is_idle_when_the_last_reque
     await asyncio.wait_for(idle, 1.0)
 
 
+async def test_a_draining_instance_gives_back_what_it_has_not_begun() -> None:
+    world = World()
+    begun, waits, other = world.accept("begun", 40), world.accept("waits", 40), world.accept("other", 40)
+    assert world.engine.submitted_ids == ["begun"]
+    owner = Ownership(Owner(0, 1), "router")
+    world.role.give_back("waits", owner)
+    world.role.drain()
+    for request_id in ("begun", "waits", "unknown"):
+        world.role.give_back(request_id, owner)
+    world.role.give_back("other", Ownership(Owner(0, 1), "another router"))
+    with pytest.raises(Unavailable, match="draining") as refused:
+        await told(waits)
+    assert refused.value.retry_after_s
+    assert world.count("given_back") == 1
+    world.hand_over_to_decode(begun)
+    await eventually(lambda: world.engine.submitted_ids[-1] == "other", 5.0)
+    world.hand_over_to_decode(other)
+    await asyncio.wait_for(world.role.wait_idle(), 1.0)
+
+
+async def test_an_instance_that_takes_requests_gives_none_back() -> None:
+    world = World()
+    begun, waits = world.accept("begun", 40), world.accept("waits", 40)
+    world.role.drain()
+    world.role.resume()
+    world.role.give_back("waits", Ownership(Owner(0, 1), "router"))
+    world.hand_over_to_decode(begun)
+    await eventually(lambda: world.engine.submitted_ids[-1] == "waits", 5.0)
+    world.hand_over_to_decode(waits)
+    assert world.count("given_back") == 0
+
+
 async def test_everything_fails_together_and_says_why() -> None:
     world = World()
     requests = [world.accept(f"r{number}") for number in range(3)]

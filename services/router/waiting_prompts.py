@@ -1,0 +1,79 @@
+"""The attempts that prefill instances have not begun. Asks instances that drain to give them back.
+
+An instance does not know whether another one takes requests; the router does. What the instance has begun meanwhile
+goes on there.
+"""
+
+import asyncio
+import contextlib
+
+from grpc import aio
+
+from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase
+from kaveri.rpc.channels import Channels
+from kaveri.v1 import decode_pb2, prefill_pb2
+from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.wire.attempts import ownership_to_proto
+from services.router.lifecycle_values import Attempt
+from services.router.requests import RequestEntry
+from services.router.token_feeds import ABORT_TIMEOUT_S
+
+_MOST_AT_ONCE = 4096
+"""Of one message: less than half of the largest, when every id is as long as it may be."""
+
+
+class WaitingPrompts:
+    """Of one router. For one event loop; it calls over channels that others close."""
+
+    def __init__(self, model: str, stream_id: str, channels: Channels) -> None:
+        self._model = model
+        self._stream_id = stream_id
+        self._channels = channels
+        self._waiting: dict[tuple[RequestEntry, int], InstanceRecord] = {}
+        self._asking: dict[asyncio.Task[None], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, attempt: tuple[RequestEntry, int]) -> bool:
+        return attempt in self._waiting
+
+    def add(self, entry: RequestEntry, attempt: Attempt, record: InstanceRecord) -> None:
+        """The attempt waits at this instance."""
+        self._waiting[entry, attempt.number] = record
+
+    def remove(self, entry: RequestEntry, attempt: Attempt) -> None:
+        """It was begun, or is over. Idempotent."""
+        self._waiting.pop((entry, attempt.number), None)
+
+    def update(self, view: ClusterView) -> None:
+        """Asks for what waits at instances that drain, when another one takes requests. Their Prefill streams end."""
+        if not self._waiting or not view.ready(Phase.PREFILL, self._model):
+            return
+        names: dict[str, list[decode_pb2.AttemptId]] = {}
+        for (entry, number), record in self._waiting.items():
+            status = view.instances.get(record.instance_id)
+            if (
+                status is not None
+                and status.record.incarnation == record.incarnation
+                and status.load.state is InstanceState.DRAINING
+            ):
+                name = ownership_to_proto(entry.request_id, entry.ownership(number, self._stream_id))
+                names.setdefault(record.address, []).append(name)
+        for address, attempts in names.items():
+            task = asyncio.create_task(self._ask(address, attempts), name=f"waiting prompts at {address}")
+            self._asking[task] = None
+            task.add_done_callback(self._asking.pop)
+
+    async def close(self) -> None:
+        """Waits until no instance is asked."""
+        if self._asking:
+            await asyncio.wait(self._asking)
+
+    async def _ask(self, address: str, attempts: list[decode_pb2.AttemptId]) -> None:
+        stub = self._channels.stub(PrefillServiceStub, address)
+        for first in range(0, len(attempts), _MOST_AT_ONCE):
+            message = prefill_pb2.GiveBackPrefillRequest(attempts=attempts[first : first + _MOST_AT_ONCE])
+            # What it does not give back it computes. An instance of a former version does not know the call.
+            with contextlib.suppress(aio.AioRpcError):
+                await stub.GiveBackPrefill(message, timeout=ABORT_TIMEOUT_S)
