@@ -9,8 +9,8 @@ from kaveri.engine.pushes import Pushes, Source
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
-from kaveri.kv.transfer.receiver import LandingListener, TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushEvent, PushFailed, PushListener
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 
 
@@ -21,7 +21,7 @@ class Granted:
     transfer_id: bytes
 
 
-PlaneEvent = Granted | PushAccepted | PushFailed | TransferLanded | TransferReleased
+PlaneEvent = Granted | PushEvent | TransferEvent
 PlaneListener = Callable[[PlaneEvent], None]
 """Called on any thread, and within grant() and open_push() too."""
 

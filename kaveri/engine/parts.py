@@ -1,4 +1,5 @@
-"""The transfers of one rank by parts: a push or a landing is whole when every part of the rank's is.
+"""The transfers of one rank by parts: a push or a landing is whole when every part of the rank's is, and marked as far
+as the part that is marked least.
 
 A ticket may list parts (Ticket.parts), each a transfer with a name of its own. What calls these classes knows the whole
 ticket's name alone. A ticket without parts goes through as it is.
@@ -6,19 +7,19 @@ ticket's name alone. A ticket without parts goes through as it is.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kaveri.engine.pushes import PushSender
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.parts import source_rank
+from kaveri.kv.layout.parts import PartPlace, source_rank
 from kaveri.kv.transfer.flow import ReceiverFlow, SenderFlow
-from kaveri.kv.transfer.gathering import Gathering, TransferEnd
-from kaveri.kv.transfer.landing import TransferLanded, TransferReleased
-from kaveri.kv.transfer.push import PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.gathering import Gathering, TransferEnd, TransferStep
+from kaveri.kv.transfer.landing import TransferLanded, TransferMarked, TransferReleased
+from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked
 from kaveri.kv.transfer.receiver import LandingListener
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, taken_tickets
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, part_blocks, pushed_tickets, taken_tickets
 
 
 class FlowingSender(PushSender, Protocol):
@@ -48,8 +49,12 @@ class TicketReceiver(Protocol):
         transfer_id: bytes,
         secret: bytes,
         part: KvLayout | None = None,
+        is_open: bool = False,
     ) -> Ticket:
-        """Leases the blocks to one transfer. part: see KvReceiver.grant. Raises TransferFailed when closed."""
+        """Leases the blocks to one transfer. part, is_open: see KvReceiver.grant. Raises TransferFailed when closed."""
+
+    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
+        """See KvReceiver.extend."""
 
     def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
         """See KvReceiver.merge_parts."""
@@ -73,7 +78,7 @@ class PartSender:
         self._layout = layout
         self._rank = rank
         self._listener = listener
-        self._table = _PartTable(self._whole_ended)
+        self._table = _PartTable(self._whole_went_on)
         self._inner = make_sender(self._table.hear)
 
     def has_part(self, ticket: Ticket) -> bool:
@@ -93,6 +98,11 @@ class PartSender:
         for name in self._table.names(transfer_id):
             self._inner.write(name, layer, first_index, source_blocks)
 
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        """See PushSender.mark."""
+        for name in self._table.names(transfer_id):
+            self._inner.mark(name, block_count, note)
+
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """See PushSender.finish."""
         for name in self._table.names(transfer_id):
@@ -111,8 +121,8 @@ class PartSender:
         """See FlowingSender.close."""
         self._inner.close()
 
-    def _whole_ended(self, event: TransferEnd) -> None:
-        assert isinstance(event, PushAccepted | PushFailed)
+    def _whole_went_on(self, event: TransferEnd | TransferStep) -> None:
+        assert isinstance(event, PushAccepted | PushFailed | PushMarked | PushExtended)
         self._listener(event)
 
 
@@ -124,9 +134,9 @@ class PartReceiver:
     ) -> None:
         self._rank = rank
         self._listener = listener
-        self._table = _PartTable(self._whole_ended)
-        # Transfers whose parts land side by side: their blocks, and how many parts each has.
-        self._split: dict[bytes, tuple[tuple[int, ...], int]] = {}
+        self._table = _PartTable(self._whole_went_on)
+        # Transfers whose parts land side by side.
+        self._split: dict[bytes, _Split] = {}
         self._inner = make_receiver(self._table.hear)
 
     @property
@@ -143,12 +153,23 @@ class PartReceiver:
         if len(tickets) == 1:
             self._table.begin(ticket.transfer_id, tickets, lambda own: self._lease(own, None), self._inner.revoke)
             return
-        self._split[ticket.transfer_id] = ticket.block_ids, len(tickets)
+        self._split[ticket.transfer_id] = _Split(ticket, len(tickets))
         try:
             self._table.begin(ticket.transfer_id, tickets, lambda own: self._lease(own, own.layout), self._inner.revoke)
         except KaveriError:
             del self._split[ticket.transfer_id]
             raise
+
+    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> None:
+        """Gives an open transfer more blocks. Ignored once it, or a part of it, has ended."""
+        split = self._split.get(transfer_id)
+        if split is None:
+            self._inner.extend(self._table.names(transfer_id)[0], block_ids)
+            return
+        split.added += block_ids
+        for part in taken_tickets(self._rank, split.ticket):
+            places = part_blocks(split.ticket.layout, PartPlace(self._rank, part.layout), block_ids)
+            self._inner.extend(part.transfer_id, places)
 
     def revoke(self, transfer_id: bytes) -> None:
         """Gives a transfer up."""
@@ -172,14 +193,27 @@ class PartReceiver:
             transfer_id=ticket.transfer_id,
             secret=ticket.secret,
             part=part,
+            is_open=ticket.is_open,
         )
 
-    def _whole_ended(self, event: TransferEnd) -> None:
-        assert isinstance(event, TransferLanded | TransferReleased)
-        split = self._split.pop(event.transfer_id, None)
-        if split is not None and isinstance(event, TransferLanded):
-            self._inner.merge_parts(*split)
+    def _whole_went_on(self, event: TransferEnd | TransferStep) -> None:
+        assert isinstance(event, TransferLanded | TransferReleased | TransferMarked)
+        if not isinstance(event, TransferMarked):
+            split = self._split.pop(event.transfer_id, None)
+            if split is not None and isinstance(event, TransferLanded):
+                self._inner.merge_parts((*split.ticket.block_ids, *split.added), split.ways)
         self._listener(event)
+
+
+@dataclass(eq=False, slots=True)
+class _Split:
+    """A transfer whose parts land side by side in the same blocks."""
+
+    ticket: Ticket
+    ways: int
+    """Parts of each block."""
+    added: list[int] = field(default_factory=list)
+    """Blocks that it was extended by."""
 
 
 @dataclass(eq=False, slots=True)
@@ -196,11 +230,11 @@ class _Whole:
 class _PartTable:
     """Which transfers are parts of which whole. Safe to use from any thread.
 
-    on_end: hears how each whole has ended, and each transfer that is part of none.
+    listener: hears how each whole goes and ends, and each transfer that is part of none.
     """
 
-    def __init__(self, on_end: Callable[[TransferEnd], None]) -> None:
-        self._on_end = on_end
+    def __init__(self, listener: Callable[[TransferEnd | TransferStep], None]) -> None:
+        self._listener = listener
         self._lock = threading.Lock()
         self._wholes: dict[bytes, _Whole] = {}
         self._parts: dict[bytes, tuple[_Whole, int]] = {}
@@ -240,8 +274,11 @@ class _PartTable:
         if failed:
             self._give_up(whole)
 
-    def hear(self, event: TransferEnd) -> None:
-        """A transfer has ended."""
+    def hear(self, event: TransferEnd | TransferStep) -> None:
+        """A transfer has gone on, or ended."""
+        if isinstance(event, TransferStep):
+            self._hear_step(event)
+            return
         with self._lock:
             whole, number = self._parts.pop(event.transfer_id, (None, 0))
             if whole is not None:
@@ -250,11 +287,18 @@ class _PartTable:
                 if ended:
                     del self._wholes[whole.gathering.transfer_id]
         if whole is None:
-            self._on_end(event)
+            self._listener(event)
         elif ended:
-            self._on_end(whole.gathering.outcome(event))
+            self._listener(whole.gathering.outcome(event))
         elif fails:
             self._give_up(whole)
+
+    def _hear_step(self, event: TransferStep) -> None:
+        with self._lock:
+            whole, _ = self._parts.get(event.transfer_id, (None, 0))
+            told = whole.gathering.step(event) if whole is not None else event
+        if told is not None:
+            self._listener(told)
 
     def _drop(self, whole: _Whole, number: int, reason: str) -> bool:
         """The parts from this one on do not start. Whether none is under way."""

@@ -32,8 +32,8 @@ from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, RequestCancelled
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.receiver import TransferLanded, TransferMarked, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushExtended, PushFailed, PushMarked
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
 from kaveri.seconds import require_seconds
 
@@ -286,6 +286,8 @@ class Transfers(Generic[OwnerT]):
                 self._on_push(event)
             case TransferLanded() | TransferReleased():
                 self._on_landing(event)
+            case PushMarked() | PushExtended() | TransferMarked():
+                """Of open transfers, which are not prompts."""
         self._shared.outbox.publish()
 
     def _on_granted(self, event: Granted) -> None:

@@ -29,6 +29,7 @@ import numpy as np
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
+from kaveri.kv.transfer.gathering import TransferStep
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -78,15 +79,24 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
 
 
 class Recorder:
-    """Keeps the events of one side, and those of transfers that have had one already."""
+    """Keeps the ends of one side's transfers, in `doubled` those of transfers that had ended already, and what open
+    transfers report on their way. on_event: hears of the ends."""
 
     def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._changed = threading.Condition()
         self._on_event = on_event
         self.events: dict[bytes, Event] = {}
-        self.doubled: list[Event] = []
+        self.steps: dict[bytes, list[TransferStep]] = {}
+        self.doubled: list[Event | TransferStep] = []
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event | TransferStep) -> None:
+        if isinstance(event, TransferStep):
+            with self._changed:
+                if event.transfer_id in self.events:
+                    self.doubled.append(event)
+                self.steps.setdefault(event.transfer_id, []).append(event)
+                self._changed.notify_all()
+            return
         self._on_event(event)
         with self._changed:
             if event.transfer_id in self.events:
@@ -100,6 +110,13 @@ class Recorder:
             arrived = self._changed.wait_for(lambda: ticket.transfer_id in self.events, timeout_s)
             assert arrived, f"no event of the transfer within {timeout_s:g} s"
             return self.events[ticket.transfer_id]
+
+    def wait_for_step(self, step: TransferStep, timeout_s: float = WAIT_S) -> None:
+        """Waits until an open transfer has reported this."""
+        with self._changed:
+            told = self._changed.wait_for(lambda: step in self.steps.get(step.transfer_id, ()), timeout_s)
+            seen = self.steps.get(step.transfer_id), self.events.get(step.transfer_id)
+            assert told, f"no {step} within {timeout_s:g} s, but {seen}"
 
 
 class Side:

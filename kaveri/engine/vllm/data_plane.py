@@ -23,8 +23,8 @@ from kaveri.engine.vllm.rank import (
 )
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
-from kaveri.kv.transfer.gathering import Gathering
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.gathering import Gathering, TransferStep
+from kaveri.kv.transfer.sender import PushEvent
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.kv.transports import PATH_NAMES
 
@@ -110,7 +110,7 @@ class DataPlane:
             self._give_up(table, ticket.transfer_id)
 
     def _on_rank(self, index: int, event: PlaneEvent) -> None:
-        table = self._pushes if isinstance(event, PushAccepted | PushFailed) else self._landings
+        table = self._pushes if isinstance(event, PushEvent) else self._landings
         told: PlaneEvent | None = None
         failed = False
         with self._lock:
@@ -121,6 +121,8 @@ class DataPlane:
                 spread.ungranted.discard(index)
                 if not spread.ungranted and spread.gathering.failure is None:
                     told = event
+            elif isinstance(event, TransferStep):
+                told = spread.gathering.step(event)
             else:
                 failed = spread.gathering.end(index, event, f"rank {index}: " if len(self._ranks) > 1 else "")
                 if not spread.gathering.left:

@@ -1,5 +1,6 @@
 """A sender's connection to one receiver: a link, and the credit for it."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kaveri.kv.tiers.pool import KvPool
@@ -15,6 +16,14 @@ class ConnectionOwner(Protocol):
 
     def take_answer(self, connection: "Connection", transfer_id: bytes, rejection: str | None) -> None:
         """See LinkListener.answered."""
+
+    def take_mark(self, connection: "Connection", transfer_id: bytes, block_count: int) -> None:
+        """See LinkListener.marked."""
+
+    def take_extension(
+        self, connection: "Connection", transfer_id: bytes, first_index: int, block_ids: Sequence[int]
+    ) -> None:
+        """See LinkListener.extended."""
 
     def lose(self, connection: "Connection", reason: str) -> None:
         """See LinkListener.lost."""
@@ -55,6 +64,14 @@ class Connection:
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         """See LinkListener.answered."""
         self._owner.take_answer(self, transfer_id, rejection)
+
+    def marked(self, transfer_id: bytes, block_count: int) -> None:
+        """See LinkListener.marked."""
+        self._owner.take_mark(self, transfer_id, block_count)
+
+    def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
+        """See LinkListener.extended."""
+        self._owner.take_extension(self, transfer_id, first_index, block_ids)
 
     def lost(self, reason: str) -> None:
         """See LinkListener.lost."""

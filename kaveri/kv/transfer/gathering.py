@@ -1,15 +1,18 @@
-"""One transfer that is made of several: it ends when all have ended, and fails when one fails. Moves nothing."""
+"""One transfer that is made of several: it is marked when all are, ends when all have ended, and fails when one fails.
+Moves nothing."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kaveri.kv.transfer.landing import TransferLanded, TransferReleased
-from kaveri.kv.transfer.push import PushAccepted, PushFailed
+from kaveri.kv.transfer.landing import TransferLanded, TransferMarked, TransferReleased
+from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushMarked
 
 _NO_NOTE = b"\xff"
 """Names nothing. What landed with unlike notes cannot be used, and its sender counts it as accepted."""
 
 TransferEnd = PushAccepted | PushFailed | TransferLanded | TransferReleased
+TransferStep = PushMarked | PushExtended | TransferMarked
+"""What an open transfer reports on its way."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +27,21 @@ class Gathering:
     transports: set[str] = field(default_factory=set)
     notes: set[bytes] = field(default_factory=set)
     failure: str | None = None
+    part_count: int = field(init=False)
+    steps: dict[TransferStep, int] = field(default_factory=dict)
+    """Steps of the whole that some of the transfers have taken, and how many."""
+
+    def __post_init__(self) -> None:
+        self.part_count = len(self.left)
+
+    def step(self, event: TransferStep) -> TransferStep | None:
+        """One of them has taken a step. Returns that of the whole when all have: each takes the same steps in order."""
+        step = replace(event, transfer_id=self.transfer_id)
+        taken_count = self.steps.pop(step, 0) + 1
+        if taken_count < self.part_count:
+            self.steps[step] = taken_count
+            return None
+        return step
 
     def end(self, number: int, event: TransferEnd, of: str = "") -> bool:
         """One of them has ended. Whether this is what makes the whole fail. of: what it is, for the reason."""

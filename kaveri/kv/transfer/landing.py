@@ -3,13 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest, DigestFactory
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.kv.transfer.transport import NOTE_BYTES_MAX, Answer, Credit
+from kaveri.kv.transfer.transport import NOTE_BYTES_MAX, Answer, Credit, Progress
 from kaveri.telemetry.logs import get_logger
 
 
@@ -24,18 +24,37 @@ class TransferLanded:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferMarked:
+    """Blocks [0, block_count) of an open transfer are there in every layer, and verified. They stay right whatever
+    happens to the rest of it."""
+
+    transfer_id: bytes
+    block_count: int
+    """Higher than in the mark before."""
+    note: bytes
+    """What the sender gave to mark()."""
+
+
+@dataclass(frozen=True, slots=True)
 class TransferReleased:
-    """The transfer ended without landing, and nothing can write into its blocks any more: they may be reused."""
+    """The transfer ended without landing, and nothing can write into its blocks any more: they may be reused. Those
+    that were marked hold what was marked."""
 
     transfer_id: bytes
     reason: str
+    given_up: bool = False
+    """The sender gave it up, and said so. Else the sender or its link is gone, or this side ended the transfer."""
+
+
+TransferEvent = TransferLanded | TransferMarked | TransferReleased
+Report = Callable[[TransferEvent], None]
 
 
 class PoolLanding:
     """One granted transfer; see Landing. A link's thread brings it on, any thread may stop it.
 
-    granted ── claim ── [begin_write ── end_write]* ── finish: landed
-       └────────┴────────────┴───────────── abort: stopped ── fenced: released
+    granted ── claim ── [begin_write ── end_write, mark]* ── finish: landed
+       └────────┴────────────┴────────────────── abort: stopped ── fenced: released
 
     Fenced: no link is within a write, nor holds the blocks for a sender that writes by itself.
     """
@@ -45,17 +64,23 @@ class PoolLanding:
         ticket: Ticket,
         pool: KvPool,
         digest: DigestFactory,
-        conclude: Callable[[TransferLanded | TransferReleased], None],
+        report: Report,
     ) -> None:
-        """pool: what the ticket's blocks are of. conclude: called once, under the landing's lock, when the transfer has
-        ended and its blocks are fenced."""
+        """pool: what the ticket's blocks are of. report: called under the landing's lock, when a mark is kept, and last
+        when the transfer has ended and its blocks are fenced."""
         self.ticket = ticket
+        """With the blocks that extend() has added."""
         self.pool = pool
         self._expires_at_s = time.monotonic() + ticket.expires_in_s
-        self._conclude = conclude
+        self._report = report
         self._lock = threading.Lock()
         self._answer: Answer | None = None
         self._credit: Credit | None = None
+        self._progress: Progress | None = None
+        # Blocks that the ticket has as its sender knows it, before it is open.
+        self._granted_count = len(ticket.block_ids)
+        # Blocks [0, marked) are verified.
+        self._marked_count = 0
         # Bytes that its connection expects and that have not arrived.
         self._due_bytes = 0
         # Per layer: blocks [0, arrived) are there and in the digest.
@@ -66,24 +91,47 @@ class PoolLanding:
         self._writing: tuple[range, int] | None = None
         # A sender may write by itself.
         self._held = False
-        self._stopped = False
-        self._reason = ""
+        # How it ends once it is fenced. Nothing more is taken in.
+        self._stopped: TransferReleased | None = None
         self._ended = False
 
-    def claim(self, answer: Answer, credit: Credit, with_digest: bool) -> bool:
+    def claim(self, answer: Answer, credit: Credit, with_digest: bool, progress: Progress | None = None) -> bool:
         """Binds the transfer to one link. False when it is bound already or has ended.
 
-        with_digest: the sender sends a digest of all bytes.
+        with_digest: the sender sends a digest of all bytes. progress: needed for an open transfer.
         """
         with self._lock:
             if self._answer is not None or self._stopped or self._ended:
                 return False
-            self._answer, self._credit = answer, credit
+            self._answer, self._credit, self._progress = answer, credit, progress
             if not with_digest:
                 self._digest = None
-            due_bytes = self._due_bytes = self._all_bytes
+            due_bytes = self._due_bytes = self._bytes_of(len(self.ticket.block_ids))
+            self._tell_extension(self._granted_count)
         credit.expect(due_bytes)
         return True
+
+    def extend(self, block_ids: Sequence[int]) -> bool:
+        """Gives an open transfer more destination blocks, and tells its sender. False when it has ended or been
+        stopped: the blocks stay the caller's then. Any thread."""
+        assert self.ticket.is_open, "only an open transfer is extended"
+        with self._lock:
+            if self._stopped or self._ended:
+                return False
+            first_index = len(self.ticket.block_ids)
+            self.ticket = replace(self.ticket, block_ids=(*self.ticket.block_ids, *block_ids))
+            credit = self._credit
+            if credit is not None:
+                self._due_bytes += self._bytes_of(len(block_ids))
+                # Under the lock: the sender must hear of extensions in their order.
+                self._tell_extension(first_index)
+        if credit is not None:
+            credit.expect(self._bytes_of(len(block_ids)))
+        return True
+
+    def left_s(self) -> float:
+        """Seconds until it expires; counted from its last mark, or from its grant."""
+        return self._expires_at_s - time.monotonic()
 
     def begin_write(self, layers: range, first_index: int, block_count: int) -> tuple[Sequence[int], Digest | None]:
         """See Landing.begin_write."""
@@ -120,7 +168,7 @@ class PoolLanding:
 
     def is_stopped(self) -> bool:
         """See Landing.is_stopped."""
-        return self._stopped
+        return self._stopped is not None
 
     def end_write(self) -> None:
         """See Landing.end_write."""
@@ -138,33 +186,54 @@ class PoolLanding:
         assert self._credit is not None, "a write of a transfer that no link has claimed"
         self._credit.arrived(byte_count)
 
-    def finish(self, note: bytes, sender_digest: int = 0) -> None:
-        """See Landing.finish."""
+    def mark(self, block_count: int, note: bytes, sender_digest: int) -> None:
+        """See Landing.mark."""
+        progress = self._progress
         with self._lock:
             self._require_live()
-            problem = None
-            incomplete = sum(arrived < len(self.ticket.block_ids) for arrived in self._arrived)
-            if incomplete:
-                problem = f"{incomplete} layers are incomplete at the end"
-            elif self._digest is not None and self.ticket.block_ids and self._digest.intdigest() != sender_digest:
-                problem = "wrong digest"
-            # A process that stood still takes in what waited before its timers run, and its sender has given it up.
-            if time.monotonic() > self._expires_at_s:
-                problem = "the ticket expired"
-            if len(note) > NOTE_BYTES_MAX:
-                problem = f"a note of {len(note)} bytes"
+            arrived_count = min(self._arrived)
+            if not self.ticket.is_open or progress is None:
+                problem: str | None = "a mark in a transfer that is not open"
+            elif not self._marked_count < block_count <= arrived_count:
+                problem = f"a mark at block {block_count}, behind {self._marked_count} marked and {arrived_count} there"
+            else:
+                problem = self._problem(note, sender_digest)
             if problem is None:
-                self._end(TransferLanded(self.ticket.transfer_id, self._all_bytes, note))
+                self._marked_count = block_count
+                self._expires_at_s = time.monotonic() + self.ticket.expires_in_s
+                self._report(TransferMarked(self.ticket.transfer_id, block_count, note))
         if problem is not None:
             raise self._refuse(problem)
+        assert progress is not None
+        progress.marked(self.ticket.transfer_id, block_count)
+
+    def finish(self, note: bytes, sender_digest: int = 0) -> None:
+        """See Landing.finish."""
+        due_bytes = 0
+        with self._lock:
+            self._require_live()
+            # An open transfer may end with fewer blocks than it was granted, the same in every layer.
+            block_count = max(self._arrived) if self.ticket.is_open else len(self.ticket.block_ids)
+            incomplete = sum(arrived < block_count for arrived in self._arrived)
+            if incomplete:
+                problem: str | None = f"{incomplete} layers are incomplete at the end"
+            else:
+                problem = self._problem(note, sender_digest)
+            if problem is None:
+                due_bytes, self._due_bytes = self._due_bytes, 0
+                self._end(TransferLanded(self.ticket.transfer_id, self._bytes_of(block_count), note))
+        if problem is not None:
+            raise self._refuse(problem)
+        if self._credit is not None and due_bytes:
+            self._credit.expect(-due_bytes)
         self._tell(None)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, given_up: bool = False) -> None:
         """See Landing.abort; for revocation and expiry too."""
         with self._lock:
             if self._stopped or self._ended:
                 return
-            self._stopped, self._reason = True, reason
+            self._stopped = TransferReleased(self.ticket.transfer_id, reason, given_up)
             due_bytes, self._due_bytes = self._due_bytes, 0
             if self._writing is None and not self._held:
                 self._end(self._released())
@@ -173,9 +242,26 @@ class PoolLanding:
         self._tell(reason)
         get_logger().info("kv_transfer_ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
 
-    @property
-    def _all_bytes(self) -> int:
-        return len(self._arrived) * len(self.ticket.block_ids) * self.ticket.layout.block_bytes
+    def _problem(self, note: bytes, sender_digest: int) -> str | None:
+        """What is wrong with all that has arrived, at a mark or at the end."""
+        problem = None
+        if self._digest is not None and self.ticket.block_ids and self._digest.intdigest() != sender_digest:
+            problem = "wrong digest"
+        # A process that stood still takes in what waited before its timers run, and its sender has given it up.
+        if time.monotonic() > self._expires_at_s:
+            problem = "the ticket expired"
+        if len(note) > NOTE_BYTES_MAX:
+            problem = f"a note of {len(note)} bytes"
+        return problem
+
+    def _bytes_of(self, block_count: int) -> int:
+        return len(self._arrived) * block_count * self.ticket.layout.block_bytes
+
+    def _tell_extension(self, first_index: int) -> None:
+        block_ids = self.ticket.block_ids[first_index:]
+        if block_ids:
+            assert self._progress is not None, "an open transfer without a way to tell its sender"
+            self._progress.extended(self.ticket.transfer_id, first_index, block_ids)
 
     def _refuse(self, problem: str) -> TransferFailed:
         self.abort(problem)
@@ -187,10 +273,11 @@ class PoolLanding:
 
     def _end(self, event: TransferLanded | TransferReleased) -> None:
         self._ended = True
-        self._conclude(event)
+        self._report(event)
 
     def _released(self) -> TransferReleased:
-        return TransferReleased(self.ticket.transfer_id, self._reason)
+        assert self._stopped is not None
+        return self._stopped
 
     def _tell(self, rejection: str | None) -> None:
         if self._answer is not None:

@@ -13,7 +13,7 @@ from kaveri.kv.layout.block_map import map_blocks
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import SenderFlow
-from kaveri.kv.transfer.push import PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushListener
 from kaveri.kv.transfer.staged_pushes import MakeSender, StagedPush, StagedPushes
 from kaveri.kv.transfer.ticket import Ticket
 
@@ -145,7 +145,7 @@ class MappedPushes:
         self._given_up = [each for each in self._given_up if each.is_alive]
         self._given_up.append(staging)
 
-    def _on_staged(self, event: PushAccepted | PushFailed) -> None:
+    def _on_staged(self, event: PushEvent) -> None:
         with self._lock:
             self._staged.pop(event.transfer_id, None)
         if isinstance(event, PushAccepted):

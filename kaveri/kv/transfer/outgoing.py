@@ -12,12 +12,21 @@ _TELL_AGAIN_S = 0.25
 _TELL_AGAIN_MAX_S = 4.0
 """First delay, doubled each time, before an unreachable receiver is notified again of pushes that were given up."""
 
-# What a push has queued, in order: one Opening, for each layer at most a QueuedWrite for each block, one Ending.
+# What a push has queued, in order: one Opening, for each layer at most a QueuedWrite for each block, at most a Marking
+# for each block, one Ending.
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
     """The transfer is to be begun at the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marking:
+    """Blocks [0, block_count) of each layer are queued before it."""
+
+    block_count: int
+    note: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +61,13 @@ class Push:
 
     def __init__(self, ticket: Ticket, digest: DigestFactory) -> None:
         self.ticket = ticket
+        """With the blocks that the receiver has added."""
         self.expires_at_s = time.monotonic() + ticket.expires_in_s
+        """Of an open push: counted from the last mark that was answered."""
         self.digest = digest()
         self.queued = [0] * ticket.layout.layer_count
-        self.queue: deque[Opening | QueuedWrite | Ending] = deque((Opening(),))
+        self.queue: deque[Opening | QueuedWrite | Marking | Ending] = deque((Opening(),))
+        self.marks = Marks()
         self.kv_bytes = 0
         self.connection: Connection | None = None
         """Set once the transfer is open there."""
@@ -75,6 +87,23 @@ class Push:
     def is_stopped(self) -> bool:
         """Whether it is given up."""
         return self.stopped is not None
+
+
+class Marks:
+    """How far an open push is marked. Guarded by the sender's lock."""
+
+    def __init__(self) -> None:
+        self.queued_count = 0
+        """Of the last mark that was queued."""
+        self._unanswered: deque[int] = deque()
+
+    def sent(self, block_count: int) -> None:
+        """A mark is on its way."""
+        self._unanswered.append(block_count)
+
+    def answered(self, block_count: int) -> bool:
+        """The receiver keeps a mark. Whether it was due: the oldest that it has not answered."""
+        return bool(self._unanswered) and self._unanswered.popleft() == block_count
 
 
 class Untold:

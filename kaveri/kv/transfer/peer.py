@@ -4,16 +4,34 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kaveri.errors import TransferFailed
+from kaveri.errors import InvalidArgument, TransferFailed
 from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.actions import (
+    DropLost,
+    LoseConnection,
+    PeerAction,
+    SendAbort,
+    SendEnd,
+    SendMark,
+    SendOpening,
+    SendWrite,
+    TellUntold,
+)
 from kaveri.kv.transfer.connection import Connection
 from kaveri.kv.transfer.digest import DigestFactory
 from kaveri.kv.transfer.flow import PeerFlow
-from kaveri.kv.transfer.outgoing import Ending, Opening, Push, QueuedWrite, Untold
-from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushFailed
+from kaveri.kv.transfer.outgoing import Ending, Marking, Opening, Push, QueuedWrite, Untold
+from kaveri.kv.transfer.push import (
+    LocalDoneListener,
+    PushAccepted,
+    PushEvent,
+    PushExtended,
+    PushFailed,
+    PushMarked,
+)
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import LinkLost, Transport
@@ -35,7 +53,7 @@ class PeerSetup:
     credit_timeout_s: float
     lock: threading.Lock
     """The sender's."""
-    reporter: Reporter[PushAccepted | PushFailed]
+    reporter: Reporter[PushEvent]
     on_local_done: LocalDoneListener | None
     """Called without the lock."""
     forget_push: Callable[[bytes], None]
@@ -50,53 +68,6 @@ class PeerOwner(Protocol):
 
     def ended(self, peer: "Peer") -> None:
         """The last thing that the peer's thread does."""
-
-
-# What the thread does next.
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    push: Push
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    push: Push
-    connection: Connection
-    layers: range
-    first_index: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    push: Push
-    note: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    push: Push
-
-
-@dataclass(frozen=True, slots=True)
-class _Lose:
-    connection: Connection
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _DropLost:
-    """The lost connection is to be closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _TellUntold:
-    """Notify the receiver of pushes that were given up."""
-
-
-_Action = _Open | _Write | _End | _Abort | _Lose | _DropLost | _TellUntold
 
 
 class Peer:
@@ -128,7 +99,7 @@ class Peer:
         # When the last push ended.
         self._idle_since_s = time.monotonic()
         # What is not to wait for a turn: at most an abort for each push, and the dropping of a lost connection.
-        self._urgent: deque[_Action] = deque()
+        self._urgent: deque[PeerAction] = deque()
         self._changed = threading.Condition(setup.lock)
         self._closing = False
         self.thread = threading.Thread(target=self._run, name="kv-send", daemon=True)
@@ -150,12 +121,31 @@ class Peer:
         return push
 
     def write(self, push: Push, layer: int, first_index: int, blocks: tuple[int, ...]) -> None:
-        """Queues blocks of one layer, at least one, behind those before. Ignored for one that is given up."""
+        """Queues blocks of one layer, at least one, behind those before. Ignored for one that is given up.
+
+        Raises InvalidArgument for more blocks than the ticket has.
+        """
         if push.stopped is None:
             assert first_index == push.queued[layer], "a block was left out or written twice"
-            push.queued[layer] += len(blocks)
-            assert push.queued[layer] <= len(push.ticket.block_ids), "more blocks than the ticket has"
+            end, granted_count = first_index + len(blocks), len(push.ticket.block_ids)
+            if end > granted_count:
+                raise InvalidArgument("first_index", f"{first_index} with {len(blocks)} blocks", f"in {granted_count}")
+            push.queued[layer] = end
             push.queue.append(QueuedWrite(layer, first_index, blocks))
+            self._queue_changed(push)
+
+    def mark(self, push: Push, block_count: int, note: bytes) -> None:
+        """Queues a mark of an open push. Ignored for one that is given up, and behind the end mark.
+
+        Raises InvalidArgument unless block_count is above that of the mark before and so many blocks are queued.
+        """
+        if push.stopped is None and not push.is_ending:
+            assert push.ticket.is_open, "only an open push is marked"
+            low, high = push.marks.queued_count, min(push.queued)
+            if not low < block_count <= high:
+                raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
+            push.marks.queued_count = block_count
+            push.queue.append(Marking(block_count, note))
             self._queue_changed(push)
 
     def finish(self, push: Push, note: bytes) -> None:
@@ -170,7 +160,7 @@ class Peer:
         if push.stopped is None:
             self._stop(push, reason)
             # Before what other transfers have queued: the receiver's blocks wait for it.
-            self._urgent.append(_Abort(push))
+            self._urgent.append(SendAbort(push))
             self._changed.notify()
 
     def flow(self) -> PeerFlow:
@@ -211,8 +201,8 @@ class Peer:
     def take_answer(self, connection: Connection, transfer_id: bytes, rejection: str | None) -> None:
         """The receiver has accepted a push, or rejected it."""
         with self._lock:
-            push = self._pushes.get(transfer_id)
-            if push is None or push.connection is not connection or push.stopped is not None:
+            push = self._live(connection, transfer_id)
+            if push is None:
                 return
             if rejection is not None:
                 self._stop(push, f"rejected: {rejection}")
@@ -223,6 +213,34 @@ class Peer:
             self._forget(push)
         self._setup.reporter.tell(PushAccepted(transfer_id, push.kv_bytes, connection.transport.label))
 
+    def take_mark(self, connection: Connection, transfer_id: bytes, block_count: int) -> None:
+        """The receiver keeps what was marked."""
+        with self._lock:
+            push = self._live(connection, transfer_id)
+            if push is None:
+                return
+            if not push.marks.answered(block_count):
+                self._stop(push, f"block {block_count} was marked by the receiver, and not by this side")
+                return
+            push.expires_at_s = time.monotonic() + push.ticket.expires_in_s
+            # Under the lock: no end may be reported before it.
+            self._setup.reporter.report(PushMarked(transfer_id, block_count))
+
+    def take_extension(
+        self, connection: Connection, transfer_id: bytes, first_index: int, block_ids: Sequence[int]
+    ) -> None:
+        """The receiver has given a push more destination blocks."""
+        with self._lock:
+            push = self._live(connection, transfer_id)
+            if push is None:
+                return
+            ticket = push.ticket
+            if not ticket.is_open or first_index != len(ticket.block_ids):
+                self._stop(push, f"extended at block {first_index}, not at {len(ticket.block_ids)}")
+                return
+            push.ticket = replace(ticket, block_ids=(*ticket.block_ids, *block_ids))
+            self._setup.reporter.report(PushExtended(transfer_id, len(push.ticket.block_ids)))
+
     def lose(self, connection: Connection, reason: str) -> None:
         """The connection is gone, and with it what it carries. Any thread, without the lock."""
         with self._lock:
@@ -232,10 +250,17 @@ class Peer:
             for push in tuple(self._pushes.values()):
                 if push.connection is connection:
                     self._stop(push, f"connection lost: {reason}")
-            self._urgent.append(_DropLost())
+            self._urgent.append(DropLost())
             self._changed.notify()
 
     # Under the lock, too.
+
+    def _live(self, connection: Connection, transfer_id: bytes) -> Push | None:
+        """The push of this name on this connection, unless it is given up."""
+        push = self._pushes.get(transfer_id)
+        if push is None or push.connection is not connection or push.stopped is not None:
+            return None
+        return push
 
     def _queue_changed(self, push: Push) -> None:
         self._turns.join(push)
@@ -263,14 +288,14 @@ class Peer:
         self._idle_since_s = time.monotonic()
         self._setup.forget_push(push.transfer_id)
 
-    def _next_action(self) -> _Action | None:
+    def _next_action(self) -> PeerAction | None:
         """Waits for something to do. None: it is over."""
         with self._lock:
             while not self._closing:
                 if self._urgent:
                     return self._urgent.popleft()
                 if self._untold.is_due():
-                    return _TellUntold()
+                    return TellUntold()
                 if (push := self._turns.next(self._can_go)) is not None:
                     return self._next_of(push)
                 if self._turns:
@@ -302,22 +327,25 @@ class Peer:
         assert push.connection is not None, "a write of a push that is not open"
         return push.connection.credit_bytes >= self._block_bytes
 
-    def _next_of(self, push: Push) -> _Action:
-        action: _Action
+    def _next_of(self, push: Push) -> PeerAction:
+        action: PeerAction
         match push.queue[0]:
             case Opening():
                 push.queue.popleft()
-                action = _Open(push)
+                action = SendOpening(push)
+            case Marking(block_count, note):
+                push.queue.popleft()
+                action = SendMark(push, block_count, note)
             case Ending(note):
                 push.queue.popleft()
-                action = _End(push, note)
+                action = SendEnd(push, note)
             case QueuedWrite() as head:
                 action = self._take_write(push, head)
         if not push.queue:
             self._turns.leave(push)
         return action
 
-    def _take_write(self, push: Push, head: QueuedWrite) -> _Write:
+    def _take_write(self, push: Push, head: QueuedWrite) -> SendWrite:
         """As much of the next write as there is credit for, and those of the following layers that bring the same
         blocks: a frame and a system call for each layer would cost more than the bytes of a short push."""
         connection = push.connection
@@ -345,9 +373,9 @@ class Peer:
         self._turns.charge(push, byte_count)
         push.is_reading = True
         self._waiting_since_s = None
-        return _Write(push, connection, range(layer, layer + layer_count), index, blocks)
+        return SendWrite(push, connection, range(layer, layer + layer_count), index, blocks)
 
-    def _wait_for_credit(self) -> _Lose | None:
+    def _wait_for_credit(self) -> LoseConnection | None:
         """All that is queued waits for credit. A receiver that takes nothing in for so long is as good as gone."""
         now_s = time.monotonic()
         if self._waiting_since_s is None:
@@ -359,7 +387,7 @@ class Peer:
             self.credit_wait_s += time.monotonic() - now_s
             return None
         assert self._connection is not None
-        return _Lose(self._connection, f"no credit came for {self._setup.credit_timeout_s:g} s")
+        return LoseConnection(self._connection, f"no credit came for {self._setup.credit_timeout_s:g} s")
 
     # The thread.
 
@@ -393,21 +421,23 @@ class Peer:
                     self._urgent.clear()
                     self._owner.ended(self)
 
-    def _do(self, action: _Action) -> None:
+    def _do(self, action: PeerAction) -> None:
         match action:
-            case _Write():
+            case SendWrite():
                 self._write(action)
-            case _Open(push):
+            case SendOpening(push):
                 self._open(push)
-            case _End(push, note):
+            case SendMark():
+                self._mark(action)
+            case SendEnd(push, note):
                 self._end(push, note)
-            case _Abort(push):
+            case SendAbort(push):
                 self._abort(push)
-            case _Lose(connection, reason):
+            case LoseConnection(connection, reason):
                 self.lose(connection, reason)
-            case _DropLost():
+            case DropLost():
                 self._drop_lost()
-            case _TellUntold():
+            case TellUntold():
                 self._tell_untold()
 
     def _open(self, push: Push) -> None:
@@ -423,9 +453,12 @@ class Peer:
                 # Lost since it was made: its listener did not find this push on it.
                 self._stop(push, f"connection lost: {connection.lost_reason}")
                 return
+            if push.ticket.is_open and not connection.link.has_marks:
+                self._stop(push, "the receiver's version of the KV protocol has no open transfers")
+                return
         connection.link.open(push.ticket)
 
-    def _write(self, write: _Write) -> None:
+    def _write(self, write: SendWrite) -> None:
         """is_reading is set, and ends here."""
         push, connection = write.push, write.connection
         block_count = len(write.layers) * len(write.blocks)
@@ -447,6 +480,16 @@ class Peer:
         elif (on_local_done := self._setup.on_local_done) is not None:
             for layer in write.layers:
                 on_local_done(push.transfer_id, layer, write.blocks)
+
+    def _mark(self, mark: SendMark) -> None:
+        push = mark.push
+        with self._lock:
+            if push.stopped is not None or push.connection is None:
+                return
+            push.marks.sent(mark.block_count)
+            link = push.connection.link
+        digest = push.digest.intdigest() if link.wants_digest else 0
+        link.mark(push.ticket, mark.block_count, mark.note, digest)
 
     def _end(self, push: Push, note: bytes) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""How a push ended, and which listener hears of it. Values; knows no connection."""
+"""How a push goes and ends, and which listener hears of it. Values; knows no connection."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,28 @@ class PushFailed:
     reason: str
 
 
-PushListener = Callable[[PushAccepted | PushFailed], None]
-"""Called on threads of the sender, once per opened transfer; must not block."""
+@dataclass(frozen=True, slots=True)
+class PushMarked:
+    """The receiver of an open push has verified blocks [0, block_count), and keeps them if the push fails."""
+
+    transfer_id: bytes
+    block_count: int
+    """Higher than in the mark before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushExtended:
+    """The receiver of an open push has given it more destination blocks."""
+
+    transfer_id: bytes
+    block_count: int
+    """All that may be written now, those of the ticket included."""
+
+
+PushEnd = PushAccepted | PushFailed
+PushEvent = PushEnd | PushMarked | PushExtended
+PushListener = Callable[[PushEvent], None]
+"""Called on threads of the sender; must not block. Of each opened transfer it hears the end, once and last."""
 
 LocalDoneListener = Callable[[bytes, int, Sequence[int]], None]
 """Called with (transfer id, layer, source blocks) on the receiver's own thread of the sender; must not block."""

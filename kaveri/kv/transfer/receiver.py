@@ -14,11 +14,17 @@ from kaveri.kv.layout.merging import merge_parts
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.flow import ReceiverFlow
-from kaveri.kv.transfer.landing import PoolLanding, TransferLanded, TransferReleased
+from kaveri.kv.transfer.landing import (
+    PoolLanding,
+    TransferEvent,
+    TransferLanded,
+    TransferMarked,
+    TransferReleased,
+)
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.sender_credit import SenderCredit, SharedCredit
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.kv.transfer.transport import Answer, Capabilities, Credit, GiveCredit, Listener, Transport
+from kaveri.kv.transfer.transport import Answer, Capabilities, Credit, GiveCredit, Listener, Progress, Transport
 from kaveri.telemetry.logs import get_logger
 
 CREDIT_BYTES = 128 << 20
@@ -29,10 +35,19 @@ _LEAST_CREDIT_BYTES = 4 << 20
 the largest window, on two busy cores."""
 
 
-__all__ = ["KvReceiver", "LandingListener", "ReceiverOptions", "TransferLanded", "TransferReleased"]
+__all__ = [
+    "KvReceiver",
+    "LandingListener",
+    "ReceiverOptions",
+    "TransferEvent",
+    "TransferLanded",
+    "TransferMarked",
+    "TransferReleased",
+]
 
-LandingListener = Callable[[TransferLanded | TransferReleased], None]
-"""Called on a thread of the receiver, once per granted ticket, in the order in which things happened."""
+LandingListener = Callable[[TransferEvent], None]
+"""Called on a thread of the receiver, in the order in which things happened: for each granted ticket once with its end,
+and before that once with each mark of an open transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,9 @@ class KvReceiver:
 
     A granted transfer ends in exactly one event: landed, or released by a refusal, revoke(), expiry, the loss of its
     connection or close(). It is released only when fenced: while a link may write into its blocks it stays quarantined.
+
+    An open transfer (grant(is_open=True)) may be marked by its sender, which is a TransferMarked here, and extended by
+    this side. Its time limit counts from its last mark.
 
     listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0").
     epoch: this incarnation, [0, 2**64); differs from that of every former receiver at the same addresses.
@@ -82,7 +100,7 @@ class KvReceiver:
         self._credit = SharedCredit(credit_bytes, least_bytes)
         self._closed = False
         self._listeners: list[Listener] = []
-        self._reporter = Reporter[TransferLanded | TransferReleased]("kv-receiver", listener)
+        self._reporter = Reporter[TransferEvent]("kv-receiver", listener)
         spoken = {transport.name: transport for transport in transports}
         try:
             for endpoint in listen:
@@ -108,12 +126,13 @@ class KvReceiver:
         transfer_id: bytes = b"",
         secret: bytes = b"",
         part: KvLayout | None = None,
+        is_open: bool = False,
     ) -> Ticket:
         """Leases the blocks to one transfer: the receiver's own until TransferLanded or TransferReleased.
 
         transfer_id, secret: what all ranks of an instance call the transfer; empty for fresh ones. part: the transfer
-        brings some of the heads, and block_ids are of the pool split by them (KvPool.split). Raises TransferFailed when
-        closed.
+        brings some of the heads, and block_ids are of the pool split by them (KvPool.split). is_open: the transfer may
+        be marked, extended, and end with fewer blocks. Raises TransferFailed when closed.
         """
         pool = self._pool_of(part) if part is not None else self.pool
         assert all(0 <= block < pool.block_count for block in block_ids), "a block outside the pool"
@@ -127,13 +146,26 @@ class KvReceiver:
             expires_in_s=expires_in_s,
             layout=part or self.pool.layout,
             first_block=first_block,
+            is_open=is_open,
         )
         with self._lock:
             if self._closed:
                 raise TransferFailed("the receiver is closed")
-            self._landings[ticket.transfer_id] = PoolLanding(ticket, pool, self._digest, self._conclude)
-        self._reporter.call_after(expires_in_s, partial(self._stop, ticket.transfer_id, "the ticket expired"))
+            self._landings[ticket.transfer_id] = PoolLanding(ticket, pool, self._digest, self._note_event)
+        self._reporter.call_after(expires_in_s, partial(self._expire, ticket.transfer_id))
         return ticket
+
+    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
+        """Gives an open transfer more destination blocks, behind those that it has, and tells its sender.
+
+        Whether it did: the blocks are leased like those of the grant then. False when the transfer has ended, is
+        stopped or unknown: they stay the caller's.
+        """
+        landing = self._landing(transfer_id)
+        if landing is None:
+            return False
+        assert all(0 <= block < landing.pool.block_count for block in block_ids), "a block outside the pool"
+        return landing.extend(block_ids)
 
     def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
         """All `ways` parts of these blocks have landed: puts their heads in order (kaveri/kv/layout/merging.py)."""
@@ -194,10 +226,10 @@ class KvReceiver:
         answer: Answer,
         credit: Credit,
         with_digest: bool = True,
+        progress: Progress | None = None,
     ) -> PoolLanding:
         """For transports; see Intake."""
-        with self._lock:
-            landing = self._landings.get(transfer_id)
+        landing = self._landing(transfer_id)
         # The epoch first: a ticket of a former life names a transfer that is unknown here for a reason worth telling.
         if epoch != self.epoch:
             reason = f"the ticket is of epoch {epoch}, this receiver of epoch {self.epoch}"
@@ -205,7 +237,9 @@ class KvReceiver:
             reason = "unknown, expired or ended transfer"
         elif not hmac.compare_digest(secret, landing.ticket.secret):
             reason = "wrong secret"
-        elif not landing.claim(answer, credit, with_digest):
+        elif landing.ticket.is_open and progress is None:
+            reason = "the transfer is open, and the sender's version of the KV protocol has no open transfers"
+        elif not landing.claim(answer, credit, with_digest, progress):
             reason = "the ticket is in use already"
         else:
             return landing
@@ -224,14 +258,28 @@ class KvReceiver:
         """Blocks of the pool; a part of a block is a fraction."""
         return len(landing.ticket.block_ids) * landing.pool.layout.block_bytes / self.pool.layout.block_bytes
 
-    def _conclude(self, event: TransferLanded | TransferReleased) -> None:
-        """Under the landing's lock: the transfer has ended, and its blocks are fenced."""
-        with self._lock:
-            del self._landings[event.transfer_id]
+    def _note_event(self, event: TransferEvent) -> None:
+        """Under the landing's lock: a mark is kept, or the transfer has ended and its blocks are fenced."""
+        if not isinstance(event, TransferMarked):
+            with self._lock:
+                del self._landings[event.transfer_id]
         self._reporter.report(event)
 
-    def _stop(self, transfer_id: bytes, reason: str) -> None:
+    def _expire(self, transfer_id: bytes) -> None:
+        """The time limit of a grant, or of the last mark that was seen then, is over."""
+        landing = self._landing(transfer_id)
+        if landing is None:
+            return
+        if (left_s := landing.left_s()) > 0:
+            self._reporter.call_after(left_s, partial(self._expire, transfer_id))
+        else:
+            landing.abort("the ticket expired")
+
+    def _landing(self, transfer_id: bytes) -> PoolLanding | None:
         with self._lock:
-            landing = self._landings.get(transfer_id)
+            return self._landings.get(transfer_id)
+
+    def _stop(self, transfer_id: bytes, reason: str) -> None:
+        landing = self._landing(transfer_id)
         if landing is not None:
             landing.abort(reason)

@@ -20,7 +20,7 @@ _LONGEST_WAIT_S = 3600.0
 class Reporter(Generic[EventT]):
     """Calls `listener` with every reported event, while no caller's lock is held.
 
-    The queue is bounded by its callers: a transfer reports once.
+    The queue is bounded by its callers: a transfer reports its end once, and each of its blocks is marked at most once.
     """
 
     def __init__(self, name: str, listener: Callable[[EventT], None]) -> None:

@@ -8,6 +8,7 @@ anything else                                  LayoutMismatch, before a byte mov
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,12 +19,20 @@ from kaveri.kv.transfer.flow import SenderFlow
 from kaveri.kv.transfer.mapped_pushes import STAGING_BYTES, MappedPushes
 from kaveri.kv.transfer.outgoing import Push
 from kaveri.kv.transfer.peer import Peer, PeerSetup, Route
-from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.push import (
+    LocalDoneListener,
+    PushAccepted,
+    PushEvent,
+    PushExtended,
+    PushFailed,
+    PushListener,
+    PushMarked,
+)
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.kv.transfer.transport import Transport, require_note
 
-__all__ = ["KvSender", "PushAccepted", "PushFailed", "PushListener"]
+__all__ = ["KvSender", "PushAccepted", "PushEvent", "PushExtended", "PushFailed", "PushListener", "PushMarked"]
 
 _ANSWER_GRACE_S = 1.0
 """A landing just before the ticket's expiry is answered just after it."""
@@ -34,6 +43,10 @@ class KvSender:
 
     An opened transfer ends in exactly one event. A PushFailed does not say that the receiver has not landed it: the
     acceptance may have been lost on its way, so a second push must give the hand-over a new attempt number.
+
+    An open ticket (Ticket.is_open) makes an open push: it may be marked, which the receiver answers (PushMarked), may
+    get more destination blocks (PushExtended), and may be finished with fewer than it has. Its time limit counts from
+    the last mark that was answered.
 
     One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer. Blocks
     are written as far as the receiver has given credit; one that gives none for `credit_timeout_s` seconds, while
@@ -60,7 +73,7 @@ class KvSender:
         self._transports = tuple(transports)
         self._lock = threading.Lock()
         self._pushes: dict[bytes, tuple[Peer, Push]] = {}
-        self._reporter = Reporter[PushAccepted | PushFailed]("kv-sender", listener)
+        self._reporter = Reporter[PushEvent]("kv-sender", listener)
         # Nothing of it holds on to this sender: its pool goes with its last reference, not with the garbage collector.
         forget = partial(_forget, self._pushes)
         self._peers = _Peers(
@@ -72,7 +85,7 @@ class KvSender:
         self._mapped = MappedPushes(pool, listener, make_sender, staging_bytes)
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
-        """Begins a transfer; connects in the background.
+        """Begins a transfer; connects in the background. A ticket that is open makes an open push.
 
         part: the ticket may be for some of the layers or of the KV heads. The caller sees to it that the others get
         theirs, by other tickets. Raises LayoutMismatch, naming the field, when the blocks cannot be mapped, and
@@ -80,6 +93,9 @@ class KvSender:
         thread more; a mapped push may report that by PushFailed.
         """
         if ticket.layout != self.pool.layout:
+            if ticket.is_open:
+                # Blocks that are put together from others cannot be marked one by one.
+                self.pool.layout.require_same(ticket.layout)
             self._mapped.open(ticket, part=part)
             return
         routes = self._routes(ticket)
@@ -87,8 +103,7 @@ class KvSender:
             assert ticket.transfer_id not in self._pushes, "a ticket is used once"
             peer = self._peers.find(ticket, routes)
             self._pushes[ticket.transfer_id] = peer, peer.open(ticket)
-        deadline_s = ticket.expires_in_s + _ANSWER_GRACE_S
-        self._reporter.call_after(deadline_s, partial(self._give_up, ticket.transfer_id, "the ticket expired"))
+        self._reporter.call_after(ticket.expires_in_s + _ANSWER_GRACE_S, partial(self._expire, ticket.transfer_id))
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         """Queues blocks of one layer: source_blocks[i] goes to ticket.block_ids[first_index + i].
@@ -100,7 +115,7 @@ class KvSender:
         PushAccepted or PushFailed. Never blocks on network or staging. Unknown (already failed) transfers are ignored.
 
         The queue holds block numbers, never bytes: what it can grow to is bounded by the tickets' blocks.
-        Raises InvalidArgument for a block outside the pool.
+        Raises InvalidArgument for a block outside the pool, and for more blocks than the receiver has granted.
         """
         # Its bytes would be missing from a frame, and the receiver take those of other pushes for them.
         self.pool.require_blocks("source_blocks", source_blocks)
@@ -111,6 +126,20 @@ class KvSender:
                 peer.write(push, layer, first_index, tuple(source_blocks))
         if found is None:
             self._mapped.write(transfer_id, layer, first_index, source_blocks)
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        """Marks an open push: blocks [0, block_count) of all layers are queued. `note`, at most 4 KiB, travels with it.
+
+        PushMarked follows when the receiver has verified them; it keeps them then, whatever happens to the push.
+        Unknown (already failed) transfers are ignored. Raises InvalidArgument unless block_count is above that of the
+        mark before, and at most what is queued of every layer.
+        """
+        require_note(note)
+        with self._lock:
+            found = self._pushes.get(transfer_id)
+            if found is not None:
+                peer, push = found
+                peer.mark(push, block_count, note)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """All blocks of all layers are queued. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
@@ -161,6 +190,16 @@ class KvSender:
             spoken = ", ".join(transport.name for transport in self._transports)
             raise TransferFailed(f"no transport in common: {offered} there, {spoken} here")
         return routes
+
+    def _expire(self, transfer_id: bytes) -> None:
+        """The time limit of a ticket, or of the last mark that was seen then, is over."""
+        with self._lock:
+            found = self._pushes.get(transfer_id)
+            left_s = found[1].expires_at_s + _ANSWER_GRACE_S - time.monotonic() if found is not None else 0.0
+        if left_s > 0:
+            self._reporter.call_after(left_s, partial(self._expire, transfer_id))
+        else:
+            self._give_up(transfer_id, "the ticket expired")
 
     def _give_up(self, transfer_id: bytes, reason: str) -> None:
         with self._lock:

@@ -24,7 +24,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.regions import copy_regions
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import SenderFlow
-from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushEnd, PushEvent, PushFailed, PushListener
 from kaveri.kv.transfer.ticket import Ticket, first_source_block
 from kaveri.telemetry.logs import get_logger
 
@@ -408,7 +408,8 @@ class StagedPushes:
                 self._give_back(push, layer, staging_ids)
                 self._changed.notify()
 
-    def _on_event(self, event: PushAccepted | PushFailed) -> None:
+    def _on_event(self, event: PushEvent) -> None:
+        assert isinstance(event, PushEnd), "an open push through staging"
         with self._changed:
             push = self._pushes.get(event.transfer_id)
             ended = self._end(push, event) if push is not None else None

@@ -72,16 +72,21 @@ class Ticket:
 
     def _part_ticket(self, number: int) -> "Ticket":
         place, endpoints = self.parts[number].place, self.parts[number].endpoints
-        index, ways = part_index(self.layout, place)
         return replace(
             self,
             # Each transfer has a name of its own, on both sides.
             transfer_id=(int.from_bytes(self.transfer_id) ^ number).to_bytes(len(self.transfer_id)),
             endpoints=endpoints,
-            block_ids=self.block_ids if ways == 1 else tuple(block * ways + index for block in self.block_ids),
+            block_ids=part_blocks(self.layout, place, self.block_ids),
             layout=place.layout,
             parts=(),
         )
+
+
+def part_blocks(destination: KvLayout, place: PartPlace, block_ids: Sequence[int]) -> tuple[int, ...]:
+    """Where a part of these blocks goes, in the pool of its rank as part_index() splits it."""
+    index, ways = part_index(destination, place)
+    return tuple(block_ids) if ways == 1 else tuple(block * ways + index for block in block_ids)
 
 
 def ticket_parts(

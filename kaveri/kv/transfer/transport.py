@@ -6,6 +6,9 @@ A transport moves blocks, named by their index in a registered pool and never by
     remote visible  Intake hears of the blocks, and at last of the note, which is ordered behind every byte
     accepted        the receiver has verified the digest, if it wants one, and its answer has reached the sender
 
+An open transfer (Ticket.is_open) may be marked on its way: the receiver verifies all that was sent up to the mark,
+keeps it whatever happens afterwards, and says so. It may get more destination blocks, and end with fewer than it has.
+
 What a sender may have under way is the receiver's to say: it gives credit, in bytes, for all transfers of a connection.
 
 The contract fits two-sided links (sockets, NCCL), whose receiving thread asks for each run of blocks before it lets
@@ -22,7 +25,7 @@ from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 NOTE_BYTES_MAX = 4096
-"""Most that travels with the end of a transfer."""
+"""Most that travels with a mark, and with the end of a transfer."""
 
 
 def require_note(note: bytes) -> None:
@@ -94,8 +97,15 @@ class Landing(Protocol):
         """The end mark came, behind every byte, with the sender's digest of them. Returns when the transfer has landed
         and its sender been answered."""
 
-    def abort(self, reason: str) -> None:
-        """Ends it: the sender gave up or broke the rules, or its link is gone. Answers it. Never raises; idempotent."""
+    def mark(self, block_count: int, note: bytes, sender_digest: int) -> None:
+        """The sender marked blocks [0, block_count) of each layer, behind their bytes, with its digest of all bytes so
+        far. Returns when the mark is kept and its sender been answered. Refused in transfers that are not open."""
+
+    def abort(self, reason: str, *, given_up: bool = False) -> None:
+        """Ends it: the sender gave up or broke the rules, or its link is gone. Answers it. Never raises; idempotent.
+
+        given_up: the sender said so itself.
+        """
 
 
 class Credit(Protocol):
@@ -131,6 +141,16 @@ Answer = Callable[[bytes, str | None], None]
 """Tells the sender of a transfer id: accepted (None) or rejected (why). Never blocks and never raises."""
 
 
+class Progress(Protocol):
+    """Tells the sender of open transfers how they go. Any thread; never blocks and never raises."""
+
+    def marked(self, transfer_id: bytes, block_count: int) -> None:
+        """A mark is verified and kept."""
+
+    def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
+        """The transfer has more destination blocks: block_ids[i] is number first_index + i."""
+
+
 class Intake(Protocol):
     """The receiver, as a transport's listener sees it. Safe to use from any thread."""
 
@@ -145,11 +165,19 @@ class Intake(Protocol):
         """Whether senders over a transport are to send a digest of each transfer."""
 
     def open(
-        self, transfer_id: bytes, secret: bytes, epoch: int, answer: Answer, credit: Credit, with_digest: bool
+        self,
+        transfer_id: bytes,
+        secret: bytes,
+        epoch: int,
+        answer: Answer,
+        credit: Credit,
+        with_digest: bool,
+        progress: Progress | None,
     ) -> Landing:
         """Begins a transfer. Raises TransferFailed, having answered, when it may not begin.
 
         credit: of the connection that it comes over, from admit(). with_digest: what was agreed with its sender.
+        progress: None when the sender's protocol has no open transfers.
         """
 
 
@@ -162,6 +190,10 @@ class Link(Protocol):
     @property
     def wants_digest(self) -> bool:
         """Whether the receiver verifies a digest of each transfer's bytes."""
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the receiver's protocol has open transfers."""
 
     def open(self, ticket: Ticket) -> None:
         """Begins a transfer."""
@@ -184,6 +216,10 @@ class Link(Protocol):
         credit: all, unless it was stopped.
         """
 
+    def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
+        """Marks blocks [0, block_count) of each layer, ordered behind everything written, with the digest of all of it;
+        0 without."""
+
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
         """Sends the end mark, ordered behind everything written, with the digest of all of it; 0 without."""
 
@@ -202,6 +238,12 @@ class LinkListener(Protocol):
 
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
         """The receiver accepted the transfer (None) or rejected it (why)."""
+
+    def marked(self, transfer_id: bytes, block_count: int) -> None:
+        """The receiver has verified a mark, and keeps it."""
+
+    def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
+        """The transfer has more destination blocks: block_ids[i] is number first_index + i."""
 
     def credited(self, byte_count: int, window_bytes: int) -> None:
         """The receiver lets so many bytes more be written, and would let so many be under way at once. May be called

@@ -4,10 +4,15 @@ One connection carries the transfers of one sender to one receiver, interleaved 
 little-endian. Each side begins with a hello; the receiver's carries its epoch, the sender's carries 0. The receiver's
 also says whether it verifies digests; else the sender makes none.
 
-    hello    magic "KAVERIKV" (8) | version (2) | with digests (1) | reserved (5) | epoch (8)
+    hello    magic "KAVERIKV" (8) | oldest version (2) | with digests (1) | newest version (1) | reserved (4)
+             | epoch (8)
 
     header   kind (1) | reserved (1) | layer count (2) | layer (4) | transfer id (16) | first index (4)
              | block count (4) | payload bytes (8) | digest (8)                                            48 bytes
+
+A side speaks all versions from its oldest to its newest, and a connection uses the newest that both speak. Version 4
+has one version in its hello, and 0 for the newest: it speaks that one only. Version 5 added open transfers: MARK,
+MARKED and EXTENDED. Over a connection of version 4 both sides refuse open transfers and serve all others.
 
     sender -> receiver                                        receiver -> sender
     OPEN       payload: secret (16) | epoch (8)               ACCEPTED   verified, all of it
@@ -20,13 +25,19 @@ also says whether it verifies digests; else the sender makes none.
                                                                         those before, of whatever transfer, and
                                                                         how many may be under way now (8)
 
+    in open transfers
+    MARK       blocks [0, `block count`) of each layer       MARKED     blocks [0, `block count`) are verified and kept
+               are sent; payload: the note; `digest` of      EXTENDED   `block count` more destination blocks, from
+               all payload of the transfer's DATA so far                `first index` on; payload: their ids (4 each)
+
     where the sender writes by itself (shared memory, NIXL); GRANTED as credit, too (gloo)
     FENCED     nothing is written into the rejected         GRANTED    the opened transfer's blocks may be
                transfer any more                                       written until its end
 
-A transfer is OPEN, DATA*, then END or ABORT. Every OPEN and every END is answered in
-the end, by one ACCEPTED or by one or more REJECTED. What a rejected transfer still brings is thrown away, so that a
-frame under way never disturbs the other transfers on the connection.
+A transfer is OPEN, DATA and MARK in any order, then END or ABORT. Every OPEN and every END is answered in the end, by
+one ACCEPTED or by one or more REJECTED. Every MARK is answered by a MARKED, in order, or by the transfer's REJECTED.
+What a rejected transfer still brings is thrown away, so that a frame under way never disturbs the other transfers on
+the connection.
 
 Each DATA costs the bytes of its blocks, and the receiver begins with a CREDIT behind its hello.
 
@@ -36,21 +47,28 @@ behind its hello is described in shm.py, nixl.py and collective.py.
 
 import enum
 import struct
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kaveri.kv.transfer.transport import LinkLost
 
-VERSION = 4
+OLDEST_VERSION = 4
+VERSION = 5
+"""The newest that this side speaks."""
+MARKS_VERSION = 5
+"""The first with open transfers."""
 _MAGIC = b"KAVERIKV"
-_HELLO = struct.Struct("<8sHB5xQ")
+_HELLO = struct.Struct("<8sHBB4xQ")
 _HEADER = struct.Struct("<BxHI16sIIQQ")
 _OPENING = struct.Struct("<16sQ")
 _CREDIT = struct.Struct("<QQ")
+_BLOCK_ID = struct.Struct("<I")
 
 HELLO_BYTES = _HELLO.size
 HEADER_BYTES = _HEADER.size
 SMALL_PAYLOAD_BYTES = 4096
 """Most that any frame but DATA may carry."""
+_EXTENDED_BLOCKS = SMALL_PAYLOAD_BYTES // _BLOCK_ID.size
 DATA_PAYLOAD_BYTES = 1 << 30
 """Most that a DATA frame may claim; one that says more is garbage."""
 
@@ -67,6 +85,9 @@ class Kind(enum.IntEnum):
     FENCED = 7
     GRANTED = 8
     CREDIT = 9
+    MARK = 10
+    MARKED = 11
+    EXTENDED = 12
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -108,24 +129,28 @@ def unpack_header(data: bytes | bytearray) -> Header:
 
 
 class Hello(NamedTuple):
-    """What each side begins with; the sender's says nothing."""
+    """What each side begins with; the sender's says only which versions it speaks."""
 
     epoch: int = 0
     with_digests: bool = False
+    version: int = VERSION
+    """The newest that the side speaks; of unpack_hello(): the newest that both sides speak."""
 
     def pack(self) -> bytes:
         """The hello on the wire."""
-        return _HELLO.pack(_MAGIC, VERSION, self.with_digests, self.epoch)
+        return _HELLO.pack(_MAGIC, OLDEST_VERSION, self.with_digests, self.version, self.epoch)
 
 
 def unpack_hello(data: bytes | bytearray) -> Hello:
-    """Raises LinkLost when the peer does not speak this protocol in this version."""
-    magic, version, with_digests, epoch = _HELLO.unpack(data)
+    """Raises LinkLost when the peer does not speak this protocol in a version that is spoken here."""
+    magic, oldest, with_digests, newest, epoch = _HELLO.unpack(data)
     if magic != _MAGIC:
         raise LinkLost("the peer does not speak Kaveri's KV protocol")
-    if version != VERSION:
-        raise LinkLost(f"the peer speaks version {version} of the KV protocol, this side {VERSION}")
-    return Hello(epoch, bool(with_digests))
+    version = min(VERSION, max(oldest, newest))
+    if not max(oldest, OLDEST_VERSION) <= version:
+        spoken = f"this side {OLDEST_VERSION} to {VERSION}"
+        raise LinkLost(f"the peer speaks versions {oldest} to {max(oldest, newest)} of the KV protocol, {spoken}")
+    return Hello(epoch, bool(with_digests), version)
 
 
 def pack_opening(secret: bytes, epoch: int) -> bytes:
@@ -152,3 +177,19 @@ def unpack_credit(data: bytes | bytearray) -> tuple[int, int]:
         raise LinkLost(f"protocol error: CREDIT of {len(data)} bytes")
     byte_count, window_bytes = _CREDIT.unpack(data)
     return byte_count, window_bytes
+
+
+def pack_extensions(transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> Iterator[bytes]:
+    """EXTENDED frames, as many as the blocks need."""
+    for start in range(0, len(block_ids), _EXTENDED_BLOCKS):
+        ids = block_ids[start : start + _EXTENDED_BLOCKS]
+        payload = struct.pack(f"<{len(ids)}I", *ids)
+        header = Header(Kind.EXTENDED, transfer_id, len(payload), first_index=first_index + start, block_count=len(ids))
+        yield header.pack() + payload
+
+
+def unpack_extension(header: Header, data: bytes | bytearray) -> tuple[int, ...]:
+    """The blocks of an EXTENDED frame. Raises LinkLost."""
+    if not data or len(data) != _BLOCK_ID.size * header.block_count:
+        raise LinkLost(f"protocol error: EXTENDED of {len(data)} bytes for {header.block_count} blocks")
+    return tuple(block_id for (block_id,) in _BLOCK_ID.iter_unpack(data))

@@ -129,6 +129,10 @@ class OneSidedLink(SocketLink, ABC):
             super()._send(header, payload)
 
     def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
+        if header.kind in (Kind.MARKED, Kind.EXTENDED):
+            # Neither opens a transfer nor ends it.
+            super()._take_answer(header, payload)
+            return
         transfer_id = header.transfer_id
         lets_go = False
         with self._locked():

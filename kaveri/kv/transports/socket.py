@@ -18,11 +18,13 @@ from kaveri.kv.transfer.transport import Capabilities, Intake, LinkListener, Lin
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
+    MARKS_VERSION,
     Header,
     Hello,
     Kind,
     pack_opening,
     unpack_credit,
+    unpack_extension,
     unpack_header,
     unpack_hello,
 )
@@ -93,7 +95,7 @@ class SocketTransport:
             self._set_up(connection, self.progress_timeout_s)
             stream = meeting.within(self.progress_timeout_s)
             link = self._link(meeting, stream, pool, listener, endpoint)
-            link.wants_digest = hello.with_digests
+            link.wants_digest, link.has_marks = hello.with_digests, hello.version >= MARKS_VERSION
             return link
         except BaseException:
             connection.close()
@@ -195,6 +197,7 @@ class SocketLink:
         self._pool = pool
         self._listener = listener
         self.wants_digest = True
+        self.has_marks = False
         # What is still to be sent of the last frame's header.
         self._held = b""
         # Payload that the last DATA frame has announced and not brought.
@@ -242,6 +245,10 @@ class SocketLink:
             left_bytes -= batch_bytes
             head = b""
         return block_count
+
+    def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
+        """See Link.mark."""
+        self._send(Header(Kind.MARK, ticket.transfer_id, len(note), block_count=block_count, digest=digest), note)
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
         """See Link.finish."""
@@ -296,6 +303,10 @@ class SocketLink:
             self._listener.answered(header.transfer_id, None)
         elif header.kind == Kind.REJECTED:
             self._listener.answered(header.transfer_id, payload.decode(errors="replace"))
+        elif header.kind == Kind.MARKED:
+            self._listener.marked(header.transfer_id, header.block_count)
+        elif header.kind == Kind.EXTENDED:
+            self._listener.extended(header.transfer_id, header.first_index, unpack_extension(header, payload))
         else:
             raise LinkLost(f"protocol error: {header.kind.name} from a receiver")
 

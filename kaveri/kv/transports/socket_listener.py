@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
@@ -13,11 +13,14 @@ from kaveri.kv.transfer.transport import Credit, Intake, Landing, LinkLost
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
+    MARKS_VERSION,
+    OLDEST_VERSION,
     SMALL_PAYLOAD_BYTES,
     Header,
     Hello,
     Kind,
     pack_credit,
+    pack_extensions,
     unpack_header,
     unpack_hello,
     unpack_opening,
@@ -177,6 +180,8 @@ class ReceivingConnection:
         self._pool = pool
         self._intake = intake
         self._with_digests = with_digests
+        # Of the protocol: the newest that both ends speak.
+        self._version = OLDEST_VERSION
         self._answering = threading.Lock()
         # Those that have not ended, as far as this side can end them. Others than the connection's own thread take some
         # out.
@@ -195,7 +200,7 @@ class ReceivingConnection:
         try:
             # A stranger that says nothing is sent away after the progress limit.
             self._stream.start()
-            unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
+            self._version = unpack_hello(self._stream.receive_bytes(HELLO_BYTES)).version
             self._greet(Hello(self._intake.epoch, self._with_digests).pack())
             self._greeted_at_s = time.monotonic()
             self._credit = self._intake.admit(self._give)
@@ -230,6 +235,15 @@ class ReceivingConnection:
         """Makes run() return soon. Any thread."""
         self._stream.break_off()
 
+    def marked(self, transfer_id: bytes, block_count: int) -> None:
+        """See Progress.marked."""
+        self._say(Header(Kind.MARKED, transfer_id, block_count=block_count))
+
+    def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
+        """See Progress.extended."""
+        for frame in pack_extensions(transfer_id, first_index, block_ids):
+            self._say_now(frame)
+
     def close(self) -> None:
         """Gives the descriptor back, after run()."""
         with self._answering:
@@ -263,6 +277,8 @@ class ReceivingConnection:
                 self._open(header)
             elif header.kind == Kind.DATA:
                 self._take_data(header, landing)
+            elif header.kind == Kind.MARK:
+                self._mark(header, landing)
             elif header.kind == Kind.END:
                 self._finish(header, landing)
             elif header.kind == Kind.ABORT:
@@ -281,7 +297,7 @@ class ReceivingConnection:
     def _let_go(self, transfer_id: bytes) -> Landing | None:
         landing = self._landings.pop(transfer_id, None)
         if landing is not None:
-            landing.abort("the sender gave up")
+            landing.abort("the sender gave up", given_up=True)
         return landing
 
     def _failed(self, transfer_id: bytes) -> None:
@@ -294,7 +310,13 @@ class ReceivingConnection:
         assert self._credit is not None
         try:
             landing = self._intake.open(
-                header.transfer_id, secret, epoch, self._answer, self._credit, self._with_digests
+                header.transfer_id,
+                secret,
+                epoch,
+                self._answer,
+                self._credit,
+                self._with_digests,
+                self if self._version >= MARKS_VERSION else None,
             )
         except TransferFailed:
             return
@@ -364,6 +386,13 @@ class ReceivingConnection:
             # Stopped, and given back by now: its blocks do not wait while the rest of the frame is discarded.
             self._stream.discard(left_bytes)
             raise
+
+    def _mark(self, header: Header, landing: Landing | None) -> None:
+        note = bytes(self._stream.receive_bytes(header.payload_bytes))
+        if landing is None:
+            self._answer(header.transfer_id, "no such transfer on this connection")
+            return
+        landing.mark(header.block_count, note, header.digest)
 
     def _finish(self, header: Header, landing: Landing | None) -> None:
         note = bytes(self._stream.receive_bytes(header.payload_bytes))

@@ -40,6 +40,14 @@ class KvMemory:
             chain, position = block.chain, position + held
         return chain
 
+    def verify(self, block_ids: Sequence[int]) -> int:
+        """The chain behind blocks that are full, but for the last one, which may be part full.
+
+        Raises StaleKv as read().
+        """
+        tail = len(self.get(block_ids[-1]).token_ids) if block_ids else 0
+        return self.read(block_ids, max(0, len(block_ids) - 1) * self._block_tokens + tail)
+
     def write(self, part: SequenceSlice) -> int:
         """Computes the KV of a slice on that of the tokens before it, and returns the chain behind it.
 

@@ -2,32 +2,36 @@
 
 The sender writes straight into the receiver's blocks, as RDMA writes and shared memory do: a write does not look at the
 transfer. So the blocks of a transfer that the receiver has given up stay quarantined until the sender has confirmed
-that it writes no more, or until its connection is gone.
+that it writes no more, or until its connection is gone. Open pushes are marked and extended as those of KvSender.
 """
 
 import asyncio
 import contextvars
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kaveri.engine.stepwise.fake import StaleKv
-from kaveri.errors import TransferFailed
+from kaveri.errors import InvalidArgument, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import PeerFlow, ReceiverFlow, SenderFlow
-from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
-from kaveri.kv.transfer.sender import PushAccepted, PushFailed
+from kaveri.kv.transfer.receiver import LandingListener, TransferLanded, TransferMarked, TransferReleased
+from kaveri.kv.transfer.sender import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import require_note
 from kaveri.testing.simulation.kv_memory import KvMemory
 from kaveri.testing.simulation.kv_wire import (
+    ExtendPush,
     FinishPush,
     KvLink,
     KvMessage,
     KvWire,
+    MarkPush,
     OpenPush,
     PushAnswer,
     PushFenced,
+    PushKept,
     PushOpened,
     WriteBlocks,
 )
@@ -51,8 +55,12 @@ class _Push:
     peer: "_Peer"
     deadline: asyncio.TimerHandle
     state: _PushState = _PushState.OPENING
-    queued: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """First index within the ticket, and the source blocks, that wait for the receiver's confirmation."""
+    queued: list[tuple[int, tuple[int, ...]] | MarkPush] = field(default_factory=list)
+    """What waits for the receiver's confirmation: first index within the ticket and source blocks, and marks."""
+    written_count: int = 0
+    """Blocks that were queued, or sent."""
+    marked_count: int = 0
+    """Of the last mark that was queued, or sent."""
     note: bytes | None = None
 
 
@@ -64,7 +72,7 @@ class SimulatedSender:
         memory: KvMemory,
         layout: KvLayout,
         wire: KvWire,
-        listener: Callable[[PushAccepted | PushFailed], None],
+        listener: PushListener,
     ) -> None:
         self._memory = memory
         self._layout = layout
@@ -88,18 +96,30 @@ class SimulatedSender:
         if peer is None:
             peer = self._peers[place] = _Peer(self, place)
             peer.link = self._wire.connect(addresses[0], peer)
-        deadline = asyncio.get_running_loop().call_later(
-            ticket.expires_in_s + _ANSWER_GRACE_S,
-            partial(self._give_up, ticket.transfer_id, "the ticket expired"),
-            context=self._context,
-        )
-        self._pushes[ticket.transfer_id] = _Push(ticket, peer, deadline)
+        self._pushes[ticket.transfer_id] = _Push(ticket, peer, self._deadline(ticket))
         peer.send(OpenPush(ticket.transfer_id, ticket.secret, ticket.epoch))
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         push = self._pushes.get(transfer_id)
         if push is not None and layer == 0:
+            end, granted_count = first_index + len(source_blocks), len(push.ticket.block_ids)
+            if end > granted_count:
+                raise InvalidArgument("first_index", f"{first_index} with {len(source_blocks)}", f"in {granted_count}")
+            push.written_count = end
             push.queued.append((first_index, tuple(source_blocks)))
+            self._flush(push)
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        """See KvSender.mark."""
+        require_note(note)
+        push = self._pushes.get(transfer_id)
+        if push is not None:
+            assert push.ticket.is_open, "only an open push is marked"
+            low, high = push.marked_count, push.written_count
+            if not low < block_count <= high:
+                raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
+            push.marked_count = block_count
+            push.queued.append(MarkPush(transfer_id, block_count, note))
             self._flush(push)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
@@ -141,6 +161,22 @@ class SimulatedSender:
             push.state = _PushState.WRITING
             self._flush(push)
 
+    def kept(self, transfer_id: bytes, block_count: int) -> None:
+        """For peers: the receiver keeps what was marked."""
+        push = self._pushes.get(transfer_id)
+        if push is not None:
+            push.deadline.cancel()
+            push.deadline = self._deadline(push.ticket)
+            self._listener(PushMarked(transfer_id, block_count))
+
+    def extended(self, transfer_id: bytes, first_index: int, block_ids: tuple[int, ...]) -> None:
+        """For peers: the push has more destination blocks."""
+        push = self._pushes.get(transfer_id)
+        if push is not None:
+            assert first_index == len(push.ticket.block_ids), "an extension was lost"
+            push.ticket = replace(push.ticket, block_ids=push.ticket.block_ids + block_ids)
+            self._listener(PushExtended(transfer_id, len(push.ticket.block_ids)))
+
     def answered(self, peer: "_Peer", transfer_id: bytes, reason: str | None) -> None:
         """For peers: the receiver says how the push has ended."""
         if reason is not None:
@@ -150,7 +186,7 @@ class SimulatedSender:
         if push is None:
             return
         if reason is None:
-            kv_bytes = self._layout.layer_count * len(push.ticket.block_ids) * self._layout.block_bytes
+            kv_bytes = self._layout.layer_count * push.written_count * self._layout.block_bytes
             self._conclude(push, PushAccepted(transfer_id, kv_bytes, TRANSPORT))
         else:
             self._conclude(push, PushFailed(transfer_id, reason))
@@ -165,14 +201,24 @@ class SimulatedSender:
     def _flush(self, push: _Push) -> None:
         if push.state is not _PushState.WRITING:
             return
-        for first_index, source_blocks in push.queued:
+        for queued in push.queued:
+            if isinstance(queued, MarkPush):
+                push.peer.send(queued)
+                continue
+            first_index, source_blocks = queued
             targets = push.ticket.block_ids[first_index : first_index + len(source_blocks)]
             kv = [self._memory.get(block_id) for block_id in source_blocks]
             push.peer.send(WriteBlocks(tuple(zip(targets, kv, strict=True))))
         push.queued.clear()
         if push.note is not None:
             push.state = _PushState.FINISHED
-            push.peer.send(FinishPush(push.ticket.transfer_id, push.note))
+            push.peer.send(FinishPush(push.ticket.transfer_id, push.written_count, push.note))
+
+    def _deadline(self, ticket: Ticket) -> asyncio.TimerHandle:
+        """Counted from the opening, or from the last mark that the receiver has confirmed."""
+        expire = partial(self._give_up, ticket.transfer_id, "the ticket expired")
+        loop = asyncio.get_running_loop()
+        return loop.call_later(ticket.expires_in_s + _ANSWER_GRACE_S, expire, context=self._context)
 
     def _give_up(self, transfer_id: bytes, reason: str) -> None:
         push = self._pushes.get(transfer_id)
@@ -206,6 +252,10 @@ class _Peer:
         match message:
             case PushOpened(transfer_id):
                 self._sender.opened(transfer_id)
+            case PushKept(transfer_id, block_count):
+                self._sender.kept(transfer_id, block_count)
+            case ExtendPush(transfer_id, first_index, block_ids):
+                self._sender.extended(transfer_id, first_index, block_ids)
             case PushAnswer(transfer_id, reason):
                 self._sender.answered(self, transfer_id, reason)
 
@@ -227,6 +277,9 @@ class _Landing:
     ticket: Ticket
     expiry: asyncio.TimerHandle
     expires_at_s: float
+    marked_count: int = 0
+    told_count: int = 0
+    """Blocks that the sender knows of: those of the grant, and those of extensions once the transfer is open."""
     state: _LandingState = _LandingState.GRANTED
     connection: "_Connection | None" = None
     reason: str = ""
@@ -241,7 +294,7 @@ class SimulatedReceiver:
         layout: KvLayout,
         wire: KvWire,
         epoch: int,
-        listener: Callable[[TransferLanded | TransferReleased], None],
+        listener: LandingListener,
     ) -> None:
         self._memory = memory
         self._layout = layout
@@ -268,9 +321,9 @@ class SimulatedReceiver:
         transfer_id: bytes,
         secret: bytes,
         part: KvLayout | None = None,
+        is_open: bool = False,
     ) -> Ticket:
         """Leases the blocks to one transfer, until the listener hears that it has landed or was released."""
-        loop = asyncio.get_running_loop()
         ticket = Ticket(
             transfer_id=transfer_id,
             secret=secret,
@@ -281,11 +334,21 @@ class SimulatedReceiver:
             expires_in_s=expires_in_s,
             layout=self._layout,
             first_block=first_block,
+            is_open=is_open,
         )
-        expire = partial(self._stop, transfer_id, "the ticket expired")
-        expiry = loop.call_later(expires_in_s, expire, context=self._context)
-        self._landings[transfer_id] = _Landing(ticket, expiry, loop.time() + expires_in_s)
+        expiry = self._expiry(ticket)
+        self._landings[transfer_id] = _Landing(ticket, expiry, expiry.when(), told_count=len(ticket.block_ids))
         return ticket
+
+    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
+        """See KvReceiver.extend."""
+        landing = self._landings.get(transfer_id)
+        if landing is None or landing.state is _LandingState.QUARANTINED:
+            return False
+        assert landing.ticket.is_open, "only an open transfer is extended"
+        landing.ticket = replace(landing.ticket, block_ids=(*landing.ticket.block_ids, *block_ids))
+        self._tell_extension(landing)
+        return True
 
     def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
         """Nothing: a simulated engine has one rank, and takes whole blocks."""
@@ -322,30 +385,47 @@ class SimulatedReceiver:
         landing.state = _LandingState.OPEN
         landing.connection = connection
         connection.send(PushOpened(message.transfer_id))
+        self._tell_extension(landing)
 
     def write(self, message: WriteBlocks) -> None:
         """For connections: KV arrives in the pool."""
         for block_id, block in message.blocks:
             self._memory.put(block_id, block)
 
-    def finish(self, connection: "_Connection", message: FinishPush) -> None:
-        """For connections: a sender has written everything."""
-        landing = self._landings.get(message.transfer_id)
-        if landing is None or landing.state is not _LandingState.OPEN or landing.connection is not connection:
+    def mark(self, connection: "_Connection", message: MarkPush) -> None:
+        """For connections: a sender marks an open push."""
+        landing = self._written(connection, message.transfer_id)
+        if landing is None:
             return
-        ticket = landing.ticket
+        ticket, block_count = landing.ticket, message.block_count
         problem = None
-        try:
-            self._memory.read(ticket.block_ids, ticket.token_count)
-        except StaleKv as error:
-            problem = f"wrong digest: {error}"
-        # A process that stood still takes in what waited before its timers run, and its sender has given it up.
-        if asyncio.get_running_loop().time() > landing.expires_at_s:
-            problem = "the ticket expired"
+        if not ticket.is_open or not landing.marked_count < block_count <= len(ticket.block_ids):
+            problem = f"a mark at block {block_count}, behind {landing.marked_count} of {len(ticket.block_ids)}"
+        else:
+            problem = self._problem(landing, ticket.block_ids[:block_count], block_count * self._layout.block_tokens)
         if problem is not None:
             self._stop(message.transfer_id, problem)
             return
-        kv_bytes = self._layout.layer_count * len(ticket.block_ids) * self._layout.block_bytes
+        landing.marked_count = block_count
+        landing.expiry.cancel()
+        landing.expiry = self._expiry(ticket)
+        landing.expires_at_s = landing.expiry.when()
+        self._listener(TransferMarked(ticket.transfer_id, block_count, message.note))
+        connection.send(PushKept(ticket.transfer_id, block_count))
+
+    def finish(self, connection: "_Connection", message: FinishPush) -> None:
+        """For connections: a sender has written everything."""
+        landing = self._written(connection, message.transfer_id)
+        if landing is None:
+            return
+        ticket = landing.ticket
+        # The last block may be part full; how full an open transfer ends, its ticket does not say.
+        block_ids = ticket.block_ids[: message.block_count] if ticket.is_open else ticket.block_ids
+        problem = self._problem(landing, block_ids, None if ticket.is_open else ticket.token_count)
+        if problem is not None:
+            self._stop(message.transfer_id, problem)
+            return
+        kv_bytes = self._layout.layer_count * len(block_ids) * self._layout.block_bytes
         self._conclude(landing, TransferLanded(ticket.transfer_id, kv_bytes, message.note))
         connection.send(PushAnswer(ticket.transfer_id, None))
 
@@ -353,7 +433,8 @@ class SimulatedReceiver:
         """For connections: the sender writes no more for this transfer."""
         landing = self._landings.get(transfer_id)
         if landing is not None and landing.connection is connection:
-            self._conclude(landing, TransferReleased(transfer_id, landing.reason or "the sender gave up"))
+            given_up = not landing.reason
+            self._conclude(landing, TransferReleased(transfer_id, landing.reason or "the sender gave up", given_up))
 
     def lost(self, connection: "_Connection", reason: str) -> None:
         """For connections: nothing can be written over it any more."""
@@ -376,6 +457,38 @@ class SimulatedReceiver:
             return "wrong secret"
         if landing.state is not _LandingState.GRANTED:
             return "the ticket is in use already"
+        return None
+
+    def _expiry(self, ticket: Ticket) -> asyncio.TimerHandle:
+        expire = partial(self._stop, ticket.transfer_id, "the ticket expired")
+        return asyncio.get_running_loop().call_later(ticket.expires_in_s, expire, context=self._context)
+
+    def _tell_extension(self, landing: _Landing) -> None:
+        """Tells the sender of blocks that it does not know of, once it has opened the transfer."""
+        ticket, told_count = landing.ticket, landing.told_count
+        if landing.connection is not None and told_count < len(ticket.block_ids):
+            landing.told_count = len(ticket.block_ids)
+            landing.connection.send(ExtendPush(ticket.transfer_id, told_count, ticket.block_ids[told_count:]))
+
+    def _written(self, connection: "_Connection", transfer_id: bytes) -> _Landing | None:
+        """The transfer of this name, while this connection's sender may write into it."""
+        landing = self._landings.get(transfer_id)
+        if landing is None or landing.state is not _LandingState.OPEN or landing.connection is not connection:
+            return None
+        return landing
+
+    def _problem(self, landing: _Landing, block_ids: Sequence[int], token_count: int | None) -> str | None:
+        """What is wrong with these blocks. token_count: in them; None when the last one may be part full."""
+        # A process that stood still takes in what waited before its timers run, and its sender has given it up.
+        if asyncio.get_running_loop().time() > landing.expires_at_s:
+            return "the ticket expired"
+        try:
+            if token_count is None:
+                self._memory.verify(block_ids)
+            else:
+                self._memory.read(block_ids, token_count)
+        except StaleKv as error:
+            return f"wrong digest: {error}"
         return None
 
     def _stop(self, transfer_id: bytes, reason: str) -> None:
@@ -411,6 +524,8 @@ class _Connection:
                 self._receiver.open(self, message)
             case WriteBlocks():
                 self._receiver.write(message)
+            case MarkPush():
+                self._receiver.mark(self, message)
             case FinishPush():
                 self._receiver.finish(self, message)
             case PushFenced(transfer_id):

@@ -49,10 +49,37 @@ class WriteBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkPush:
+    """Sender: the first `block_count` blocks of an open push are written, and full."""
+
+    transfer_id: bytes
+    block_count: int
+    note: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PushKept:
+    """Receiver: what was marked is verified and kept."""
+
+    transfer_id: bytes
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendPush:
+    """Receiver: an open push has more destination blocks, behind the first `first_index`."""
+
+    transfer_id: bytes
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FinishPush:
     """Sender: every block is written. note: the hand-over."""
 
     transfer_id: bytes
+    block_count: int
     note: bytes
 
 
@@ -71,7 +98,9 @@ class PushFenced:
     transfer_id: bytes
 
 
-KvMessage = OpenPush | PushOpened | WriteBlocks | FinishPush | PushAnswer | PushFenced
+KvMessage = (
+    OpenPush | PushOpened | WriteBlocks | MarkPush | PushKept | ExtendPush | FinishPush | PushAnswer | PushFenced
+)
 
 
 class KvEnd(Protocol):

@@ -213,8 +213,8 @@ def test_a_connection_that_loses_its_place_while_it_shows_its_ticket_writes_noth
 def _landings(receiver: KvReceiver) -> int:
     """Of this receiver, in memory."""
     gc.collect()
-    concludes = [each._conclude for each in gc.get_objects() if isinstance(each, PoolLanding)]
-    return sum(conclude == receiver._conclude for conclude in concludes)
+    reports = [each._report for each in gc.get_objects() if isinstance(each, PoolLanding)]
+    return sum(report == receiver._note_event for report in reports)
 
 
 @pytest.mark.parametrize("how", ["revoked", "expired"])

@@ -21,6 +21,7 @@ from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
+    VERSION,
     Header,
     Hello,
     Kind,
@@ -105,7 +106,8 @@ def test_a_silent_stranger_is_sent_away(connect: Connect) -> None:
 def test_another_version_is_sent_away(connect: Connect) -> None:
     stranger = connect()
     hello = bytearray(Hello().pack())
-    hello[8] += 1
+    # The oldest that the peer speaks is newer than any that is spoken here.
+    hello[8] = VERSION + 1
     stranger.socket.sendall(hello)
     stranger.require_closed()
 

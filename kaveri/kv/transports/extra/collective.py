@@ -288,7 +288,8 @@ class NcclReceivingConnection(GlooReceivingConnection):
 
 
 class _OrderedLanding:
-    """A landing whose transfer ends behind the messages that were announced before; see Landing."""
+    """A landing that is marked, and whose transfer ends, behind the messages that were announced before; see
+    Landing."""
 
     def __init__(self, inner: Landing, connection: GlooReceivingConnection) -> None:
         self._inner = inner
@@ -297,6 +298,10 @@ class _OrderedLanding:
         self.begin_write, self.end_write = inner.begin_write, inner.end_write
         self.hold, self.fence = inner.hold, inner.fence
         self.is_stopped, self.abort = inner.is_stopped, inner.abort
+
+    def mark(self, block_count: int, note: bytes, sender_digest: int) -> None:
+        self._connection.take_coming()
+        self._inner.mark(block_count, note, sender_digest)
 
     def finish(self, note: bytes, sender_digest: int) -> None:
         self._connection.take_coming()

@@ -66,6 +66,11 @@ class EmulatedLink:
         """See Link.wants_digest."""
         return self._inner.wants_digest
 
+    @property
+    def has_marks(self) -> bool:
+        """See Link.has_marks."""
+        return self._inner.has_marks
+
     def open(self, ticket: Ticket) -> None:
         """See Link.open."""
         self._inner.open(ticket)
@@ -88,6 +93,11 @@ class EmulatedLink:
         self._busy_until_s = max(began_s, self._busy_until_s) + busy_s
         self._sleep_until(self._busy_until_s - _AHEAD_S, is_stopped)
         return told_count
+
+    def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
+        """See Link.mark. Goes out when the bytes before it have; it adds no latency of its own."""
+        self._sleep_until(self._busy_until_s, lambda: False)
+        self._inner.mark(ticket, block_count, note, digest)
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
         """See Link.finish. What was sent last arrives a latency later, and the end mark is behind it.
