@@ -28,6 +28,7 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import TransferLanded
 from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.testing.transport_deaths import DeathTests
+from kaveri.testing.transport_marks import MarkTests
 from kaveri.testing.transport_peer import PeerNursery, fill_pool, load_transport
 from kaveri.testing.transport_refusals import RefusalTests
 from kaveri.testing.transport_runs import RandomRun
@@ -40,7 +41,7 @@ LEAST_RUNS = 10
 FIRST_SEED = int(os.environ.get("KAVERI_KV_SEED") or random.randrange(1_000_000_000))
 
 
-class TransportConformance(RefusalTests, DeathTests):
+class TransportConformance(RefusalTests, DeathTests, MarkTests):
     """Subclass it; see the head of the file. What lands is here."""
 
     def test_blocks_land_where_the_ticket_says_and_nowhere_else(self, world: World) -> None:

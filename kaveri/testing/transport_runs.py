@@ -38,7 +38,7 @@ from kaveri.testing.transport_peer import (
     open_descriptors,
 )
 
-MARK = 0xEE
+FREED = 0xEE
 """Written into blocks that were given back. Nothing else may write there afterwards."""
 _READ_MARK = 0xDD
 """Written into source blocks that were given back. It may arrive nowhere."""
@@ -112,7 +112,7 @@ class _Account:
                 if (self.memory[:, blocks] != self.expected[:, blocks]).any():
                     self.wrong.append(f"{transfer.ending}: landed with wrong bytes")
             else:
-                self.memory[:, blocks] = self.expected[:, blocks] = MARK
+                self.memory[:, blocks] = self.expected[:, blocks] = FREED
                 self.allocator.release(event.transfer_id)
 
     def check(self) -> None:

@@ -1,5 +1,7 @@
 """A sender and a receiver over one transport, and the account of what the receiver's pool must hold."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from kaveri.kv.layout.layout import KvLayout
@@ -10,7 +12,7 @@ from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferRele
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.testing.transport_peer import WAIT_S, Event, Recorder, fill_pool, load_transport
-from kaveri.testing.transport_runs import MARK
+from kaveri.testing.transport_runs import FREED
 
 SMALL_LAYOUT = KvLayout("conformance", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="float32")
 """320-byte blocks: odd sizes find more than round ones."""
@@ -23,7 +25,8 @@ class World:
     """A sender and a receiver over one transport, with the account of the receiver's blocks.
 
     The receiver's pool must equal `expected` at every rest: granted blocks change by a landing only, blocks of released
-    transfers are marked at once and stay so, and all others never change.
+    transfers are filled with FREED at once and stay so, and all others never change. Of an open transfer, what was
+    marked is compared with its source when it is released.
     """
 
     def __init__(self, factory: str, address: str, layout: KvLayout, block_count: int) -> None:
@@ -33,6 +36,10 @@ class World:
         self.expected = self.target.memory.copy()
         self.allocator = BlockAllocator(block_count)
         self.tickets: dict[bytes, Ticket] = {}
+        self.sources: dict[bytes, list[int]] = {}
+        """Of open transfers: source blocks, in order."""
+        self.kept_counts: dict[bytes, int] = {}
+        """Of open transfers that were released: how many blocks were marked and right then."""
         self.pushed, self.landed = Recorder(), Recorder(self._settle)
         self.epoch = 0
         self.receiver = self.start_receiver()
@@ -62,6 +69,24 @@ class World:
         self.allocator.move(owner, ticket.transfer_id)
         self.tickets[ticket.transfer_id] = ticket
         return ticket
+
+    def grant_open(self, block_count: int, source_blocks: list[int], expires_in_s: float = 60.0) -> Ticket:
+        """Leases blocks to an open transfer, of so many of these source blocks at first."""
+        owner = object()
+        blocks = self.allocator.allocate(owner, block_count)
+        token_count = len(source_blocks) * self.target.layout.block_tokens
+        ticket = self.receiver.grant(blocks, token_count, expires_in_s, is_open=True)
+        self.allocator.move(owner, ticket.transfer_id)
+        self.tickets[ticket.transfer_id] = ticket
+        self.sources[ticket.transfer_id] = source_blocks
+        return ticket
+
+    def extend(self, ticket: Ticket, block_count: int) -> None:
+        """Leases more blocks to an open transfer."""
+        blocks = tuple(self.allocator.allocate(ticket.transfer_id, block_count))
+        known = self.tickets[ticket.transfer_id]
+        self.tickets[ticket.transfer_id] = replace(known, block_ids=known.block_ids + blocks)
+        assert self.receiver.extend(ticket.transfer_id, blocks)
 
     def push(self, ticket: Ticket, source_blocks: list[int], sender: KvSender | None = None) -> None:
         """All of a transfer, layer by layer."""
@@ -125,6 +150,14 @@ class World:
     def _settle(self, event: Event) -> None:
         if isinstance(event, TransferReleased):
             blocks = list(self.tickets[event.transfer_id].block_ids)
-            self.target.memory[:, blocks] = MARK
-            self.expected[:, blocks] = MARK
+            if event.transfer_id in self.sources:
+                self._note_kept(event.transfer_id, blocks)
+            self.target.memory[:, blocks] = FREED
+            self.expected[:, blocks] = FREED
             self.allocator.release(event.transfer_id)
+
+    def _note_kept(self, transfer_id: bytes, blocks: list[int]) -> None:
+        marks = [step.block_count for step in self.landed.steps.get(transfer_id, ())]
+        kept, sent = blocks[: max(marks, default=0)], self.sources[transfer_id]
+        assert (self.target.memory[:, kept] == self.source.memory[:, sent[: len(kept)]]).all(), "marked and wrong"
+        self.kept_counts[transfer_id] = len(kept)

@@ -23,7 +23,7 @@ from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import Hello
 from kaveri.kv.transports.nixl import _OFFER, NixlTransport, _Agent, _SendingAgent
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
-from kaveri.testing.transport_runs import MARK
+from kaveri.testing.transport_runs import FREED
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 7
@@ -103,9 +103,9 @@ def test_a_write_that_is_given_up_costs_the_connection_and_never_lands(
             released = landed.wait(ticket)
             assert isinstance(released, TransferReleased)
             assert "connection lost" in released.reason
-        receiver.pool.memory[:] = MARK
+        receiver.pool.memory[:] = FREED
         require_lands(sender, receiver, pushed, landed)
-    assert (receiver.pool.memory[:, [0, 2]] == MARK).all()
+    assert (receiver.pool.memory[:, [0, 2]] == FREED).all()
 
 
 @needs_nixl
