@@ -27,6 +27,8 @@ class Gathering:
     transports: set[str] = field(default_factory=set)
     notes: set[bytes] = field(default_factory=set)
     failure: str | None = None
+    given_up: bool = False
+    """The sender gave up what failed first, and said so."""
     part_count: int = field(init=False)
     steps: dict[TransferStep, int] = field(default_factory=dict)
     """Steps of the whole that some of the transfers have taken, and how many."""
@@ -50,6 +52,7 @@ class Gathering:
             if self.failure is not None:
                 return False
             self.failure = of + event.reason
+            self.given_up = isinstance(event, TransferReleased) and event.given_up
             return True
         self.kv_bytes += event.kv_bytes
         if isinstance(event, PushAccepted):
@@ -70,5 +73,5 @@ class Gathering:
                 return PushFailed(self.transfer_id, self.failure)
             return PushAccepted(self.transfer_id, self.kv_bytes, " and ".join(sorted(self.transports - {""})))
         if self.failure is not None:
-            return TransferReleased(self.transfer_id, self.failure)
+            return TransferReleased(self.transfer_id, self.failure, self.given_up)
         return TransferLanded(self.transfer_id, self.kv_bytes, self.notes.pop() if len(self.notes) == 1 else _NO_NOTE)
