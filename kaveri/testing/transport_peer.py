@@ -155,7 +155,10 @@ class Side:
         return pool, self._side.endpoints
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What a method of the KvSender or KvReceiver returns."""
+        """What a method of the KvSender or KvReceiver returns; "grant_open" is grant() of an open transfer."""
+        if method == "grant_open":
+            assert isinstance(self._side, KvReceiver)
+            return self._side.grant(*arguments, is_open=True)
         return getattr(self._side, method)(*arguments)
 
     def tell(self, method: str, *arguments: Any) -> None:

@@ -2,9 +2,10 @@
 on the other side that is killed or stopped at a random moment. The same seed draws the same run; when the kernel and
 the threads bring it on, no seed says.
 
-Asserted of each: landed blocks hold what was sent, from the moment of their event on; blocks that were given back are
-never written to; all others never change; a source block that was given back is never read; every transfer has
-one event on each side that lives; and no block, thread or descriptor is left.
+Asserted of each: landed blocks hold what was sent, from the moment of their event on; marked blocks do when their
+transfer ends, however it does; blocks that were given back are never written to; all others never change; a source
+block that was given back is never read; every transfer has one end on each side that lives; and no block, thread or
+descriptor is left.
 """
 
 import contextlib
@@ -78,6 +79,7 @@ class _Transfer:
     pieces: list[tuple[int, int, int]]
     """Layer, first and end index of each write, in order."""
     expires_in_s: float
+    is_open: bool
     ticket: Ticket | None = None
     is_opened: bool = False
 
@@ -100,12 +102,15 @@ class _Account:
     def __post_init__(self) -> None:
         self.expected = self.memory.copy()
 
-    def settle(self, event: Event) -> None:
-        """A transfer has landed or been given back."""
+    def settle(self, event: Event, marked_count: int) -> None:
+        """A transfer has landed or been given back. marked_count: blocks that were marked before."""
         with self.lock:
             transfer = self.transfers[event.transfer_id]
             assert transfer.ticket is not None
             blocks = list(transfer.ticket.block_ids)
+            marked = self.memory[:, blocks[:marked_count]]
+            if (marked != self.reference[:, transfer.source[:marked_count]]).any():
+                self.wrong.append(f"{transfer.ending}: marked with wrong bytes")
             if isinstance(event, TransferLanded):
                 self.landed.add(event.transfer_id)
                 self.expected[:, blocks] = self.reference[:, transfer.source]
@@ -202,7 +207,9 @@ class RandomRun:
             if not count and ending in ("end early", "flip a byte"):
                 ending = "land"
             expires_in_s = chance.uniform(0.03, 0.2) if ending == "expire" else 600.0
-            transfers.append(_Transfer(ending, source, pieces, expires_in_s))
+            # Fewer blocks than were granted are no mistake of an open transfer.
+            is_open = ending != "end early" and chance.random() < 0.4
+            transfers.append(_Transfer(ending, source, pieces, expires_in_s, is_open))
         return transfers
 
     def _draw_pieces(self, block_count: int) -> list[tuple[int, int, int]]:
@@ -249,7 +256,8 @@ class RandomRun:
             stack.callback(self._wrong_sender.close)
 
     def _landing_ended(self, event: Event) -> None:
-        self._account.settle(event)
+        steps = self._receiver.recorder.steps.get(event.transfer_id, ())
+        self._account.settle(event, max((step.block_count for step in steps), default=0))
 
     def _scribble(self, event: Event) -> None:
         if isinstance(event, PushFailed):
@@ -293,7 +301,8 @@ class RandomRun:
         with contextlib.suppress(NoCapacity), self._account.lock:
             blocks = self._account.allocator.allocate(owner, len(transfer.source))
             tokens = len(blocks) * self._layout.block_tokens
-            transfer.ticket = self._receiver.ask("grant", blocks, tokens, transfer.expires_in_s)
+            grant = "grant_open" if transfer.is_open else "grant"
+            transfer.ticket = self._receiver.ask(grant, blocks, tokens, transfer.expires_in_s)
             self._account.allocator.move(owner, transfer.ticket.transfer_id)
             self._account.transfers[transfer.ticket.transfer_id] = transfer
 
@@ -312,9 +321,16 @@ class RandomRun:
         tell("open", shown)
         transfer.is_opened = True
         yield True
+        written = [0] * self._layout.layer_count
+        marked_count = 0
         for layer, start, end in transfer.pieces:
             tell("write", transfer_id, layer, start, transfer.source[start:end])
+            written[layer] = end
             yield True
+            if transfer.is_open and min(written) > marked_count and self._chance.random() < 0.7:
+                marked_count = min(written)
+                tell("mark", transfer_id, marked_count, b"mark")
+                yield True
         if ending in (*_CUT, *_EITHER) and self._chance.random() < 0.5:
             # In the middle of earlier commands.
             time.sleep(self._chance.uniform(0, _DELAY_S))
