@@ -2,7 +2,12 @@
 
 A replica grows while its owner pushes into it, over a transfer that stays open. Its watermark is the number of tokens,
 from the first one of the prompt on, whose KV and whose ids have come and are verified; what is below it never changes.
-When the owner is gone the replica stays up to its watermark, until drop().
+When the owner is gone the replica stays up to its watermark, until drop(). DéjàVu (arXiv 2403.01876, section 4.2.3 and
+appendix E) keeps such copies on the next worker of a ring; a store leaves it to others which copies it keeps.
+
+    open ── ReplicaGrew* ──┬── seal ─────────────────────────┐
+                           ├── owner lost: ReplicaOrphaned ──┴── push* ── drop
+                           └── owner gave it up: ReplicaDropped
 """
 
 from collections.abc import Callable
@@ -11,7 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.transfer.ticket import Ticket
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 
 class ReplicaKey(NamedTuple):
@@ -27,6 +33,7 @@ class ReplicaUsage:
     """The memory of a store."""
 
     used_bytes: int = 0
+    """Of blocks that replicas hold, those granted ahead included, and that an ended transfer may still touch."""
     total_bytes: int = 0
     replica_count: int = 0
 
@@ -41,7 +48,7 @@ class ReplicaGrew:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOrphaned:
-    """The owner's push has ended without its will: it is lost, or was sealed off. The replica is kept until drop()."""
+    """The owner's push has ended against its will: it is lost, or was sealed off. The replica is kept until drop()."""
 
     key: ReplicaKey
     reason: str
@@ -49,7 +56,7 @@ class ReplicaOrphaned:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDropped:
-    """The owner has given the replica up. It is gone."""
+    """The replica is gone: its owner has given it up, or was lost before the first mark. Not sent after drop()."""
 
     key: ReplicaKey
     reason: str
@@ -63,14 +70,24 @@ ReplicaListener = Callable[[ReplicaEvent], None]
 class ReplicaStore(Protocol):
     """Every method may be called from any thread. Unknown keys are ignored, or have no tokens."""
 
+    @property
+    def layout(self) -> KvLayout:
+        """Of what it keeps: the `source` of DecodeEngine.reserve() where a replica is pushed to the engine."""
+
+    @property
+    def endpoints(self) -> tuple[KvEndpoint, ...]:
+        """Where it takes the pushes of owners, best first."""
+
     def start(self, listener: ReplicaListener) -> None:
         """Takes replicas from now on. Events go to `listener`."""
 
     def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> Ticket:
-        """Takes the blocks of `token_count` tokens, and one more, for a replica, and grants an open ticket for them.
+        """Takes the whole blocks of `token_count` tokens, and one more, for a replica, and grants an open ticket for
+        them. The owner gets more as it marks those, while there are free ones; until then the replica does not grow.
 
         expires_in_s: the owner counts as lost after so long without a mark. A replica of the same key is dropped first.
-        Raises NoCapacity when the memory is full, and LayoutMismatch unless the layout is the store's own.
+        Raises NoCapacity when the memory is full or other replicas wait for blocks, LayoutMismatch unless the layout is
+        the store's own, and InvalidArgument for other values out of range.
         """
 
     def watermark(self, key: ReplicaKey) -> int:
@@ -85,8 +102,9 @@ class ReplicaStore(Protocol):
     def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
         """Pushes the first `ticket.token_count` tokens, at most those below the watermark, to a decode engine's ticket.
 
-        The future is done when the engine has accepted them, and fails with TransferFailed. The replica may be pushed
-        again, and may be dropped meanwhile: the push fails then.
+        The note is empty. The future is done when the engine has accepted them. It fails with TransferFailed, with
+        LayoutMismatch when the blocks cannot be mapped, and with InvalidArgument for a ticket of more tokens. The
+        replica may be pushed again, and may be dropped meanwhile: the push fails then.
         """
 
     def drop(self, key: ReplicaKey) -> None:
@@ -94,6 +112,9 @@ class ReplicaStore(Protocol):
 
     def usage(self) -> ReplicaUsage:
         """A snapshot. Never blocks on a transfer."""
+
+    def flow(self) -> KvFlow:
+        """What is under way: from owners, and to engines."""
 
     def close(self) -> None:
         """Ends transfers, threads and the listener's calls, and frees the memory. Idempotent."""

@@ -40,6 +40,14 @@ class BlockAllocator:
             self._free.extend(reversed(blocks))
             return len(blocks)
 
+    def release_last(self, owner: Hashable, count: int) -> None:
+        """Frees the blocks that `owner` got last, `count` of those that it holds."""
+        with self._lock:
+            blocks = self._held[owner]
+            assert 0 < count <= len(blocks), f"{count} of {len(blocks)} blocks"
+            self._free.extend(reversed(blocks[-count:]))
+            del blocks[-count:]
+
     def move(self, owner: Hashable, new_owner: Hashable) -> None:
         """Hands all blocks of `owner` to `new_owner` (quarantine, for one). Both keep their order."""
         with self._lock:

@@ -1,0 +1,54 @@
+"""One replica: which tokens it holds, and what may still touch its blocks. Values and their cell; no I/O, no lock.
+
+Receiving ──┬── Sealed ──┬── Kept ── Dropped
+            └────────────┘
+"""
+
+from dataclasses import dataclass, field
+
+from kaveri.kv.replicas.store import ReplicaKey
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """The owner's push is open, and what it marks counts."""
+
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The owner's push is being ended. It may still write behind the watermark, and marks nothing that counts."""
+
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """No push of an owner touches it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Forgotten. Its blocks are free once neither the owner's push nor a push of ours touches them."""
+
+    transfer_id: bytes | None
+    """The owner's push, until it has ended."""
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """The cell that holds a replica's state. Also the owner of its blocks in the allocator."""
+
+    key: ReplicaKey
+    state: Receiving | Sealed | Kept | Dropped
+    block_ids: list[int] = field(default_factory=list)
+    """[0, whole blocks of token_ids) are verified; the others are granted ahead."""
+    token_ids: list[int] = field(default_factory=list)
+    reading: set[bytes] = field(default_factory=set)
+    """Pushes of ours that read its blocks."""
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether anything may still write or read its blocks."""
+        return bool(self.reading) or (not isinstance(self.state, Kept) and self.state.transfer_id is not None)

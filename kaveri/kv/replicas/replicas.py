@@ -1,0 +1,408 @@
+"""The account of a replica store: blocks, watermarks, what each transfer of an owner and each push of ours means.
+
+Moves no byte: a receiver takes the owners' pushes into the pool, and a sender pushes from it.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, TransferFailed
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.notes import noted_tokens
+from kaveri.kv.replicas.replica import Dropped, Kept, Receiving, Replica, Sealed
+from kaveri.kv.replicas.store import (
+    ReplicaDropped,
+    ReplicaEvent,
+    ReplicaGrew,
+    ReplicaKey,
+    ReplicaListener,
+    ReplicaOrphaned,
+    ReplicaUsage,
+)
+from kaveri.kv.tiers.blocks import BlockAllocator
+from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
+from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushFailed, PushListener
+from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferLanded, TransferMarked, TransferReleased
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block
+from kaveri.seconds import require_seconds
+from kaveri.telemetry.logs import get_logger
+
+_RETRY_AFTER_S = 0.5
+_BLOCKS_AHEAD = 1
+"""Granted to each replica behind its last mark. Its owner completes one block in block_tokens steps, and the next grant
+reaches it long before that."""
+
+
+class ReplicaReceiver(Protocol):
+    """What takes the owners' pushes: a KvReceiver, or what stands for one."""
+
+    @property
+    def endpoints(self) -> tuple[KvEndpoint, ...]:
+        """Where it listens, best first."""
+
+    def grant(
+        self,
+        block_ids: Sequence[int],
+        token_count: int,
+        expires_in_s: float,
+        *,
+        first_block: int,
+        transfer_id: bytes,
+        secret: bytes,
+        is_open: bool,
+    ) -> Ticket:
+        """See KvReceiver.grant."""
+
+    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
+        """See KvReceiver.extend. Tells the listener nothing."""
+
+    def revoke(self, transfer_id: bytes) -> None:
+        """See KvReceiver.revoke."""
+
+    def flow(self) -> ReceiverFlow:
+        """What is under way."""
+
+    def close(self) -> None:
+        """Ends all transfers. Idempotent."""
+
+
+class ReplicaSender(Protocol):
+    """What pushes replicas to engines: a KvSender, or what stands for one."""
+
+    def open(self, ticket: Ticket) -> None:
+        """See KvSender.open."""
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        """See KvSender.write."""
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """See KvSender.finish."""
+
+    def abort(self, transfer_id: bytes) -> None:
+        """See KvSender.abort."""
+
+    def flow(self) -> SenderFlow:
+        """What is under way."""
+
+    def close(self) -> None:
+        """Ends all pushes. Idempotent."""
+
+
+class Replicas:
+    """A ReplicaStore over `block_count` blocks of `layout`.
+
+    make_receiver, make_sender: of the pool that has these blocks; they raise what they raise. token_bytes: chance,
+    another where it is simulated.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        block_count: int,
+        make_receiver: Callable[[LandingListener], ReplicaReceiver],
+        make_sender: Callable[[PushListener], ReplicaSender],
+        token_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self._layout = layout
+        self._listener: ReplicaListener | None = None
+        self._token_bytes = token_bytes
+        # Guards all below. Neither the listener nor a future is called with it held.
+        self._lock = threading.Lock()
+        self._allocator = BlockAllocator(block_count)
+        self._replicas: dict[ReplicaKey, Replica] = {}
+        # By the owner's push, until that has ended.
+        self._landings: dict[bytes, Replica] = {}
+        self._pushes: dict[bytes, tuple[Replica, Future[None]]] = {}
+        # Receiving, with no block granted ahead.
+        self._starved: dict[Replica, None] = {}
+        self._closed = False
+        self._sender = make_sender(self._hear_push)
+        try:
+            self._receiver = make_receiver(self._hear_owner)
+        except BaseException:
+            self._sender.close()
+            raise
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def endpoints(self) -> tuple[KvEndpoint, ...]:
+        return self._receiver.endpoints
+
+    def start(self, listener: ReplicaListener) -> None:
+        self._listener = listener
+
+    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> Ticket:
+        self._layout.require_same(layout)
+        if token_count < 1:
+            raise InvalidArgument("token_count", token_count, "at least 1")
+        require_seconds("expires_in_s", expires_in_s)
+        self.drop(key)
+        block_count = token_count // layout.block_tokens + _BLOCKS_AHEAD
+        with self._lock:
+            if self._closed:
+                raise TransferFailed("the replica store is closed")
+            replica = Replica(key, Receiving(self._token_bytes(16)))
+            # Those before it wait for the next block that is free.
+            if self._starved:
+                raise NoCapacity("replica", _RETRY_AFTER_S, "replicas wait for blocks")
+            try:
+                replica.block_ids += self._allocator.allocate(replica, block_count)
+            except NoCapacity as error:
+                raise NoCapacity("replica", _RETRY_AFTER_S, error.reason) from error
+            assert isinstance(replica.state, Receiving)
+            try:
+                ticket = self._receiver.grant(
+                    replica.block_ids,
+                    block_count * layout.block_tokens,
+                    expires_in_s,
+                    first_block=0,
+                    transfer_id=replica.state.transfer_id,
+                    secret=self._token_bytes(16),
+                    is_open=True,
+                )
+            except KaveriError:
+                self._allocator.release(replica)
+                raise
+            self._replicas[key] = self._landings[ticket.transfer_id] = replica
+            return ticket
+
+    def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
+        with self._lock:
+            replica = self._replicas.get(key)
+            return tuple(replica.token_ids) if replica is not None else ()
+
+    def watermark(self, key: ReplicaKey) -> int:
+        with self._lock:
+            replica = self._replicas.get(key)
+            return len(replica.token_ids) if replica is not None else 0
+
+    def seal(self, key: ReplicaKey) -> None:
+        with self._lock:
+            replica = self._replicas.get(key)
+            revoked = self._seal(replica) if replica is not None else None
+        if revoked is not None:
+            self._receiver.revoke(revoked)
+
+    def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
+        accepted: Future[None] = Future()
+        accepted.set_running_or_notify_cancel()
+        try:
+            with self._lock:
+                replica = self._replicas.get(key)
+                if replica is None:
+                    raise TransferFailed("the replica is gone")
+                held_tokens = len(replica.token_ids)
+                if not 1 <= ticket.token_count <= held_tokens:
+                    raise InvalidArgument("ticket.token_count", ticket.token_count, f"1 to the {held_tokens} held here")
+                pushed_count = ticket.layout.block_count(ticket.token_count) - ticket.first_block
+                if len(ticket.block_ids) != pushed_count:
+                    raise InvalidArgument("ticket.block_ids", len(ticket.block_ids), f"{pushed_count} blocks")
+                if ticket.transfer_id in self._pushes:
+                    raise InvalidArgument("ticket", ticket.transfer_id.hex(), "used once")
+                replica.reading.add(ticket.transfer_id)
+                self._pushes[ticket.transfer_id] = replica, accepted
+                first = first_source_block(ticket, self._layout)
+                block_ids = replica.block_ids[first : self._layout.block_count(ticket.token_count)]
+        except KaveriError as error:
+            accepted.set_exception(error)
+            return accepted
+        try:
+            self._sender.open(ticket)
+        except KaveriError as error:
+            self._end_push(ticket.transfer_id, error)
+            return accepted
+        for layer in range(self._layout.layer_count):
+            if block_ids:
+                self._sender.write(ticket.transfer_id, layer, 0, block_ids)
+        self._sender.finish(ticket.transfer_id, b"")
+        with self._lock:
+            is_dropped = isinstance(replica.state, Dropped)
+        # The drop came before the sender knew of the push, and was ignored there.
+        if is_dropped:
+            self._sender.abort(ticket.transfer_id)
+        return accepted
+
+    def drop(self, key: ReplicaKey) -> None:
+        with self._lock:
+            replica = self._replicas.get(key)
+            if replica is None:
+                return
+            state, pushes = replica.state, tuple(replica.reading)
+            self._drop(replica)
+        for transfer_id in pushes:
+            self._sender.abort(transfer_id)
+        if isinstance(state, Receiving):
+            self._receiver.revoke(state.transfer_id)
+
+    def usage(self) -> ReplicaUsage:
+        with self._lock:
+            total, used = self._allocator.total, self._allocator.total - self._allocator.free_count
+            block_bytes = self._layout.layer_count * self._layout.block_bytes
+            return ReplicaUsage(used * block_bytes, total * block_bytes, len(self._replicas))
+
+    def flow(self) -> KvFlow:
+        return KvFlow(self._sender.flow(), self._receiver.flow())
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._sender.close()
+        self._receiver.close()
+        with self._lock:
+            pushes = [accepted for _, accepted in self._pushes.values()]
+            for owner in self._allocator.owners():
+                self._allocator.release(owner)
+            for table in (self._replicas, self._landings, self._pushes, self._starved):
+                table.clear()
+        for accepted in pushes:
+            accepted.set_exception(TransferFailed("the replica store is closed"))
+
+    def check_integrity(self) -> None:
+        with self._lock:
+            live = set(self._replicas.values())
+            pushed = {replica for replica, _ in self._pushes.values()}
+            held = live | set(self._landings.values()) | pushed
+            self._allocator.check_integrity(held)
+            for replica in held:
+                assert self._allocator.blocks_of(replica) == tuple(replica.block_ids), f"{replica.key}: other blocks"
+                whole = len(replica.block_ids) * self._layout.block_tokens
+                assert len(replica.token_ids) <= whole, f"{replica.key}: more tokens than blocks"
+                assert replica in live or replica.is_touched, f"{replica.key}: dropped, and its blocks are held"
+                assert (replica in live) != isinstance(replica.state, Dropped), f"{replica.key}: {replica.state}"
+
+    # What the transfers tell.
+
+    def _hear_owner(self, event: TransferEvent) -> None:
+        """The receiver's listener. One call at a time, so events go out in order."""
+        with self._lock:
+            replica = self._landings.get(event.transfer_id)
+            if replica is None or self._closed:
+                return
+            news, revoked = self._take(replica, event)
+        if revoked is not None:
+            self._receiver.revoke(revoked)
+        if news is not None and self._listener is not None:
+            self._listener(news)
+
+    def _take(self, replica: Replica, event: TransferEvent) -> tuple[ReplicaEvent | None, bytes | None]:
+        """Under the lock. Returns what to report, and the transfer to revoke."""
+        match event, replica.state:
+            case TransferMarked(), Receiving():
+                return self._grow(replica, event)
+            case TransferMarked(), _:
+                return None, None
+            case ((TransferLanded() | TransferReleased()), _):
+                del self._landings[event.transfer_id]
+                return self._end_owner(replica, event), None
+
+    def _grow(self, replica: Replica, mark: TransferMarked) -> tuple[ReplicaEvent | None, bytes | None]:
+        token_ids = noted_tokens(mark.note)
+        due = mark.block_count * self._layout.block_tokens - len(replica.token_ids)
+        if len(token_ids) != due:
+            # Nothing can be said of tokens that are not named; those before are right.
+            get_logger().warning(
+                "replica_mark_refused", request_id=replica.key.request_id, named=len(token_ids), due=due
+            )
+            return None, self._seal(replica)
+        replica.token_ids += token_ids
+        self._grant_ahead(replica)
+        return ReplicaGrew(replica.key, len(replica.token_ids)), None
+
+    def _end_owner(self, replica: Replica, event: TransferLanded | TransferReleased) -> ReplicaEvent | None:
+        """The owner's push has ended, and cannot write any more."""
+        self._starved.pop(replica, None)
+        reason = event.reason if isinstance(event, TransferReleased) else "the owner has ended its push"
+        match replica.state:
+            case Dropped():
+                replica.state = Dropped(None)
+                self._free_dropped(replica)
+                return None
+            case Receiving() | Sealed() | Kept():
+                # An owner may have ended by itself before it is sealed off.
+                is_sealed = isinstance(replica.state, Sealed)
+                replica.state = Kept()
+                is_given_up = isinstance(event, TransferReleased) and event.given_up
+                if not is_sealed and (is_given_up or not replica.token_ids):
+                    self._drop(replica)
+                    return ReplicaDropped(replica.key, reason)
+                self._free_ahead(replica)
+                return ReplicaOrphaned(replica.key, reason)
+
+    def _hear_push(self, event: PushEvent) -> None:
+        """The sender's listener."""
+        match event:
+            case PushAccepted():
+                self._end_push(event.transfer_id, None)
+            case PushFailed():
+                self._end_push(event.transfer_id, TransferFailed(event.reason))
+
+    def _end_push(self, transfer_id: bytes, error: KaveriError | None) -> None:
+        with self._lock:
+            replica, accepted = self._pushes.pop(transfer_id, (None, None))
+            if replica is None or accepted is None:
+                return
+            replica.reading.discard(transfer_id)
+            self._free_dropped(replica)
+        if error is None:
+            accepted.set_result(None)
+        else:
+            accepted.set_exception(error)
+
+    # Under the lock.
+
+    def _seal(self, replica: Replica) -> bytes | None:
+        """Returns the transfer to revoke, if the owner's push is open."""
+        if not isinstance(replica.state, Receiving):
+            return None
+        transfer_id = replica.state.transfer_id
+        replica.state = Sealed(transfer_id)
+        self._starved.pop(replica, None)
+        return transfer_id
+
+    def _drop(self, replica: Replica) -> None:
+        del self._replicas[replica.key]
+        self._starved.pop(replica, None)
+        replica.state = Dropped(None if isinstance(replica.state, Kept) else replica.state.transfer_id)
+        self._free_dropped(replica)
+
+    def _free_dropped(self, replica: Replica) -> None:
+        if isinstance(replica.state, Dropped) and not replica.is_touched:
+            self._allocator.release(replica)
+            self._feed_starved()
+
+    def _free_ahead(self, replica: Replica) -> None:
+        """The blocks behind the watermark are not needed any more."""
+        whole = len(replica.token_ids) // self._layout.block_tokens
+        if whole < len(replica.block_ids):
+            self._allocator.release_last(replica, len(replica.block_ids) - whole)
+            del replica.block_ids[whole:]
+            self._feed_starved()
+
+    def _feed_starved(self) -> None:
+        for replica in tuple(self._starved):
+            if not self._grant_ahead(replica):
+                return
+
+    def _grant_ahead(self, replica: Replica) -> bool:
+        """Gives the owner its next blocks. False when there are none: it gets them when some are free."""
+        assert isinstance(replica.state, Receiving), "the owner takes no blocks any more"
+        wanted = len(replica.token_ids) // self._layout.block_tokens + _BLOCKS_AHEAD - len(replica.block_ids)
+        if wanted > 0:
+            try:
+                block_ids = self._allocator.allocate(replica, wanted)
+            except NoCapacity:
+                self._starved[replica] = None
+                return False
+            if self._receiver.extend(replica.state.transfer_id, block_ids):
+                replica.block_ids += block_ids
+            else:
+                # The push has ended, which is about to be heard.
+                self._allocator.release_last(replica, wanted)
+        self._starved.pop(replica, None)
+        return True
