@@ -14,7 +14,8 @@ Life of a request on the decode side::
     reserve(request) -> Ticket ── Landed | LandingFailed (done) ── admit(key) ── StepTokens* with finish (done)
 
 A request whose owner was lost is resumed by the same calls: reserve(request, held_tokens=...) takes the KV that a
-replica has, and the engine computes the rest.
+replica has, and the engine computes the rest. Such a replica grows by replicate(key, ticket), while the request is on
+the decode side: Replicated* ── ReplicaEnded, or the request's own end.
 
 `adopt(key)` takes a request from the one side to the other where an engine plays both, and nothing is pushed.
 `abort(key)` ends either in any phase; `RequestFailed` is the engine's own way to end one. After a request is done its
@@ -74,6 +75,8 @@ class EngineInfo:
     """One life of the engine; carried by its tickets."""
     kv_endpoints: tuple[KvEndpoint, ...]
     """Where its pool takes pushes. Empty when it only prefills."""
+    can_replicate: bool = False
+    """Whether replicate() works."""
 
     def require_servable(self, request: EngineRequest) -> None:
         """Raises InvalidArgument for what this engine can never serve."""
@@ -209,6 +212,24 @@ class Preempted:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicated:
+    """The holder of the request's replica keeps the KV of its first tokens now."""
+
+    key: EngineKey
+    token_count: int
+    """A multiple of the layout's block_tokens, higher than before in the same copy. At most what is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaEnded:
+    """The replica grows no more: its holder is gone, full, or wants none. The request goes on, and replicate() may be
+    called again with another ticket. Not sent behind the request's own end."""
+
+    key: EngineKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailed:
     """The engine cannot go on with this request. It is done and its blocks are free."""
 
@@ -233,6 +254,8 @@ EngineEvent = (
     | LandingFailed
     | StepTokens
     | Preempted
+    | Replicated
+    | ReplicaEnded
     | RequestFailed
     | EngineStopped
 )
@@ -327,4 +350,19 @@ class DecodeEngine(Engine, Protocol):
         """Lets a landed request join the running batch with the next step. Unknown keys are ignored.
 
         Raises EngineError once the engine has stopped.
+        """
+
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        """Copies the KV of a request of the decode side, in the background, to an open ticket.
+
+        Block by block, each when its last token is computed. The holder learns the tokens of the blocks with each mark
+        (kaveri/kv/replicas/notes.py).
+
+        Neither the request nor its blocks ever wait for the copy: not for preemption, finish or abort. When the request
+        ends, the engine gives the push up, so the holder drops the replica.
+
+        Raises LayoutMismatch unless the layouts are the same, InvalidArgument for a ticket that is not open, while an
+        earlier copy of the request has not ended and where EngineInfo.can_replicate is false, and EngineError once the
+        engine has stopped. Every other failure is a ReplicaEnded. Of an unknown key, whose request may have just ended,
+        the holder hears that the replica is given up.
         """

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.copier import CopierThread, ReplicaOptions
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
@@ -44,7 +45,7 @@ class StepwiseEngine:
     max_batch: most decode requests of a step; admitted ones beyond wait here, in order.
     listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
     transports: what carries KV, in the order in which this engine's pushes prefer them; None for the socket transports.
-    receiving: how pushes are taken.
+    receiving: how pushes are taken. replicas: how requests are copied to the holders of their replicas.
     Raises ConfigError when one request of the runner's max_model_len does not fit into the empty pool, or when it
     cannot listen.
     """
@@ -59,6 +60,7 @@ class StepwiseEngine:
         listen: Ordered[KvEndpoint] = (),
         transports: Ordered[Transport] | None = None,
         receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
+        replicas: ReplicaOptions = ReplicaOptions(),  # noqa: B008 - it is frozen
     ) -> None:
         layout = runner.layout
         if chunk_tokens < 1:
@@ -82,6 +84,7 @@ class StepwiseEngine:
             eos_token_ids=runner.eos_token_ids,
             epoch=secrets.randbits(63),
             kv_endpoints=(),
+            can_replicate=True,
         )
         put, notify = self._shared.outbox.put, self._shared.notify
         self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, put, on_work=notify)
@@ -102,6 +105,7 @@ class StepwiseEngine:
         plane = PoolPlane(layout, make_sender, make_receiver if listen else None, told)
         self._transfers.attach(plane)
         self._pushes = plane.pushes
+        self._copier = CopierThread(pool, self._shared, self._lifecycle, transports, replicas)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
 
     # Both sides.
@@ -119,6 +123,7 @@ class StepwiseEngine:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_TIMEOUT_S)
         self._transfers.close()
+        self._copier.close()
         if self._thread.is_alive():
             get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
             return
@@ -135,10 +140,12 @@ class StepwiseEngine:
 
     def abort(self, key: EngineKey) -> None:
         self._transfers.abort(key)
+        self._copier.wake()
 
     def check_integrity(self) -> None:
         with self._shared.lock:
             self._lifecycle.check_integrity()
+            self._copier.check_integrity()
 
     # The prefill side.
 
@@ -178,6 +185,9 @@ class StepwiseEngine:
             self._shared.require_alive()
             self._lifecycle.admit(key)
 
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        self._copier.replicate(key, ticket)
+
     # The engine thread.
 
     def _loop(self) -> None:
@@ -210,6 +220,7 @@ class StepwiseEngine:
         finally:
             if self._shared.broken is not None:
                 self._transfers.close()
+                self._copier.close()
 
     def _step(self, planned: list[PlannedSlice]) -> None:
         advances = []
@@ -227,8 +238,11 @@ class StepwiseEngine:
             self._pushes.end_step()
         else:
             drawn = self._runner.run(batch, None)
+        mirrored = self._lifecycle.unmirrored_blocks(planned)
+        self._runner.completed([block for _, block_ids in mirrored for block in block_ids])
         with self._shared.lock:
-            computed, unwanted = self._lifecycle.apply(planned, drawn)
+            computed, unwanted = self._lifecycle.apply(planned, drawn, mirrored)
+        self._copier.wake()
         # No first token waits for the hand-over of its KV.
         if computed:
             self._shared.outbox.publish()

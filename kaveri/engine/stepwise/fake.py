@@ -148,6 +148,9 @@ class FakeRunner:
         # [layer_count, block_count, K and V, block_tokens, row_words]
         self._cache = words.reshape(*words.shape[:2], 2, self.layout.block_tokens, -1)
 
+    def completed(self, block_ids: Sequence[int]) -> None:
+        """Nothing to copy: the pool is the only memory."""
+
     def landed(self, block_ids: Sequence[int]) -> None:
         """Nothing to copy: the pool is the only memory."""
 

@@ -20,6 +20,7 @@ from kaveri.engine.contract import (
     StepTokens,
     TokenStep,
 )
+from kaveri.engine.copier import BlockPlace
 from kaveri.engine.pushes import Source
 from kaveri.engine.stepwise.account import Account
 from kaveri.engine.stepwise.batch import PlannedSlice, form_step
@@ -65,6 +66,7 @@ class Lifecycle:
         """A computed prompt without an open push becomes a landed request here. Others are ignored."""
         sequence = self._account.prefills.get(key)
         if sequence is not None and sequence.phase is Phase.COMPUTED and sequence.transfer_id is None:
+            sequence.mirrored = sequence.computed // self._info.layout.block_tokens
             for preempted in self._account.adopt(sequence):
                 self._put(Preempted(preempted.key))
             # A preempted request may take the blocks of one that is not admitted yet.
@@ -102,6 +104,7 @@ class Lifecycle:
         if first_token_id is not None:
             sequence.token_ids.append(first_token_id)
             sequence.draw_index += 1
+        sequence.mirrored = sequence.computed // self._info.layout.block_tokens
         sequence.runner_unaware = True
         self._account.residency.land(sequence)
         # A preempted request may take the blocks of one that is not admitted yet.
@@ -118,6 +121,32 @@ class Lifecycle:
                 self._account.end(sequence)
         return prefill, decode
 
+    # For their copies; see CopyAccount (copier.py).
+
+    def find_decode(self, key: EngineKey) -> Sequence | None:
+        return self._account.decodes.get(key)
+
+    def begin_copy(self, sequence: Sequence) -> None:
+        sequence.is_copied = True
+
+    def whole_blocks(self, sequence: Sequence) -> int:
+        return sequence.mirrored
+
+    def place_of(self, sequence: Sequence, index: int) -> BlockPlace:
+        return BlockPlace(sequence.block_ids[index], sequence.generation)
+
+    def tokens_of(self, sequence: Sequence, start: int, stop: int) -> list[int]:
+        return sequence.token_ids[start:stop]
+
+    def unmirrored_blocks(self, planned: list[PlannedSlice]) -> list[tuple[Sequence, list[int]]]:
+        """Of each request that is copied, the blocks that this step completes."""
+        block_tokens = self._info.layout.block_tokens
+        return [
+            (sequence, sequence.block_ids[sequence.mirrored : (sequence.computed + token_count) // block_tokens])
+            for sequence, token_count in planned
+            if sequence.is_copied
+        ]
+
     # Steps.
 
     def plan(self) -> list[PlannedSlice]:
@@ -133,12 +162,17 @@ class Lifecycle:
         return planned
 
     def apply(
-        self, planned: list[PlannedSlice], drawn: Iterable[Drawn]
+        self,
+        planned: list[PlannedSlice],
+        drawn: Iterable[Drawn],
+        mirrored: Iterable[tuple[Sequence, list[int]]] = (),
     ) -> tuple[list[tuple[Source, int]], list[bytes]]:
-        """Accounts for a step that has run.
+        """Accounts for a step that has run. mirrored: unmirrored_blocks() of it, which are in the pool now.
 
         Returns the computed prompts to hand over, each with the token drawn behind it, and the pushes to abort.
         """
+        for sequence, block_ids in mirrored:
+            sequence.mirrored += len(block_ids)
         computed: list[tuple[Source, int]] = []
         unwanted: list[bytes] = []
         steps: list[TokenStep] = []

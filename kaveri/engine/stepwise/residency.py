@@ -168,7 +168,8 @@ class Residency:
         assert not victim.touched, "blocks of a running step or an open transfer cannot be given up"
         self._allocator.release(victim)
         victim.block_ids = []
-        victim.computed = 0
+        victim.computed = victim.mirrored = 0
+        victim.generation += 1
         victim.runner_unaware = False
         preempted.append(victim)
 

@@ -76,5 +76,8 @@ class ModelRunner(Protocol):
         what else is in the batch, up to floating-point rounding.
         """
 
+    def completed(self, block_ids: Sequence[int]) -> None:
+        """Behind run(): these blocks are to be read from the pool. A runner with a device copies them from there."""
+
     def landed(self, block_ids: Sequence[int]) -> None:
         """These blocks of the pool were written by a transfer. A runner with a device copies them there."""

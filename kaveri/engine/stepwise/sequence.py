@@ -40,6 +40,12 @@ class Sequence:
     """The running step reads or writes its blocks."""
     transfer_id: bytes | None = None
     """The open transfer that reads its blocks (prefill side) or can write them (decode side)."""
+    is_copied: bool = False
+    """Its blocks are copied to a replica."""
+    mirrored: int = 0
+    """Whole blocks whose KV is in the pool, where the runner computes on a device's memory; kept while it is copied."""
+    generation: int = 0
+    """How often it has given its blocks up."""
     done: bool = False
     """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
     prompt_tokens: int = field(init=False)

@@ -42,6 +42,9 @@ class TimedRunner:
     def attach(self, pool: KvPool) -> None:
         self._fake.attach(pool)
 
+    def completed(self, block_ids: Sequence[int]) -> None:
+        self._fake.completed(block_ids)
+
     def landed(self, block_ids: Sequence[int]) -> None:
         self._fake.landed(block_ids)
 

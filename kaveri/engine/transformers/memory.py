@@ -77,6 +77,12 @@ class PagedMemory:
         if self._host is not None:
             self._host[layer].index_copy_(0, block_ids.cpu(), self._device[layer].index_select(0, block_ids).cpu())
 
+    def mirror_all(self, block_ids: Sequence[int]) -> None:
+        """Brings blocks of all layers down to the pool and waits. Nothing to do where the pool itself is used."""
+        if self._host is not None and block_ids:
+            ids = torch.tensor(block_ids)
+            self._host.index_copy_(1, ids, self._device.index_select(1, ids.to(self._device.device)).cpu())
+
     def landed(self, block_ids: Sequence[int]) -> None:
         """Takes blocks of all layers up from the pool. Nothing to do where the pool itself is used."""
         if self._host is not None and block_ids:

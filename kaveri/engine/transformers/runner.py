@@ -58,6 +58,11 @@ class TransformersRunner:
                 results[index] = token
         return results
 
+    def completed(self, block_ids: Sequence[int]) -> None:
+        """These blocks are to be read from the pool; see ModelRunner."""
+        assert self._memory is not None, "attach() comes first"
+        self._memory.mirror_all(block_ids)
+
     def landed(self, block_ids: Sequence[int]) -> None:
         """These blocks of the pool were written by a transfer; see ModelRunner."""
         assert self._memory is not None, "attach() comes first"

@@ -24,7 +24,7 @@ from kaveri.engine.vllm.driver import Driver
 from kaveri.engine.vllm.rank import RankSetup
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
-from kaveri.errors import ConfigError
+from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import ReceiverOptions
@@ -154,6 +154,10 @@ class VllmEngine:
         with self._shared.lock:
             self._shared.require_alive()
             self._requests.adopt(key)
+
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        """Refused: not done for vLLM's blocks yet."""
+        raise InvalidArgument("engine", "vllm", "one that copies KV to replicas")
 
     def admit(self, key: EngineKey) -> None:
         """As the contract; also ignores a request that is not landed."""

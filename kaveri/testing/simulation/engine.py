@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.copier import Copier
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PoolPlane
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.batch import PlannedSlice
@@ -28,6 +29,8 @@ from kaveri.testing.simulation.draws import DrawRecord, DrawRun, life_salt, seed
 from kaveri.testing.simulation.kv_memory import KvMemory
 from kaveri.testing.simulation.kv_transfers import SimulatedReceiver, SimulatedSender
 from kaveri.testing.simulation.kv_wire import KvWire
+
+_STAGING_BLOCKS = 4
 
 
 class SimulatedEngine:
@@ -77,6 +80,7 @@ class SimulatedEngine:
             eos_token_ids=frozenset({model.eos_token_id}),
             epoch=rng.getrandbits(63),
             kv_endpoints=(),
+            can_replicate=True,
         )
         self._shared = Shared(on_stopped=self._end)
         self._outbox = self._shared.outbox
@@ -88,6 +92,18 @@ class SimulatedEngine:
         plane = PoolPlane(layout, make_sender, make_receiver if receives else None, self._hear)
         self._transfers.attach(plane)
         self._pushes = plane.pushes
+        staging = KvMemory(model, _STAGING_BLOCKS)
+        self._copier = Copier(
+            layout,
+            _STAGING_BLOCKS,
+            self._shared,
+            self._lifecycle,
+            lambda block_id, slot: staging.put(slot, self._memory.get(block_id)),
+            partial(SimulatedSender, staging, layout, wire),
+            on_work=self._wake_copier,
+        )
+        # When the copier looks for something to do next; None: nothing has changed.
+        self._next_copy: asyncio.TimerHandle | None = None
         self.info = replace(info, kv_endpoints=self._transfers.endpoints)
         self.longest_ticket_s = 0.0
         """Of all tickets granted."""
@@ -119,10 +135,12 @@ class SimulatedEngine:
 
     def abort(self, key: EngineKey) -> None:
         self._transfers.abort(key)
+        self._wake_copier()
         self._outbox.publish()
 
     def check_integrity(self) -> None:
         self._lifecycle.check_integrity()
+        self._copier.check_integrity()
 
     # The prefill side.
 
@@ -158,6 +176,20 @@ class SimulatedEngine:
     def admit(self, key: EngineKey) -> None:
         self._shared.require_alive()
         self._lifecycle.admit(key)
+
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        self._copier.replicate(key, ticket)
+
+    def _wake_copier(self) -> None:
+        if self._next_copy is None and not self._shared.closing and self._copier.has_copies:
+            delay_s = self._rng.random() * self._step_s
+            loop = asyncio.get_running_loop()
+            self._next_copy = loop.call_later(delay_s, self._copy, context=self._context)
+
+    def _copy(self) -> None:
+        self._next_copy = None
+        while not self._shared.closing and self._copier.advance():
+            pass
 
     def _hear(self, event: PlaneEvent) -> None:
         """The engine reports a ticket when it next reads its commands."""
@@ -208,7 +240,8 @@ class SimulatedEngine:
         self._pushes.begin_step(advances)
         drawn = [self._compute(sequence.key, sequence.slice(token_count)) for sequence, token_count in planned]
         self._pushes.end_step()
-        computed, unwanted = self._lifecycle.apply(planned, drawn)
+        computed, unwanted = self._lifecycle.apply(planned, drawn, self._lifecycle.unmirrored_blocks(planned))
+        self._wake_copier()
         # Decode tokens go out once the next step has its blocks: until then free_blocks counts those as free.
         if computed:
             self._outbox.publish()
@@ -238,8 +271,12 @@ class SimulatedEngine:
         if self._next is not None:
             self._next.cancel()
             self._next = None
+        if self._next_copy is not None:
+            self._next_copy.cancel()
+            self._next_copy = None
         for timer in self._granted:
             timer.cancel()
+        self._copier.close()
         self._transfers.close()
         self._transfers.forget()
         self._lifecycle.clear()

@@ -9,9 +9,13 @@ from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.runner import ModelRunner
 from kaveri.engine.stepwise.timed import TimedRunner
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transports import make_transports
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
 
 _EOS = 0.02
@@ -44,6 +48,12 @@ class _Harness:
             listen=[KvEndpoint("unix", str(self._folder / f"kv{self._count}.sock")), KvEndpoint("tcp", "127.0.0.1:0")],
         )
 
+    def replica_store(self, layout: KvLayout, block_count: int) -> HostReplicas:
+        self._count += 1
+        memory_bytes = block_count * layout.layer_count * layout.block_bytes
+        listen = [KvEndpoint("unix", str(self._folder / f"replicas{self._count}.sock"))]
+        return HostReplicas(layout, memory_bytes, listen=listen, transports=make_transports(), epoch=self._count)
+
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
 
@@ -62,19 +72,19 @@ class _TimedHarness(_Harness):
         return TimedRunner(FakeRunner(model), latency)
 
 
-class TestStepwiseOnTimed(EngineConformance, ResumptionConformance):
+class TestStepwiseOnTimed(EngineConformance, ResumptionConformance, ReplicationConformance):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> _TimedHarness:
         return _TimedHarness(tmp_path, 16)
 
 
-class TestStepwiseOnFake(EngineConformance, ResumptionConformance):
+class TestStepwiseOnFake(EngineConformance, ResumptionConformance, ReplicationConformance):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _Harness:
         return _Harness(tmp_path, request.param)
 
 
-class TestStepwiseWithUnlikeBlocks(EngineConformance, ResumptionConformance):
+class TestStepwiseWithUnlikeBlocks(EngineConformance, ResumptionConformance, ReplicationConformance):
     """Every push is mapped."""
 
     @pytest.fixture(params=[(4, 16), (16, 4)], ids=["blocks of 4 to 16", "blocks of 16 to 4"])

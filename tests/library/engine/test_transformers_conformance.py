@@ -9,8 +9,12 @@ import torch
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.runner import TransformersRunner
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
 from tests.support.plain_transformers import PlainTransformers
 from tests.support.tiny_models import make_tiny_model
@@ -54,6 +58,12 @@ class _Harness:
             ],
         )
 
+    def replica_store(self, layout: KvLayout, block_count: int) -> HostReplicas:
+        self._count += 1
+        memory_bytes = block_count * layout.layer_count * layout.block_bytes
+        listen = [KvEndpoint("unix", str(self._socket_folder / f"replicas{self._count}.sock"))]
+        return HostReplicas(layout, memory_bytes, listen=listen, transports=make_transports(), epoch=self._count)
+
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         return self._reference.answer(token_ids, token_count)
 
@@ -68,7 +78,7 @@ def reference(model_folder: Path) -> PlainTransformers:
     return PlainTransformers(model_folder, ignore_eos=True)
 
 
-class TestStepwiseOnTransformers(EngineConformance, ResumptionConformance):
+class TestStepwiseOnTransformers(EngineConformance, ResumptionConformance, ReplicationConformance):
     @pytest.fixture
     def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> _Harness:
         return _Harness(model_folder, tmp_path, reference)

@@ -1,0 +1,430 @@
+"""Copies the KV of running requests to the instances that hold their replicas, in the background.
+
+A block is copied when its last token is computed: first within this process, to a staging slot, and from there by an
+open push. So the owner's blocks are never held: a request that is preempted, finishes or is aborted waits for nothing.
+A copy of a block that was given up meanwhile is thrown away, as in a sequence lock: nobody waits for the reader.
+DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next worker; whole blocks are a fraction of the
+messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
+
+    block computed ── staged ── pushed ── marked ── the holder keeps it: Replicated, and the slot is free
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from kaveri.engine.contract import EngineKey, ReplicaEnded, Replicated
+from kaveri.engine.pushes import PushSender
+from kaveri.engine.shared import Shared
+from kaveri.errors import EngineError, InvalidArgument, KaveriError, LayoutMismatch
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, token_note
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushExtended, PushFailed, PushListener, PushMarked
+from kaveri.kv.transfer.sender import KvSender
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.transport import Transport
+from kaveri.telemetry.logs import get_logger
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """How an engine copies the KV of its requests to the holders of their replicas."""
+
+    staging_bytes: int = 16 << 20
+    """Memory for blocks on their way, allocated with the first copy. At least four blocks, whatever they take."""
+
+
+class BlockPlace(NamedTuple):
+    """Where a block of a request is."""
+
+    block_id: int
+    generation: int
+    """Another one after the request has given its blocks up."""
+
+
+class CopyOwner(Protocol):
+    """A request, as its copy sees it. Hashed by identity."""
+
+    @property
+    def key(self) -> EngineKey: ...
+
+    @property
+    def done(self) -> bool:
+        """Ended: no event of it follows."""
+
+
+OwnerT = TypeVar("OwnerT", bound=CopyOwner)
+
+
+class CopyAccount(Protocol[OwnerT]):
+    """The engine's requests and their blocks. Every call is made with the engine's lock held."""
+
+    def find_decode(self, key: EngineKey) -> OwnerT | None:
+        """The live request of the decode side."""
+
+    def begin_copy(self, owner: OwnerT) -> None:
+        """Its blocks are to be copied from now on."""
+
+    def whole_blocks(self, owner: OwnerT) -> int:
+        """Its first blocks whose last token is computed, and whose KV can be read. None after a preemption."""
+
+    def place_of(self, owner: OwnerT, index: int) -> BlockPlace:
+        """One of its whole blocks."""
+
+    def tokens_of(self, owner: OwnerT, start: int, stop: int) -> Sequence[int]:
+        """Its tokens [start, stop)."""
+
+
+class CopySender(PushSender, Protocol):
+    """What pushes the staging slots: a KvSender, or what stands for one."""
+
+    def close(self) -> None:
+        """Ends all pushes. Idempotent."""
+
+
+Staging = Callable[[int, int], None]
+"""Copies a block of the engine's pool, all layers, to a slot. Called without a lock: what it reads may change
+meanwhile, and is thrown away then."""
+
+
+@dataclass(eq=False, slots=True)
+class _Copy(Generic[OwnerT]):
+    """One request's copy. Guarded by the engine's lock.
+
+    # blocks: [0, marked) named in marks   [marked, written) queued   [written, granted) may be written
+    """
+
+    owner: OwnerT
+    ticket: Ticket
+    granted: int = 0
+    """0 until the push is open."""
+    written: int = 0
+    marked: int = 0
+    staged: "deque[tuple[int, int]]" = field(default_factory=deque)
+    """(block, slot) of those that the holder has not answered for, in order."""
+    is_aborted: bool = False
+
+    @property
+    def holder(self) -> tuple[tuple[KvEndpoint, ...], int]:
+        """Which incarnation of which instance holds it."""
+        return self.ticket.endpoints, self.ticket.epoch
+
+
+class _Stage(NamedTuple, Generic[OwnerT]):
+    """A block is to be copied to a slot, and queued."""
+
+    copy: _Copy[OwnerT]
+    block_index: int
+    place: BlockPlace
+    slot: int
+
+
+class _Mark(NamedTuple):
+    """What is queued is to be marked."""
+
+    transfer_id: bytes
+    block_count: int
+    note: bytes
+
+
+class _Abort(NamedTuple):
+    """The request has ended: the holder is to drop its copy."""
+
+    transfer_id: bytes
+
+
+class Copier(Generic[OwnerT]):
+    """The copies of one engine. Any thread may call replicate(); one at a time calls advance().
+
+    slot_count: of the staging pool. staging: fills a slot. make_sender: pushes slots. on_work: called, without a lock,
+    when advance() may have something to do that it had not before.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        slot_count: int,
+        shared: Shared,
+        account: CopyAccount[OwnerT],
+        staging: Staging,
+        make_sender: Callable[[PushListener], CopySender],
+        on_work: Callable[[], None],
+    ) -> None:
+        self._layout = layout
+        self._shared = shared
+        self._account = account
+        self._staging = staging
+        self._on_work = on_work
+        self._copies: dict[bytes, _Copy[OwnerT]] = {}
+        # The same in the order in which they take their turns.
+        self._line: deque[_Copy[OwnerT]] = deque()
+        self._free_slots = list(range(slot_count))
+        # How many slots each holder's copies have.
+        self._held_slots: dict[object, int] = {}
+        self._sender = make_sender(self._hear)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether any request is copied. Cheap enough for every step."""
+        return bool(self._copies)
+
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        """See DecodeEngine.replicate()."""
+        self._require_copyable(ticket)
+        with self._shared.lock:
+            self._shared.require_alive()
+            owner = self._account.find_decode(key)
+            copy = self._open(owner, ticket) if owner is not None else None
+        try:
+            self._sender.open(ticket)
+        except KaveriError as error:
+            self._end(ticket.transfer_id, str(error))
+        else:
+            if copy is None:
+                # It has ended meanwhile. Its holder must not keep blocks for it.
+                self._sender.abort(ticket.transfer_id)
+                return
+            with self._shared.lock:
+                # Nothing is written before the sender knows of the push.
+                copy.granted = max(copy.granted, len(ticket.block_ids))
+            self._on_work()
+        self._shared.outbox.publish()
+
+    def advance(self) -> bool:
+        """Does one thing that is due, and takes no longer than one block's copy. False: nothing is due."""
+        with self._shared.lock:
+            due = self._next()
+        match due:
+            case None:
+                return False
+            case _Stage():
+                self._stage(due)
+            case _Mark(transfer_id, block_count, note):
+                self._sender.mark(transfer_id, block_count, note)
+            case _Abort(transfer_id):
+                self._sender.abort(transfer_id)
+        return True
+
+    def close(self) -> None:
+        """Ends all copies. Idempotent."""
+        self._sender.close()
+
+    def check_integrity(self) -> None:
+        """Asserts that every slot is free or of a copy. With the engine's lock held."""
+        staged = [slot for copy in self._line for _, slot in copy.staged]
+        slots = self._free_slots + staged
+        assert len(set(slots)) == len(slots), "a slot is free or used twice"
+        assert sum(self._held_slots.values()) >= len(staged), "the holders' slots are counted wrong"
+        assert set(self._copies.values()) == set(self._line), "a copy is not in line"
+
+    def _require_copyable(self, ticket: Ticket) -> None:
+        self._layout.require_same(ticket.layout)
+        if ticket.parts:
+            raise LayoutMismatch("tensor_ranks", self._layout.tensor_ranks, ticket.layout.tensor_ranks)
+        if not ticket.is_open:
+            raise InvalidArgument("ticket.is_open", ticket.is_open, "true: a copy grows with its request")
+        if self._layout.block_tokens > NOTE_TOKENS_MAX:
+            limit = f"at most {NOTE_TOKENS_MAX}: a mark names the tokens of a block"
+            raise InvalidArgument("block_tokens", self._layout.block_tokens, limit)
+
+    def _open(self, owner: OwnerT, ticket: Ticket) -> _Copy[OwnerT]:
+        """Under the lock."""
+        if ticket.transfer_id in self._copies or any(copy.owner is owner for copy in self._line):
+            raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the copy before it has ended")
+        self._account.begin_copy(owner)
+        copy = self._copies[ticket.transfer_id] = _Copy(owner, ticket)
+        self._line.append(copy)
+        return copy
+
+    def _next(self) -> "_Stage[OwnerT] | _Mark | _Abort | None":
+        """Under the lock. Copies take turns, so that a long prompt does not keep the others waiting."""
+        for _ in range(len(self._line)):
+            copy = self._line[0]
+            self._line.rotate(-1)
+            if copy.granted and not copy.is_aborted and (due := self._due(copy)) is not None:
+                return due
+        return None
+
+    def _due(self, copy: _Copy[OwnerT]) -> "_Stage[OwnerT] | _Mark | _Abort | None":
+        if copy.owner.done:
+            copy.is_aborted = True
+            return _Abort(copy.ticket.transfer_id)
+        block_tokens = self._layout.block_tokens
+        ready = min(self._account.whole_blocks(copy.owner), copy.granted)
+        is_note_full = (copy.written - copy.marked + 1) * block_tokens > NOTE_TOKENS_MAX
+        if copy.written < ready and not is_note_full and self._may_stage(copy):
+            slot = self._free_slots.pop()
+            self._held_slots[copy.holder] = self._held_slots.get(copy.holder, 0) + 1
+            return _Stage(copy, copy.written, self._account.place_of(copy.owner, copy.written), slot)
+        if copy.marked < copy.written:
+            start, copy.marked = copy.marked * block_tokens, copy.written
+            note = token_note(self._account.tokens_of(copy.owner, start, copy.written * block_tokens))
+            return _Mark(copy.ticket.transfer_id, copy.written, note)
+        return None
+
+    def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
+        """Each holder may have as many slots as it leaves free: one that has stopped reading never takes all (dynamic
+        thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998)."""
+        return self._held_slots.get(copy.holder, 0) < len(self._free_slots)
+
+    def _stage(self, due: "_Stage[OwnerT]") -> None:
+        copy, index, place, slot = due
+        self._staging(place.block_id, slot)
+        with self._shared.lock:
+            live = not copy.owner.done and self._copies.get(copy.ticket.transfer_id) is copy
+            whole = live and index < self._account.whole_blocks(copy.owner)
+            if not whole or self._account.place_of(copy.owner, index) != place:
+                # Its blocks were given up, and others may have written what was read.
+                self._release(copy, slot)
+                return
+            copy.staged.append((index, slot))
+            copy.written = index + 1
+        for layer in range(self._layout.layer_count):
+            self._sender.write(copy.ticket.transfer_id, layer, index, (slot,))
+
+    def _release(self, copy: _Copy[OwnerT], slot: int) -> None:
+        """Under the lock."""
+        self._free_slots.append(slot)
+        self._held_slots[copy.holder] -= 1
+        if not self._held_slots[copy.holder]:
+            del self._held_slots[copy.holder]
+
+    # What the sender tells.
+
+    def _hear(self, event: PushEvent) -> None:
+        match event:
+            case PushMarked(transfer_id, block_count):
+                self._grown(transfer_id, block_count)
+            case PushExtended(transfer_id, block_count):
+                with self._shared.lock:
+                    copy = self._copies.get(transfer_id)
+                    if copy is not None:
+                        copy.granted = max(copy.granted, block_count)
+            case PushFailed(transfer_id, reason):
+                self._end(transfer_id, reason)
+            case PushAccepted(transfer_id):
+                self._end(transfer_id, "the holder has taken it")
+        self._on_work()
+        self._shared.outbox.publish()
+
+    def _grown(self, transfer_id: bytes, block_count: int) -> None:
+        with self._shared.lock:
+            copy = self._copies.get(transfer_id)
+            if copy is None:
+                return
+            while copy.staged and copy.staged[0][0] < block_count:
+                self._release(copy, copy.staged.popleft()[1])
+            if not copy.owner.done:
+                self._shared.outbox.put(Replicated(copy.owner.key, block_count * self._layout.block_tokens))
+
+    def _end(self, transfer_id: bytes, reason: str) -> None:
+        with self._shared.lock:
+            copy = self._copies.pop(transfer_id, None)
+            if copy is None:
+                return
+            self._line.remove(copy)
+            while copy.staged:
+                self._release(copy, copy.staged.popleft()[1])
+            if not copy.owner.done:
+                self._shared.outbox.put(ReplicaEnded(copy.owner.key, reason))
+
+
+def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
+    """Blocks of the staging pool."""
+    return max(4, options.staging_bytes // (layout.layer_count * layout.block_bytes))
+
+
+class CopierThread(Generic[OwnerT]):
+    """A Copier from a pool of this process, and the thread that advances it. Nothing is there before the first copy.
+
+    transports: what carries copies, in the order of preference.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        shared: Shared,
+        account: CopyAccount[OwnerT],
+        transports: Sequence[Transport],
+        options: ReplicaOptions,
+    ) -> None:
+        self._pool = pool
+        self._shared = shared
+        self._account = account
+        self._transports = transports
+        self._options = options
+        self._starting = threading.Lock()
+        self._copier: Copier[OwnerT] | None = None
+        self._thread: threading.Thread | None = None
+        self._work = threading.Event()
+        self._closed = False
+
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        """See DecodeEngine.replicate()."""
+        with self._shared.lock:
+            self._shared.require_alive()
+        self._started().replicate(key, ticket)
+
+    def wake(self) -> None:
+        """Blocks may have been completed, or requests have ended. Any thread, any lock."""
+        if self._copier is not None and self._copier.has_copies:
+            self._work.set()
+
+    def close(self) -> None:
+        """Ends all copies and the thread. Idempotent."""
+        with self._starting:
+            self._closed = True
+            copier, thread = self._copier, self._thread
+        self._work.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_TIMEOUT_S)
+        if copier is not None:
+            copier.close()
+
+    def check_integrity(self) -> None:
+        """See Copier.check_integrity()."""
+        if self._copier is not None:
+            self._copier.check_integrity()
+
+    def _started(self) -> Copier[OwnerT]:
+        with self._starting:
+            if self._copier is None and not self._closed:
+                layout = self._pool.layout
+                staging_pool = KvPool(layout, slots_of(layout, self._options))
+                source, slots = self._pool.memory, staging_pool.memory
+
+                def stage(block_id: int, slot: int) -> None:
+                    slots[:, slot] = source[:, block_id]
+
+                self._copier = Copier(
+                    layout,
+                    staging_pool.block_count,
+                    self._shared,
+                    self._account,
+                    stage,
+                    lambda told: KvSender(staging_pool, told, transports=self._transports),
+                    on_work=self._work.set,
+                )
+                self._thread = threading.Thread(target=self._run, name="kaveri-copier", daemon=True)
+                self._thread.start()
+            if self._copier is None:
+                raise EngineError("it is closed")
+            return self._copier
+
+    def _run(self) -> None:
+        assert self._copier is not None
+        while not self._closed:
+            self._work.wait()
+            self._work.clear()
+            try:
+                while not self._closed and self._copier.advance():
+                    pass
+            except Exception as error:
+                self._shared.stop(f"the copier failed: {error!r}")
+                get_logger().exception("copier_failed", error=repr(error))
+                return

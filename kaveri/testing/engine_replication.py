@@ -1,0 +1,313 @@
+"""What every engine that copies KV to replicas must do. Subclass ReplicationConformance beside ResumptionConformance.
+
+The holder is a ReplicaStore. What is copied is proved by resuming from it. The suite does not verify how fast a replica
+follows, nor what a holder does that breaks the protocol.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import pytest
+
+from kaveri.engine.contract import (
+    DecodeEngine,
+    EngineKey,
+    EngineRequest,
+    FirstToken,
+    Landed,
+    Preempted,
+    ReplicaEnded,
+    Replicated,
+    StepTokens,
+)
+from kaveri.errors import EngineError, InvalidArgument, LayoutMismatch
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.store import (
+    ReplicaDropped,
+    ReplicaEvent,
+    ReplicaGrew,
+    ReplicaKey,
+    ReplicaOrphaned,
+    ReplicaStore,
+)
+from kaveri.testing.engine_conformance import (
+    CHUNK_TOKENS,
+    MAX_MODEL_LEN,
+    EngineHarness,
+    Pair,
+    make_request,
+    running_pair,
+    when_there_is_room,
+)
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from kaveri.testing.replica_conformance import Heard
+
+_STORE_BLOCKS = 200
+
+
+class ReplicationHarness(EngineHarness, Protocol):
+    """Engines that replicate, and stores that they can replicate to."""
+
+    def replica_store(self, layout: KvLayout, block_count: int) -> ReplicaStore:
+        """A store of so many blocks, not started."""
+
+
+class Holder:
+    """An instance that holds replicas."""
+
+    def __init__(self, store: ReplicaStore) -> None:
+        self.store = store
+        self.heard = Heard()
+        store.start(self.heard)
+
+    def replicate(self, engine: DecodeEngine, request: EngineRequest) -> None:
+        """Has the engine copy the request's KV to this holder."""
+        key = replica_key(request.key)
+        tokens = len(request.token_ids)
+        engine.replicate(request.key, self.store.open(key, engine.info.layout, tokens, 60.0))
+
+    def wait_for(self, kind: type[ReplicaEvent], key: EngineKey) -> ReplicaEvent:
+        """The first event of this kind of a request's replica."""
+        return self.heard.wait_for(kind, lambda event: event.key == replica_key(key))
+
+    def watermark(self, key: EngineKey) -> int:
+        """Of a request's replica."""
+        return self.store.watermark(replica_key(key))
+
+    def resume(self, pair: Pair, request: EngineRequest, drawn: list[int]) -> None:
+        """Resumes a request on the pair's decode engine, from what is held here and the tokens drawn so far."""
+        self.store.seal(replica_key(request.key))
+        token_ids = request.token_ids + tuple(drawn)
+        resumed = replace(request, token_ids=token_ids, generated_count=request.generated_count + len(drawn))
+        held = self.store.token_ids(replica_key(request.key))
+        assert held == token_ids[: len(held)], "the replica's tokens are not the request's"
+        block_tokens = self.store.layout.block_tokens
+        usable = min(len(held), (len(token_ids) - 1) // block_tokens * block_tokens)
+        reserve = partial(pair.decode.reserve, resumed, 60.0, self.store.layout, usable)
+        ticket = when_there_is_room(lambda: reserve().result(SOON_S))
+        self.store.push(replica_key(request.key), ticket).result(SOON_S)
+
+
+def replica_key(key: EngineKey) -> ReplicaKey:
+    """What a test calls the replica of a request."""
+    return ReplicaKey(key.request_id, 0, key.serial)
+
+
+@contextmanager
+def _holder(harness: ReplicationHarness, pair: Pair, block_count: int = _STORE_BLOCKS) -> Iterator[Holder]:
+    holder = Holder(harness.replica_store(pair.decode.info.layout, block_count))
+    try:
+        yield holder
+    finally:
+        holder.store.close()
+
+
+def _require_watermarks_behind_tokens(recorder: EngineRecorder, request: EngineRequest) -> list[int]:
+    """Asserts of each watermark, when it was reported, that it rose and its last token was computed. Returns them."""
+    computed, watermarks = len(request.token_ids), [0]
+    for event in tuple(recorder.events):
+        if isinstance(event, StepTokens):
+            # Each step computes the token that was drawn before it.
+            computed += sum(step.key == request.key for step in event.steps)
+        elif isinstance(event, Replicated) and event.key == request.key:
+            assert watermarks[-1] < event.token_count <= computed, f"{event} with {computed} tokens computed"
+            watermarks.append(event.token_count)
+    return watermarks[1:]
+
+
+def _grown_to(recorder: EngineRecorder, key: EngineKey, token_count: int) -> None:
+    def has_grown() -> bool:
+        return any(event.token_count >= token_count for event in recorder.of(Replicated, key))
+
+    recorder.wait_until(has_grown, f"replica of {token_count} tokens of {key}")
+
+
+class ReplicationConformance:
+    """The suite. Every test makes engines and holders of its own from the `harness` fixture."""
+
+    @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
+    def test_request_goes_on_from_its_replica_when_its_owner_is_lost(
+        self, harness: ReplicationHarness, moment: str
+    ) -> None:
+        params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if moment == "drawing sampled" else {}
+        with running_pair(harness) as survivor:
+            lengths = (17, 31, 33, 60)
+            requests = [make_request(survivor.prefill, f"r{n}", n, MAX_MODEL_LEN, **params) for n in lengths]
+            for request in requests:
+                survivor.hand_over(request)
+            answers = [survivor.answer(request) for request in requests]
+        with (
+            running_pair(harness) as survivor,
+            running_pair(harness, admit=False) as pair,
+            _holder(harness, survivor) as holder,
+        ):
+            block_tokens = pair.decode.info.layout.block_tokens
+            for request in requests:
+                pair.hand_over(request)
+                pair.decoded.wait_for(Landed, request.key)
+                holder.replicate(pair.decode, request)
+            for request in requests:
+                _grown_to(pair.decoded, request.key, len(request.token_ids) // block_tokens * block_tokens)
+            if moment != "landed":
+                for request in requests:
+                    pair.decode.admit(request.key)
+                pair.decoded.wait_for_tokens(requests[0].key, 3)
+            pair.decode.close()
+            lost = [request for request in requests if request.key not in pair.decoded.finished]
+            assert lost, "the engine has finished all before it was lost"
+            for request in lost:
+                holder.wait_for(ReplicaOrphaned, request.key)
+                watermarks = _require_watermarks_behind_tokens(pair.decoded, request)
+                assert holder.watermark(request.key) >= watermarks[-1]
+                first = pair.prefilled.wait_for(FirstToken, request.key).token_id
+                drawn = [first, *pair.decoded.token_ids.get(request.key, ())]
+                holder.resume(survivor, request, drawn)
+                survivor.decoded.wait_for_finish(request.key)
+                answer = answers[requests.index(request)]
+                assert drawn + survivor.decoded.token_ids[request.key] == answer, len(request.token_ids)
+            wait_until_free(survivor.decode)
+
+    def test_block_counts_when_its_last_token_is_computed_not_when_it_is_drawn(
+        self, harness: ReplicationHarness
+    ) -> None:
+        with running_pair(harness, admit=False) as pair, _holder(harness, pair) as holder:
+            block_tokens = pair.decode.info.layout.block_tokens
+            # With the token that prefill draws it fills three blocks, but that token's KV is not there yet.
+            request = make_request(pair.prefill, "r", 3 * block_tokens - 1, 2 * block_tokens)
+            pair.hand_over(request)
+            pair.decoded.wait_for(Landed, request.key)
+            holder.replicate(pair.decode, request)
+            _grown_to(pair.decoded, request.key, 2 * block_tokens)
+            pair.decode.admit(request.key)
+            pair.decoded.wait_for_finish(request.key)
+            watermarks = _require_watermarks_behind_tokens(pair.decoded, request)
+            assert watermarks[0] <= 2 * block_tokens
+            assert pair.answer(request) == harness.answer(request.token_ids, 2 * block_tokens)
+            wait_until_free(pair.prefill, pair.decode)
+
+    @pytest.mark.parametrize("end", ["finish", "abort"])
+    def test_replica_is_dropped_when_its_request_ends(self, harness: ReplicationHarness, end: str) -> None:
+        with running_pair(harness, admit=False) as pair, _holder(harness, pair) as holder:
+            request = make_request(pair.prefill, "r", 60, 40)
+            pair.hand_over(request)
+            pair.decoded.wait_for(Landed, request.key)
+            holder.replicate(pair.decode, request)
+            holder.wait_for(ReplicaGrew, request.key)
+            if end == "abort":
+                pair.decode.abort(request.key)
+                pair.prefill.abort(request.key)
+            else:
+                pair.decode.admit(request.key)
+                pair.decoded.wait_for_finish(request.key)
+            holder.wait_for(ReplicaDropped, request.key)
+            wait_until_free(pair.prefill, pair.decode)
+            assert not pair.decoded.of(ReplicaEnded), "the request's end says it already"
+            assert holder.store.usage().used_bytes == 0
+
+    def test_holder_that_is_gone_is_replaced(self, harness: ReplicationHarness) -> None:
+        with running_pair(harness, admit=False) as pair, _holder(harness, pair) as second:
+            block_tokens = pair.decode.info.layout.block_tokens
+            request = make_request(pair.prefill, "r", 60, 60)
+            pair.hand_over(request)
+            pair.decoded.wait_for(Landed, request.key)
+            with _holder(harness, pair) as first:
+                first.replicate(pair.decode, request)
+                _grown_to(pair.decoded, request.key, 60 // block_tokens * block_tokens)
+            pair.decoded.wait_for(ReplicaEnded, request.key)
+            second.replicate(pair.decode, request)
+            second.heard.wait_for(ReplicaGrew, lambda event: event.token_count == 60 // block_tokens * block_tokens)
+            pair.decode.admit(request.key)
+            pair.decoded.wait_for_finish(request.key)
+            assert pair.answer(request) == harness.answer(request.token_ids, 60)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_preempted_requests_keep_their_replicas(self, harness: ReplicationHarness) -> None:
+        with running_pair(harness) as probe:
+            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        with running_pair(harness, decode_blocks=blocks) as pair, _holder(harness, pair) as holder:
+            layout = pair.decode.info.layout
+            length = max(1, MAX_MODEL_LEN // 4 - layout.block_tokens)
+            requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(5)]
+
+            def replicate(key: EngineKey) -> None:
+                holder.replicate(pair.decode, next(request for request in requests if request.key == key))
+
+            for request in requests:
+                pair.hand_over(request)
+                pair.decoded.wait_for(Landed, request.key)
+                replicate(request.key)
+            for request in requests:
+                assert pair.answer(request) == harness.answer(request.token_ids, MAX_MODEL_LEN // 2)
+                _require_watermarks_behind_tokens(pair.decoded, request)
+            assert pair.decoded.of(Preempted), "the pool was meant to be too small"
+            assert not pair.decoded.of(ReplicaEnded)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_full_holder_does_not_hold_the_request_up(self, harness: ReplicationHarness) -> None:
+        with running_pair(harness, admit=False) as pair:
+            layout = pair.decode.info.layout
+            with _holder(harness, pair, block_count=30 // layout.block_tokens + 1) as holder:
+                request = make_request(pair.prefill, "r", 30, 90)
+                pair.hand_over(request)
+                pair.decoded.wait_for(Landed, request.key)
+                holder.replicate(pair.decode, request)
+                holder.wait_for(ReplicaGrew, request.key)
+                pair.decode.admit(request.key)
+                assert pair.answer(request) == harness.answer(request.token_ids, 90)
+                holder.wait_for(ReplicaDropped, request.key)
+                wait_until_free(pair.prefill, pair.decode)
+
+    def test_adopted_request_is_replicated(self, harness: ReplicationHarness) -> None:
+        engine = harness.decode_engine(
+            max_model_len=MAX_MODEL_LEN, total_blocks=200, chunk_tokens=CHUNK_TOKENS, max_batch=4
+        )
+        holder = Holder(harness.replica_store(engine.info.layout, _STORE_BLOCKS))
+        try:
+            recorder = EngineRecorder()
+            engine.start(recorder)
+            request = make_request(engine, "r", 40, 60)
+            engine.prefill(request)
+            recorder.wait_for(FirstToken, request.key)
+            engine.adopt(request.key)
+            holder.replicate(engine, request)
+            engine.admit(request.key)
+            recorder.wait_for_finish(request.key)
+            holder.wait_for(ReplicaDropped, request.key)
+            assert recorder.token_ids[request.key] == harness.answer(request.token_ids, 60)
+            wait_until_free(engine)
+        finally:
+            engine.close()
+            holder.store.close()
+
+    def test_bad_calls_are_refused_by_name_and_the_request_goes_on(self, harness: ReplicationHarness) -> None:
+        with running_pair(harness, admit=False) as pair, _holder(harness, pair) as holder:
+            assert pair.decode.info.can_replicate
+            layout = pair.decode.info.layout
+            request = make_request(pair.prefill, "r", 40, 20)
+            pair.hand_over(request)
+            pair.decoded.wait_for(Landed, request.key)
+            ticket = holder.store.open(replica_key(request.key), layout, 40, 60.0)
+            unknown = EngineKey("unknown", 1)
+            pair.decode.replicate(unknown, holder.store.open(replica_key(unknown), layout, 40, 60.0))
+            holder.wait_for(ReplicaDropped, unknown)
+            foreign = replace(ticket, layout=replace(layout, model_fingerprint="another"))
+            with pytest.raises(LayoutMismatch):
+                pair.decode.replicate(request.key, foreign)
+            with pytest.raises(InvalidArgument) as raised:
+                pair.decode.replicate(request.key, replace(ticket, is_open=False))
+            assert raised.value.field == "ticket.is_open"
+            pair.decode.replicate(request.key, ticket)
+            other = holder.store.open(ReplicaKey("other", 0, 1), layout, 40, 60.0)
+            with pytest.raises(InvalidArgument) as raised:
+                pair.decode.replicate(request.key, other)
+            assert raised.value.field == "ticket"
+            holder.wait_for(ReplicaGrew, request.key)
+            pair.decode.admit(request.key)
+            pair.decoded.wait_for_finish(request.key)
+            assert pair.answer(request) == harness.answer(request.token_ids, 20)
+            pair.decode.close()
+            with pytest.raises(EngineError):
+                pair.decode.replicate(request.key, other)
