@@ -12,11 +12,16 @@ import pytest
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.replicas import Replicas
+from kaveri.kv.replicas.store import ReplicaKey, ReplicaListener, ReplicaUsage
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
 from kaveri.testing.simulation.engine import SimulatedEngine
+from kaveri.testing.simulation.kv_memory import KvMemory
+from kaveri.testing.simulation.kv_transfers import SimulatedReceiver, SimulatedSender
 from kaveri.testing.simulation.kv_wire import LoopWire
 
 ResultT = TypeVar("ResultT")
@@ -99,6 +104,65 @@ class _EngineOnThread:
     def admit(self, key: EngineKey) -> None:
         self._thread.call(lambda: self._engine.admit(key))
 
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        self._thread.call(lambda: self._engine.replicate(key, ticket))
+
+
+class _ReplicasOnThread:
+    """A replica store over simulated transfers that any thread may call."""
+
+    def __init__(self, thread: _LoopThread, layout: KvLayout, block_count: int) -> None:
+        self._thread = thread
+        self._store = thread.call(lambda: _simulated_replicas(thread, layout, block_count))
+        self.layout = layout
+        self.endpoints = self._store.endpoints
+
+    def start(self, listener: ReplicaListener) -> None:
+        self._thread.call(lambda: self._store.start(listener))
+
+    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> Ticket:
+        return self._thread.call(lambda: self._store.open(key, layout, token_count, expires_in_s))
+
+    def watermark(self, key: ReplicaKey) -> int:
+        return self._thread.call(lambda: self._store.watermark(key))
+
+    def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
+        return self._thread.call(lambda: self._store.token_ids(key))
+
+    def seal(self, key: ReplicaKey) -> None:
+        self._thread.call(lambda: self._store.seal(key))
+
+    def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
+        return self._thread.call(lambda: self._store.push(key, ticket))
+
+    def drop(self, key: ReplicaKey) -> None:
+        self._thread.call(lambda: self._store.drop(key))
+
+    def usage(self) -> ReplicaUsage:
+        return self._thread.call(self._store.usage)
+
+    def flow(self) -> KvFlow:
+        return self._thread.call(self._store.flow)
+
+    def close(self) -> None:
+        self._thread.call(self._store.close)
+
+    def check_integrity(self) -> None:
+        self._thread.call(self._store.check_integrity)
+
+
+def _simulated_replicas(thread: _LoopThread, layout: KvLayout, block_count: int) -> Replicas:
+    model = FakeModel(layer_count=1, block_tokens=layout.block_tokens, eos_probability=_EOS)
+    memory = KvMemory(model, block_count)
+    epoch = thread.rng.getrandbits(63)
+    return Replicas(
+        layout,
+        block_count,
+        lambda told: SimulatedReceiver(memory, layout, thread.wire, epoch, told),
+        lambda told: SimulatedSender(memory, layout, thread.wire, told),
+        thread.rng.randbytes,
+    )
+
 
 _EOS = 0.02
 """Chance of each token to be the end of its answer."""
@@ -137,11 +201,14 @@ class _Harness:
     ) -> _EngineOnThread:
         return self._engine(max_model_len, total_blocks, chunk_tokens, max_batch, receives=True)
 
+    def replica_store(self, layout: KvLayout, block_count: int) -> _ReplicasOnThread:
+        return _ReplicasOnThread(self._thread, layout, block_count)
+
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
 
 
-class TestSimulatedEngine(EngineConformance, ResumptionConformance):
+class TestSimulatedEngine(EngineConformance, ResumptionConformance, ReplicationConformance):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
     def harness(self, request: pytest.FixtureRequest) -> Iterator[_Harness]:
         thread = _LoopThread()
