@@ -8,9 +8,11 @@ import torch
 
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.transformers.loading import load_runner
+from kaveri.engine.transformers.memory import PagedMemory
 from kaveri.engine.transformers.runner import TransformersRunner
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
+from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import EngineConformance
@@ -68,6 +70,21 @@ class _Harness:
         return self._reference.answer(token_ids, token_count)
 
 
+class _DeviceHarness(_Harness):
+    """Engines that compute on a copy of the pool, as on a GPU."""
+
+    def _runner(self, max_model_len: int) -> TransformersRunner:
+        runner = super()._runner(max_model_len)
+        attach = runner.attach
+
+        def attach_copy(pool: KvPool) -> None:
+            attach(pool)
+            runner._memory = PagedMemory(pool, torch.device("cpu"), separate=True)
+
+        runner.attach = attach_copy  # type: ignore[method-assign]
+        return runner
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", max_positions=256, eos_token_id=7)
@@ -82,3 +99,9 @@ class TestStepwiseOnTransformers(EngineConformance, ResumptionConformance, Repli
     @pytest.fixture
     def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> _Harness:
         return _Harness(model_folder, tmp_path, reference)
+
+
+class TestStepwiseOnDeviceMemory(ResumptionConformance, ReplicationConformance):
+    @pytest.fixture
+    def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> _DeviceHarness:
+        return _DeviceHarness(model_folder, tmp_path, reference)

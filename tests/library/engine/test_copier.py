@@ -1,0 +1,341 @@
+"""Copies of running requests' KV while their blocks are given up, and while holders have stopped reading."""
+
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kaveri.engine.contract import EngineEvent, EngineKey, Landed, ReplicaEnded, Replicated
+from kaveri.engine.copier import BlockPlace, Copier, ReplicaOptions
+from kaveri.engine.shared import Shared
+from kaveri.engine.stepwise.engine import StepwiseEngine
+from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.host import HostReplicas
+from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, noted_tokens
+from kaveri.kv.transfer.push import PushExtended, PushFailed, PushListener, PushMarked
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transports import make_transports
+from kaveri.testing.engine_conformance import make_request
+from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
+from kaveri.testing.engine_replication import Holder
+
+_LAYOUT = KvLayout("model", layer_count=2, block_tokens=4, kv_head_count=1, head_dim=4, dtype="float32")
+_KEY = EngineKey("r", 1)
+
+
+@dataclass(eq=False)
+class _Request:
+    key: EngineKey
+    done: bool = False
+    whole: int = 0
+    generation: int = 0
+
+    def places(self, index: int) -> BlockPlace:
+        return BlockPlace(100 + index, self.generation)
+
+
+class _Account:
+    def __init__(self, *requests: _Request) -> None:
+        self._requests = {request.key: request for request in requests}
+
+    def find_decode(self, key: EngineKey) -> _Request | None:
+        return self._requests.get(key)
+
+    def begin_copy(self, owner: _Request) -> None:
+        """Nothing."""
+
+    def whole_blocks(self, owner: _Request) -> int:
+        return owner.whole
+
+    def place_of(self, owner: _Request, index: int) -> BlockPlace:
+        assert index < owner.whole
+        return owner.places(index)
+
+    def tokens_of(self, owner: _Request, start: int, stop: int) -> Sequence[int]:
+        return range(start, stop)
+
+
+class _Sender:
+    """Records what it is given; the test answers."""
+
+    def __init__(self, listener: PushListener) -> None:
+        self.tell = listener
+        self.opened: list[bytes] = []
+        self.written: list[tuple[bytes, int, int, tuple[int, ...]]] = []
+        self.marks: list[tuple[bytes, int, tuple[int, ...]]] = []
+        self.aborted: list[bytes] = []
+
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+        self.opened.append(ticket.transfer_id)
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        self.written.append((transfer_id, layer, first_index, tuple(source_blocks)))
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        self.marks.append((transfer_id, block_count, noted_tokens(note)))
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        raise AssertionError("a copy is never finished")
+
+    def abort(self, transfer_id: bytes) -> None:
+        self.aborted.append(transfer_id)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class _Bench:
+    """A copier of requests that the test moves on by itself."""
+
+    def __init__(self, *requests: _Request, slot_count: int = 8, layout: KvLayout = _LAYOUT) -> None:
+        self.layout = layout
+        self.events: list[EngineEvent] = []
+        self.staged: list[tuple[int, int]] = []
+        self.while_staging: Callable[[], None] = lambda: None
+        self.shared = Shared()
+        self.shared.outbox.listener = self.events.extend
+        self.senders: list[_Sender] = []
+        self.copier = Copier(
+            layout, slot_count, self.shared, _Account(*requests), self._stage, self._sender, on_work=lambda: None
+        )
+
+    @property
+    def sender(self) -> _Sender:
+        return self.senders[0]
+
+    def ticket(self, block_count: int, holder: str = "a") -> Ticket:
+        """An open ticket of a holder, for so many blocks."""
+        return Ticket(
+            transfer_id=secrets.token_bytes(16),
+            secret=bytes(16),
+            epoch=1,
+            endpoints=(KvEndpoint("unix", holder),),
+            block_ids=tuple(range(block_count)),
+            token_count=block_count * self.layout.block_tokens,
+            expires_in_s=60.0,
+            layout=self.layout,
+            is_open=True,
+        )
+
+    def replicate(self, request: _Request, block_count: int, holder: str = "a") -> bytes:
+        ticket = self.ticket(block_count, holder)
+        self.copier.replicate(request.key, ticket)
+        return ticket.transfer_id
+
+    def run(self) -> None:
+        """Does all that is due."""
+        while self.copier.advance():
+            with self.shared.lock:
+                self.copier.check_integrity()
+
+    def _stage(self, block_id: int, slot: int) -> None:
+        self.while_staging()
+        self.staged.append((block_id, slot))
+
+    def _sender(self, listener: PushListener) -> _Sender:
+        self.senders.append(_Sender(listener))
+        return self.senders[0]
+
+
+# What is copied, and when.
+
+
+def test_blocks_are_copied_when_they_are_whole_and_marked_with_their_tokens() -> None:
+    request = _Request(_KEY)
+    bench = _Bench(request)
+    push = bench.replicate(request, 10)
+    bench.run()
+    assert not bench.staged
+    for whole in (2, 3):
+        request.whole = whole
+        bench.run()
+        bench.sender.tell(PushMarked(push, whole))
+    assert [block_id for block_id, _ in bench.staged] == [100, 101, 102]
+    assert [(layer, index) for _, layer, index, _ in bench.sender.written] == [
+        (layer, index) for index in range(3) for layer in range(2)
+    ]
+    assert bench.sender.marks == [(push, 2, tuple(range(8))), (push, 3, tuple(range(8, 12)))]
+    assert bench.events == [Replicated(_KEY, 8), Replicated(_KEY, 12)]
+
+
+def test_no_more_is_written_than_the_holder_has_granted() -> None:
+    request = _Request(_KEY, whole=5)
+    bench = _Bench(request)
+    push = bench.replicate(request, 2)
+    bench.run()
+    assert [block_count for _, block_count, _ in bench.sender.marks] == [2]
+    bench.sender.tell(PushExtended(push, 4))
+    bench.run()
+    assert [block_count for _, block_count, _ in bench.sender.marks] == [2, 4]
+
+
+def test_long_prompt_is_marked_in_as_many_steps_as_its_tokens_need() -> None:
+    layout = KvLayout("model", layer_count=1, block_tokens=300, kv_head_count=1, head_dim=4, dtype="float32")
+    request = _Request(_KEY, whole=7)
+    bench = _Bench(request, slot_count=16, layout=layout)
+    bench.replicate(request, 7)
+    bench.run()
+    assert [block_count for _, block_count, _ in bench.sender.marks] == [3, 6, 7]
+    assert max(len(token_ids) for _, _, token_ids in bench.sender.marks) <= NOTE_TOKENS_MAX
+
+
+# Blocks that are given up.
+
+
+def test_copy_of_a_block_that_was_given_up_meanwhile_is_thrown_away() -> None:
+    request = _Request(_KEY, whole=2)
+    bench = _Bench(request)
+    bench.replicate(request, 10)
+
+    def preempt() -> None:
+        # The request gives its blocks up, and computes the first one again in the very same block.
+        request.generation, request.whole = 1, 1
+        bench.while_staging = lambda: None
+
+    bench.while_staging = preempt
+    bench.run()
+    assert [block_id for block_id, _ in bench.staged] == [100, 100], "the copy of block 0 was made again"
+    assert [index for _, layer, index, _ in bench.sender.written if layer == 0] == [0]
+
+
+def test_replica_does_not_shrink_while_its_request_computes_its_blocks_again() -> None:
+    request = _Request(_KEY, whole=3)
+    bench = _Bench(request)
+    push = bench.replicate(request, 10)
+    bench.run()
+    bench.sender.tell(PushMarked(push, 3))
+    request.generation, request.whole = 1, 0
+    bench.run()
+    request.whole = 4
+    bench.run()
+    bench.sender.tell(PushMarked(push, 4))
+    assert [index for _, layer, index, _ in bench.sender.written if layer == 0] == [0, 1, 2, 3]
+    assert bench.events == [Replicated(_KEY, 12), Replicated(_KEY, 16)]
+
+
+@pytest.mark.parametrize("moment", ["between", "staging"])
+def test_push_of_an_ended_request_is_given_up_and_nothing_is_said(moment: str) -> None:
+    request = _Request(_KEY, whole=3)
+    bench = _Bench(request)
+    push = bench.replicate(request, 10)
+
+    def end() -> None:
+        request.done = True
+
+    if moment == "between":
+        bench.run()
+        end()
+    else:
+        bench.while_staging = end
+    bench.run()
+    assert bench.sender.aborted == [push]
+    bench.sender.tell(PushMarked(push, 1))
+    bench.sender.tell(PushFailed(push, "aborted"))
+    assert bench.events == []
+    assert not bench.copier.has_copies
+
+
+def test_request_that_ended_before_its_copy_began_leaves_no_blocks_at_the_holder() -> None:
+    bench = _Bench()
+    ticket = bench.ticket(4)
+    bench.copier.replicate(_KEY, ticket)
+    assert (bench.sender.opened, bench.sender.aborted) == ([ticket.transfer_id], [ticket.transfer_id])
+
+
+def test_failed_copy_may_be_made_again_elsewhere() -> None:
+    request = _Request(_KEY, whole=2)
+    bench = _Bench(request)
+    push = bench.replicate(request, 10)
+    bench.run()
+    bench.sender.tell(PushFailed(push, "gone"))
+    assert bench.events == [ReplicaEnded(_KEY, "gone")]
+    again = bench.replicate(request, 10, "b")
+    bench.run()
+    assert bench.sender.marks[-1] == (again, 2, tuple(range(8)))
+
+
+# Holders that have stopped reading.
+
+
+def test_holder_that_answers_nothing_leaves_slots_to_the_others() -> None:
+    silent = [_Request(EngineKey(f"silent{i}", 1), whole=9) for i in range(6)]
+    lively = _Request(EngineKey("lively", 1), whole=20)
+    bench = _Bench(*silent, lively, slot_count=8)
+    for request in silent:
+        bench.replicate(request, 9, "silent")
+    bench.run()
+    assert len(bench.staged) == 4, "one holder has taken more than half"
+    push = bench.replicate(lively, 20, "lively")
+    while True:
+        bench.run()
+        marked = [block_count for transfer_id, block_count, _ in bench.sender.marks if transfer_id == push]
+        if marked[-1] == 20:
+            break
+        bench.sender.tell(PushMarked(push, marked[-1]))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_requests_whose_holder_is_frozen_finish_and_free_their_blocks(tmp_path: Path, stack: ExitStack) -> None:
+    model = FakeModel(max_model_len=400, block_tokens=4, step_s=0.0005)
+    engine = StepwiseEngine(
+        FakeRunner(model),
+        600,
+        listen=[KvEndpoint("unix", str(tmp_path / "kv.sock"))],
+        replicas=ReplicaOptions(staging_bytes=16 * 2 * model.layout.block_bytes),
+    )
+    stack.callback(engine.close)
+    recorder = EngineRecorder()
+    engine.start(recorder)
+    # A process that has stopped: its socket takes connections and reads nothing.
+    frozen = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stack.callback(frozen.close)
+    frozen.bind(str(tmp_path / "frozen.sock"))
+    frozen.listen()
+    store = HostReplicas(
+        model.layout,
+        500 * 2 * model.layout.block_bytes,
+        listen=[KvEndpoint("unix", str(tmp_path / "replicas.sock"))],
+        transports=make_transports(),
+        epoch=1,
+    )
+    stack.callback(store.close)
+    holder = Holder(store)
+    requests = [make_request(engine, f"r{i}", 40, 200) for i in range(6)]
+    for number, request in enumerate(requests):
+        engine.prefill(request)
+        recorder.wait_until(lambda key=request.key: key in recorder.token_ids, "first token")
+        engine.adopt(request.key)
+        if number % 2:
+            holder.replicate(engine, request)
+        else:
+            address = KvEndpoint("unix", str(tmp_path / "frozen.sock"))
+            ticket = Ticket(
+                secrets.token_bytes(16),
+                bytes(16),
+                2,
+                (address,),
+                tuple(range(90)),
+                360,
+                60.0,
+                model.layout,
+                is_open=True,
+            )
+            engine.replicate(request.key, ticket)
+        engine.admit(request.key)
+    for number, request in enumerate(requests):
+        recorder.wait_for_finish(request.key)
+        assert recorder.token_ids[request.key] == model.answer(request.token_ids, 0, 200)
+        watermarks = [event.token_count for event in recorder.of(Replicated, request.key)]
+        assert (max(watermarks, default=0) > 40) == bool(number % 2), watermarks
+    wait_until_free(engine)
+    assert not recorder.of(Landed)
