@@ -30,6 +30,8 @@ class Setback(enum.Enum):
     """There was no connection: the instance knows nothing of the request."""
     LOST = "lost"
     """The instance had the request, and will not finish it."""
+    REFUSED = "refused"
+    """The holder of its replica does not go on with it. It is placed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,10 @@ def after_setback(
     instance asked for; it rests for at least that long, for at most one and a half times that.
 
     A full queue never ends a request. Instances that cannot be reached end it when that happened at least
-    `max_attempts` times in a row and the first time is `unavailable_after_s` ago.
+    `max_attempts` times in a row and the first time is `unavailable_after_s` ago. A holder that refuses changes nothing.
     """
+    if setback is Setback.REFUSED:
+        return state
     failures = state._failures + 1
     pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures - 1, _DOUBLINGS)) * (0.5 + jitter / 2)
     after = replace(state, _failures=failures, _unreached=0)

@@ -1,22 +1,29 @@
 """A request's life on the router, as a value. Pure: no clock, no waiting, no I/O, no protobuf.
 
-    Unplaced -> Prefilling -> Placed -> Decoding -> Finishing -> Ended       ^            |           |          |
-       +--- Lost <--+-----------+----------+        from every state but Ended: Ended, by a cancel or an error
+    Unplaced -> Prefilling -> Placed -> Decoding -> Finishing -> Ended
+       ^            |           |          | ^
+       +--- Lost <--+-----------+----------+ |      from every state but Ended: Ended, by a cancel or an error
+             |                               |
+             +-----> Resuming ---------------+      where there is a replica
 
-An attempt is one placement of the request on a prefill instance. step() returns the next state and the actions that the
-service has to carry out, in order. Text is not known here: the service appends tokens to the answer and reports
-TextStopped.
+An attempt is one placement of the request: on a prefill instance, or on the holder of its replica. step() returns the
+next state and the actions that the service has to carry out, in order. Text is not known here: the service appends
+tokens to the answer and reports TextStopped.
 
 Tokens of a decode instance that no placement has named yet are held until one names it. Tokens of an instance that the
 attempt has left are dropped. The tokens of two instances are never mixed: after the first token of one, a placement on
 another loses the attempt.
+
+A request that has a replica may be resumed by its holder when its decode instance is lost. The former instance is told
+to end it only when the holder has answered: an Abort that comes first makes it drop the replica.
 """
 
 from dataclasses import replace
 
 from kaveri.domain.sampling import FinishReason
-from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.errors import KaveriError, Unavailable
 from kaveri.policy.retry import Setback
+from services.router.lifecycle_losses import Step, held_of, impossible, leaving, lost, lost_by_gap, withheld_by
 from services.router.lifecycle_values import (
     Abort,
     Action,
@@ -47,6 +54,12 @@ from services.router.lifecycle_values import (
     PrefillEnded,
     Prefilling,
     PrefillLeg,
+    ReplicaForgone,
+    ReplicaNamed,
+    ResumeAsked,
+    Resumed,
+    ResumeRefused,
+    Resuming,
     Seeking,
     Sent,
     Sought,
@@ -61,8 +74,6 @@ from services.router.lifecycle_values import (
 
 HAND_OVER_GRACE_S = 0.25
 """An answer of two tokens can end before prefill reports its hand-over. Its timing waits this long for the report."""
-
-Step = tuple[State, tuple[Action, ...]]
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
@@ -91,6 +102,16 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _prefill_ended(state, event)
         case PlaceLost():
             return _place_lost(state, event)
+        case ReplicaNamed():
+            return _replica_named(state, event)
+        case ReplicaForgone():
+            return _replica_forgone(state, event)
+        case ResumeAsked():
+            return _resume_asked(state, event)
+        case Resumed():
+            return _resumed(state)
+        case ResumeRefused():
+            return _resume_refused(state, event)
         case TextStopped():
             return _text_stopped(state, event)
         case Exhausted():
@@ -107,7 +128,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
 
 def _tokens(state: State, event: Tokens, now_s: float) -> Step:
     match state:
-        case Placed(attempt) | Decoding(attempt) if not event.token_ids and event.finish is None:
+        case Placed(attempt) | Decoding(attempt) if _is_announcement(event):
             # It has landed there, and waits for its turn.
             return _of_another_attempt(state, attempt, event)
         case Decoding(attempt, next_index, place, _):
@@ -116,7 +137,7 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
             if event.source != place:
                 return state, ()
             if event.first_index > next_index:
-                return _lost_by_gap(state, event)
+                return lost_by_gap(state, event)
             return _taken(state, event, now_s)
         case Placed(attempt, next_index, place):
             if event.attempt != attempt.number:
@@ -130,15 +151,27 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
             if next_index == attempt.first_index:
                 # The first token comes by another road.
                 return _held(state, event)
-            return _lost_by_gap(state, event)
+            return lost_by_gap(state, event)
         case Seeking(attempt) | Prefilling(attempt):
             if event.attempt == attempt.number:
                 return _held(state, event)
             return _of_another_attempt(state, attempt, event)
+        case Resuming(attempt, next_index, place):
+            if event.attempt != attempt.number or event.source != place or _is_announcement(event):
+                # Of the former instance: it gets its Abort when the holder has answered.
+                return state, ()
+            if event.first_index > next_index:
+                return lost_by_gap(state, event)
+            now, actions = _taken(Decoding(attempt, next_index, place, PrefillLeg.COMPLETE), event, now_s)
+            return now, (*state.withheld, *actions)
         case Lost(attempt):
             return _of_another_attempt(state, attempt, event)
         case Unplaced() | Finishing() | Ended():
             return state, ()
+
+
+def _is_announcement(event: Tokens) -> bool:
+    return not event.token_ids and event.finish is None
 
 
 def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:
@@ -159,7 +192,7 @@ def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
         else:
             append = (Append(event.token_ids, event.logprobs, event.finish),)
     if event.finish is None:
-        return Decoding(state.attempt, state.next_index + max(0, added), state.place, state.leg), append
+        return Decoding(state.attempt, state.next_index + max(0, added), state.place, state.leg, state.replica), append
     complete = Complete(event.decode_queue_s, event.decode_s)
     if state.leg.is_open:
         wait = AwaitReport(now_s + HAND_OVER_GRACE_S)
@@ -173,21 +206,21 @@ def _held(state: Seeking | Prefilling | Placed, event: Tokens | GivenUp) -> Step
         if isinstance(state, Seeking):
             # A gap, once the instance is known.
             return state, ()
-        return _lost(state, Unavailable(f"decode instance {event.source.instance_id} sent tokens, and no placement"))
+        return lost(state, Unavailable(f"decode instance {event.source.instance_id} sent tokens, and no placement"))
     return replace(state, held=Held((*state.held.events, event), token_count)), ()
 
 
 def _given_up(state: State, event: GivenUp) -> Step:
     match state:
-        case Decoding(attempt, _, place, _):
+        case Resuming(attempt, _, place) | Decoding(attempt, _, place):
             if event.attempt == attempt.number and event.source == place:
-                return _lost(state, event.error, decode_has_ended=True)
+                return lost(state, event.error, decode_has_ended=True)
             return state, ()
         case Placed(attempt, _, place):
             if event.attempt != attempt.number or event.source in state.left:
                 return state, ()
             if event.source == place:
-                return _lost(state, event.error, decode_has_ended=True)
+                return lost(state, event.error, decode_has_ended=True)
             return _held(state, event)
         case Seeking(attempt) | Prefilling(attempt):
             return _held(state, event) if event.attempt == attempt.number else (state, ())
@@ -201,10 +234,11 @@ def _sent(state: State, event: Sent) -> Step:
             attempt = event.attempt
             assert attempt.first_index == next_index, (state, event)
             if event.place is None:
-                return Prefilling(attempt, next_index), ()
-            return Placed(attempt, next_index, event.place), (Follow(attempt.number, event.place, is_there=False),)
+                return Prefilling(attempt, next_index), withheld_by(state)
+            follow = Follow(attempt.number, event.place, is_there=False)
+            return Placed(attempt, next_index, event.place), (*withheld_by(state), follow)
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _sought(state: State, event: Sought) -> Step:
@@ -212,7 +246,7 @@ def _sought(state: State, event: Sought) -> Step:
         case Unplaced(next_index):
             return Seeking(event.attempt, next_index), ()
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _not_found(state: State, event: NotFound) -> Step:
@@ -220,7 +254,7 @@ def _not_found(state: State, event: NotFound) -> Step:
         case Seeking(_, next_index):
             return Unplaced(next_index), ()
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _took_over(state: State, event: TookOver, now_s: float) -> Step:
@@ -239,7 +273,7 @@ def _took_over(state: State, event: TookOver, now_s: float) -> Step:
                 actions = (*actions, Follow(attempt.number, event.place))
             return now, actions
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _superseded(state: State, event: Superseded) -> Step:
@@ -251,8 +285,8 @@ def _superseded(state: State, event: Superseded) -> Step:
             return Ended(event.error, None), ()
         case Lost(attempt):
             return Ended(event.error, attempt), ()
-        case Seeking(attempt) | Prefilling(attempt) | Placed(attempt) | Decoding(attempt) | Finishing(attempt):
-            return Ended(event.error, attempt), (LeaveAttempt(),)
+        case _:
+            return Ended(event.error, state.attempt), (LeaveAttempt(),)
 
 
 def _place_named(state: State, event: PlaceNamed, now_s: float) -> Step:
@@ -262,19 +296,19 @@ def _place_named(state: State, event: PlaceNamed, now_s: float) -> Step:
         case Placed(attempt, next_index, place, leg, left, held):
             if event.place != place:
                 events = tuple(former for former in held.events if former.source != place)
-                held = _held_of(events)
+                held = held_of(events)
                 left = (*(former for former in left if former != event.place), place)
             placed = Placed(attempt, next_index, event.place, leg, left, held)
         case Decoding(attempt, _, place, _):
             if event.place != place:
                 where = event.place.instance_id
-                return _lost(state, Unavailable(f"it was placed on {where} after decode had begun elsewhere"))
+                return lost(state, Unavailable(f"it was placed on {where} after decode had begun elsewhere"))
             return state, (Follow(attempt.number, event.place),)
         case Finishing(attempt, finish):
             # Prefill places a request that has its whole answer.
             return Ended(finish, attempt), (LeaveAttempt(), Abort(attempt.number, event.place))
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
     now, actions = _replayed(placed, (), now_s)
     if isinstance(now, Placed | Decoding):
         # Last: the service may find at once that the place is lost.
@@ -289,13 +323,13 @@ def _first_token(state: State, event: FirstToken, now_s: float) -> Step:
                 return state, ()
             append = Append(event.token_ids, event.logprobs, event.finish)
             if event.finish is not None:
-                return Ended(event.finish, attempt), (append, Complete(), *_left(state))
+                return Ended(event.finish, attempt), (append, Complete(), *leaving(state))
             taken = replace(state, next_index=next_index + 1)
             return _replayed(taken, (append,), now_s) if isinstance(taken, Placed) else (taken, (append,))
         case Decoding() | Finishing():
             return state, ()
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
@@ -304,7 +338,7 @@ def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
     if not own:
         return state, actions
     others = tuple(event for event in state.held.events if event.source != state.place)
-    now: State = replace(state, held=_held_of(others))
+    now: State = replace(state, held=held_of(others))
     for event in own:
         now, more = step(now, event, now_s)
         actions += more
@@ -318,18 +352,18 @@ def _handed_over(state: State, event: HandedOver) -> Step:
         case Decoding():
             return state._replace(leg=PrefillLeg.HANDED_OVER), ()
         case Prefilling(attempt):
-            return _lost(state, Unavailable(f"prefill instance {attempt.prefill.instance_id} has named no place"))
+            return lost(state, Unavailable(f"prefill instance {attempt.prefill.instance_id} has named no place"))
         case Finishing():
             return state, ()
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _prefill_ended(state: State, event: PrefillEnded) -> Step:
     match state:
         case Decoding(_, _, _, leg):
             if event.error is None and leg is not PrefillLeg.HANDED_OVER:
-                return _lost(state, _without_hand_over(state.attempt))
+                return lost(state, _without_hand_over(state.attempt))
             # Its end is no loss: decode needs nothing more of it, neither its token nor the name of the place.
             ended = PrefillLeg.COMPLETE if leg is PrefillLeg.HANDED_OVER else PrefillLeg.BROKEN
             return state._replace(leg=ended), ()
@@ -337,15 +371,15 @@ def _prefill_ended(state: State, event: PrefillEnded) -> Step:
             if event.error is None and leg is PrefillLeg.HANDED_OVER:
                 if next_index == attempt.first_index:
                     where = attempt.prefill.instance_id
-                    return _lost(state, Unavailable(f"prefill instance {where} ended without its first token"))
+                    return lost(state, Unavailable(f"prefill instance {where} ended without its first token"))
                 return replace(state, leg=PrefillLeg.COMPLETE), ()
-            return _lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
+            return lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
         case Prefilling(attempt):
-            return _lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
+            return lost(state, event.error or _without_hand_over(attempt), was_reached=event.was_reached)
         case Finishing(attempt, finish):
             return Ended(finish, attempt), (LeaveAttempt(),)
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _without_hand_over(attempt: Attempt) -> KaveriError:
@@ -354,34 +388,88 @@ def _without_hand_over(attempt: Attempt) -> KaveriError:
 
 def _place_lost(state: State, event: PlaceLost) -> Step:
     match state:
-        case Placed() | Decoding():
-            return _lost(state, event.error)
+        case Placed() | Resuming() | Decoding():
+            return lost(state, event.error)
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
+
+
+def _replica_named(state: State, event: ReplicaNamed) -> Step:
+    match state:
+        case Placed(attempt, _, place) if event.attempt == attempt.number and event.source == place:
+            return replace(state, replica=event.replica), ()
+        case Decoding(attempt, _, place) if event.attempt == attempt.number and event.source == place:
+            return state._replace(replica=event.replica), ()
+        case _:
+            # It is named again with its next tokens.
+            return state, ()
+
+
+def _replica_forgone(state: State, event: ReplicaForgone) -> Step:
+    match state:
+        case Lost():
+            return replace(state, replica=None, withheld=()), state.withheld
+        case _:
+            raise impossible(state, event)
+
+
+def _resume_asked(state: State, event: ResumeAsked) -> Step:
+    match state:
+        case Unplaced(next_index) | Lost(_, next_index):
+            attempt, holder = event.attempt, event.holder
+            assert attempt.first_index == next_index, (state, event)
+            now = Resuming(attempt, next_index, holder, withheld_by(state))
+            return now, (Follow(attempt.number, holder, is_there=False),)
+        case _:
+            raise impossible(state, event)
+
+
+def _resumed(state: State) -> Step:
+    match state:
+        case Resuming(attempt, next_index, place):
+            now = Decoding(attempt, next_index, place, PrefillLeg.COMPLETE)
+            return now, (*state.withheld, Follow(attempt.number, place))
+        case Decoding(attempt, _, place):
+            # Its tokens have come before its answer.
+            return state, (Follow(attempt.number, place),)
+        case _:
+            return state, ()
+
+
+def _resume_refused(state: State, event: ResumeRefused) -> Step:
+    match state:
+        case Resuming(attempt, next_index, place):
+            now = Lost(attempt, next_index, event.error, Setback.REFUSED, place, PrefillLeg.COMPLETE)
+            if event.may_have_begun:
+                return now, leaving(state)
+            return now, (LeaveAttempt(), *state.withheld)
+        case _:
+            # Its tokens have come: only its answer was lost.
+            return _resumed(state)
 
 
 def _text_stopped(state: State, event: TextStopped) -> Step:
     match state:
         case Prefilling(attempt) | Placed(attempt) | Decoding(attempt):
-            return Ended(FinishReason.STOP, attempt), _left(state)
+            return Ended(FinishReason.STOP, attempt), leaving(state)
         case Lost(attempt):
             # The attempt was lost behind the tokens that hold the stop text.
-            return Ended(FinishReason.STOP, attempt), ()
+            return Ended(FinishReason.STOP, attempt), state.withheld
         case Seeking(attempt):
             # The client has the tokens that hold it, of an earlier session.
             return Ended(FinishReason.STOP, attempt), (LeaveAttempt(), Abort(attempt.number, None))
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _exhausted(state: State, event: Exhausted) -> Step:
     match state:
         case Lost(attempt):
-            return Ended(FinishReason.LENGTH, attempt), (Complete(),)
+            return Ended(FinishReason.LENGTH, attempt), (Complete(), *state.withheld)
         case Unplaced():
             return Ended(FinishReason.LENGTH, None), (Complete(),)
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _grace_over(state: State, event: GraceOver) -> Step:
@@ -389,7 +477,7 @@ def _grace_over(state: State, event: GraceOver) -> Step:
         case Finishing(attempt, finish):
             return Ended(finish, attempt), (LeaveAttempt(),)
         case _:
-            raise _impossible(state, event)
+            raise impossible(state, event)
 
 
 def _ended_early(state: State, outcome: FinishReason | KaveriError) -> Step:
@@ -402,56 +490,9 @@ def _ended_early(state: State, outcome: FinishReason | KaveriError) -> Step:
         case Unplaced():
             return Ended(outcome, None), complete
         case Lost(attempt):
-            return Ended(outcome, attempt), complete
+            return Ended(outcome, attempt), (*complete, *state.withheld)
         case Seeking(attempt):
             # The instance that has it may have given it to this router already.
             return Ended(outcome, attempt), (*complete, LeaveAttempt(), Abort(attempt.number, None))
-        case Prefilling(attempt) | Placed(attempt) | Decoding(attempt):
-            return Ended(outcome, attempt), (*complete, *_left(state))
-
-
-def _lost_by_gap(state: Placed | Decoding, event: Tokens) -> Step:
-    missing = f"tokens {state.next_index} to {event.first_index - 1} are missing"
-    # One that has ended by itself has nothing to abort.
-    error = Unavailable(f"decode instance {state.place.instance_id}: {missing}")
-    return _lost(state, error, decode_has_ended=event.finish is not None)
-
-
-def _lost(
-    state: Prefilling | Placed | Decoding,
-    error: KaveriError,
-    *,
-    was_reached: bool = True,
-    decode_has_ended: bool = False,
-) -> Step:
-    place, leg = (None, PrefillLeg.WORKING) if isinstance(state, Prefilling) else (state.place, state.leg)
-    lost = Lost(state.attempt, state.next_index, error, _setback(error, was_reached), place, leg)
-    if decode_has_ended:
-        return lost, (LeaveAttempt(),)
-    if place is None and isinstance(error, Unavailable) and was_reached:
-        # A prefill instance that dies takes the name of the place with it.
-        return lost, (LeaveAttempt(), Abort(state.attempt.number, None))
-    return lost, _left(state)
-
-
-def _setback(error: KaveriError, was_reached: bool) -> Setback:
-    if isinstance(error, NoCapacity):
-        return Setback.FULL
-    return Setback.LOST if was_reached else Setback.UNREACHED
-
-
-def _left(state: Prefilling | Placed | Decoding) -> tuple[Action, ...]:
-    """Leaves an attempt that decode has not ended. Prefill itself aborts a place that it has not named, unless it has
-    handed the request over: then the instance that has it has sent something."""
-    if isinstance(state, Prefilling):
-        sources = dict.fromkeys(event.source for event in state.held.events)
-        return LeaveAttempt(), *(Disown(state.attempt.number, source) for source in sources)
-    return LeaveAttempt(), Abort(state.attempt.number, state.place)
-
-
-def _held_of(events: tuple[Tokens | GivenUp, ...]) -> Held:
-    return Held(events, sum(len(event.token_ids) if isinstance(event, Tokens) else 1 for event in events))
-
-
-def _impossible(state: State, event: Event) -> AssertionError:
-    return AssertionError(f"{type(event).__name__} is impossible in {type(state).__name__}: {event}, {state}")
+        case Prefilling(attempt) | Placed(attempt) | Resuming(attempt) | Decoding(attempt):
+            return Ended(outcome, attempt), (*complete, *leaving(state))

@@ -21,14 +21,26 @@ class Life(NamedTuple):
     incarnation: int
 
 
+class Replica(NamedTuple):
+    """A copy of a request's KV at another decode instance."""
+
+    holder: Life
+    token_count: int
+    """How many tokens it has the KV of, from the first one of the prompt on."""
+
+
+NO_LIFE = Life("", 0)
+"""Of the prefill instance of a resumed attempt, and of one that is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One placement of the request on a prefill instance."""
+    """One placement of the request: on a prefill instance, or on the holder of its replica, where it is resumed."""
 
     number: int
     prefill: Life
     first_index: int
-    """Index of the token that prefill draws."""
+    """Index of the first token that this placement draws: prefill draws it, or the holder of the replica."""
     most_tokens: int
     """Most tokens of the whole answer. At most this many tokens are held."""
     taken_over: bool = False
@@ -83,6 +95,42 @@ class GivenUp:
     attempt: int
     source: Life
     error: KaveriError
+
+
+class ReplicaNamed(NamedTuple):
+    """The decode instance says where a replica of the request is, and how much of it."""
+
+    attempt: int
+    source: Life
+    replica: Replica | None
+    """None: there is none any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaForgone:
+    """The request is not resumed, though it has a replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAsked:
+    """The holder of a replica is asked to go on with the request."""
+
+    attempt: Attempt
+    holder: Life
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The holder goes on with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRefused:
+    """The holder does not go on with it, or has not answered."""
+
+    error: KaveriError
+    may_have_begun: bool
+    """Whether it may go on with it all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +241,11 @@ class Failed:
 Event = (
     Tokens
     | GivenUp
+    | ReplicaNamed
+    | ReplicaForgone
+    | ResumeAsked
+    | Resumed
+    | ResumeRefused
     | Sent
     | Sought
     | NotFound
@@ -260,15 +313,29 @@ class Placed:
     left: tuple[Life, ...] = ()
     """Decode instances that this attempt was placed on before."""
     held: Held = NOTHING_HELD
+    replica: Replica | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """The holder of the request's replica is asked to go on with it, without a prefill instance."""
+
+    attempt: Attempt
+    next_index: int
+    place: Life
+    """The holder."""
+    withheld: tuple["Abort", ...] = ()
+    """As in Lost."""
 
 
 class Decoding(NamedTuple):
-    """A decode instance draws the tokens, and the answer has some of them."""
+    """A decode instance draws the tokens, and the answer has some of them; or it has resumed the request."""
 
     attempt: Attempt
     next_index: int
     place: Life
     leg: PrefillLeg
+    replica: Replica | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +356,10 @@ class Lost:
     setback: Setback
     place: Life | None
     leg: PrefillLeg
+    replica: Replica | None = None
+    """Where the request may be resumed."""
+    withheld: tuple["Abort", ...] = ()
+    """For the former decode instance. It would tell the holder to drop the replica, so the holder is asked first."""
 
     @property
     def is_prefills_fault(self) -> bool:
@@ -306,7 +377,7 @@ class Ended:
     """The last one; None: there was none."""
 
 
-State = Unplaced | Seeking | Prefilling | Placed | Decoding | Finishing | Lost | Ended
+State = Unplaced | Seeking | Prefilling | Placed | Resuming | Decoding | Finishing | Lost | Ended
 
 
 # ---- actions ----

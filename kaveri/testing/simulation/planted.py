@@ -26,7 +26,7 @@ from services.prefill import decode_placer
 from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
 from services.router import answer as router_answer
-from services.router import claims, lifecycle, request_placer, token_feeds
+from services.router import claims, lifecycle_losses, request_placer, token_feeds
 from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
 
@@ -466,7 +466,7 @@ def refused_writes_end_leases() -> Iterator[None]:
 @_planted
 def refused_connections_cost_attempts() -> Iterator[None]:
     """Attempts run out while the only prefill instance is away, or its queue is full."""
-    with _replaced(lifecycle, "_setback", lambda _: lambda *_: Setback.LOST):
+    with _replaced(lifecycle_losses, "_setback", lambda _: lambda *_: Setback.LOST):
         yield
 
 

@@ -13,6 +13,7 @@ from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.policy.retry import Setback
 from services.router.lifecycle import HAND_OVER_GRACE_S, step
 from services.router.lifecycle_values import (
+    NO_LIFE,
     Abort,
     Action,
     Append,
@@ -42,6 +43,13 @@ from services.router.lifecycle_values import (
     PrefillEnded,
     Prefilling,
     PrefillLeg,
+    Replica,
+    ReplicaForgone,
+    ReplicaNamed,
+    ResumeAsked,
+    Resumed,
+    ResumeRefused,
+    Resuming,
     Seeking,
     Sent,
     Sought,
@@ -268,6 +276,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.followed: Life | None = None
         self.ended_at: int | None = None
         self.flushed = 0
+        self.unaborted: list[Abort] = []
+        """Of former instances, which the holder of the replica keeps waiting."""
 
     def take(self, event: Event) -> None:
         before = self.state
@@ -284,6 +294,8 @@ class AnyOrder(RuleBasedStateMachine):
                     self.followed = place
                 case Unfollow() | LeaveAttempt():
                     self.followed = None
+                case Abort() if action in self.unaborted:
+                    self.unaborted.remove(action)
                 case Abort(number, place):
                     assert number == self.number
                     assert place is None or place in self.named
@@ -291,6 +303,8 @@ class AnyOrder(RuleBasedStateMachine):
                     assert number < self.number or (isinstance(before, Prefilling) and source not in self.named)
                 case AwaitReport(until_s):
                     assert until_s > 1.0
+        if isinstance(self.state, Lost) and not isinstance(before, Lost):
+            self.unaborted += self.state.withheld
         if isinstance(before, Ended):
             assert (self.state, actions) == (before, ())
         if isinstance(self.state, Ended) and not isinstance(before, Ended):
@@ -320,6 +334,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(back=st.integers(0, 1), source=st.sampled_from(DECODES))
     def given_up(self, back: int, source: Life) -> None:
         self.take(GivenUp(max(1, self.number - back), source, GONE))
+
+    @rule(back=st.integers(0, 1), source=st.sampled_from(DECODES), holder=st.sampled_from([None, *DECODES]))
+    def replica_named(self, back: int, source: Life, holder: Life | None) -> None:
+        replica = None if holder is None else Replica(holder, 4)
+        self.take(ReplicaNamed(max(1, self.number - back), source, replica))
 
     @precondition(lambda self: self.reads_prefill)
     @rule(place=st.sampled_from(DECODES))
@@ -384,6 +403,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert set(map(type, actions)) <= {LeaveAttempt}
         if not isinstance(before, Ended):
             self.ended_at, self.followed = len(self.answer), None
+        self.unaborted = []
 
     @precondition(lambda self: isinstance(self.state, Unplaced | Lost))
     @rule(both=st.booleans())
@@ -392,6 +412,28 @@ class AnyOrder(RuleBasedStateMachine):
         place = DECODES[0] if both else None
         self.named = [] if place is None else [place]
         self.take(Sent(Attempt(self.number, place or PREFILL, len(self.answer), MOST_TOKENS), place))
+
+    @precondition(lambda self: isinstance(self.state, Unplaced | Lost))
+    @rule(holder=st.sampled_from(DECODES))
+    def resume_asked(self, holder: Life) -> None:
+        self.number += 1
+        self.named = [holder]
+        self.take(ResumeAsked(Attempt(self.number, NO_LIFE, len(self.answer), MOST_TOKENS), holder))
+
+    @precondition(lambda self: self.awaits_holder)
+    @rule()
+    def resumed(self) -> None:
+        self.take(Resumed())
+
+    @precondition(lambda self: self.awaits_holder)
+    @rule(may_have_begun=st.booleans())
+    def resume_refused(self, may_have_begun: bool) -> None:
+        self.take(ResumeRefused(GONE, may_have_begun))
+
+    @precondition(lambda self: isinstance(self.state, Lost))
+    @rule()
+    def replica_forgone(self) -> None:
+        self.take(ReplicaForgone())
 
     @precondition(lambda self: self.followed is not None)
     @rule()
@@ -419,6 +461,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.take(event)
 
     @property
+    def awaits_holder(self) -> bool:
+        """Whether the answer of a holder may come."""
+        match self.state:
+            case Resuming() | Decoding(Attempt(_, Life("", 0))):
+                return True
+            case _:
+                return False
+
+    @property
     def reads_prefill(self) -> bool:
         """Whether the service reads a prefill stream."""
         match self.state:
@@ -432,7 +483,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def every_token_has_its_index(self) -> None:
         assert [index for _, _, index in self.answer] == list(range(len(self.answer)))
-        if isinstance(self.state, Seeking | Prefilling | Placed | Decoding | Lost | Unplaced):
+        if isinstance(self.state, Seeking | Prefilling | Placed | Resuming | Decoding | Lost | Unplaced):
             assert self.state.next_index == len(self.answer)
 
     @invariant()
@@ -445,8 +496,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def the_place_is_followed(self) -> None:
-        place = self.state.place if isinstance(self.state, Placed | Decoding) else None
+        place = self.state.place if isinstance(self.state, Placed | Resuming | Decoding) else None
         assert self.followed == place
+
+    @invariant()
+    def the_former_instance_is_told_to_end_it_unless_the_holder_is_still_to_answer(self) -> None:
+        waiting = self.state.withheld if isinstance(self.state, Lost | Resuming) else ()
+        assert self.unaborted == list(waiting)
 
     @invariant()
     def what_is_held_is_bounded_and_of_no_place_that_was_left(self) -> None:

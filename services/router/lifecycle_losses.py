@@ -1,0 +1,89 @@
+"""How an attempt of a request is lost or left. Pure, as lifecycle.py."""
+
+from dataclasses import replace
+
+from kaveri.errors import KaveriError, NoCapacity, Unavailable
+from kaveri.policy.retry import Setback
+from services.router.lifecycle_values import (
+    Abort,
+    Action,
+    Decoding,
+    Disown,
+    Event,
+    GivenUp,
+    Held,
+    LeaveAttempt,
+    Lost,
+    Placed,
+    Prefilling,
+    PrefillLeg,
+    Resuming,
+    State,
+    Tokens,
+)
+
+Step = tuple[State, tuple[Action, ...]]
+
+
+def lost_by_gap(state: Placed | Resuming | Decoding, event: Tokens) -> Step:
+    """Tokens are missing before those of the event."""
+    missing = f"tokens {state.next_index} to {event.first_index - 1} are missing"
+    # One that has ended by itself has nothing to abort.
+    error = Unavailable(f"decode instance {state.place.instance_id}: {missing}")
+    return lost(state, error, decode_has_ended=event.finish is not None)
+
+
+def lost(
+    state: Prefilling | Placed | Resuming | Decoding,
+    error: KaveriError,
+    *,
+    was_reached: bool = True,
+    decode_has_ended: bool = False,
+) -> Step:
+    """The attempt cannot go on. was_reached: whether the instance knows of it."""
+    place, leg = (None, PrefillLeg.WORKING) if isinstance(state, Prefilling) else (state.place, leg_of(state))
+    replica = state.replica if isinstance(state, Placed | Decoding) else None
+    now = Lost(state.attempt, state.next_index, error, _setback(error, was_reached), place, leg, replica)
+    if decode_has_ended:
+        return now, (LeaveAttempt(), *withheld_by(state))
+    if replica is not None:
+        return replace(now, withheld=(Abort(state.attempt.number, place),)), (LeaveAttempt(),)
+    if place is None and isinstance(error, Unavailable) and was_reached:
+        # A prefill instance that dies takes the name of the place with it.
+        return now, (LeaveAttempt(), Abort(state.attempt.number, None))
+    return now, leaving(state)
+
+
+def _setback(error: KaveriError, was_reached: bool) -> Setback:
+    if isinstance(error, NoCapacity):
+        return Setback.FULL
+    return Setback.LOST if was_reached else Setback.UNREACHED
+
+
+def leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, ...]:
+    """Leaves an attempt that decode has not ended. Prefill itself aborts a place that it has not named, unless it has
+    handed the request over: then the instance that has it has sent something."""
+    if isinstance(state, Prefilling):
+        sources = dict.fromkeys(event.source for event in state.held.events)
+        return LeaveAttempt(), *(Disown(state.attempt.number, source) for source in sources)
+    return LeaveAttempt(), *withheld_by(state), Abort(state.attempt.number, state.place)
+
+
+def withheld_by(state: State) -> tuple[Abort, ...]:
+    """The aborts that wait until the holder of the replica has been asked."""
+    return state.withheld if isinstance(state, Lost | Resuming) else ()
+
+
+def leg_of(state: Placed | Resuming | Decoding) -> PrefillLeg:
+    """How far prefill is. A resumed attempt needs nothing of it."""
+    return PrefillLeg.COMPLETE if isinstance(state, Resuming) else state.leg
+
+
+def held_of(events: tuple[Tokens | GivenUp, ...]) -> Held:
+    """With the number of their tokens."""
+    return Held(events, sum(len(event.token_ids) if isinstance(event, Tokens) else 1 for event in events))
+
+
+def impossible(state: State, event: Event) -> AssertionError:
+    """Of a pair that only a fault of the service brings about."""
+    return AssertionError(f"{type(event).__name__} is impossible in {type(state).__name__}: {event}, {state}")

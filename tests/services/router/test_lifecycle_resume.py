@@ -1,0 +1,230 @@
+"""A request whose decode instance is lost and that has a replica: its holder resumes it, or it is placed again."""
+
+import pytest
+
+from kaveri.domain.sampling import FinishReason
+from kaveri.errors import KaveriError, NoCapacity, RequestNotFound, Unavailable
+from kaveri.policy.retry import Setback
+from services.router.lifecycle import step
+from services.router.lifecycle_values import (
+    NO_LIFE,
+    Abort,
+    Action,
+    Append,
+    Attempt,
+    Cancelled,
+    Complete,
+    Decoding,
+    Disown,
+    Ended,
+    Event,
+    Failed,
+    Follow,
+    GivenUp,
+    LeaveAttempt,
+    Life,
+    Lost,
+    Placed,
+    PlaceLost,
+    Prefilling,
+    PrefillLeg,
+    Replica,
+    ReplicaForgone,
+    ReplicaNamed,
+    ResumeAsked,
+    Resumed,
+    ResumeRefused,
+    Resuming,
+    Sent,
+    State,
+    Superseded,
+    TextStopped,
+    Tokens,
+    Unplaced,
+)
+
+PREFILL, OWNER, HOLDER = Life("prefill-0", 1), Life("decode-0", 11), Life("decode-1", 12)
+FIRST, SECOND = Attempt(1, PREFILL, 0, 20), Attempt(2, NO_LIFE, 3, 20)
+THIRD = Attempt(3, PREFILL, 3, 20)
+GONE = Unavailable("gone")
+REPLICA = Replica(HOLDER, 32)
+OWNED = Decoding(FIRST, 3, OWNER, PrefillLeg.COMPLETE, REPLICA)
+ASKED = ResumeAsked(SECOND, HOLDER)
+END_OF_OWNER, END_OF_HOLDER = Abort(1, OWNER), Abort(2, HOLDER)
+
+
+def run(state: State, *events: Event) -> tuple[State, list[Action]]:
+    """The state after the events, and all actions."""
+    actions: list[Action] = []
+    for event in events:
+        state, more = step(state, event, 100.0)
+        actions += more
+    return state, actions
+
+
+def aborts(actions: list[Action]) -> list[Action]:
+    return [action for action in actions if isinstance(action, Abort | Disown)]
+
+
+def appended(actions: list[Action]) -> list[int]:
+    return [token_id for action in actions if isinstance(action, Append) for token_id in action.token_ids]
+
+
+def lost() -> State:
+    return run(OWNED, PlaceLost(GONE))[0]
+
+
+def resuming() -> State:
+    return run(lost(), ASKED)[0]
+
+
+def drawn(attempt: int, source: Life, first_index: int, *token_ids: int, finish: FinishReason | None = None) -> Tokens:
+    return Tokens(attempt, source, first_index, token_ids, (), finish)
+
+
+def test_a_lost_request_with_a_replica_is_resumed_by_its_holder_without_prefill() -> None:
+    state, actions = run(OWNED, PlaceLost(GONE))
+    assert state == Lost(FIRST, 3, GONE, Setback.LOST, OWNER, PrefillLeg.COMPLETE, REPLICA, (END_OF_OWNER,))
+    assert actions == [LeaveAttempt()], "the holder has been asked before the former instance is told"
+    state, actions = run(state, ASKED)
+    assert (state, actions) == (Resuming(SECOND, 3, HOLDER, (END_OF_OWNER,)), [Follow(2, HOLDER, is_there=False)])
+    state, actions = run(state, Resumed())
+    assert state == Decoding(SECOND, 3, HOLDER, PrefillLeg.COMPLETE)
+    assert actions == [END_OF_OWNER, Follow(2, HOLDER)]
+    _, actions = run(state, drawn(2, HOLDER, 3, 8, 9, finish=FinishReason.LENGTH))
+    assert appended(actions) == [8, 9]
+
+
+def test_tokens_of_the_holder_may_come_before_its_answer() -> None:
+    state, actions = run(resuming(), drawn(2, HOLDER, 3, 8))
+    assert state == Decoding(SECOND, 4, HOLDER, PrefillLeg.COMPLETE)
+    assert (appended(actions), aborts(actions)) == ([8], [END_OF_OWNER])
+    for answer in (Resumed(), ResumeRefused(GONE, may_have_begun=True)):
+        assert run(state, answer) == (state, [Follow(2, HOLDER)]), "it draws, whatever has happened to its answer"
+
+
+def test_late_tokens_of_the_former_instance_are_dropped_in_every_phase() -> None:
+    late = drawn(1, OWNER, 3, 80)
+    for state in (lost(), resuming()):
+        assert run(state, late, drawn(1, OWNER, 4, 81, finish=FinishReason.LENGTH)) == (state, [])
+    resumed, _ = run(resuming(), Resumed())
+    assert run(resumed, late) == (resumed, [Disown(1, OWNER)])
+
+
+def test_tokens_of_the_resumed_attempt_from_elsewhere_are_dropped() -> None:
+    state = resuming()
+    assert run(state, drawn(2, OWNER, 3, 80), drawn(2, HOLDER._replace(incarnation=1), 3, 80)) == (state, [])
+
+
+def test_an_announcement_of_the_holder_is_no_token() -> None:
+    state = resuming()
+    assert run(state, drawn(2, HOLDER, 0)) == (state, [])
+
+
+def test_a_gap_behind_a_resume_loses_the_attempt_and_ends_both_instances() -> None:
+    state, actions = run(resuming(), drawn(2, HOLDER, 5, 8))
+    assert isinstance(state, Lost)
+    assert (state.replica, state.withheld) == (None, ())
+    assert aborts(actions) == [END_OF_OWNER, END_OF_HOLDER]
+
+
+@pytest.mark.parametrize(
+    ("error", "may_have_begun", "ended"),
+    [
+        (RequestNotFound("r"), False, [END_OF_OWNER]),
+        (NoCapacity("decode", 0.1), False, [END_OF_OWNER]),
+        (GONE, True, [END_OF_OWNER, END_OF_HOLDER]),
+    ],
+)
+def test_a_refused_resume_is_placed_again_and_costs_no_attempt(
+    error: KaveriError, may_have_begun: bool, ended: list[Action]
+) -> None:
+    state, actions = run(resuming(), ResumeRefused(error, may_have_begun))
+    assert state == Lost(SECOND, 3, error, Setback.REFUSED, HOLDER, PrefillLeg.COMPLETE)
+    assert (actions[0], aborts(actions)) == (LeaveAttempt(), ended)
+    assert run(state, Sent(THIRD)) == (Prefilling(THIRD, 3), [])
+
+
+def test_the_death_of_the_holder_while_it_is_asked_loses_the_attempt() -> None:
+    state, actions = run(resuming(), PlaceLost(GONE))
+    assert state == Lost(SECOND, 3, GONE, Setback.LOST, HOLDER, PrefillLeg.COMPLETE)
+    assert aborts(actions) == [END_OF_OWNER, END_OF_HOLDER]
+    state, actions = run(resuming(), GivenUp(2, HOLDER, GONE))
+    assert isinstance(state, Lost)
+    assert aborts(actions) == [END_OF_OWNER], "the holder has ended it by itself"
+    state = resuming()
+    assert run(state, GivenUp(1, OWNER, GONE)) == (state, []), "the former instance does not matter any more"
+
+
+def test_a_resumed_request_may_be_resumed_again_at_its_next_holder() -> None:
+    other = Life("decode-2", 13)
+    state, _ = run(resuming(), Resumed(), ReplicaNamed(2, HOLDER, Replica(other, 48)), PlaceLost(GONE))
+    assert isinstance(state, Lost)
+    assert (state.replica, state.withheld) == (Replica(other, 48), (END_OF_HOLDER,))
+    state, _ = run(resuming(), Resumed(), PlaceLost(GONE))
+    assert isinstance(state, Lost)
+    assert state.replica is None, "the holder's own copy is used up"
+
+
+@pytest.mark.parametrize(
+    ("event", "first"),
+    [(Cancelled(), [Complete()]), (Failed(GONE), []), (TextStopped(), [])],
+    ids=["cancel", "error", "stop"],
+)
+def test_what_ends_a_lost_request_ends_it_at_the_former_instance(event: Event, first: list[Action]) -> None:
+    state, actions = run(lost(), event)
+    assert isinstance(state, Ended)
+    assert actions == [*first, END_OF_OWNER]
+
+
+@pytest.mark.parametrize(("event", "first"), [(Cancelled(), [Complete()]), (Failed(GONE), [])], ids=["cancel", "error"])
+def test_what_ends_a_request_while_it_is_resumed_ends_it_at_both(event: Event, first: list[Action]) -> None:
+    state, actions = run(resuming(), event)
+    assert isinstance(state, Ended)
+    assert actions == [*first, LeaveAttempt(), END_OF_OWNER, END_OF_HOLDER]
+    assert run(state, Resumed(), ResumeRefused(GONE, may_have_begun=True), drawn(2, HOLDER, 3, 8)) == (state, [])
+
+
+def test_a_later_session_finds_the_request_where_it_is() -> None:
+    for state in (lost(), resuming()):
+        ended, actions = run(state, Superseded(GONE))
+        assert isinstance(ended, Ended)
+        assert not aborts(actions)
+
+
+def test_a_replica_that_is_forgone_frees_the_former_instance() -> None:
+    state, actions = run(lost(), ReplicaForgone())
+    assert actions == [END_OF_OWNER]
+    assert state == Lost(FIRST, 3, GONE, Setback.LOST, OWNER, PrefillLeg.COMPLETE)
+    assert run(lost(), Sent(THIRD)) == (Prefilling(THIRD, 3), [END_OF_OWNER])
+
+
+def test_an_instance_that_gives_a_request_up_leaves_its_replica_and_is_not_told_to_end_it() -> None:
+    state, actions = run(OWNED, GivenUp(1, OWNER, GONE))
+    assert isinstance(state, Lost)
+    assert (state.replica, state.withheld, actions) == (REPLICA, (), [LeaveAttempt()])
+
+
+def test_only_the_owner_names_a_replica_and_the_last_word_counts() -> None:
+    foreign = ReplicaNamed(1, HOLDER, Replica(OWNER, 8))
+    assert run(OWNED, foreign, ReplicaNamed(2, OWNER, None)) == (OWNED, [])
+    grown = ReplicaNamed(1, OWNER, Replica(HOLDER, 48))
+    assert run(OWNED, grown)[0] == OWNED._replace(replica=Replica(HOLDER, 48))
+    assert run(OWNED, ReplicaNamed(1, OWNER, None))[0] == OWNED._replace(replica=None)
+
+
+def test_a_replica_may_be_named_before_the_first_token_and_ends_with_the_place() -> None:
+    placed = Placed(FIRST, 0, OWNER)
+    state, _ = run(placed, ReplicaNamed(1, OWNER, REPLICA))
+    assert isinstance(state, Placed)
+    assert state.replica == REPLICA
+    state, _ = run(state, PlaceLost(GONE))
+    assert isinstance(state, Lost)
+    assert state.replica == REPLICA
+    for before in (Prefilling(FIRST, 0), Unplaced(), lost(), resuming()):
+        assert run(before, ReplicaNamed(1, OWNER, REPLICA)) == (before, [])
+
+
+def test_a_request_of_an_earlier_session_is_resumed_at_the_holder_that_a_hint_names() -> None:
+    state, actions = run(Unplaced(3), ASKED)
+    assert (state, actions) == (Resuming(SECOND, 3, HOLDER), [Follow(2, HOLDER, is_there=False)])
