@@ -52,6 +52,14 @@ class ServerTiming:
     """From the request's arrival at the router to its last token there."""
     reattaches: int = 0
     """How often another router took the request over. Then the other fields are what the last one knows."""
+    resumes: int = 0
+    """How often the request went on from a copy of its KV cache, after its decode instance was lost."""
+    held_tokens: int = 0
+    """Tokens whose KV those copies had."""
+    recomputed_tokens: int = 0
+    """Tokens that were computed again after instances were lost."""
+    stall_s: float = 0.0
+    """From the last token before each loss of an instance to the next one, together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,4 +163,8 @@ def _server_timing(message: inference_pb2.Timing) -> ServerTiming:
         ttft_s=message.ttft_s,
         e2e_s=message.e2e_s,
         reattaches=message.reattaches,
+        resumes=message.resumes,
+        held_tokens=message.held_tokens,
+        recomputed_tokens=message.recomputed_tokens,
+        stall_s=message.stall_s,
     )

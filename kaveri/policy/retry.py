@@ -93,7 +93,8 @@ def after_setback(
     instance asked for; it rests for at least that long, for at most one and a half times that.
 
     A full queue never ends a request. Instances that cannot be reached end it when that happened at least
-    `max_attempts` times in a row and the first time is `unavailable_after_s` ago. A holder that refuses changes nothing.
+    `max_attempts` times in a row and the first time is `unavailable_after_s` ago. A refusal of a holder changes
+    nothing.
     """
     if setback is Setback.REFUSED:
         return state

@@ -135,6 +135,8 @@ class OwnerHint(_message.Message):
     PREFILL_INCARNATION_FIELD_NUMBER: _builtins.int
     DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    HOLDER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
     prefill_instance_id: _builtins.str
     """The prefill instance, or the one that does both phases."""
     prefill_incarnation: _builtins.int
@@ -143,6 +145,10 @@ class OwnerHint(_message.Message):
     """The decode instance."""
     decode_incarnation: _builtins.int
     """Its life."""
+    holder_instance_id: _builtins.str
+    """The decode instance that holds a copy of the request's KV cache."""
+    holder_incarnation: _builtins.int
+    """Its life."""
     def __init__(
         self,
         *,
@@ -150,10 +156,12 @@ class OwnerHint(_message.Message):
         prefill_incarnation: _builtins.int = ...,
         decode_instance_id: _builtins.str = ...,
         decode_incarnation: _builtins.int = ...,
+        holder_instance_id: _builtins.str = ...,
+        holder_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id", "prefill_incarnation", b"prefill_incarnation", "prefill_instance_id", b"prefill_instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_instance_id", b"decode_instance_id", "holder_incarnation", b"holder_incarnation", "holder_instance_id", b"holder_instance_id", "prefill_incarnation", b"prefill_incarnation", "prefill_instance_id", b"prefill_instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -364,6 +372,10 @@ class Timing(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     E2E_S_FIELD_NUMBER: _builtins.int
     REATTACHES_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    STALL_S_FIELD_NUMBER: _builtins.int
     router_s: _builtins.float
     """In the router, before the request was sent to a prefill instance: checks, tokenizing, admission, placement."""
     prefill_queue_s: _builtins.float
@@ -396,6 +408,16 @@ class Timing(_message.Message):
     """How often the client has re-attached: the session. All else is of the last session's router, which knows of an
     attempt that it took over only what happened since, and what prefill repeated.
     """
+    resumes: _builtins.int
+    """How often the request went on from a copy of its KV cache, after its decode instance was lost."""
+    held_tokens: _builtins.int
+    """Tokens whose KV those copies had."""
+    recomputed_tokens: _builtins.int
+    """Tokens that were computed again after instances were lost: what the copies lacked, or the whole context where there
+    was none.
+    """
+    stall_s: _builtins.float
+    """From the last token before each loss of an instance to the next one, together."""
     def __init__(
         self,
         *,
@@ -414,10 +436,14 @@ class Timing(_message.Message):
         ttft_s: _builtins.float = ...,
         e2e_s: _builtins.float = ...,
         reattaches: _builtins.int = ...,
+        resumes: _builtins.int = ...,
+        held_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
+        stall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_instance_id", b"decode_instance_id", "decode_queue_s", b"decode_queue_s", "decode_s", b"decode_s", "e2e_s", b"e2e_s", "kv_bytes", b"kv_bytes", "kv_tail_s", b"kv_tail_s", "kv_transfer_s", b"kv_transfer_s", "kv_transport", b"kv_transport", "prefill_instance_id", b"prefill_instance_id", "prefill_queue_s", b"prefill_queue_s", "prefill_s", b"prefill_s", "reattaches", b"reattaches", "router_s", b"router_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_instance_id", b"decode_instance_id", "decode_queue_s", b"decode_queue_s", "decode_s", b"decode_s", "e2e_s", b"e2e_s", "held_tokens", b"held_tokens", "kv_bytes", b"kv_bytes", "kv_tail_s", b"kv_tail_s", "kv_transfer_s", b"kv_transfer_s", "kv_transport", b"kv_transport", "prefill_instance_id", b"prefill_instance_id", "prefill_queue_s", b"prefill_queue_s", "prefill_s", b"prefill_s", "reattaches", b"reattaches", "recomputed_tokens", b"recomputed_tokens", "resumes", b"resumes", "router_s", b"router_s", "stall_s", b"stall_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,8 +56,8 @@ from services.router.lifecycle_values import (
     PrefillLeg,
     ReplicaForgone,
     ReplicaNamed,
+    ResumeAccepted,
     ResumeAsked,
-    Resumed,
     ResumeRefused,
     Resuming,
     Seeking,
@@ -108,8 +108,8 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _replica_forgone(state, event)
         case ResumeAsked():
             return _resume_asked(state, event)
-        case Resumed():
-            return _resumed(state)
+        case ResumeAccepted():
+            return _resume_accepted(state)
         case ResumeRefused():
             return _resume_refused(state, event)
         case TextStopped():
@@ -424,7 +424,7 @@ def _resume_asked(state: State, event: ResumeAsked) -> Step:
             raise impossible(state, event)
 
 
-def _resumed(state: State) -> Step:
+def _resume_accepted(state: State) -> Step:
     match state:
         case Resuming(attempt, next_index, place):
             now = Decoding(attempt, next_index, place, PrefillLeg.COMPLETE)
@@ -445,7 +445,7 @@ def _resume_refused(state: State, event: ResumeRefused) -> Step:
             return now, (LeaveAttempt(), *state.withheld)
         case _:
             # Its tokens have come: only its answer was lost.
-            return _resumed(state)
+            return _resume_accepted(state)
 
 
 def _text_stopped(state: State, event: TextStopped) -> Step:

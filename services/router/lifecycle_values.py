@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kaveri.domain.replica import Replica
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError
 from kaveri.policy.retry import Setback
@@ -19,14 +20,6 @@ class Life(NamedTuple):
 
     instance_id: str
     incarnation: int
-
-
-class Replica(NamedTuple):
-    """A copy of a request's KV at another decode instance."""
-
-    holder: Life
-    token_count: int
-    """How many tokens it has the KV of, from the first one of the prompt on."""
 
 
 NO_LIFE = Life("", 0)
@@ -120,7 +113,7 @@ class ResumeAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumeAccepted:
     """The holder goes on with it."""
 
 
@@ -244,7 +237,7 @@ Event = (
     | ReplicaNamed
     | ReplicaForgone
     | ResumeAsked
-    | Resumed
+    | ResumeAccepted
     | ResumeRefused
     | Sent
     | Sought

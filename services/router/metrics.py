@@ -16,6 +16,18 @@ REATTACHES = Counter(
     "Requests of clients that re-attached, by outcome: taken_over, or placed_again because no instance had them.",
     ["outcome"],
 )
+RESUMES = Counter(
+    "kaveri_router_resumes",
+    "Requests whose decode instance was lost and whose replica's holder was asked to go on, by outcome: resumed, "
+    "not_found, no_room, unavailable or refused. All but the first are computed again.",
+    ["outcome"],
+)
+STALL_S = Histogram(
+    "kaveri_router_stall_seconds",
+    "From the last token before the loss of an instance to the next one, by what came after: resumed or recomputed.",
+    ["outcome"],
+    buckets=LATENCY_BUCKETS_S,
+)
 RELAYED_TOKENS = Counter("kaveri_router_relayed_tokens", "Tokens received from decode instances.")
 TTFT_S = Histogram("kaveri_router_ttft_seconds", "Arrival to first token.", buckets=LATENCY_BUCKETS_S)
 TPOT_S = Histogram(

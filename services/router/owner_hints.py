@@ -13,13 +13,17 @@ def hint_to_proto(hint: OwnerHint) -> inference_pb2.OwnerHint:
         message.prefill_instance_id, message.prefill_incarnation = hint.prefill
     if hint.decode is not None:
         message.decode_instance_id, message.decode_incarnation = hint.decode
+    if hint.holder is not None:
+        message.holder_instance_id, message.holder_incarnation = hint.holder
     return message
 
 
 def hint_from_proto(message: inference_pb2.OwnerHint) -> OwnerHint:
-    prefill = Life(message.prefill_instance_id, message.prefill_incarnation)
-    decode = Life(message.decode_instance_id, message.decode_incarnation)
-    return OwnerHint(prefill if prefill.instance_id else None, decode if decode.instance_id else None)
+    return OwnerHint(
+        _life(message.prefill_instance_id, message.prefill_incarnation),
+        _life(message.decode_instance_id, message.decode_incarnation),
+        _life(message.holder_instance_id, message.holder_incarnation),
+    )
 
 
 def hint_from_bytes(value: bytes) -> OwnerHint:
@@ -28,3 +32,7 @@ def hint_from_bytes(value: bytes) -> OwnerHint:
         return hint_from_proto(inference_pb2.OwnerHint.FromString(value))
     except DecodeError:
         return OwnerHint()
+
+
+def _life(instance_id: str, incarnation: int) -> Life | None:
+    return Life(instance_id, incarnation) if instance_id else None

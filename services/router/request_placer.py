@@ -11,6 +11,7 @@ from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.replica import Replica
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
 from kaveri.errors import (
     DeadlineExceeded,
@@ -37,6 +38,7 @@ from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import error_of, is_answer
 from services.router import metrics
 from services.router.attempt_numbers import AttemptNumbers
+from services.router.holders import Holders
 from services.router.lifecycle_values import (
     Abort,
     Action,
@@ -56,6 +58,8 @@ from services.router.lifecycle_values import (
     PlaceNamed,
     PrefillEnded,
     Prefilling,
+    ReplicaForgone,
+    Resuming,
     Sent,
     Sought,
     TookOver,
@@ -89,6 +93,7 @@ class RequestPlacer:
         store: ClusterStore,
         channels: Channels,
         feeds: TokenFeeds,
+        holders: Holders,
         rng: random.Random,
     ) -> None:
         """stream_id: the router_id of the prefill and decode protocols: unique over the router's lives, and secret."""
@@ -99,6 +104,7 @@ class RequestPlacer:
         self._store = store
         self._channels = channels
         self._feeds = feeds
+        self._holders = holders
         self._rng = rng
         self._turn = 0
         self._numbers = AttemptNumbers()
@@ -177,7 +183,7 @@ class RequestPlacer:
         """Carries out what a request's life asks of instances."""
         match action:
             case Follow(_, place, is_there):
-                assert isinstance(entry.state, Placed | Decoding), entry.state
+                assert isinstance(entry.state, Placed | Resuming | Decoding), entry.state
                 self._feeds.follow(entry, entry.state.attempt, place, is_there)
             case Unfollow() | LeaveAttempt():
                 self._feeds.unfollow(entry)
@@ -207,18 +213,27 @@ class RequestPlacer:
             if isinstance(entry.state, Ended):
                 return
         while True:
-            if (pause_s := retry.pause_until_s - time.monotonic()) > 0:
-                await asyncio.sleep(pause_s)
-            target = await self._choose(entry, retry)
-            if entry.ended:
-                return  # While it waited; the end of the client's RPC has not reached this task yet.
-            number += 1
-            self._numbers.note(entry.request_id, number, time.monotonic())
-            metrics.ATTEMPTS.inc()
-            await self._follow(entry, number, target)
+            prefill: InstanceRecord | None = None
+            if (replica := self._usable_replica(entry)) is not None:
+                number += 1
+                self._numbers.note(entry.request_id, number, time.monotonic())
+                await self._holders.resume(entry, number, replica)
+            else:
+                if isinstance(entry.state, Lost):
+                    entry.handle(ReplicaForgone(), time.monotonic())
+                if (pause_s := retry.pause_until_s - time.monotonic()) > 0:
+                    await asyncio.sleep(pause_s)
+                target = await self._choose(entry, retry)
+                if entry.ended:
+                    return  # While it waited; the end of the client's RPC has not reached this task yet.
+                number += 1
+                self._numbers.note(entry.request_id, number, time.monotonic())
+                metrics.ATTEMPTS.inc()
+                prefill = target.record
+                await self._follow(entry, number, target)
             match entry.state:
                 case Lost() as lost:
-                    retry = self._after_loss(entry, lost, target.record, retry)
+                    retry = self._after_loss(entry, lost, prefill, retry)
                 case state:
                     assert isinstance(state, Ended), state
                     return
@@ -230,9 +245,26 @@ class RequestPlacer:
                 entry.handle(Exhausted(), time.monotonic())
                 return
 
-    def _after_loss(self, entry: RequestEntry, lost: Lost, prefill: InstanceRecord, retry: RetryState) -> RetryState:
-        """What holds for the next attempt. Raises the error that has ended this one when there is to be none."""
+    def _usable_replica(self, entry: RequestEntry) -> Replica | None:
+        """The replica from which the request is to go on, if there is one and its holder can be heard."""
+        replica = self._holders.replica_of(entry)
+        if replica is None or not self._feeds.is_connected(Life(replica.holder_id, replica.holder_incarnation)):
+            return None
+        return replica
+
+    def _after_loss(
+        self, entry: RequestEntry, lost: Lost, prefill: InstanceRecord | None, retry: RetryState
+    ) -> RetryState:
+        """What holds for the next attempt. Raises the error that has ended this one when there is to be none.
+
+        prefill: the instance that it was sent to; None: it was resumed."""
+        if lost.setback is Setback.REFUSED:
+            entry.timing.attempts -= 1
+            if isinstance(lost.error, RequestAlreadyExists):
+                raise lost.error
+            return retry
         if lost.setback is Setback.LOST:
+            entry.note_loss(str(lost.error), lost.place or lost.attempt.prefill)
             metrics.LOST_ATTEMPTS.inc()
             get_logger().warning(
                 "attempt_lost",
@@ -308,6 +340,7 @@ class RequestPlacer:
         record = target.record
         prefill = Life(record.instance_id, record.incarnation)
         attempt = Attempt(number, prefill, len(entry.answer.token_ids), entry.accepted.most_tokens)
+        entry.note_recomputed(prefill)
         # One that does both phases will decode the request too: an abort or a broken stream misses no moment.
         over = entry.begin(Sent(attempt, prefill if Phase.DECODE in phases_now(target) else None))
         await self._prefill(entry, attempt, target, over)

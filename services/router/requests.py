@@ -31,6 +31,7 @@ from services.router.lifecycle_values import (
     AwaitReport,
     Cancelled,
     Complete,
+    Decoding,
     Ended,
     Event,
     Failed,
@@ -38,6 +39,9 @@ from services.router.lifecycle_values import (
     GraceOver,
     LeaveAttempt,
     Life,
+    Placed,
+    ReplicaNamed,
+    ResumeAsked,
     Sent,
     Sought,
     State,
@@ -45,6 +49,7 @@ from services.router.lifecycle_values import (
     TextStopped,
     Unplaced,
 )
+from services.router.owner_change import OwnerChange
 
 _COMPLETE = (Finishing, Ended)
 SENT_AWAY_GRACE_S = 10.0
@@ -67,6 +72,8 @@ class OwnerHint:
 
     prefill: Life | None = None
     decode: Life | None = None
+    holder: Life | None = None
+    """Of the replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,10 @@ class RequestTiming:
     kv_transport: str = ""
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
+    resumes: int = 0
+    held_tokens: int = 0
+    recomputed_tokens: int = 0
+    stall_s: float = 0.0
 
     def known(self) -> dict[str, Any]:
         """By name, without what is 0 or empty."""
@@ -150,8 +161,11 @@ class RequestEntry:
         """time.monotonic() when the present attempt began here."""
         self.owner_news: OwnerHint | None = None
         """The owner, unless the client knows it."""
+        self.owner_change: OwnerChange | None = None
+        """Since an instance was lost, until the next token."""
         self.delay_noted = False
         """Whether the log says already that the request could not be placed at once."""
+        self._hint = OwnerHint()
         self._act = act
         self._hint_changed = hint_changed
         self._attempt_over: asyncio.Future[None] | None = None
@@ -220,7 +234,7 @@ class RequestEntry:
         ownership = self.ownership(attempt, router_id)
         return Attachment(self.request_id, ownership, token_ids, len(self.answer.token_ids), landed)
 
-    def begin(self, event: Sent | Sought) -> asyncio.Future[None]:
+    def begin(self, event: Sent | Sought | ResumeAsked) -> asyncio.Future[None]:
         """Starts an attempt. Returns a future that is done when the request has ended, or the attempt is lost."""
         over = self._attempt_over = asyncio.get_running_loop().create_future()
         self.begun_s = time.monotonic()
@@ -231,12 +245,54 @@ class RequestEntry:
         return over
 
     def note_owner(self, prefill: Life | None, decode: Life | None) -> None:
-        """Remembers the instances of the attempt, for its timing, for the client, and for a later session."""
-        self.owner_news = OwnerHint(prefill, decode)
-        if self.accepted.secret:
-            self._hint_changed(self.owner_news)
-        self.timing.prefill_instance_id = prefill.instance_id if prefill is not None else ""
+        """Remembers the instances of the attempt, for its timing, for the client, and for a later session. prefill:
+        None when the attempt needs none; the timing then keeps the last one."""
+        self._note_hint(OwnerHint(prefill, decode))
+        if prefill is not None:
+            self.timing.prefill_instance_id = prefill.instance_id
         self.timing.decode_instance_id = decode.instance_id if decode is not None else ""
+
+    def note_replica(self, event: ReplicaNamed, now_s: float) -> None:
+        """Takes in where the request's replica is. A later session hears only of another holder, not of its growth."""
+        self.handle(event, now_s)
+        if not isinstance(self.state, Placed | Decoding):
+            return
+        replica = self.state.replica
+        holder = None if replica is None else Life(replica.holder_id, replica.holder_incarnation)
+        if holder != self._hint.holder:
+            self._note_hint(replace(self._hint, holder=holder))
+
+    def note_loss(self, cause: str, former: Life) -> None:
+        """An instance was lost. The owner changes from now on, unless it is doing so already."""
+        if self.owner_change is None:
+            since_s = self.answer.last_token_s or time.monotonic()
+            self.owner_change = OwnerChange(cause, former.instance_id, since_s)
+
+    def note_resumed(self, holder: Life, first_index: int, held_tokens: int) -> None:
+        """The holder of the replica goes on from token `first_index`, and has the KV of so many tokens."""
+        self.note_owner(None, holder)
+        self.timing.resumes += 1
+        self.timing.held_tokens += held_tokens
+        self._note_gone_on("resumed", holder, first_index, held_tokens)
+
+    def note_recomputed(self, prefill: Life) -> None:
+        """The request goes to a prefill instance: what it has so far is computed again if an instance was lost."""
+        if self.owner_change is not None:
+            self._note_gone_on("recomputed", prefill, len(self.answer.token_ids), 0)
+
+    def _note_gone_on(self, outcome: str, life: Life, first_index: int, held_tokens: int) -> None:
+        recomputed_tokens = max(0, len(self.accepted.prompt_token_ids) + first_index - held_tokens)
+        self.timing.recomputed_tokens += recomputed_tokens
+        if (change := self.owner_change) is not None:
+            change.outcome, change.instance_id = outcome, life.instance_id
+            change.held_tokens += held_tokens
+            change.recomputed_tokens += recomputed_tokens
+            self._end_owner_change()
+
+    def _note_hint(self, hint: OwnerHint) -> None:
+        self._hint = self.owner_news = hint
+        if self.accepted.secret:
+            self._hint_changed(hint)
 
     def handle(self, event: Event, now_s: float) -> None:
         """Takes in what has happened. now_s: time.monotonic()."""
@@ -244,15 +300,31 @@ class RequestEntry:
         for action in actions:
             if type(action) is Append:
                 self.answer.append(action.token_ids, action.logprobs, action.finish, now_s)
+                if self.owner_change is not None:
+                    self.owner_change.until_s = self.owner_change.until_s or now_s
+                    self._end_owner_change()
             else:
                 self._carry_out(action, now_s)
         if self.answer.stopped and not isinstance(self.state, _COMPLETE):
             self.handle(TextStopped(), now_s)
         if isinstance(self.state, Ended):
+            self._end_owner_change()
             self._deadline.cancel()
             if self._grace is not None:
                 self._grace.cancel()
         self._wake()
+
+    def _end_owner_change(self) -> None:
+        """Once there are tokens again, and it is known how the request went on."""
+        change = self.owner_change
+        if change is None or not change.until_s or not (change.outcome or self.ended):
+            return
+        if not change.outcome:
+            # The answer of the holder comes too late.
+            change.outcome = "resumed"
+            self.timing.resumes += 1
+        self.owner_change = None
+        self.timing.stall_s += change.report(self.request_id, self.accepted.session, self.attempt_number)
 
     def _carry_out(self, action: Action, now_s: float) -> None:
         match action:

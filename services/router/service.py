@@ -19,6 +19,7 @@ from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb
 from services.router import metrics
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
+from services.router.holders import Holders
 from services.router.intake import Intake
 from services.router.monitor import Monitor
 from services.router.peers import RouterPeers
@@ -72,7 +73,8 @@ class Router:
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
         relayed = metrics.RELAYED_TOKENS.inc
-        self.feeds = TokenFeeds(stream_id, self.channels, self.table, relayed, config.suspect_after_s)
+        holders = Holders(store, self.channels, stream_id, config.model_name)
+        self.feeds = TokenFeeds(stream_id, self.channels, self.table, relayed, config.suspect_after_s, holders)
         self.peers = RouterPeers(store, self.channels, config.instance_id, config.model_name)
         self.claims = RequestClaims(store, config.instance_id, incarnation)
         self.placer = RequestPlacer(
@@ -84,6 +86,7 @@ class Router:
             store=store,
             channels=self.channels,
             feeds=self.feeds,
+            holders=holders,
             rng=random.Random(incarnation),
         )
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)

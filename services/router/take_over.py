@@ -1,7 +1,8 @@
 """Finds the instances that have a request from an earlier session, and attaches it to this router.
 
 Hints say where to look first: the one of the cluster store, then the client's. They name lives of instances, and only
-lives in the view are asked. Without a hint that holds, all instances are asked.
+lives in the view are asked. Without a hint that holds, all instances are asked. Where a hint names the holder of a
+replica, an instance that does not answer is not waited for: the holder goes on.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from kaveri.wire.attempts import attached_from_proto, attachment_to_proto
 from kaveri.wire.status import error_of
 from services.router.lifecycle_values import Life
 from services.router.requests import OwnerHint, RequestEntry
-from services.router.token_feeds import ATTACH_TIMEOUT_S, TokenFeeds
+from services.router.token_feeds import ATTACH_SOON_S, ATTACH_TIMEOUT_S, TokenFeeds
 
 _REOPEN_TIMEOUT_S = 0.5
 
@@ -99,16 +100,17 @@ class TakeOver:
         self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord], hint: OwnerHint
     ) -> Found | None:
         attachment = entry.attachment(number, self._stream_id, landed=True)
+        timeout_s = _timeout_s(entry)
 
         async def ask(record: InstanceRecord) -> Found:
-            attached = await self._feeds.attach(record, attachment)
+            attached = await self._feeds.attach(record, attachment, timeout_s)
             return Found(attached, hint.prefill or Life("", 0), _life(record), None)
 
         return _first(entry, await asyncio.gather(*map(ask, records), return_exceptions=True))
 
     async def _at_prefill(self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord]) -> Found | None:
         async def ask(record: InstanceRecord) -> Found:
-            return await self._attach_at_prefill(entry, number, record, ATTACH_TIMEOUT_S)
+            return await self._attach_at_prefill(entry, number, record, _timeout_s(entry))
 
         return _first(entry, await asyncio.gather(*map(ask, records), return_exceptions=True))
 
@@ -139,6 +141,10 @@ class TakeOver:
             raise Unavailable(f"prefill instance {record.instance_id} ended its stream")
         steps = PrefillSteps(call, record)
         return Found(attached_from_proto(first.progress.attached), _life(record), None, steps)
+
+
+def _timeout_s(entry: RequestEntry) -> float:
+    return ATTACH_TIMEOUT_S if entry.accepted.received.owner.holder is None else ATTACH_SOON_S
 
 
 def _first(entry: RequestEntry, outcomes: list[Found | BaseException]) -> Found | None:

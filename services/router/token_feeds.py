@@ -14,6 +14,7 @@ from grpc import aio
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.replica import Replica
 from kaveri.domain.sampling import FinishReason
 from kaveri.domain.silence import TICK_S, SilenceWatch
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
@@ -31,9 +32,11 @@ from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto
 from kaveri.wire.messages import finish_from_proto
+from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
-from services.router.lifecycle_values import Attempt, GivenUp, Life, PlaceLost, Tokens
+from services.router.holders import Holders
+from services.router.lifecycle_values import Attempt, GivenUp, Life, PlaceLost, ReplicaNamed, Tokens
 from services.router.requests import RequestEntry, RequestTable
 
 CONNECT_GRACE_S = 2.0
@@ -43,6 +46,8 @@ REOPEN_GRACE_S = 0.2
 """How long an instance that went silent may take to answer a new stream, counted while this process runs. Then its
 requests go on elsewhere."""
 ATTACH_TIMEOUT_S = 2.0
+ATTACH_SOON_S = 0.5
+"""Instead, where the holder of a replica would go on."""
 ABORT_TIMEOUT_S = 2.0
 _ABORT_AGAIN_S = ABORT_TIMEOUT_S
 """Tokens that come this long after an Abort show that it was lost, or came before the request."""
@@ -50,6 +55,7 @@ _ABORTED_COUNT = 4096
 """Aborts that are remembered: more than are on their way at once."""
 _ABORTS_AT_ONCE = 4096
 """Of one message: less than half of the largest, when every id is as long as it may be."""
+_FIRST_RECONNECT_S = 0.01
 _RECONNECT_MIN_S = 0.05
 _RECONNECT_MAX_S = 1.0
 
@@ -64,6 +70,7 @@ class TokenFeeds:
         table: RequestTable,
         relayed: Callable[[int], object],
         suspect_after_s: float,
+        holders: Holders,
     ) -> None:
         """stream_id: the router_id of the decode protocol. relayed: called with each message's number of tokens.
         suspect_after_s: a stream that is silent for so long, while this process runs, counts as broken."""
@@ -71,6 +78,7 @@ class TokenFeeds:
         self._channels = channels
         self._table = table
         self._relayed = relayed
+        self._holders = holders
         self._silence: SilenceWatch[_Subscription] = SilenceWatch(suspect_after_s, time.monotonic())
         self._reopening: SilenceWatch[_Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
         """Those that went silent and have not answered since."""
@@ -200,13 +208,15 @@ class TokenFeeds:
         """The instances that went silent and have not answered since."""
         return frozenset(name for name, subscription in self._subscriptions.items() if subscription.fault)
 
-    async def attach(self, record: InstanceRecord, attachment: Attachment) -> Attached:
+    async def attach(
+        self, record: InstanceRecord, attachment: Attachment, timeout_s: float = ATTACH_TIMEOUT_S
+    ) -> Attached:
         """Makes this router the owner of a request at an instance: its tokens come on the stream from there.
 
         Raises what the instance answers, or Unavailable."""
         stub = self._channels.stub(DecodeServiceStub, record.address)
         try:
-            response = await stub.Attach(attachment_to_proto(attachment), timeout=ATTACH_TIMEOUT_S)
+            response = await stub.Attach(attachment_to_proto(attachment), timeout=timeout_s)
         except aio.AioRpcError as rpc_error:
             error = error_of(rpc_error)
             if isinstance(error, DeadlineExceeded | RequestCancelled):
@@ -221,6 +231,13 @@ class TokenFeeds:
         if response.incarnation != record.incarnation:
             raise Unavailable(f"decode instance {record.instance_id} has restarted")
         return attached_from_proto(response.attached)
+
+    def is_connected(self, life: Life) -> bool:
+        """Whether the token stream of this life stands."""
+        subscription = self._subscriptions.get(life.instance_id)
+        if subscription is None or subscription.record is None or not subscription.connected:
+            return False
+        return subscription.record.incarnation == life.incarnation
 
     def _attach_if_due(self, subscription: "_Subscription", tie: "_Tie") -> None:
         if subscription.connected and tie.needs_attach and subscription.record is not None:
@@ -267,12 +284,23 @@ class TokenFeeds:
             except Exception as unexpected:
                 log.exception("token_stream_failed", requests=len(subscription.ties))
                 error = Unavailable(f"the token stream failed in the router: {unexpected!r}")
+            if not subscription.connected or subscription.fault:
+                why = subscription.fault or f"it cannot be reached: {error}"
+                self._lose_those_that_do_not_wait(subscription, why)
             if subscription.connected:
-                backoff_s = _RECONNECT_MIN_S
                 log.warning("token_stream_broken", error=str(error), requests=len(subscription.ties))
-            subscription.disconnect()
+                subscription.disconnect()
+                backoff_s = _RECONNECT_MIN_S
+                await asyncio.sleep(_FIRST_RECONNECT_S)
+                continue
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _RECONNECT_MAX_S)
+
+    def _lose_those_that_do_not_wait(self, subscription: "_Subscription", why: str) -> None:
+        error = Unavailable(f"decode instance {subscription.instance_id}: {why}")
+        for tie in tuple(subscription.ties.values()):
+            if self._holders.does_not_wait(tie.entry):
+                subscription.lose(tie, error)
 
     async def _read(self, subscription: "_Subscription", record: InstanceRecord) -> None:
         request = decode_pb2.StreamTokensRequest(router_id=self._stream_id, requests=subscription.open())
@@ -318,6 +346,8 @@ class TokenFeeds:
             # The client has re-attached to this router; the tokens come again under the later session.
             return
         try:
+            if update.HasField("replica"):
+                entry.note_replica(ReplicaNamed(update.attempt, life, _replica_of(update)), now_s)
             entry.handle(_event_of(life, update), now_s)
         except Exception:  # One bad answer must not end the stream of all others.
             get_logger().exception(
@@ -327,6 +357,11 @@ class TokenFeeds:
                 decode_instance_id=life.instance_id,
             )
             entry.fail(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
+
+
+def _replica_of(update: decode_pb2.RequestTokens) -> Replica | None:
+    replica = replica_from_proto(update.replica)
+    return replica if replica.holder_id else None
 
 
 def _event_of(life: Life, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:

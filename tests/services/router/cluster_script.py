@@ -16,8 +16,9 @@ from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.domain.replica import Replica
 from kaveri.domain.view import BOTH_PHASES, InstanceLoad, InstanceRecord, InstanceState, Phase, Role
-from kaveri.errors import KaveriError, Unavailable
+from kaveri.errors import KaveriError, RequestNotFound, Unavailable
 from kaveri.hosting.service_host import ServiceHost
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.rpc.server import RpcServer, open_channel
@@ -31,6 +32,7 @@ from kaveri.v1 import (
     prefill_pb2_grpc,
     sampling_pb2,
 )
+from kaveri.wire.replicas import replica_to_proto
 from kaveri.wire.status import abort
 from services.router.config import RouterConfig
 from services.router.lifecycle_values import Placed
@@ -40,6 +42,8 @@ from services.router.service import Router, router_host
 MODEL = "kaveri-tiny"
 MAX_MODEL_LEN = 8_192
 _BEAT_S = 0.05
+BLOCK_TOKENS = 4
+"""Of scripted copies."""
 VOCAB_FLOOR = 300
 """Ids from here on are ordinary tokens of the bundled tokenizer."""
 
@@ -127,6 +131,9 @@ class Running:
     next_index: int
     max_tokens: int
     logprobs: int | None
+    session: int = 0
+    replicated: int = 0
+    """Tokens of the copy that the router has heard of."""
 
 
 class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
@@ -167,6 +174,18 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.thawed = asyncio.Event()
         """Cleared, with silent: a new stream is not answered either, as by a frozen process."""
         self.thawed.set()
+        self.holder: ScriptedDecode | None = None
+        """Has a copy of every request here; an Abort here drops it."""
+        self.copies: set[str] = set()
+        """Requests of which this instance holds a copy."""
+        self.resumes: list[decode_pb2.ResumeRequest] = []
+        self.refusal: KaveriError | None = None
+        """Of every Resume."""
+        self.may_answer = asyncio.Event()
+        """The answer to Resume waits for this."""
+        self.may_answer.set()
+        self.draws_before_its_answer = False
+        """Begin to draw when Resume comes, whenever its answer goes out."""
         self._wake = asyncio.Event()
 
     @property
@@ -185,8 +204,37 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             request.generated_count + 1,
             request.params.max_tokens,
             request.params.logprobs if request.params.HasField("logprobs") else None,
+            request.session,
         )
         self._wake.set()
+
+    async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:  # noqa: N802
+        await abort(context, RequestNotFound(request.request_id))
+
+    async def Resume(self, request: decode_pb2.ResumeRequest, context: Any) -> decode_pb2.ResumeResponse:  # noqa: N802
+        self.resumes.append(request)
+        if self.refusal is not None:
+            await abort(context, self.refusal)
+        if request.holder_incarnation != self.incarnation or request.request_id not in self.copies:
+            await abort(context, RequestNotFound(request.request_id))
+        self.copies.discard(request.request_id)
+        if not self.draws_before_its_answer:
+            await self.may_answer.wait()
+        prompt_length = len(request.token_ids) - request.generated_count
+        self.running[request.request_id] = Running(
+            request.request_id,
+            request.router_id,
+            request.attempt,
+            tuple(request.token_ids[:prompt_length]),
+            request.generated_count,
+            request.params.max_tokens,
+            request.params.logprobs if request.params.HasField("logprobs") else None,
+            request.session,
+        )
+        self._wake.set()
+        await self.may_answer.wait()
+        held_tokens = (len(request.token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        return decode_pb2.ResumeResponse(incarnation=self.incarnation, held_tokens=held_tokens)
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
         self.abort_messages.append(request.by_router)
@@ -196,6 +244,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             ours = running is not None and running.router_id == entry.router_id
             if running is not None and ours and running.attempt <= entry.attempt:
                 del self.running[entry.request_id]
+                if self.holder is not None:
+                    self.holder.copies.discard(entry.request_id)
         return decode_pb2.AbortResponse()
 
     async def StreamTokens(  # noqa: N802
@@ -237,7 +287,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
     def _step(self, router_id: str) -> list[decode_pb2.RequestTokens]:
         updates = []
         for running in self._of(router_id):
-            update = decode_pb2.RequestTokens(request_id=running.request_id, attempt=running.attempt)
+            update = decode_pb2.RequestTokens(
+                request_id=running.request_id, attempt=running.attempt, session=running.session
+            )
             if self.fail_next:
                 update.error = self.fail_next
                 update.replaced = self.replaced_next
@@ -250,6 +302,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             if running.logprobs is not None:
                 indices = range(first, running.next_index + 1)
                 update.logprobs.extend(logprobs_at(index, running.logprobs) for index in indices)
+            self._replicate(running, update)
             if self.too_few_logprobs == running.request_id:
                 update.token_ids.append(VOCAB_FLOOR)
             running.next_index += 1
@@ -269,6 +322,14 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             updates.append(update)
         self.fail_next, self.replaced_next = "", False
         return updates
+
+    def _replicate(self, running: Running, update: decode_pb2.RequestTokens) -> None:
+        token_count = (len(running.prompt) + running.next_index) // BLOCK_TOKENS * BLOCK_TOKENS
+        if self.holder is not None and token_count > running.replicated:
+            running.replicated = token_count
+            self.holder.copies.add(running.request_id)
+            replica = Replica(self.holder.instance_id, self.holder.incarnation, token_count)
+            update.replica.CopyFrom(replica_to_proto(replica))
 
 
 class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
@@ -311,6 +372,12 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """The incarnation that every placement names; None: the decode instance's own."""
         self._decode_of = decode_of
         self._life_of = life_of
+
+    async def AttachPrefill(  # noqa: N802
+        self, request: prefill_pb2.AttachPrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.AttachPrefillResponse]:
+        await abort(context, RequestNotFound(request.attach.request_id))
+        yield prefill_pb2.AttachPrefillResponse()
 
     @property
     def queue_room(self) -> int | None:

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kaveri.domain.replica import Replica
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.policy.retry import Setback
@@ -43,11 +44,10 @@ from services.router.lifecycle_values import (
     PrefillEnded,
     Prefilling,
     PrefillLeg,
-    Replica,
     ReplicaForgone,
     ReplicaNamed,
+    ResumeAccepted,
     ResumeAsked,
-    Resumed,
     ResumeRefused,
     Resuming,
     Seeking,
@@ -337,7 +337,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 1), source=st.sampled_from(DECODES), holder=st.sampled_from([None, *DECODES]))
     def replica_named(self, back: int, source: Life, holder: Life | None) -> None:
-        replica = None if holder is None else Replica(holder, 4)
+        replica = None if holder is None else Replica(*holder, 4)
         self.take(ReplicaNamed(max(1, self.number - back), source, replica))
 
     @precondition(lambda self: self.reads_prefill)
@@ -423,7 +423,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.awaits_holder)
     @rule()
     def resumed(self) -> None:
-        self.take(Resumed())
+        self.take(ResumeAccepted())
 
     @precondition(lambda self: self.awaits_holder)
     @rule(may_have_begun=st.booleans())

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kaveri.domain.replica import Replica
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, NoCapacity, RequestNotFound, Unavailable
 from kaveri.policy.retry import Setback
@@ -28,11 +29,10 @@ from services.router.lifecycle_values import (
     PlaceLost,
     Prefilling,
     PrefillLeg,
-    Replica,
     ReplicaForgone,
     ReplicaNamed,
+    ResumeAccepted,
     ResumeAsked,
-    Resumed,
     ResumeRefused,
     Resuming,
     Sent,
@@ -47,7 +47,7 @@ PREFILL, OWNER, HOLDER = Life("prefill-0", 1), Life("decode-0", 11), Life("decod
 FIRST, SECOND = Attempt(1, PREFILL, 0, 20), Attempt(2, NO_LIFE, 3, 20)
 THIRD = Attempt(3, PREFILL, 3, 20)
 GONE = Unavailable("gone")
-REPLICA = Replica(HOLDER, 32)
+REPLICA = Replica(*HOLDER, 32)
 OWNED = Decoding(FIRST, 3, OWNER, PrefillLeg.COMPLETE, REPLICA)
 ASKED = ResumeAsked(SECOND, HOLDER)
 END_OF_OWNER, END_OF_HOLDER = Abort(1, OWNER), Abort(2, HOLDER)
@@ -88,7 +88,7 @@ def test_a_lost_request_with_a_replica_is_resumed_by_its_holder_without_prefill(
     assert actions == [LeaveAttempt()], "the holder has been asked before the former instance is told"
     state, actions = run(state, ASKED)
     assert (state, actions) == (Resuming(SECOND, 3, HOLDER, (END_OF_OWNER,)), [Follow(2, HOLDER, is_there=False)])
-    state, actions = run(state, Resumed())
+    state, actions = run(state, ResumeAccepted())
     assert state == Decoding(SECOND, 3, HOLDER, PrefillLeg.COMPLETE)
     assert actions == [END_OF_OWNER, Follow(2, HOLDER)]
     _, actions = run(state, drawn(2, HOLDER, 3, 8, 9, finish=FinishReason.LENGTH))
@@ -99,7 +99,7 @@ def test_tokens_of_the_holder_may_come_before_its_answer() -> None:
     state, actions = run(resuming(), drawn(2, HOLDER, 3, 8))
     assert state == Decoding(SECOND, 4, HOLDER, PrefillLeg.COMPLETE)
     assert (appended(actions), aborts(actions)) == ([8], [END_OF_OWNER])
-    for answer in (Resumed(), ResumeRefused(GONE, may_have_begun=True)):
+    for answer in (ResumeAccepted(), ResumeRefused(GONE, may_have_begun=True)):
         assert run(state, answer) == (state, [Follow(2, HOLDER)]), "it draws, whatever has happened to its answer"
 
 
@@ -107,7 +107,7 @@ def test_late_tokens_of_the_former_instance_are_dropped_in_every_phase() -> None
     late = drawn(1, OWNER, 3, 80)
     for state in (lost(), resuming()):
         assert run(state, late, drawn(1, OWNER, 4, 81, finish=FinishReason.LENGTH)) == (state, [])
-    resumed, _ = run(resuming(), Resumed())
+    resumed, _ = run(resuming(), ResumeAccepted())
     assert run(resumed, late) == (resumed, [Disown(1, OWNER)])
 
 
@@ -158,10 +158,10 @@ def test_the_death_of_the_holder_while_it_is_asked_loses_the_attempt() -> None:
 
 def test_a_resumed_request_may_be_resumed_again_at_its_next_holder() -> None:
     other = Life("decode-2", 13)
-    state, _ = run(resuming(), Resumed(), ReplicaNamed(2, HOLDER, Replica(other, 48)), PlaceLost(GONE))
+    state, _ = run(resuming(), ResumeAccepted(), ReplicaNamed(2, HOLDER, Replica(*other, 48)), PlaceLost(GONE))
     assert isinstance(state, Lost)
-    assert (state.replica, state.withheld) == (Replica(other, 48), (END_OF_HOLDER,))
-    state, _ = run(resuming(), Resumed(), PlaceLost(GONE))
+    assert (state.replica, state.withheld) == (Replica(*other, 48), (END_OF_HOLDER,))
+    state, _ = run(resuming(), ResumeAccepted(), PlaceLost(GONE))
     assert isinstance(state, Lost)
     assert state.replica is None, "the holder's own copy is used up"
 
@@ -182,7 +182,7 @@ def test_what_ends_a_request_while_it_is_resumed_ends_it_at_both(event: Event, f
     state, actions = run(resuming(), event)
     assert isinstance(state, Ended)
     assert actions == [*first, LeaveAttempt(), END_OF_OWNER, END_OF_HOLDER]
-    assert run(state, Resumed(), ResumeRefused(GONE, may_have_begun=True), drawn(2, HOLDER, 3, 8)) == (state, [])
+    assert run(state, ResumeAccepted(), ResumeRefused(GONE, may_have_begun=True), drawn(2, HOLDER, 3, 8)) == (state, [])
 
 
 def test_a_later_session_finds_the_request_where_it_is() -> None:
@@ -206,10 +206,10 @@ def test_an_instance_that_gives_a_request_up_leaves_its_replica_and_is_not_told_
 
 
 def test_only_the_owner_names_a_replica_and_the_last_word_counts() -> None:
-    foreign = ReplicaNamed(1, HOLDER, Replica(OWNER, 8))
+    foreign = ReplicaNamed(1, HOLDER, Replica(*OWNER, 8))
     assert run(OWNED, foreign, ReplicaNamed(2, OWNER, None)) == (OWNED, [])
-    grown = ReplicaNamed(1, OWNER, Replica(HOLDER, 48))
-    assert run(OWNED, grown)[0] == OWNED._replace(replica=Replica(HOLDER, 48))
+    grown = ReplicaNamed(1, OWNER, Replica(*HOLDER, 48))
+    assert run(OWNED, grown)[0] == OWNED._replace(replica=Replica(*HOLDER, 48))
     assert run(OWNED, ReplicaNamed(1, OWNER, None))[0] == OWNED._replace(replica=None)
 
 

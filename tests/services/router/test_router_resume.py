@@ -1,0 +1,277 @@
+"""Decode instances are lost whose requests have replicas: the holders go on, with the same tokens, without prefill."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from grpc import aio
+from prometheus_client import REGISTRY
+
+from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
+from kaveri.v1 import inference_pb2
+from services.router import token_feeds
+from services.router.lifecycle_values import Decoding, Resuming
+from tests.services.router.cluster_script import (
+    PROMPT,
+    RouterUnderTest,
+    ScriptedCluster,
+    ScriptedDecode,
+    answer,
+    ask,
+    collect,
+    eventually,
+    rest_of,
+    tokens_of,
+)
+
+SECRET = b"s" * 16
+
+
+def resumes(outcome: str) -> float:
+    return REGISTRY.get_sample_value("kaveri_router_resumes_total", {"outcome": outcome}) or 0.0
+
+
+@pytest.fixture
+def owner(cluster: ScriptedCluster) -> ScriptedDecode:
+    """Every request is placed here; it stops at its tenth token, and decode-1 has a copy of it."""
+    cluster.place_on = "decode-0"
+    decode = cluster.decodes["decode-0"]
+    decode.holder = cluster.decodes["decode-1"]
+    decode.pause_at = 10
+    return decode
+
+
+@pytest.fixture
+def holder(cluster: ScriptedCluster, owner: ScriptedDecode) -> ScriptedDecode:
+    return cluster.decodes["decode-1"]
+
+
+@contextlib.asynccontextmanager
+async def begun(
+    cluster: ScriptedCluster, request_id: str = "one", **settings: Any
+) -> AsyncIterator[tuple[RouterUnderTest, "asyncio.Task[list[inference_pb2.GenerateResponse]]"]]:
+    """A request that the router has ten tokens of, and whose replica it knows."""
+    async with cluster.router(**settings) as router:
+        call = router.stub.Generate(ask(request_id=request_id), timeout=20)
+        collecting = asyncio.create_task(collect(call))
+        await eventually(lambda: state_of(router, request_id, 10) is not None)
+        yield router, collecting
+
+
+def state_of(router: RouterUnderTest, request_id: str, next_index: int) -> Decoding | None:
+    entry = router.router.table.get(request_id)
+    state = None if entry is None else entry.state
+    return state if isinstance(state, Decoding) and state.next_index == next_index and state.replica else None
+
+
+def is_asked(router: RouterUnderTest, request_id: str = "one") -> bool:
+    entry = router.router.table.get(request_id)
+    return entry is not None and isinstance(entry.state, Resuming)
+
+
+async def test_the_holder_goes_on_with_the_requests_of_a_killed_instance(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    before = resumes("resumed")
+    with structlog.testing.capture_logs() as logs:
+        async with begun(cluster) as (_, collecting):
+            killed_s = time.monotonic()
+            await cluster.instances["decode-0"].die()
+            responses = await collecting
+            assert time.monotonic() - killed_s < 1.0, "neither the lease nor the connect grace was waited for"
+    assert tokens_of(responses) == answer(PROMPT, 20)
+    (taken,) = cluster.taken()
+    (resume,) = holder.resumes
+    assert (resume.attempt, resume.generated_count) == (taken.attempt + 1, 10)
+    assert tuple(resume.token_ids) == (*PROMPT, *answer(PROMPT, 10))
+    timing = responses[-1].timing
+    assert (timing.resumes, timing.attempts, timing.held_tokens, timing.recomputed_tokens) == (1, 2, 12, 1)
+    assert (timing.prefill_instance_id, timing.decode_instance_id) == (taken_by(cluster), "decode-1")
+    assert timing.stall_s > 0
+    (change,) = [line for line in logs if line["event"] == "owner_changed"]
+    assert (change["outcome"], change["former_instance_id"]) == ("resumed", "decode-0")
+    assert (change["instance_id"], change["held_tokens"]) == ("decode-1", 12)
+    assert change["stall_s"] == pytest.approx(timing.stall_s, abs=1e-3)
+    assert "decode-0" in change["cause"]
+    assert resumes("resumed") == before + 1
+
+
+def taken_by(cluster: ScriptedCluster) -> str:
+    (name,) = [name for name, prefill in cluster.prefills.items() if prefill.requests]
+    return name
+
+
+async def test_a_frozen_instance_is_left_when_it_has_been_silent_and_told_so_behind_the_resume(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    async with begun(cluster, suspect_after_s=0.2) as (_, collecting):
+        frozen_s = time.monotonic()
+        owner.silent = True
+        responses = await collecting
+        assert time.monotonic() - frozen_s < 1.5
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert len(cluster.taken()) == len(holder.resumes) == 1
+        # An Abort that had come first would have dropped the copy: the holder would have refused.
+        await eventually(lambda: ("one", 1) in owner.aborted)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (RequestNotFound("one"), "not_found"),
+        (NoCapacity("decode", 0.1), "no_room"),
+        (Unsupported("replicas are off here"), "refused"),
+        (InvalidArgument("token_ids[3]", 1, "that of the copy"), "refused"),
+        (StaleAttempt("one", 2, 5), "refused"),
+    ],
+)
+async def test_a_refused_request_is_computed_again_at_once(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, error: KaveriError, outcome: str
+) -> None:
+    holder.refusal = error
+    before = resumes(outcome)
+    async with begun(cluster) as (_, collecting):
+        cluster.place_on = "decode-1"
+        await cluster.kill("decode-0")
+        responses = await collecting
+    assert tokens_of(responses) == answer(PROMPT, 20)
+    assert len(holder.resumes) == 1, "one try at each holder"
+    _, second = sorted(cluster.taken(), key=lambda request: request.attempt)
+    assert second.attempt == (6 if isinstance(error, StaleAttempt) else 3)
+    timing = responses[-1].timing
+    assert (timing.attempts, timing.resumes, timing.held_tokens) == (2, 0, 0)
+    assert timing.recomputed_tokens == len(PROMPT) + 10
+    assert timing.stall_s > 0
+    assert resumes(outcome) == before + 1
+
+
+async def test_a_holder_that_dies_while_it_is_asked_costs_no_token(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    holder.may_answer.clear()
+    await cluster.add_decode("decode-2")
+    async with begun(cluster) as (router, collecting):
+        cluster.place_on = "decode-2"
+        await cluster.kill("decode-0")
+        await eventually(lambda: is_asked(router) and bool(holder.resumes))
+        await cluster.kill("decode-1")
+        holder.may_answer.set()
+        assert tokens_of(await collecting) == answer(PROMPT, 20)
+    assert len(cluster.taken()) == 2
+
+
+async def test_a_holder_that_goes_silent_while_it_is_asked_is_left(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    holder.may_answer.clear()
+    await cluster.add_decode("decode-2")
+    async with begun(cluster, suspect_after_s=0.2) as (router, collecting):
+        cluster.place_on = "decode-2"
+        owner.silent = True
+        await eventually(lambda: is_asked(router) and bool(holder.resumes))
+        holder.silent = True
+        assert tokens_of(await collecting) == answer(PROMPT, 20)
+        await eventually(lambda: ("one", 1) in owner.aborted and ("one", 2) in holder.aborted)
+        holder.may_answer.set()
+
+
+async def test_tokens_may_come_before_the_holders_answer(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    holder.may_answer.clear()
+    holder.draws_before_its_answer = True
+    holder.pause_at = 15
+    async with begun(cluster) as (router, collecting):
+        await cluster.kill("decode-0")
+        await eventually(lambda: holder.is_paused)
+        holder.may_answer.set()
+        entry = router.router.table.get("one")
+        assert entry is not None
+        await eventually(lambda: entry.timing.resumes == 1)
+        holder.may_step.set()
+        responses = await collecting
+    assert tokens_of(responses) == answer(PROMPT, 20)
+    assert (responses[-1].timing.held_tokens, responses[-1].timing.recomputed_tokens) == (12, 1)
+
+
+async def test_a_request_cancelled_while_its_holder_is_asked_ends_at_both_instances(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    holder.may_answer.clear()
+    async with begun(cluster, suspect_after_s=0.2) as (router, collecting):
+        owner.silent = True
+        await eventually(lambda: is_asked(router))
+        response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="one"), timeout=5)
+        assert response.found
+        assert tokens_of(await collecting) == answer(PROMPT, 10)
+        await eventually(lambda: ("one", 1) in owner.aborted and ("one", 2) in holder.aborted)
+        holder.may_answer.set()
+
+
+async def test_a_deadline_ends_a_request_whose_holder_does_not_answer(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    holder.may_answer.clear()
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(request_id="one"), timeout=1.5)
+        await eventually(lambda: state_of(router, "one", 10) is not None)
+        await cluster.kill("decode-0")
+        await eventually(lambda: is_asked(router))
+        with pytest.raises(aio.AioRpcError) as caught:
+            await rest_of(call)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await eventually(lambda: ("one", 2) in holder.aborted)
+        holder.may_answer.set()
+
+
+async def test_a_router_that_takes_over_after_router_and_owner_died_resumes_at_the_hinted_holder(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    async with cluster.router(instance_id="router-0") as first:
+        request = ask(request_id="one", secret=SECRET)
+        request.params.seed = 1
+        call = first.stub.Generate(request, timeout=20)
+        responses: list[inference_pb2.GenerateResponse] = []
+        hint = inference_pb2.OwnerHint()
+        while len(tokens_of(responses)) < 10 or not hint.holder_instance_id:
+            responses.append(await call.read())
+            if responses[-1].HasField("owner"):
+                hint.CopyFrom(responses[-1].owner)
+        assert (hint.holder_instance_id, hint.holder_incarnation) == ("decode-1", holder.incarnation)
+        async with cluster.router(instance_id="router-1") as second:
+            await cluster.instances["decode-0"].die()
+            holder.copies.add("one")
+            again = ask(request_id="one", secret=SECRET, session=1)
+            again.params.seed = 1
+            received = tokens_of(responses)
+            again.received.token_ids.extend(received)
+            again.received.characters = sum(len(response.text) for response in responses)
+            again.received.max_tokens = 20
+            again.received.owner.CopyFrom(hint)
+            call.cancel()
+            rest = await rest_of(second.stub.Generate(again, timeout=20))
+            assert received + tokens_of(rest) == answer(PROMPT, 20)
+            assert len(cluster.taken()) == 1
+            resume = holder.resumes[-1]
+            assert (resume.session, resume.secret, resume.generated_count) == (1, SECRET, len(received))
+            assert rest[-1].timing.resumes == 1
+
+
+async def test_a_holder_that_is_not_heard_of_is_not_asked(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_feeds, "_RECONNECT_MIN_S", 10.0)
+    monkeypatch.setattr(token_feeds, "_FIRST_RECONNECT_S", 10.0)
+    await cluster.add_decode("decode-2")
+    async with begun(cluster) as (_, collecting):
+        cluster.place_on = "decode-2"
+        await cluster.instances["decode-1"].die()
+        await cluster.kill("decode-0")
+        assert tokens_of(await collecting) == answer(PROMPT, 20)
+    assert len(cluster.taken()) == 2
+    assert not holder.resumes
