@@ -50,6 +50,7 @@ from services.router.lifecycle_values import (
     Unplaced,
 )
 from services.router.owner_change import OwnerChange
+from services.router.request_timing import RequestTiming
 
 _COMPLETE = (Finishing, Ended)
 SENT_AWAY_GRACE_S = 10.0
@@ -113,32 +114,6 @@ class AcceptedRequest:
         """Most tokens that the answer may have."""
         assert self.params.max_tokens is not None
         return min(self.params.max_tokens, self.max_model_len - len(self.prompt_token_ids))
-
-
-@dataclass(slots=True)
-class RequestTiming:
-    """Where a request spent its time, as inference.proto's Timing; of the last attempt where there were several."""
-
-    attempts: int = 0
-    prefill_instance_id: str = ""
-    decode_instance_id: str = ""
-    router_s: float = 0.0
-    prefill_queue_s: float = 0.0
-    prefill_s: float = 0.0
-    kv_transfer_s: float = 0.0
-    kv_tail_s: float = 0.0
-    kv_bytes: int = 0
-    kv_transport: str = ""
-    decode_queue_s: float = 0.0
-    decode_s: float = 0.0
-    resumes: int = 0
-    held_tokens: int = 0
-    recomputed_tokens: int = 0
-    stall_s: float = 0.0
-
-    def known(self) -> dict[str, Any]:
-        """By name, without what is 0 or empty."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name))}
 
 
 class RequestEntry:
