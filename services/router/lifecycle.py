@@ -400,9 +400,19 @@ def _replica_named(state: State, event: ReplicaNamed) -> Step:
             return replace(state, replica=event.replica), ()
         case Decoding(attempt, _, place) if event.attempt == attempt.number and event.source == place:
             return state._replace(replica=event.replica), ()
+        case Seeking(attempt) | Prefilling(attempt) | Placed(attempt) if event.attempt == attempt.number:
+            if isinstance(state, Placed) and event.source in state.left:
+                return state, ()
+            # The last word of each instance.
+            events = (former for former in state.held.events if not _is_replaced(former, event))
+            held = held_of((*events, event))
+            return replace(state, held=held) if held.token_count <= attempt.most_tokens else state, ()
         case _:
-            # It is named again with its next tokens.
             return state, ()
+
+
+def _is_replaced(former: Tokens | GivenUp | ReplicaNamed, event: ReplicaNamed) -> bool:
+    return isinstance(former, ReplicaNamed) and former.source == event.source
 
 
 def _replica_forgone(state: State, event: ReplicaForgone) -> Step:

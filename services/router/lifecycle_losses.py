@@ -17,6 +17,7 @@ from services.router.lifecycle_values import (
     Placed,
     Prefilling,
     PrefillLeg,
+    ReplicaNamed,
     Resuming,
     State,
     Tokens,
@@ -79,7 +80,7 @@ def leg_of(state: Placed | Resuming | Decoding) -> PrefillLeg:
     return PrefillLeg.COMPLETE if isinstance(state, Resuming) else state.leg
 
 
-def held_of(events: tuple[Tokens | GivenUp, ...]) -> Held:
+def held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> Held:
     """With the number of their tokens."""
     return Held(events, sum(len(event.token_ids) if isinstance(event, Tokens) else 1 for event in events))
 

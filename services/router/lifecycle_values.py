@@ -260,7 +260,7 @@ Event = (
 class Held(NamedTuple):
     """Events of decode instances that cannot be taken yet, in the order in which they came."""
 
-    events: tuple[Tokens | GivenUp, ...] = ()
+    events: tuple[Tokens | GivenUp | ReplicaNamed, ...] = ()
     token_count: int = 0
 
 

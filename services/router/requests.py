@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hmac import compare_digest
-from typing import Any
 
 from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership

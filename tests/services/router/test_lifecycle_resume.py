@@ -27,6 +27,7 @@ from services.router.lifecycle_values import (
     Lost,
     Placed,
     PlaceLost,
+    PlaceNamed,
     Prefilling,
     PrefillLeg,
     ReplicaForgone,
@@ -221,8 +222,21 @@ def test_a_replica_may_be_named_before_the_first_token_and_ends_with_the_place()
     state, _ = run(state, PlaceLost(GONE))
     assert isinstance(state, Lost)
     assert state.replica == REPLICA
-    for before in (Prefilling(FIRST, 0), Unplaced(), lost(), resuming()):
+    for before in (Unplaced(), lost(), resuming()):
         assert run(before, ReplicaNamed(1, OWNER, REPLICA)) == (before, [])
+
+
+def test_a_replica_that_is_named_before_its_place_counts_once_the_place_is_known() -> None:
+    grown = Replica(*HOLDER, 48)
+    early = [ReplicaNamed(1, OWNER, REPLICA), ReplicaNamed(1, HOLDER, None), ReplicaNamed(1, OWNER, grown)]
+    state, actions = run(Prefilling(FIRST, 0), *early, PlaceNamed(OWNER))
+    assert isinstance(state, Placed)
+    assert (state.replica, actions) == (grown, [Follow(1, OWNER)])
+    assert state.held.token_count == 1, "the last word of each instance is kept"
+    many = [ReplicaNamed(1, Life("decode-0", number), REPLICA) for number in range(100)]
+    state, _ = run(Prefilling(FIRST, 0), *many)
+    assert isinstance(state, Prefilling)
+    assert state.held.token_count == FIRST.most_tokens
 
 
 def test_a_request_of_an_earlier_session_is_resumed_at_the_holder_that_a_hint_names() -> None:
