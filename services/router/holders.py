@@ -14,7 +14,7 @@ from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.replicas import resumed_from_proto, resumption_to_proto
-from kaveri.wire.status import error_of
+from kaveri.wire.status import error_of, is_answer
 from services.router import metrics
 from services.router.lifecycle_values import (
     NO_LIFE,
@@ -146,7 +146,7 @@ def _refusal(rpc_error: aio.AioRpcError, holder_id: str) -> ResumeRefused:
     error = error_of(rpc_error)
     if isinstance(error, DeadlineExceeded | RequestCancelled):
         error = Unavailable(f"decode instance {holder_id} does not answer")
-    return ResumeRefused(error, may_have_begun=isinstance(error, Unavailable))
+    return ResumeRefused(error, may_have_begun=not is_answer(rpc_error))
 
 
 def _outcome_of(error: KaveriError) -> str:

@@ -383,7 +383,9 @@ class RequestPlacer:
         if isinstance(entry.state, Lost):
             if isinstance(entry.state.error, _HOPELESS):
                 raise entry.state.error
-            metrics.LOST_ATTEMPTS.inc(entry.state.setback is Setback.LOST)
+            if entry.state.setback is Setback.LOST:
+                metrics.LOST_ATTEMPTS.inc()
+                entry.note_loss(str(entry.state.error), entry.state.place or entry.state.attempt.prefill)
         if not isinstance(entry.state, Ended) and len(entry.answer.token_ids) >= entry.accepted.most_tokens:
             entry.handle(Exhausted(), time.monotonic())
 
