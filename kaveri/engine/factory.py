@@ -50,7 +50,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         return _build_vllm_engine(settings)
     if settings.engine_args:
         raise ConfigError("engine_args", f"are vLLM's options; the engine is {settings.engine}")
-    transports = _transports(settings)
+    transports = kv_transports(settings)
     runner, total_blocks = build_runner(settings)
     _heed_profile(runner, settings)
     return StepwiseEngine(
@@ -71,7 +71,7 @@ def _build_vllm_engine(settings: EngineSettings) -> BuiltEngine:
     if settings.profile is not None:
         raise ConfigError("profile", "was measured on another engine; `kaveri profile` does not measure vllm")
     # Before vLLM is imported, which takes many seconds.
-    listen, transports = listen_endpoints(settings), partial(_transports, settings)
+    listen, transports = listen_endpoints(settings), partial(kv_transports, settings)
     transports()
     if ":" in settings.device:
         raise ConfigError("device", f"is {settings.device}; give vLLM its GPUs by CUDA_VISIBLE_DEVICES")
@@ -136,7 +136,7 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
         log.warning("profile_machine_differs", profiled=str(profile.machine), here=str(here))
 
 
-def _transports(settings: EngineSettings) -> tuple[Transport, ...]:
+def kv_transports(settings: EngineSettings) -> tuple[Transport, ...]:
     reads_kv = settings.engine in ("transformers", "vllm") or (settings.engine == "fake" and settings.fake_verify_kv)
     if MOCK in settings.kv_transports and reads_kv:
         reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"

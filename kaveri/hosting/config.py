@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from kaveri.config.settings import setting
+from kaveri.config.settings import name_text, setting
 from kaveri.engine.factory import (
     BuiltEngine,
     build_engine,
@@ -39,6 +39,11 @@ class InstanceConfig(EngineSettings, ServiceConfig):
         10.0,
         least=0,
         most=3600.0,
+    )
+    failure_domain: str = setting(
+        "instances that may fail together have the same name here, that of their host or rack; empty: not known",
+        "",
+        name_text,
     )
     heavy_output_tokens: int = setting("a request with a longer predicted answer is heavy in decode", 128, least=0)
     heavy_prompt_tokens: int = setting("with nothing predicted, one with a longer prompt is heavy", 512, least=0)

@@ -44,6 +44,7 @@ class EngineHost:
             kv_endpoints=info.kv_endpoints,
             max_model_len=info.max_model_len,
             phases=phases.can_serve,
+            failure_domain=config.failure_domain,
         )
         self._engine = engine
         self._stuck_after_s = config.stuck_after_s

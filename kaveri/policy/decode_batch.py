@@ -42,9 +42,13 @@ class DecodeBatch:
         """Room is asked for or taken; the KV will come."""
         self._expected[number] = (member, now_s)
 
-    def land(self, number: int) -> None:
-        """The KV of an expected request is here."""
-        self._ready[number] = self._expected.pop(number)[0]
+    def land(self, number: int, *, first: bool = False) -> None:
+        """The KV of an expected request is here. first: it is admitted before all that are ready."""
+        member = self._expected.pop(number)[0]
+        if first:
+            self._ready = {number: member, **self._ready}
+        else:
+            self._ready[number] = member
 
     def admit(self, number: int) -> None:
         """A ready request joins the running ones."""

@@ -57,6 +57,10 @@ class DecodeRoom:
         """The id of the request in line that the engine is asked for next. None: there is room for none."""
         return self.line.next_to_ask(self._open_blocks(room, now_s), self._attainable_blocks(room))
 
+    def has_ahead_of_line(self, needed_blocks: int, room: FreeRoom, now_s: float) -> bool:
+        """Whether a request that waits for none in line has room."""
+        return needed_blocks <= self._open_blocks(room, now_s)
+
     def refusal(self, room: FreeRoom, now_s: float) -> NoCapacity:
         """Why a request has no room now."""
         kept = self.batch.kept_blocks(now_s)

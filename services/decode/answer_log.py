@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kaveri.domain.owner import Owner
+from kaveri.domain.replica import Replica
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import TokenStep
 from services.decode.lifecycle import RequestTimes
@@ -32,6 +33,8 @@ class GainedTokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     end: End = GOING_ON
+    replica: Replica | None = None
+    """News of the request's copy. None: there are none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,11 +49,19 @@ class AnswerLog:
     """One for each token, or none at all."""
     end: End = GOING_ON
     end_sent: bool = False
+    replica: Replica | None = None
+    """Where the request's copy is. None: it had none so far."""
+    replica_sent: bool = True
 
     @classmethod
     def after(cls, generated_count: int) -> "AnswerLog":
         """The log of a request whose next token prefill draws, and sends itself."""
-        return cls(generated_count + 1, generated_count + 1)
+        return cls.drawn_here(generated_count + 1)
+
+    @classmethod
+    def drawn_here(cls, index: int) -> "AnswerLog":
+        """The log of a request that draws its token of that index next."""
+        return cls(index, index)
 
     @property
     def next_index(self) -> int:
@@ -83,11 +94,18 @@ class AnswerLog:
         assert self.first_index <= index <= self.next_index, (index, self)
         self.sent = index
         self.end_sent = False
+        self.replica_sent = self.replica is None
+
+    def note_replica(self, replica: Replica) -> None:
+        """The request's copy is there from now on, and of that size."""
+        self.replica, self.replica_sent = replica, False
 
     def take(self, request_id: str, owner: Owner) -> GainedTokens:
         """What was not sent, which counts as sent from now on."""
         start = self.sent - self.first_index
         gained = GainedTokens(request_id, owner, self.sent, self.token_ids[start:], self.logprobs[start:], self.end)
+        if not self.replica_sent:
+            gained.replica, self.replica_sent = self.replica, True
         self.sent = self.next_index
         self.end_sent = self.end is not GOING_ON
         return gained

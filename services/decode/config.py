@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from kaveri.config.settings import setting
+from kaveri.config.settings import setting, size_bytes
 from kaveri.domain.length import RangeEnd
 from kaveri.engine.settings import OF_PUSHES
 from kaveri.hosting.config import InstanceConfig
 from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.replication import ReplicationMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,20 @@ class BatchConfig(InstanceConfig):
         "when a request joins the batch: greedy, reserve-static or reserve-dynamic", AdmissionPolicy.GREEDY
     )
     reservation_ttl_s: float = setting("seconds that a reservation waits for its KV", 30.0, above=0)
+    replication: ReplicationMode = setting(  # noqa: RUF009
+        "who holds copies of requests' KV, to go on when this instance is lost: off, pair, ring or spread",
+        ReplicationMode.OFF,
+    )
+    replica_memory: int = setting(
+        "with replication: host memory for copies of other instances' requests, 256MiB or a number of bytes",
+        256 * 2**20,
+        size_bytes,
+    )
+    replica_min_tokens: int = setting(
+        "with replication: a request with a shorter context has no copy, since it is computed again as fast",
+        256,
+        least=1,
+    )
     decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
 
 

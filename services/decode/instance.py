@@ -5,11 +5,13 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.owner import Ownership
+from kaveri.domain.replica import Replica, Resumption
 from kaveri.domain.sampling import Logprobs, SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import (
@@ -47,11 +49,11 @@ from kaveri.policy.room_line import Place
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
 from services.decode import lifecycle
-from services.decode.answer_log import End, GainedTokens
+from services.decode.answer_log import AnswerLog, End, GainedTokens
 from services.decode.attaching import Awaited, attached_of, prompt_tokens
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
-from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts
+from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts, ResumedHere
 from services.decode.token_streams import TokenStream, TokenStreams
 
 _ATTEMPTS_REMEMBERED_S = 5.0
@@ -146,18 +148,71 @@ class DecodeInstance:
         place = self._end_former(request_id, ownership, reservation)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(waits))
         request.reservation, request.source = reservation, layout
-        answer = request.answer = asyncio.get_running_loop().create_future()
+        request.answer = asyncio.get_running_loop().create_future()
         self._room.line.join(request_id, needed_blocks, len(token_ids), place)
         self._give_room()
         if isinstance(request.state, InLine) and (not waits or self._room.line.is_over_limit()):
-            refusal = self._room.refusal(self._free_room(), time.monotonic())
-            self._take(request, lifecycle.TurnedAway(refusal))
-        try:
-            ticket: Ticket = await answer
-        except asyncio.CancelledError:
-            self._take(request, lifecycle.CallEnded())
-            raise
-        return ticket
+            self._turn_away(request)
+        return await self._granted(request)
+
+    async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> tuple[DecodeRequest, Ticket]:
+        """Reserves room, ahead of all that wait in line, for a request of which a copy brings `held_tokens`. It is
+        admitted ahead of the others, too.
+
+        Raises as reserve() without `waits`. Cancelled, it leaves nothing reserved.
+        """
+        if self._draining:
+            raise _draining()
+        request_id, token_ids = resumption.request_id, resumption.token_ids
+        key = EngineKey(request_id, next(self._serials))
+        engine_request = EngineRequest(key, token_ids, resumption.generated_count, resumption.params)
+        self._engine.info.require_servable(engine_request)
+        needed_blocks = self._room.needed_blocks(len(token_ids))
+        self._end_former(request_id, resumption.ownership)
+        request = self._open(
+            engine_request,
+            resumption.ownership,
+            resumption.timeout_s,
+            resumption.predicted_length,
+            InLine(stays=False),
+        )
+        loop = asyncio.get_running_loop()
+        request.answer, request.resumed = loop.create_future(), ResumedHere(held_tokens, loop.create_future())
+        request.log = AnswerLog.drawn_here(resumption.generated_count)
+        if self._room.has_ahead_of_line(needed_blocks, self._free_room(), time.monotonic()):
+            self._ask(request)
+        else:
+            self._turn_away(request)
+        return request, await self._granted(request)
+
+    def resumed(self, request_id: str, ownership: Ownership) -> DecodeRequest | None:
+        """The request that this owner has resumed here, also if it has ended less than orphan_grace_s ago."""
+        request = self._request_or_kept(request_id, time.monotonic())
+        is_owners = request is not None and request.resumed is not None and request.ownership == ownership
+        return request if is_owners else None
+
+    def note_owner(self, request_id: str, ownership: Ownership) -> None:
+        """Takes in that the request has this owner, elsewhere. Raises StaleAttempt or RequestAlreadyExists when a newer
+        one is known."""
+        request = self._requests.by_request_id(request_id)
+        owner = ownership.comparable(request.ownership) if request is not None else None
+        if request is not None and owner is not None and owner < request.owner:
+            raise owner.stale(request_id, request.owner)
+        self._attempts.note(request_id, ownership, time.monotonic())
+
+    def landed(self) -> Iterator[DecodeRequest]:
+        """The requests whose KV is here, or is computed again."""
+        return (request for request in self._requests if isinstance(request.state, Ready | Running))
+
+    def tell_replica(self, request: DecodeRequest, replica: Replica) -> None:
+        """Sends the router of a landed request news of its copy, with the next tokens at the latest."""
+        request.log.note_replica(replica)
+        if not isinstance(request.state, Released):
+            self.streams.announce(request)
+
+    def lose(self, request: DecodeRequest, error: KaveriError) -> None:
+        """The request has a newer owner elsewhere, as `error` says: it ends here."""
+        self._take(request, lifecycle.RivalCame(Rival.NEWER_OWNER, error))
 
     def adopt(
         self,
@@ -270,6 +325,8 @@ class DecodeInstance:
                             request.log.begin_with(event.first_token_id, None)
                         self._take(request, lifecycle.KvLanded(event.kv_bytes))
                         landed.append(request)
+                        if request.resumed is not None:
+                            request.resumed.landed.set_result(True)
                     case LandingFailed():
                         self._take(request, lifecycle.KvNotLanded(event.reason))
                     case Preempted():
@@ -335,12 +392,19 @@ class DecodeInstance:
                 continue
             (report,) = actions
             assert isinstance(report, lifecycle.Report)
-            self.streams.gain(request, step, report.times)
+            self.streams.gain(request, step, self._times(request, report.times))
             self._remove(request)
             self._keep(request, now_s)
             self._report(request, report, now_s)
         self._room.batch.step(drawn)
         self._metrics.count_step(len(steps), now_s, self._room.batch.running_count)
+
+    def _times(self, request: DecodeRequest, times: lifecycle.RequestTimes | None) -> lifecycle.RequestTimes | None:
+        if times is None or request.resumed is None:
+            return times
+        held_tokens = request.resumed.held_tokens
+        recomputed_tokens = len(request.engine_request.token_ids) - held_tokens
+        return replace(times, held_tokens=held_tokens, recomputed_tokens=recomputed_tokens)
 
     def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
         """Ends what is here of the request, unless that is newer: then raises StaleAttempt or RequestAlreadyExists.
@@ -449,14 +513,31 @@ class DecodeInstance:
         if left_s <= 0:
             self._take(request, lifecycle.TimeOver())
             return
-        self._room.line.asked(request.request_id)
+        held_tokens = None
+        if request.resumed is not None:
+            held_tokens = request.resumed.held_tokens
+        else:
+            self._room.line.asked(request.request_id)
         self._take(request, lifecycle.RoomAsked())
         expires_in_s = min(left_s, self._reservation_ttl_s)
-        granting = self._engine.reserve(request.engine_request, expires_in_s, request.source)
+        granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)
         if granting.done():
             self._answered(request, granting)
         else:
             asyncio.wrap_future(granting).add_done_callback(partial(self._answered, request))
+
+    def _turn_away(self, request: DecodeRequest) -> None:
+        refusal = self._room.refusal(self._free_room(), time.monotonic())
+        self._take(request, lifecycle.TurnedAway(refusal))
+
+    async def _granted(self, request: DecodeRequest) -> Ticket:
+        """The ticket of a request that room was asked for. Cancelled, it ends the request."""
+        assert request.answer is not None
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            self._take(request, lifecycle.CallEnded())
+            raise
 
     def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
         """The engine has granted or refused the room of a request that may have ended meanwhile."""
@@ -509,7 +590,7 @@ class DecodeInstance:
             case InLine() if isinstance(former, Reserving):
                 batch.leave(serial)
             case Ready() if not isinstance(former, Ready):
-                batch.land(serial)
+                batch.land(serial, first=request.resumed is not None)
             case Running() if isinstance(former, Ready):
                 batch.admit(serial)
             case Ready() | Running():
@@ -526,6 +607,8 @@ class DecodeInstance:
         self._requests.remove(request)
         if request.deadline is not None:
             request.deadline.cancel()
+        if request.resumed is not None and not request.resumed.landed.done():
+            request.resumed.landed.set_result(False)
         if not len(self._requests):
             self._idle.set()
 

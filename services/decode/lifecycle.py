@@ -291,6 +291,10 @@ class RequestTimes:
     queue_s: float
     decode_s: float
     preemptions: int
+    held_tokens: int = 0
+    """Of a resumed one: tokens whose KV came from a copy."""
+    recomputed_tokens: int = 0
+    """Of a resumed one: tokens that the copy lacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +406,10 @@ def _given_up(state: State, event: CallEnded | AbortAsked | RivalCame | TimeOver
         case RouterLost():
             return _ended(state, Outcome.ROUTER_GONE, tell=TellRouter("its router was away for too long"))
         case Broken(reason):
-            return _ended(state, Outcome.FAILED, Unavailable(reason), reason, TellRouter(reason))
+            # Not aborted once it has landed: the engine has ended it, or ends with this process. An abort would have
+            # the holder drop the copy from which it can go on.
+            tell = TellRouter(reason)
+            return _ended(state, Outcome.FAILED, Unavailable(reason), reason, tell, aborts=not _has_landed(state))
 
 
 def _ended(
@@ -411,6 +418,7 @@ def _ended(
     error: KaveriError | None = None,
     reason: str | None = None,
     tell: TellRouter | KeepTokens | None = None,
+    aborts: bool = True,
 ) -> Step:
     """error: for its Reserve call, if that waits; None: it was aborted. tell: left out in line, where nothing has been
     said to its router."""
@@ -420,7 +428,7 @@ def _ended(
     if isinstance(state, InLine | Reserving):
         actions = (LeaveLine(), Answer(error))
     if not isinstance(state, InLine):
-        actions = (*actions, AbortInEngine(), DropTokens() if tell is None else tell)
+        actions = (*actions, *((AbortInEngine(),) if aborts else ()), DropTokens() if tell is None else tell)
     return Released(outcome), (*actions, report)
 
 

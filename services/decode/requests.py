@@ -11,7 +11,17 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.growth import BatchMember
 from services.decode.answer_log import AnswerLog
-from services.decode.lifecycle import State
+from services.decode.lifecycle import Running, State
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedHere:
+    """Of a request that goes on here from a copy."""
+
+    held_tokens: int
+    """Tokens whose KV comes from the copy."""
+    landed: asyncio.Future[bool]
+    """Done when they have landed. False: the request has ended before."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +46,7 @@ class DecodeRequest:
     """What its Reserve call waits for. None: it was prefilled here."""
     deadline: asyncio.TimerHandle | None = None
     """Ends the request when its time is over."""
+    resumed: ResumedHere | None = None
     log: AnswerLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,6 +60,22 @@ class DecodeRequest:
     @property
     def request_id(self) -> str:
         return self.engine_request.key.request_id
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prompt and answer so far."""
+        request = self.engine_request
+        return len(request.token_ids) - request.generated_count + self.log.next_index
+
+    @property
+    def rest_tokens(self) -> int | None:
+        """Most tokens that are still to be drawn, as far as known."""
+        drawn = self.state.drawn if isinstance(self.state, Running) else 0
+        predicted = self.member.remaining_tokens - drawn
+        most = self.engine_request.params.max_tokens
+        limits = [predicted] if predicted > 0 else []
+        limits += [most - self.log.next_index] if most is not None else []
+        return min(limits, default=None)
 
     @property
     def owner(self) -> Owner:

@@ -24,24 +24,26 @@ from kaveri.wire.messages import (
     params_from_proto,
     ticket_to_proto,
 )
-from kaveri.wire.replicas import offer_from_proto, resumption_from_proto
+from kaveri.wire.replicas import offer_from_proto, replica_to_proto, resumed_to_proto, resumption_from_proto
 from kaveri.wire.status import abort
 from services.decode.answer_log import GainedTokens
 from services.decode.attaching import Awaited
+from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.token_messages import messages_of
 from services.decode.token_streams import BEAT_S
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 _BEAT = decode_pb2.StreamTokensResponse()
-_REPLICAS_OFF = Unsupported("replicas are off here")
 
 
 class DecodeServer(DecodeServiceServicer):
     """Answers for one DecodeInstance."""
 
-    def __init__(self, instance: DecodeInstance, incarnation: int) -> None:
+    def __init__(self, instance: DecodeInstance, incarnation: int, holder: ReplicaHolder | None = None) -> None:
+        """holder: None where replicas are off."""
         self._instance = instance
+        self._holder = holder
         self._incarnation = incarnation
 
     async def Reserve(  # noqa: N802
@@ -78,7 +80,11 @@ class DecodeServer(DecodeServiceServicer):
         self, request: decode_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.AbortResponse:
         for name in request.attempts:
-            self._instance.abort(name.request_id, ownership_from_proto(name), request.by_router, name.reservation)
+            ownership = ownership_from_proto(name)
+            self._instance.abort(name.request_id, ownership, request.by_router, name.reservation)
+            # A prefill instance that gives room back knows nothing of copies.
+            if self._holder is not None and not name.reservation:
+                self._holder.close(name.request_id, ownership)
         return decode_pb2.AbortResponse()
 
     async def Attach(  # noqa: N802
@@ -94,19 +100,21 @@ class DecodeServer(DecodeServiceServicer):
         self, request: decode_pb2.OpenReplicaRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.OpenReplicaResponse:
         try:
-            offer_from_proto(request)
+            offer = offer_from_proto(request)
+            ticket = self._require_holder().open(offer)
         except KaveriError as error:
             await abort(context, error)
-        await abort(context, _REPLICAS_OFF)
+        return decode_pb2.OpenReplicaResponse(ticket=ticket_to_proto(ticket), incarnation=self._incarnation)
 
     async def Resume(  # noqa: N802
         self, request: decode_pb2.ResumeRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ResumeResponse:
         try:
-            resumption_from_proto(request)
+            resumption = resumption_from_proto(request)
+            resumed = await self._require_holder().resume(resumption)
         except KaveriError as error:
             await abort(context, error)
-        await abort(context, _REPLICAS_OFF)
+        return resumed_to_proto(resumed)
 
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: aio.ServicerContext[Any, Any]
@@ -131,6 +139,11 @@ class DecodeServer(DecodeServiceServicer):
             for entries in messages_of(batch):
                 yield decode_pb2.StreamTokensResponse(requests=map(_to_proto, entries))
 
+    def _require_holder(self) -> ReplicaHolder:
+        if self._holder is None:
+            raise Unsupported("replicas are off here")
+        return self._holder
+
 
 def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
     message = decode_pb2.RequestTokens(
@@ -143,6 +156,8 @@ def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
     # Set only where there is something to set: this runs for every request in every step.
     if gained.logprobs:
         message.logprobs.extend(map(logprobs_to_proto, gained.logprobs))
+    if gained.replica is not None:
+        message.replica.CopyFrom(replica_to_proto(gained.replica))
     end = gained.end
     if end.error:
         message.error = end.error
@@ -153,4 +168,6 @@ def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
             message.timing.queue_s = end.times.queue_s
             message.timing.decode_s = end.times.decode_s
             message.timing.preemptions = end.times.preemptions
+            message.timing.held_tokens = end.times.held_tokens
+            message.timing.recomputed_tokens = end.times.recomputed_tokens
     return message

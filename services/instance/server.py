@@ -10,6 +10,7 @@ from kaveri.hosting.served_phases import ServedPhases
 from kaveri.v1 import decode_pb2
 from kaveri.wire.attempts import ownership_from_proto
 from kaveri.wire.status import abort
+from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.server import DecodeServer
 from services.prefill.role import PrefillRole
@@ -18,8 +19,16 @@ from services.prefill.role import PrefillRole
 class ColocatedDecodeServer(DecodeServer):
     """The decode side of one engine whose prefill side is `prefill`."""
 
-    def __init__(self, prefill: PrefillRole, decode: DecodeInstance, phases: ServedPhases, incarnation: int) -> None:
-        super().__init__(decode, incarnation)
+    def __init__(
+        self,
+        prefill: PrefillRole,
+        decode: DecodeInstance,
+        phases: ServedPhases,
+        incarnation: int,
+        holder: ReplicaHolder | None = None,
+    ) -> None:
+        """holder: None where replicas are off."""
+        super().__init__(decode, incarnation, holder)
         self._prefill = prefill
         self._phases = phases
 

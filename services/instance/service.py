@@ -15,12 +15,14 @@ from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
+from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.decode import server as decode_server
 from services.decode.instance import DecodeInstance
 from services.decode.metrics import DecodeMetrics
+from services.decode.replicated import open_replicas, with_replicas
 from services.instance.adoption import Adoption
 from services.instance.config import ColocatedConfig
 from services.instance.hand_over import HereOrElsewhere
@@ -43,7 +45,9 @@ async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
         engine = await load_engine(config, stopping)
         if engine is None:
             return 0
-        return await colocated_host(config, engine, store, random.Random()).serve(stopping)
+        async with open_replicas(config, engine) as replicas:
+            host = colocated_host(config, engine, store, random.Random(), replicas=replicas)
+            return await host.serve(stopping)
 
 
 def colocated_host(
@@ -52,8 +56,12 @@ def colocated_host(
     store: ClusterStore,
     rng: random.Random,
     registry: CollectorRegistry = REGISTRY,
+    replicas: ReplicaStore | None = None,
 ) -> EngineHost:
-    """A colocated instance around `engine`, which it owns from now on. rng: for its choices of peers."""
+    """A colocated instance around `engine`, which it owns from now on. rng: for its choices of peers.
+
+    replicas: where it holds copies of other instances' requests; None: it neither holds copies nor has any.
+    """
     incarnation, serials = new_incarnation(), itertools.count(1)
     decode = DecodeInstance(
         engine,
@@ -91,11 +99,13 @@ def colocated_host(
         has_room=PromptRoom(engine, decode).has_room,
         serials=serials,
     )
-    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode})
+    served, holder = with_replicas(config, engine, store, decode, incarnation, rng, registry, replicas)
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served})
 
     def register(server: aio.Server) -> None:
         add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)
-        add_DecodeServiceServicer_to_server(ColocatedDecodeServer(prefill, decode, phases, incarnation), server)
+        decode_service = ColocatedDecodeServer(prefill, decode, phases, incarnation, holder)
+        add_DecodeServiceServicer_to_server(decode_service, server)
 
     names = [prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]
     return EngineHost(config, engine, store, phases, names, register, incarnation)

@@ -13,6 +13,7 @@ from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.engine.factory import build_engine
 from kaveri.engine.settings import EngineSettings
 from services.decode.metrics import DecodeMetrics
+from services.decode.replica_metrics import ReplicaMetrics
 from services.predictor.metrics import PredictorMetrics
 from services.prefill.metrics import PrefillMetrics
 
@@ -37,6 +38,7 @@ def _registered() -> dict[str, set[Facts]]:
         of = {role: CollectorRegistry() for role in ("prefill", "decode", "predictor")}
         PrefillMetrics(engine, of["prefill"])
         DecodeMetrics(engine, of["decode"])
+        ReplicaMetrics(of["decode"])
         PredictorMetrics(of["predictor"])
     finally:
         engine.close()

@@ -4,6 +4,7 @@ Engines are fake ones, or with --engine vllm vLLM's, each in a process of its ow
 """
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from kaveri.domain.view import InstanceLoad
 from kaveri.engine.factory import BuiltEngine
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.kv.transports import TRANSPORT_NAMES
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import decode_pb2, prefill_pb2
@@ -27,6 +29,7 @@ from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
 from services.decode.config import DecodeConfig
+from services.decode.replicated import open_replicas
 from services.decode.service import decode_host
 from services.instance.config import ColocatedConfig
 from services.instance.service import colocated_host
@@ -162,6 +165,7 @@ class RouterStub:
         self.last: dict[tuple[str, int], decode_pb2.RequestTokens] = {}
         self.batch_sizes: list[int] = []
         self.incarnations: dict[str, int] = {}
+        self.replicas: dict[tuple[str, int], decode_pb2.Replica] = {}
         self.duplicates = 0
         self._streams: dict[str, Any] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -233,6 +237,8 @@ class RouterStub:
                     for offset, token_id in enumerate(gained.token_ids):
                         self.duplicates += gained.index + offset in tokens
                         tokens[gained.index + offset] = token_id
+                    if gained.HasField("replica"):
+                        self.replicas[key] = gained.replica
                     if gained.finish_reason or gained.error:
                         self.last[key] = gained
         except aio.AioRpcError:
@@ -247,6 +253,9 @@ class InProcessCluster:
         self.engines = engines
         self.state = MemoryCluster()
         self.instances: list[RunningInstance] = []
+        self.replicas: dict[str, ReplicaStore] = {}
+        """By instance, where --replication is on."""
+        self._resources = contextlib.AsyncExitStack()
         self.routers: list[RouterStub] = []
         self._stores: list[MemoryStore] = []
 
@@ -263,14 +272,16 @@ class InProcessCluster:
         config = DecodeConfig(instance_id=instance_id, **_small(settings))
         engine = self.engines.make(config)
         registry = CollectorRegistry()
-        host = decode_host(config, engine, await self.store(), registry)
+        replicas = await self._open_replicas(config, engine)
+        host = decode_host(config, engine, await self.store(), registry, random.Random(0), replicas)
         return await self._run(instance_id, engine, host, registry)
 
     async def colocated(self, instance_id: str = "colocated-0", **settings: Any) -> RunningInstance:
         config = ColocatedConfig(instance_id=instance_id, **_small(settings))
         engine = self.engines.make(config)
         registry = CollectorRegistry()
-        host = colocated_host(config, engine, await self.store(), random.Random(0), registry)
+        replicas = await self._open_replicas(config, engine)
+        host = colocated_host(config, engine, await self.store(), random.Random(0), registry, replicas)
         return await self._run(instance_id, engine, host, registry)
 
     async def router(self, router_id: str = "router-0") -> RouterStub:
@@ -314,6 +325,13 @@ class InProcessCluster:
             await instance.channel.close()
         for store in self._stores:
             await store.__aexit__(None, None, None)
+        await self._resources.aclose()
+
+    async def _open_replicas(self, config: DecodeConfig | ColocatedConfig, engine: BuiltEngine) -> ReplicaStore | None:
+        replicas = await self._resources.enter_async_context(open_replicas(config, engine))
+        if replicas is not None:
+            self.replicas[config.instance_id] = replicas
+        return replicas
 
     async def store(self) -> MemoryStore:
         """One more view of the cluster."""

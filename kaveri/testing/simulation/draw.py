@@ -2,12 +2,14 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
+from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.network import LinkQuality
 from kaveri.testing.simulation.plan import INSTANCE_KINDS, Fault, FaultKind, Plan, PlannedInstance, PlannedRequest
 from kaveri.testing.simulation.store import STORE_NAME
@@ -60,7 +62,22 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
         decode_placement=rng.choice(tuple(DecodePlacementPolicy)),
         decode_policy=rng.choice((AdmissionPolicy.GREEDY, *AdmissionPolicy)),
         prefill_policy=rng.choice(tuple(OrderingPolicy)),
+        **_replication(seed),
     )
+
+
+def _replication(seed: int) -> dict[str, Any]:
+    # From a generator of its own, so that everything else of a plan stays as it was before there were copies.
+    rng = random.Random(f"replication {seed}")
+    if rng.random() < 0.5:
+        return {}
+    return {
+        "replication": rng.choice((ReplicationMode.PAIR, ReplicationMode.RING, *(ReplicationMode.SPREAD,) * 4)),
+        # Some are so small that holders drop copies.
+        "replica_blocks": rng.choice((12, 40, 200, 200)),
+        "replica_min_tokens": rng.choice((1, 16, 32, 64)),
+        "failure_domains": rng.choice((1, 2)),
+    }
 
 
 def draw_prompt(rng: random.Random, token_count: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from kaveri.domain.view import BOTH_PHASES, Phase, Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
+from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.network import LinkQuality
 
 
@@ -148,6 +149,12 @@ class Plan:
     decode_policy: AdmissionPolicy = AdmissionPolicy.GREEDY
     prefill_policy: OrderingPolicy = OrderingPolicy.FCFS
     probes_per_router: int = 2
+    replication: ReplicationMode = ReplicationMode.OFF
+    replica_blocks: int = 200
+    """Blocks of each instance that decodes, for copies."""
+    replica_min_tokens: int = 32
+    failure_domains: int = 1
+    """Instances with an engine have these in turn."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -76,6 +76,14 @@ def _of_instance(life: Life) -> list[str]:
     leased = engine.kv_flow().receiving.leased_block_count
     if leased:
         found.append(f"{leased} blocks are leased to transfers")
+    if life.replicas is not None:
+        usage = life.replicas.usage()
+        if usage.replica_count or usage.used_bytes:
+            found.append(f"{usage.replica_count} copies are held, {usage.used_bytes} bytes")
+        try:
+            life.replicas.check_integrity()
+        except AssertionError as error:
+            found.append(f"the account of its copies is wrong: {error}")
     try:
         engine.check_integrity()
     except AssertionError as error:

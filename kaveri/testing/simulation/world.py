@@ -15,6 +15,7 @@ from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.policy.prediction import PredictionMode
+from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.engine import SimulatedEngine
 from kaveri.testing.simulation.kv_network import NetworkWire
@@ -22,6 +23,7 @@ from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess, proc
 from kaveri.testing.simulation.network import Network
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import Plan, PlannedInstance
+from kaveri.testing.simulation.replicas import SimulatedReplicas
 from kaveri.testing.simulation.store import SimulatedStore, SimulatedStoreServer
 from kaveri.testing.simulation.trace import Trace
 from kaveri.text.tokenizer import ModelTokenizer
@@ -51,6 +53,8 @@ class Life:
     engine: SimulatedEngine | None = None
     host: EngineHost | None = None
     router: Router | None = None
+    replicas: SimulatedReplicas | None = None
+    """The copies that it holds."""
     ended: bool = False
     """It was killed, or its main function has returned."""
 
@@ -217,6 +221,8 @@ class World:
             "lease_ttl_s": plan.lease_ttl_s,
             "heartbeat_interval_s": plan.heartbeat_interval_s,
         }
+        if plan.failure_domains > 1:
+            shared["failure_domain"] = f"domain-{plan.names.index(life.name) % plan.failure_domains}"
         prompts: dict[str, Any] = {
             "max_queue": plan.max_queue,
             "prefill_policy": plan.prefill_policy,
@@ -226,8 +232,11 @@ class World:
         batch: dict[str, Any] = {
             "decode_policy": plan.decode_policy,
             "reservation_ttl_s": plan.reservation_ttl_s,
+            "replication": plan.replication,
+            "replica_min_tokens": plan.replica_min_tokens,
         }
-        follow = Follow.HEARTBEATS if phases == (Phase.DECODE,) else Follow.BROADCASTS
+        replicates = plan.replication is not ReplicationMode.OFF and Phase.DECODE in phases
+        follow = Follow.HEARTBEATS if phases == (Phase.DECODE,) and not replicates else Follow.BROADCASTS
         async with SimulatedStore(self.store, follow) as store:
             engine = life.engine = SimulatedEngine(
                 self.model,
@@ -242,14 +251,20 @@ class World:
                 draws=self.draws,
             )
             registry, rng = CollectorRegistry(), random.Random(self.rng.getrandbits(64))
+            if replicates:
+                life.replicas = self._replicas(engine)
             match phases:
                 case (Phase.PREFILL,):
                     prefill = PrefillConfig(**prompts, **shared)
                     life.host = prefill_host(prefill, engine, store, rng, registry)
                 case (Phase.DECODE,):
                     decode = DecodeConfig(**batch, **shared)
-                    life.host = decode_host(decode, engine, store, registry)
+                    life.host = decode_host(decode, engine, store, registry, rng, life.replicas)
                 case _:
                     colocated = ColocatedConfig(**prompts, **batch, **shared)
-                    life.host = colocated_host(colocated, engine, store, rng, registry)
+                    life.host = colocated_host(colocated, engine, store, rng, registry, life.replicas)
             await life.host.serve(life.stopping)
+
+    def _replicas(self, engine: SimulatedEngine) -> SimulatedReplicas:
+        wire, rng = NetworkWire(self.network), random.Random(self.rng.getrandbits(64))
+        return SimulatedReplicas(self.model, engine.info.layout, self.plan.replica_blocks, wire, rng, self.draws)

@@ -1,0 +1,56 @@
+"""The store of copies of one simulated instance: the real account over simulated memory, verified whenever it grows."""
+
+import random
+from functools import partial
+
+from kaveri.engine.stepwise.fake import FakeModel, StaleKv
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.replicas import Replicas
+from kaveri.kv.replicas.store import ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaListener
+from kaveri.testing.simulation.draws import DrawRecord
+from kaveri.testing.simulation.kv_memory import KvMemory
+from kaveri.testing.simulation.kv_transfers import SimulatedReceiver, SimulatedSender
+from kaveri.testing.simulation.kv_wire import KvWire
+
+
+class SimulatedReplicas(Replicas):
+    """A ReplicaStore. Constructed within its simulated process. Reports copies that are not what they say."""
+
+    def __init__(
+        self, model: FakeModel, layout: KvLayout, block_count: int, wire: KvWire, rng: random.Random, draws: DrawRecord
+    ) -> None:
+        """rng: of this life alone. draws: what is wrong is reported to it."""
+        self._memory = KvMemory(model, block_count)
+        self._model = model
+        self._draws = draws
+        super().__init__(
+            layout,
+            block_count,
+            partial(SimulatedReceiver, self._memory, layout, wire, rng.getrandbits(63)),
+            partial(SimulatedSender, self._memory, layout, wire),
+            token_bytes=rng.randbytes,
+        )
+
+    def start(self, listener: ReplicaListener) -> None:
+        def verified(event: ReplicaEvent) -> None:
+            if isinstance(event, ReplicaGrew):
+                self._verify(event.key, event.token_count)
+            listener(event)
+
+        super().start(verified)
+
+    def _verify(self, key: ReplicaKey, token_count: int) -> None:
+        """The blocks hold the KV of just the tokens that their marks have named."""
+        replica = self._replicas.get(key)
+        if replica is None:
+            return
+        token_ids = tuple(replica.token_ids[:token_count])
+        try:
+            chain = self._memory.read(replica.block_ids, token_count)
+        except StaleKv as error:
+            self._draws.report(f"the copy of {key.request_id} has wrong KV: {error}")
+            return
+        if len(token_ids) != token_count or chain != self._model.chain(token_ids):
+            self._draws.report(
+                f"the copy of {key.request_id} does not hold the KV of the {token_count} tokens it names"
+            )

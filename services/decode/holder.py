@@ -1,0 +1,414 @@
+"""Holds copies of other instances' requests, and goes on here with those whose owner was lost.
+
+Leaves the bytes to a ReplicaStore, and a resumed request, once it has room, to the DecodeInstance.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kaveri.domain.owner import Ownership
+from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
+from kaveri.domain.view import InstanceLoad
+from kaveri.errors import (
+    InvalidArgument,
+    KaveriError,
+    NoCapacity,
+    RequestNotFound,
+    Unavailable,
+)
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.store import (
+    ReplicaDropped,
+    ReplicaEvent,
+    ReplicaGrew,
+    ReplicaKey,
+    ReplicaOrphaned,
+    ReplicaStore,
+)
+from kaveri.kv.transfer.ticket import Ticket
+from kaveri.policy.replication import HeldCopy, drop_first
+from kaveri.telemetry.logs import get_logger
+from kaveri.wire.attempts import wrong_secret
+from services.decode.instance import DecodeInstance
+from services.decode.replica_metrics import ReplicaMetrics
+from services.decode.requests import DecodeRequest
+
+_QUIET_S = 120.0
+"""An owner that marks nothing for so long counts as lost. Requests that wait for a seat grow no longer."""
+_UNUSED_S = 5.0
+"""A copy of which no block has come for so long is dropped: its owner may not know that it has room."""
+_LOOK_EVERY_S = 0.25
+_RETRY_AFTER_S = 1.0
+_SOON_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """Its owner pushes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """Its owner is gone, or was shut out. It waits for a router that resumes it."""
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """A request goes on from it here. It is shut to its owner."""
+
+    ownership: Ownership
+    """Of the new owner."""
+    outcome: asyncio.Future[Resumed]
+
+
+@dataclass(eq=False, slots=True)
+class HeldReplica:
+    """One copy of another instance's request."""
+
+    key: ReplicaKey
+    offer: ReplicaOffer
+    opened_s: float
+    token_count: int
+    """Tokens that it has blocks for."""
+    watermark: int = 0
+    state: Growing | Orphan | Resuming = Growing()
+
+    @property
+    def ends_s(self) -> float:
+        """The request's deadline."""
+        return self.opened_s + self.offer.timeout_s
+
+
+class ReplicaHolder:
+    """The copies that one decode instance holds, at most one of each request id. For one event loop."""
+
+    def __init__(
+        self,
+        instance: DecodeInstance,
+        store: ReplicaStore,
+        incarnation: int,
+        orphan_grace_s: float,
+        metrics: ReplicaMetrics,
+    ) -> None:
+        """store: its owner is the holder from now on. orphan_grace_s: seconds that a copy is kept after its owner was
+        lost."""
+        self._instance = instance
+        self._incarnation = incarnation
+        self._orphan_grace_s = orphan_grace_s
+        self._unused_s = max(_UNUSED_S, orphan_grace_s)
+        self._metrics = metrics
+        self._held: dict[str, HeldReplica] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._draining = False
+        self._store = store
+        metrics.watch(store)
+
+    async def run(self) -> None:
+        """Works until cancelled, and closes the store then."""
+        self._store.start(partial(_forward, asyncio.get_running_loop(), self._hear))
+        try:
+            async with self._tasks:
+                while True:
+                    await asyncio.sleep(_LOOK_EVERY_S)
+                    self._drop_expired(time.monotonic())
+        finally:
+            self._held.clear()
+            await asyncio.to_thread(self._store.close)
+
+    def open(self, offer: ReplicaOffer) -> Ticket:
+        """Takes room for a copy of a request. A copy of the same request by an older owner, or by the same one, is
+        dropped first. When the memory is full, copies that are far cheaper to compute again are dropped, and the owner
+        has to ask again.
+
+        Raises Unavailable (draining, or a copy of another request with the same id is here), LayoutMismatch,
+        NoCapacity, StaleAttempt and RequestAlreadyExists (a newer owner is known).
+        """
+        if self._draining:
+            raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
+        request_id, owner = offer.request_id, offer.ownership.owner
+        former = self._held.get(request_id)
+        if former is not None:
+            held = offer.ownership.comparable(former.offer.ownership)
+            if held is None:
+                raise Unavailable("a copy of another request with this id is here", retry_after_s=_RETRY_AFTER_S)
+            newest = former.offer.ownership.owner
+            if isinstance(former.state, Resuming):
+                newest = max(newest, former.state.ownership.owner)
+            if held < newest:
+                raise held.stale(request_id, newest)
+        self._instance.note_owner(request_id, offer.ownership)
+        if former is not None:
+            self._drop(former, "replaced")
+        key = ReplicaKey(request_id, owner.session, owner.attempt)
+        ticket = self._open(key, offer)
+        self._held[request_id] = HeldReplica(key, offer, time.monotonic(), offer.token_count)
+        get_logger().info(
+            "replica_held",
+            request_id=request_id,
+            attempt=owner.attempt,
+            session=owner.session,
+            owner_id=offer.owner_id,
+            tokens=offer.token_count,
+        )
+        return ticket
+
+    async def resume(self, resumption: Resumption) -> Resumed:
+        """Goes on here with a request, from its copy. Returns once it has landed. Idempotent for one owner.
+
+        It goes on however this call ends; its router ends it by an abort.
+
+        Raises RequestNotFound, InvalidArgument (another secret, other tokens, an owner that is not newer), StaleAttempt
+        and RequestAlreadyExists (a newer owner is known), NoCapacity, Unavailable. The copy is kept then.
+        """
+        try:
+            resumed = await asyncio.shield(self._resuming(resumption))
+        except KaveriError as error:
+            self._metrics.count_resume(error)
+            get_logger().info(
+                "resume_refused",
+                request_id=resumption.request_id,
+                attempt=resumption.ownership.owner.attempt,
+                session=resumption.ownership.owner.session,
+                error=str(error),
+            )
+            raise
+        return resumed
+
+    def close(self, request_id: str, ownership: Ownership) -> None:
+        """The owner, its router, or a newer owner wants no copy of the request here. Ignored while a newer owner
+        resumes from it."""
+        held = self._held.get(request_id)
+        if held is None:
+            return
+        owner = ownership.comparable(held.offer.ownership)
+        newest = held.state.ownership.owner if isinstance(held.state, Resuming) else held.offer.ownership.owner
+        if owner is not None and owner >= newest:
+            self._drop(held, "closed")
+
+    def drain(self) -> None:
+        """Holds nothing any more: owners look for other holders."""
+        self._draining = True
+        for held in list(self._held.values()):
+            if not isinstance(held.state, Resuming):
+                self._drop(held, "draining")
+
+    def undrain(self) -> None:
+        """Takes copies again."""
+        self._draining = False
+
+    def with_room(self, load: InstanceLoad) -> InstanceLoad:
+        """The load with what is free here for copies."""
+        usage = self._store.usage()
+        free_bytes = 0 if self._draining else usage.total_bytes - usage.used_bytes
+        return replace(load, replica_free_bytes=free_bytes, replica_total_bytes=usage.total_bytes)
+
+    def check_integrity(self) -> None:
+        """Asserts that table and store agree."""
+        self._store.check_integrity()
+        usage = self._store.usage()
+        assert usage.replica_count == len(self._held), (usage, self._held)
+
+    @property
+    def held_count(self) -> int:
+        """Copies here."""
+        return len(self._held)
+
+    def _open(self, key: ReplicaKey, offer: ReplicaOffer) -> Ticket:
+        expires_in_s = min(offer.timeout_s, _QUIET_S)
+        try:
+            return self._store.open(key, offer.layout, offer.token_count, expires_in_s)
+        except NoCapacity as error:
+            if not self._make_room(offer):
+                raise
+            # The blocks are free as soon as no owner can write into them any more.
+            reason = "shorter copies were dropped to make room"
+            raise NoCapacity("replica", _SOON_S, reason) from error
+
+    def _make_room(self, offer: ReplicaOffer) -> bool:
+        usage, layout = self._store.usage(), offer.layout
+        growing = (held for held in self._held.values() if isinstance(held.state, Growing))
+        copies = (HeldCopy(held, held.token_count, _bytes(layout, held.token_count)) for held in growing)
+        free_bytes = usage.total_bytes - usage.used_bytes
+        dropped = drop_first(copies, offer.token_count, free_bytes, _bytes(layout, offer.token_count))
+        for held in dropped or ():
+            self._drop(held, "full")
+        return bool(dropped)
+
+    def _resuming(self, resumption: Resumption) -> asyncio.Future[Resumed]:
+        """The outcome of the resumption, which is begun unless it was already."""
+        request_id, ownership = resumption.request_id, resumption.ownership
+        held = self._held.get(request_id)
+        if held is not None and isinstance(held.state, Resuming) and held.state.ownership == ownership:
+            return held.state.outcome
+        outcome: asyncio.Future[Resumed] = asyncio.get_running_loop().create_future()
+        running = self._instance.resumed(request_id, ownership)
+        if running is not None and running.resumed is not None:
+            outcome.set_result(Resumed(self._incarnation, running.resumed.held_tokens))
+            return outcome
+        held = self._resumable(resumption)
+        held.state = Resuming(ownership, outcome)
+        self._tasks.create_task(self._conclude(outcome, held, resumption))
+        return outcome
+
+    def _resumable(self, resumption: Resumption) -> HeldReplica:
+        """The copy that the request may go on from. Shut to its owner from now on."""
+        request_id, ownership = resumption.request_id, resumption.ownership
+        if self._draining:
+            raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
+        if resumption.holder_incarnation != self._incarnation:
+            raise RequestNotFound(request_id, "its copy was in a former life of this instance")
+        held = self._held.get(request_id)
+        if held is None:
+            raise RequestNotFound(request_id, "no copy of it is held here")
+        former = held.offer.ownership
+        if not ownership.is_same_request(former):
+            raise wrong_secret()
+        newest = held.state.ownership.owner if isinstance(held.state, Resuming) else former.owner
+        if ownership.owner < newest:
+            raise ownership.owner.stale(request_id, newest)
+        if ownership.owner == newest:
+            limit = f"above {newest.attempt}, the present one"
+            raise InvalidArgument("attempt", ownership.owner.attempt, limit)
+        self._instance.note_owner(request_id, ownership)
+        # First of all: what the former owner still draws must not be in it.
+        self._store.seal(held.key)
+        return held
+
+    async def _conclude(self, outcome: asyncio.Future[Resumed], held: HeldReplica, resumption: Resumption) -> None:
+        try:
+            outcome.set_result(await self._resume(held, resumption))
+        except KaveriError as error:
+            outcome.set_exception(error)
+        except Exception as error:  # One request's bad luck must not end the others'.
+            get_logger().exception("resume_failed_unexpectedly", request_id=resumption.request_id)
+            outcome.set_exception(Unavailable(f"the resume failed: {error!r}"))
+        finally:
+            if not outcome.cancel():
+                # It may have an error that no call waits for any more.
+                outcome.exception()
+
+    async def _resume(self, held: HeldReplica, resumption: Resumption) -> Resumed:
+        began_s, request_id = time.monotonic(), resumption.request_id
+        try:
+            held_tokens = self._usable_tokens(held, resumption)
+            request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
+            await self._land(held, request, ticket)
+        except BaseException:
+            if self._is_resuming(held, resumption.ownership):
+                # The same owner may try again, or a newer one.
+                held.state = Orphan(time.monotonic() + self._orphan_grace_s)
+            raise
+        if self._is_resuming(held, resumption.ownership):
+            self._drop(held, "resumed")
+        recomputed_tokens = len(resumption.token_ids) - held_tokens
+        self._metrics.count_resumed(held_tokens, recomputed_tokens)
+        owner, former = resumption.ownership.owner, held.offer
+        get_logger().info(
+            "request_resumed",
+            request_id=request_id,
+            attempt=owner.attempt,
+            session=owner.session,
+            owner_id=former.owner_id,
+            held_tokens=held_tokens,
+            recomputed_tokens=recomputed_tokens,
+            seconds=round(time.monotonic() - began_s, 6),
+        )
+        return Resumed(self._incarnation, held_tokens)
+
+    async def _land(self, held: HeldReplica, request: DecodeRequest, ticket: Ticket) -> None:
+        """Pushes the copy into the engine."""
+        assert request.resumed is not None
+        try:
+            await asyncio.wrap_future(self._store.push(held.key, ticket))
+        except BaseException:
+            self._instance.abort(request.request_id, request.ownership, by_router=True)
+            raise
+        # The store's word and the engine's come on different ways. The reservation's end bounds the wait.
+        if not await request.resumed.landed:
+            raise Unavailable("the request has ended before its copy had landed")
+
+    def _usable_tokens(self, held: HeldReplica, resumption: Resumption) -> int:
+        """How many of the copy's tokens the request goes on from: whole blocks."""
+        token_ids = resumption.token_ids
+        ours = self._store.token_ids(held.key)
+        common = common_prefix(ours, token_ids)
+        prompt_tokens = len(token_ids) - resumption.generated_count
+        if common < min(len(ours), prompt_tokens):
+            raise InvalidArgument(f"token_ids[{common}]", token_ids[common], "the token whose KV is held here")
+        # The last token is computed here in any case: the next one is drawn on it.
+        usable = min(common, len(token_ids) - 1)
+        usable -= usable % held.offer.layout.block_tokens
+        if not usable:
+            raise RequestNotFound(resumption.request_id, "no whole block of it is held here")
+        return usable
+
+    def _hear(self, event: ReplicaEvent) -> None:
+        """What the store tells of a copy, which may be gone meanwhile."""
+        held = self._held.get(event.key.request_id)
+        if held is None or held.key != event.key:
+            return
+        match event, held.state:
+            case ReplicaGrew(), _:
+                held.watermark = event.token_count
+                held.token_count = max(held.token_count, event.token_count)
+            case ReplicaOrphaned(), Growing():
+                held.state = Orphan(time.monotonic() + self._orphan_grace_s)
+                get_logger().info(
+                    "replica_orphaned",
+                    request_id=event.key.request_id,
+                    attempt=event.key.attempt,
+                    session=event.key.session,
+                    reason=event.reason,
+                )
+            case ReplicaDropped(), _:
+                self._drop(held, "given_up")
+
+    def _drop_expired(self, now_s: float) -> None:
+        for held in list(self._held.values()):
+            match held.state:
+                case Orphan(until_s) if until_s <= now_s:
+                    self._drop(held, "orphaned")
+                case Growing() if not held.watermark and held.opened_s + self._unused_s <= now_s:
+                    self._drop(held, "unused")
+                case Growing() | Orphan() if held.ends_s <= now_s:
+                    self._drop(held, "deadline")
+
+    def _is_resuming(self, held: HeldReplica, ownership: Ownership) -> bool:
+        """Whether the copy is here, and this owner the last one to go on from it."""
+        is_its = isinstance(held.state, Resuming) and held.state.ownership == ownership
+        return is_its and self._held.get(held.key.request_id) is held
+
+    def _drop(self, held: HeldReplica, cause: str) -> None:
+        del self._held[held.key.request_id]
+        self._store.drop(held.key)
+        self._metrics.drops.labels(cause).inc()
+        get_logger().info(
+            "replica_dropped",
+            request_id=held.key.request_id,
+            attempt=held.key.attempt,
+            session=held.key.session,
+            cause=cause,
+        )
+
+
+def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many tokens both begin with."""
+    count = min(len(one), len(other))
+    if one[:count] == other[:count]:
+        return count
+    return next(index for index in range(count) if one[index] != other[index])
+
+
+def _bytes(layout: KvLayout, token_count: int) -> int:
+    """Of a copy: its blocks and the one ahead."""
+    return (token_count // layout.block_tokens + 1) * layout.layer_count * layout.block_bytes
+
+
+def _forward(loop: asyncio.AbstractEventLoop, hear: Callable[[ReplicaEvent], None], event: ReplicaEvent) -> None:
+    """From the store's thread to the loop."""
+    loop.call_soon_threadsafe(hear, event)

@@ -1,0 +1,137 @@
+"""A decode instance whose requests have copies elsewhere, and that holds copies for others."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry
+
+from kaveri.cluster.store import ClusterStore, Follow
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
+from kaveri.engine.contract import DecodeEngine, EngineEvent
+from kaveri.engine.factory import kv_transports, listen_endpoints
+from kaveri.errors import ConfigError
+from kaveri.hosting.config import name_flag
+from kaveri.hosting.served_phases import PhaseService
+from kaveri.hosting.service_host import new_incarnation
+from kaveri.kv.replicas.host import HostReplicas
+from kaveri.kv.replicas.store import ReplicaStore
+from kaveri.policy.replication import CopyRules, ReplicationMode
+from kaveri.telemetry.logs import get_logger
+from services.decode.config import BatchConfig
+from services.decode.holder import ReplicaHolder
+from services.decode.instance import DecodeInstance
+from services.decode.replica_metrics import ReplicaMetrics
+from services.decode.replicator import ReplicationSettings, Replicator
+
+
+class ReplicatedDecode:
+    """The PhaseService of a decode instance with replication: the instance, its holder and its replicator."""
+
+    def __init__(self, instance: DecodeInstance, holder: ReplicaHolder, replicator: Replicator) -> None:
+        self._instance = instance
+        self._holder = holder
+        self._replicator = replicator
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for part in (self._instance, self._holder, self._replicator):
+                tasks.create_task(part.run())
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        self._instance.handle(events)
+        self._replicator.handle(events)
+
+    def load(self) -> InstanceLoad:
+        return self._holder.with_room(self._instance.load())
+
+    def drain(self) -> None:
+        self._instance.drain()
+        self._holder.drain()
+
+    def resume(self) -> None:
+        self._instance.resume()
+        self._holder.undrain()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._instance.is_idle
+
+    async def wait_idle(self) -> None:
+        # Copies are dropped at once, so only requests are waited for.
+        await self._instance.wait_idle()
+
+    def fail_all(self, reason: str) -> None:
+        self._instance.fail_all(reason)
+
+
+def follow_of(config: BatchConfig) -> Follow:
+    """What the instance's view is made from: one that chooses holders follows the cluster monitor."""
+    return Follow.HEARTBEATS if config.replication is ReplicationMode.OFF else Follow.BROADCASTS
+
+
+@contextlib.asynccontextmanager
+async def open_replicas(config: BatchConfig, engine: DecodeEngine) -> AsyncIterator[ReplicaStore | None]:
+    """The memory for copies while the context lasts; None where replication is off. Raises ConfigError."""
+    if config.replication is ReplicationMode.OFF:
+        yield None
+        return
+    store = await asyncio.to_thread(_make_store, config, engine)
+    try:
+        yield store
+    finally:
+        await asyncio.to_thread(store.close)
+
+
+def with_replicas(
+    config: BatchConfig,
+    engine: DecodeEngine,
+    store: ClusterStore,
+    instance: DecodeInstance,
+    incarnation: int,
+    rng: random.Random,
+    registry: CollectorRegistry,
+    replicas: ReplicaStore | None,
+) -> tuple[PhaseService, ReplicaHolder | None]:
+    """What serves decode, and what holds copies. replicas: the memory for copies; None: the instance serves alone.
+
+    rng: for the choice of holders.
+    """
+    if replicas is None:
+        return instance, None
+    metrics = ReplicaMetrics(registry)
+    own = InstanceRecord(
+        config.instance_id,
+        incarnation,
+        Role.ENGINE,
+        address="",
+        model=config.model_name,
+        layout=engine.info.layout,
+        failure_domain=config.failure_domain,
+    )
+    mode = config.replication
+    if not engine.info.can_replicate:
+        get_logger().warning("replication_unavailable", engine=engine.info.engine)
+        mode = ReplicationMode.OFF
+    settings = ReplicationSettings(mode, CopyRules(config.replica_min_tokens))
+    holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, metrics)
+    replicator = Replicator(engine, instance, store, own, settings, rng, metrics)
+    return ReplicatedDecode(instance, holder, replicator), holder
+
+
+def _make_store(config: BatchConfig, engine: DecodeEngine) -> HostReplicas:
+    # The engine has the port, if one is named.
+    settings = replace(config, kv_port=0)
+    try:
+        return HostReplicas(
+            engine.info.layout,
+            config.replica_memory,
+            listen=listen_endpoints(settings),
+            transports=kv_transports(settings),
+            epoch=new_incarnation(),
+            receiving=settings.receiving,
+        )
+    except ConfigError as error:
+        raise name_flag(error) from error

@@ -1,0 +1,291 @@
+"""Has copies of the requests here kept by other instances, so that they go on there when this one is lost.
+
+A token never waits for its copy: the engine copies in the background, and what is here is looked at now and then.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpc import aio
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.replica import ReplicaOffer
+from kaveri.domain.view import InstanceRecord
+from kaveri.engine.contract import (
+    DecodeEngine,
+    EngineEvent,
+    EngineKey,
+    Landed,
+    ReplicaEnded,
+    Replicated,
+    StepTokens,
+)
+from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
+from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder
+from kaveri.policy.retry import bounded_retry_s
+from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.rpc.channels import Channels
+from kaveri.telemetry.logs import get_logger
+from kaveri.v1 import decode_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.wire.attempts import ownership_to_proto
+from kaveri.wire.messages import ticket_from_proto
+from kaveri.wire.replicas import offer_to_proto
+from kaveri.wire.status import error_of
+from services.decode import copying
+from services.decode.copying import Alone, Copied, Copy, Holder
+from services.decode.instance import DecodeInstance
+from services.decode.lifecycle import Ready, Running
+from services.decode.replica_metrics import ReplicaMetrics
+from services.decode.requests import DecodeRequest
+
+_LOOK_EVERY_S = 0.1
+_ANSWER_TIMEOUT_S = 2.0
+"""Of a holder that is asked for room, or told that a copy is not wanted."""
+_MOST_ASKED = 32
+"""Holders that are asked at once."""
+_REST_S = 1.0
+"""A holder that has refused, or has lost a copy, is not asked again for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationSettings:
+    """Where copies go, and of what."""
+
+    mode: ReplicationMode
+    rules: CopyRules
+
+
+@dataclass(eq=False, slots=True)
+class _Owned:
+    request: DecodeRequest
+    copy: Copy
+
+
+class Replicator:
+    """The copies of one decode instance's requests. For one event loop."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        instance: DecodeInstance,
+        store: ClusterStore,
+        own: InstanceRecord,
+        settings: ReplicationSettings,
+        rng: random.Random,
+        metrics: ReplicaMetrics,
+    ) -> None:
+        """own: this instance; its address is not read."""
+        self._engine = engine
+        self._instance = instance
+        self._store = store
+        self._own = own
+        self._settings = settings
+        self._rng = rng
+        self._metrics = metrics
+        self._owned: dict[EngineKey, _Owned] = {}
+        self._unconfirmed: UnconfirmedWork[EngineKey] = UnconfirmedWork()
+        self._resting_until_s: dict[str, float] = {}
+        self._channels = Channels()
+        self._tasks = asyncio.TaskGroup()
+        self._asked_count = 0
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+        try:
+            async with self._tasks:
+                while True:
+                    await self._changed.wait()
+                    self._changed.clear()
+                    await self._look()
+                    if self._owned:
+                        self._changed.set()
+                    await asyncio.sleep(_LOOK_EVERY_S)
+        finally:
+            await self._channels.close()
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        """Takes one batch of the engine's events, after the instance has."""
+        for event in events:
+            match event:
+                case Landed() | StepTokens():
+                    # Adopted requests do not land.
+                    self._changed.set()
+                case Replicated(key, token_count):
+                    self._take(key, copying.CopyGrew(token_count))
+                case ReplicaEnded(key, reason):
+                    self._lost(key, reason)
+
+    async def _look(self) -> None:
+        """Looks for holders, and forgets requests that have ended."""
+        now_s = time.monotonic()
+        here = {request.key: request for request in self._instance.landed()}
+        for key in [key for key in self._owned if key not in here]:
+            self._take(key, copying.RequestEnded())
+            del self._owned[key]
+        for key, request in here.items():
+            owned = self._owned.setdefault(key, _Owned(request, Alone()))
+            match owned.copy:
+                case Alone(until_s) if until_s <= now_s and self._is_worth_a_copy(request):
+                    self._choose(owned, now_s)
+        self._count()
+        view = self._store.view()
+        self._unconfirmed.retain(view)
+        self._resting_until_s = {name: until_s for name, until_s in self._resting_until_s.items() if until_s > now_s}
+        await self._channels.retain({instance.record.address for instance in view.instances.values()})
+
+    def _is_worth_a_copy(self, request: DecodeRequest) -> bool:
+        return self._settings.rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
+
+    def _choose(self, owned: _Owned, now_s: float) -> None:
+        if self._asked_count >= _MOST_ASKED:
+            return
+        layout = self._engine.info.layout
+        blocks = owned.request.context_tokens // layout.block_tokens + 1
+        needed_bytes = blocks * layout.layer_count * layout.block_bytes
+        key, avoid = owned.request.key, self._resting_until_s
+        found = choose_holder(
+            self._settings.mode, self._store.view(), self._own, needed_bytes, self._unconfirmed, self._rng, avoid
+        )
+        if found is None:
+            return
+        self._unconfirmed.add(key, found, needed_bytes)
+        record = found.record
+        holder = Holder(record.instance_id, record.incarnation, record.address)
+        self._take(key, copying.HolderChosen(holder))
+
+    def _take(self, key: EngineKey, event: copying.Event) -> None:
+        owned = self._owned.get(key)
+        if owned is None:
+            return
+        owned.copy, actions = copying.step(owned.copy, event, time.monotonic())
+        for action in actions:
+            self._act(owned, action)
+
+    def _act(self, owned: _Owned, action: copying.Action) -> None:
+        match action:
+            case copying.AskHolder(holder):
+                self._asked_count += 1
+                self._tasks.create_task(self._ask(owned, holder))
+            case copying.BeginCopy(ticket):
+                try:
+                    self._engine.replicate(owned.request.key, ticket)
+                except KaveriError as error:
+                    self._lost(owned.request.key, str(error))
+            case copying.CloseCopy(holder):
+                self._tasks.create_task(self._close(owned.request, holder))
+            case copying.TellRouter(replica):
+                self._instance.tell_replica(owned.request, replica)
+
+    async def _ask(self, owned: _Owned, holder: Holder) -> None:
+        try:
+            await self._ask_or_raise(owned, holder)
+        except Exception as error:  # One request's bad luck must not end the others'.
+            request = owned.request
+            get_logger().exception("replication_failed_unexpectedly", request_id=request.request_id)
+            self._refused(request, holder, Unavailable(repr(error)))
+
+    async def _ask_or_raise(self, owned: _Owned, holder: Holder) -> None:
+        request, key = owned.request, owned.request.key
+        try:
+            response = await self._open(request, holder)
+            ticket = ticket_from_proto(response.ticket)
+        except KaveriError as error:
+            self._refused(request, holder, error)
+            return
+        finally:
+            self._asked_count -= 1
+            self._unconfirmed.remove(key, holder.instance_id)
+        if key not in self._owned or not isinstance(request.state, Ready | Running):
+            # It has ended meanwhile, so no push will tell the holder.
+            await self._close(request, holder)
+            return
+        self._metrics.opens.labels("granted").inc()
+        self._take(key, copying.RoomGranted(ticket, response.incarnation))
+
+    async def _open(self, request: DecodeRequest, holder: Holder) -> decode_pb2.OpenReplicaResponse:
+        offer = ReplicaOffer(
+            request.request_id,
+            request.ownership,
+            self._own.instance_id,
+            self._own.incarnation,
+            self._engine.info.layout,
+            request.context_tokens,
+            max(0.001, request.expires_s - time.monotonic()),
+        )
+        try:
+            with self._channels.calling(DecodeServiceStub, holder.address) as stub:
+                return await stub.OpenReplica(offer_to_proto(offer), timeout=_ANSWER_TIMEOUT_S)
+        except aio.AioRpcError as error:
+            raise error_of(error, peer=holder.address, request_id=request.request_id) from error
+
+    def _refused(self, request: DecodeRequest, holder: Holder, error: KaveriError) -> None:
+        self._metrics.opens.labels("refused" if isinstance(error, NoCapacity) else "failed").inc()
+        rest_s = bounded_retry_s(error.retry_after_s) if isinstance(error, NoCapacity) else _REST_S
+        self._rest(holder, rest_s)
+        get_logger().info(
+            "replica_refused",
+            request_id=request.request_id,
+            attempt=request.owner.attempt,
+            session=request.owner.session,
+            holder_id=holder.instance_id,
+            error=str(error),
+        )
+        if isinstance(error, DeadlineExceeded | Unavailable):
+            # Room may have been granted nevertheless.
+            self._tasks.create_task(self._close(request, holder))
+        if isinstance(error, StaleAttempt | RequestAlreadyExists):
+            # The holder knows a newer owner: this one has been frozen or cut off, and has lost the request.
+            self._instance.lose(request, error)
+        self._take(request.key, copying.CopyLost(self._pause_s()))
+
+    def _lost(self, key: EngineKey, reason: str) -> None:
+        """The engine copies the request no more."""
+        owned = self._owned.get(key)
+        if owned is None or not isinstance(owned.copy, Copied):
+            return
+        request, holder = owned.request, owned.copy.holder
+        self._metrics.losses.inc()
+        self._rest(holder, _REST_S)
+        get_logger().info(
+            "replica_lost",
+            request_id=request.request_id,
+            attempt=request.owner.attempt,
+            session=request.owner.session,
+            holder_id=holder.instance_id,
+            tokens=owned.copy.token_count,
+            reason=reason,
+        )
+        self._take(key, copying.CopyLost(self._pause_s()))
+
+    async def _close(self, request: DecodeRequest, holder: Holder) -> None:
+        message = decode_pb2.AbortRequest(attempts=[ownership_to_proto(request.request_id, request.ownership)])
+        try:
+            with self._channels.calling(DecodeServiceStub, holder.address) as stub:
+                await stub.Abort(message, timeout=_ANSWER_TIMEOUT_S)
+        except aio.AioRpcError as error:
+            # It is gone, or drops the copy when its time is over.
+            get_logger().debug("replica_not_closed", holder_id=holder.instance_id, error=error.details())
+
+    def _rest(self, holder: Holder, rest_s: float) -> None:
+        self._resting_until_s[holder.instance_id] = time.monotonic() + rest_s
+
+    def _pause_s(self) -> float:
+        return copying.FIRST_PAUSE_S * (0.5 + self._rng.random() / 2)
+
+    def _count(self) -> None:
+        lags: list[int] = []
+        unprotected_count = 0
+        for owned in self._owned.values():
+            match owned.copy:
+                case Copied(token_count=token_count) if token_count:
+                    lags.append(owned.request.context_tokens - token_count)
+                case _ if self._is_worth_a_copy(owned.request):
+                    unprotected_count += 1
+        self._metrics.owned.set(len(lags))
+        self._metrics.unprotected.set(unprotected_count)
+        self._metrics.lag_tokens.set(max(lags, default=0))

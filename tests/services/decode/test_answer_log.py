@@ -1,0 +1,26 @@
+"""What a router is sent of a request's copy."""
+
+from kaveri.domain.owner import Owner
+from kaveri.domain.replica import Replica
+from kaveri.engine.contract import EngineKey, TokenStep
+from services.decode.answer_log import AnswerLog
+
+OWNER = Owner(0, 1)
+
+
+def test_news_of_a_copy_are_sent_once_and_again_to_a_router_that_attaches() -> None:
+    log = AnswerLog.after(0)
+    assert log.take("r", OWNER).replica is None
+    log.note_replica(Replica("d1", 1, 16))
+    log.note_replica(Replica("d1", 1, 32))
+    assert log.take("r", OWNER).replica == Replica("d1", 1, 32)
+    assert log.take("r", OWNER).replica is None
+    log.send_from(log.next_index)
+    assert log.take("r", OWNER).replica == Replica("d1", 1, 32)
+
+
+def test_a_resumed_request_draws_its_next_token_here() -> None:
+    log = AnswerLog.drawn_here(5)
+    log.gain(TokenStep(EngineKey("r", 1), 5, 42, None, None), None)
+    gained = log.take("r", OWNER)
+    assert (gained.index, gained.token_ids) == (5, [42])

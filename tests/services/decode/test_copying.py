@@ -1,0 +1,133 @@
+"""The life of a request's copy, as its owner sees it."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kaveri.domain.replica import Replica
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from services.decode.copying import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Action,
+    Alone,
+    AskHolder,
+    BeginCopy,
+    CloseCopy,
+    Copied,
+    Copy,
+    CopyGrew,
+    CopyLost,
+    Event,
+    Holder,
+    HolderChosen,
+    Opening,
+    RequestEnded,
+    RoomGranted,
+    TellRouter,
+    step,
+)
+
+LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
+TICKET = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("tcp", "h:1"),), (0,), 4, 60.0, LAYOUT, is_open=True)
+ONE, OTHER = Holder("d1", 1, "h:1"), Holder("d2", 1, "h:2")
+LOST = CopyLost(FIRST_PAUSE_S)
+
+
+def after(*events: Event) -> tuple[Copy, list[Action]]:
+    copy: Copy = Alone()
+    done: list[Action] = []
+    for event in events:
+        copy, actions = step(copy, event, 0.0)
+        done += actions
+    return copy, done
+
+
+def test_a_copy_that_grows_is_told_to_the_router() -> None:
+    copy, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), CopyGrew(16), CopyGrew(32))
+    assert copy == Copied(ONE, 0, 32)
+    assert done == [
+        AskHolder(ONE),
+        BeginCopy(TICKET),
+        TellRouter(Replica("d1", 1, 16)),
+        TellRouter(Replica("d1", 1, 32)),
+    ]
+
+
+def test_the_life_that_granted_the_room_is_the_holder_not_the_one_of_the_view() -> None:
+    copy, done = after(HolderChosen(ONE), RoomGranted(TICKET, 7), CopyGrew(16))
+    assert isinstance(copy, Copied)
+    assert copy.holder.incarnation == 7
+    assert done[-1] == TellRouter(Replica("d1", 7, 16))
+
+
+def test_a_former_holder_is_closed_once_another_one_has_granted_room() -> None:
+    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, HolderChosen(OTHER))
+    _, before = after(*copied)
+    assert not any(isinstance(action, CloseCopy) for action in before), "its copy may still be resumed from"
+    _, done = after(*copied, RoomGranted(TICKET, 1))
+    assert done[-2:] == [CloseCopy(ONE), BeginCopy(TICKET)]
+
+
+def test_a_former_holder_that_grants_room_again_is_not_closed() -> None:
+    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, HolderChosen(ONE), RoomGranted(TICKET, 1))
+    assert not any(isinstance(action, CloseCopy) for action in done)
+
+
+def test_a_request_that_ends_between_two_holders_closes_the_former_copy() -> None:
+    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, RequestEnded())
+    assert done[-1] == CloseCopy(ONE)
+    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), RequestEnded())
+    assert not any(isinstance(action, CloseCopy) for action in done), "its engine has given the copy up"
+
+
+def test_pauses_double_until_a_copy_grows_and_have_a_limit() -> None:
+    pauses = []
+    copy: Copy = Alone()
+    for _ in range(12):
+        copy, _ = step(copy, HolderChosen(ONE), 0.0)
+        copy, _ = step(copy, LOST, 0.0)
+        assert isinstance(copy, Alone)
+        pauses.append(copy.until_s)
+    assert pauses[0] == FIRST_PAUSE_S
+    assert all(late >= early for early, late in itertools.pairwise(pauses))
+    assert pauses[-1] == LONGEST_PAUSE_S
+    for event in (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), LOST):
+        copy, _ = step(copy, event, 0.0)
+    assert isinstance(copy, Alone)
+    assert copy.until_s == FIRST_PAUSE_S
+
+
+EVENTS: list[Event] = [
+    HolderChosen(ONE),
+    HolderChosen(OTHER),
+    RoomGranted(TICKET, 1),
+    RoomGranted(TICKET, 2),
+    LOST,
+    CopyGrew(16),
+    CopyGrew(32),
+]
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=20))
+def test_every_copy_that_was_begun_is_with_the_present_holder_or_was_closed(events: list[Event]) -> None:
+    copy: Copy = Alone()
+    asked: list[Holder] = []
+    begun: set[tuple[str, int]] = set()
+    for event in [*events, LOST, RequestEnded()]:
+        copy, actions = step(copy, event, 0.0)
+        for action in actions:
+            match action:
+                case AskHolder(holder):
+                    assert isinstance(copy, Opening)
+                    asked.append(holder)
+                case BeginCopy():
+                    assert isinstance(copy, Copied)
+                    # A holder, and a new life of it, forgets the copies before.
+                    begun = {each for each in begun if each[0] != copy.holder.instance_id}
+                    begun.add(copy.holder[:2])
+                case CloseCopy(holder):
+                    begun.discard(holder[:2])
+    assert not begun

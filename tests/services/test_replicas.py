@@ -1,0 +1,389 @@
+"""Requests go on at the instance that holds their copy, with the same tokens; copies end with what they are copies of.
+
+Mostly the former owner is left running, as one that was frozen and wakes.
+"""
+
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.domain.length import TokenRange
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.replica import ReplicaOffer, Resumption
+from kaveri.domain.sampling import SamplingParams
+from kaveri.v1 import decode_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.wire.messages import layout_to_proto
+from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
+
+ROUTER = "router-0"
+REPLICATED = {
+    "replication": "ring",
+    "replica_min_tokens": 16,
+    "replica_memory": 2**21,
+    "fake_step_s": 0.01,
+    "orphan_grace_s": 1.0,
+}
+
+
+def prompt(seed: int, token_count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(token_count)]
+
+
+@dataclass
+class Owned:
+    """A request that decodes, and of which another instance holds a copy."""
+
+    prompt: list[int]
+    expected: list[int]
+    owner: Any
+    holder: Any
+    router: Any
+    first: int
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens that the router has."""
+        gained = self.router.tokens["a", 1]
+        return [self.first, *(gained[index] for index in sorted(gained))]
+
+    @property
+    def replica(self) -> decode_pb2.Replica:
+        replica: decode_pb2.Replica = self.router.replicas["a", 1]
+        return replica
+
+    def message(self, token_count: int | None = None, **fields: Any) -> decode_pb2.ResumeRequest:
+        """A resume from the first `token_count` tokens of the answer on; None: from all that the router has."""
+        answer = self.answer[:token_count]
+        resumption = Resumption(
+            "a",
+            Ownership(Owner(0, 2), ROUTER),
+            (*self.prompt, *answer),
+            len(answer),
+            SamplingParams(max_tokens=len(self.expected), seed=0),
+            60.0,
+            None,
+            self.replica.holder_incarnation,
+        )
+        message = resumption_to_proto(resumption)
+        for name, value in fields.items():
+            setattr(message, name, value)
+        return message
+
+    async def resume(self, message: decode_pb2.ResumeRequest) -> decode_pb2.ResumeResponse:
+        response: decode_pb2.ResumeResponse = await DecodeServiceStub(self.holder.channel).Resume(message, timeout=30)
+        return response
+
+
+@pytest.fixture
+def begin(cluster: Any, by_hand: Any) -> Any:
+    async def begin(max_tokens: int = 200, prompt_tokens: int = 50, copied: int = 48, **settings: Any) -> Owned:
+        """A request whose copy has at least so many tokens."""
+        prefill = await cluster.prefill()
+        decodes = {name: await cluster.decode(name, **REPLICATED | settings) for name in ("decode-0", "decode-1")}
+        router = await cluster.router(ROUTER)
+        token_ids = prompt(5, prompt_tokens)
+        call = router.prefill(prefill, "a", token_ids, max_tokens)
+        await call.ended()
+
+        def is_copied() -> bool:
+            replica = router.replicas.get(("a", 1))
+            return replica is not None and replica.token_count >= copied
+
+        await by_hand.eventually(is_copied, "a copy is held")
+        holder = decodes.pop(router.replicas["a", 1].holder_id)
+        (owner,) = decodes.values()
+        expected = cluster.expected(token_ids, max_tokens)
+        return Owned(token_ids, expected, owner, holder, router, call.get("first_token").token_id)
+
+    return begin
+
+
+async def nothing_is_held(cluster: Any, by_hand: Any) -> None:
+    for name, replicas in cluster.replicas.items():
+        await by_hand.eventually(lambda replicas=replicas: replicas.usage().used_bytes == 0, f"{name} holds no copy")
+        replicas.check_integrity()
+
+
+async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin()
+    message = owned.message()
+    generated_count = message.generated_count
+    resumed = await owned.resume(message)
+    assert resumed.held_tokens >= 48
+    assert resumed.held_tokens % owned.holder.engine.info.layout.block_tokens == 0
+    await by_hand.abort(owned.owner, "a")
+    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
+    gained = owned.router.tokens["a", 2]
+    assert min(gained) == generated_count
+    assert [gained[index] for index in sorted(gained)] == owned.expected[generated_count:]
+    timing = owned.router.last["a", 2].timing
+    assert timing.held_tokens == resumed.held_tokens
+    assert timing.recomputed_tokens == len(message.token_ids) - resumed.held_tokens
+    await cluster.all_free()
+    await nothing_is_held(cluster, by_hand)
+
+
+async def test_a_resumed_request_has_a_copy_again(cluster: Any, by_hand: Any, begin: Any) -> None:
+    owned = await begin(max_tokens=400)
+    await owned.resume(owned.message())
+    await by_hand.abort(owned.owner, "a")
+    await by_hand.eventually(lambda: ("a", 2) in owned.router.replicas, "its new owner has found a holder")
+    assert owned.router.replicas["a", 2].holder_id == owned.owner.instance_id
+    await by_hand.abort(owned.holder, "a", 2)
+    await nothing_is_held(cluster, by_hand)
+
+
+async def test_a_resume_may_be_asked_for_twice(cluster: Any, by_hand: Any, begin: Any) -> None:
+    owned = await begin()
+    message = owned.message()
+    first = await owned.resume(message)
+    assert await owned.resume(message) == first
+    await by_hand.abort(owned.owner, "a")
+    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
+    assert await owned.resume(message) == first, "also shortly after its end"
+    assert owned.router.duplicates == 0
+
+
+async def test_a_router_with_fewer_tokens_than_the_copy_resumes_from_its_own(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin(copied=80)
+    resumed = await owned.resume(owned.message(token_count=4))
+    assert resumed.held_tokens == 48, "whole blocks of the 54 tokens that the router has"
+    await by_hand.abort(owned.owner, "a")
+    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
+    gained = owned.router.tokens["a", 2]
+    assert [gained[index] for index in sorted(gained)] == owned.expected[4:]
+
+
+async def test_what_a_former_owner_goes_on_to_draw_changes_nothing_at_the_holder(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin(max_tokens=300)
+    await owned.resume(owned.message())
+    # It hears that its push has ended, and that the holder has a newer owner, and gives the request up.
+    await by_hand.eventually(lambda: owned.owner.metric("kaveri_replica_losses_total") == 1, "the owner's copy is over")
+    await by_hand.eventually(owned.owner.free, "the owner has given it up")
+    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
+    assert len(owned.router.tokens["a", 2]) > 0
+    gained = owned.router.tokens["a", 2]
+    assert [gained[index] for index in sorted(gained)] == owned.expected[min(gained) :]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"request_id": "b"}, grpc.StatusCode.NOT_FOUND),
+        ({"holder_incarnation": 1}, grpc.StatusCode.NOT_FOUND),
+        ({"secret": bytes(16)}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"router_id": "router-1"}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"attempt": 1}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"timeout_s": 0.0}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_a_resume_by_any_other_is_refused_and_disturbs_nothing(
+    cluster: Any, by_hand: Any, begin: Any, fields: dict[str, Any], status: grpc.StatusCode
+) -> None:
+    owned = await begin(max_tokens=120)
+    with pytest.raises(aio.AioRpcError) as caught:
+        await owned.resume(owned.message(**fields))
+    assert caught.value.code() is status
+    await by_hand.eventually(lambda: owned.router.finished("a"), "it ends at its owner")
+    assert owned.answer == owned.expected
+    assert owned.owner.metric("kaveri_replica_losses_total") == 0
+    await nothing_is_held(cluster, by_hand)
+
+
+async def test_a_resume_with_another_prompt_is_refused_and_the_copy_stays_for_the_right_one(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin()
+    message = owned.message()
+    wrong = decode_pb2.ResumeRequest.FromString(message.SerializeToString())
+    wrong.token_ids[3] += 1
+    with pytest.raises(aio.AioRpcError) as caught:
+        await owned.resume(wrong)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "token_ids[3]" in (caught.value.details() or "")
+    assert (await owned.resume(message)).held_tokens >= 48
+    await by_hand.abort(owned.owner, "a")
+    await by_hand.abort(owned.holder, "a", 2)
+
+
+async def test_a_resume_without_room_in_the_engine_is_refused_and_may_be_asked_for_again(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin(max_tokens=300)
+    message = owned.message()
+    others: list[str] = []
+    with contextlib.suppress(aio.AioRpcError):
+        while True:
+            await by_hand.reserve(owned.holder, f"other-{len(others)}", 500, router_id="router-1")
+            others.append(f"other-{len(others)}")
+    assert owned.holder.engine.stats().free_blocks < cluster.blocks(len(message.token_ids) + 1) + 32
+    for number in range(2):
+        with contextlib.suppress(aio.AioRpcError):
+            await by_hand.reserve(owned.holder, f"small-{number}", 240, router_id="router-1")
+    with pytest.raises(aio.AioRpcError) as caught:
+        await owned.resume(message)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for name in (*others, "small-0", "small-1"):
+        await by_hand.abort(owned.holder, name, router_id="router-1")
+    await by_hand.eventually(owned.holder.free, "there is room")
+    assert (await owned.resume(message)).held_tokens >= 48
+    await by_hand.abort(owned.owner, "a")
+    await by_hand.abort(owned.holder, "a", 2)
+
+
+@pytest.mark.parametrize("by_router", [True, False])
+async def test_a_copy_ends_with_its_request(cluster: Any, by_hand: Any, begin: Any, by_router: bool) -> None:
+    owned = await begin(max_tokens=400)
+    await by_hand.abort(owned.owner, "a", by_router=by_router)
+    await nothing_is_held(cluster, by_hand)
+    assert owned.holder.metric("kaveri_replica_drops_total", cause="given_up") == 1
+
+
+async def test_the_copy_of_a_lost_owner_is_kept_for_the_grace_and_then_dropped(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin(max_tokens=400)
+    message = owned.message()
+    owned.owner.host._service.break_off("it is killed")
+    await by_hand.eventually(owned.owner.serving.done, "the owner is gone")
+    assert (await owned.resume(message)).held_tokens >= 48
+    await by_hand.abort(owned.holder, "a", 2)
+    await by_hand.eventually(lambda: cluster.replicas[owned.holder.instance_id].usage().used_bytes == 0, "dropped")
+
+
+async def test_nothing_resumes_a_lost_request_for_longer_than_the_grace(cluster: Any, by_hand: Any, begin: Any) -> None:
+    owned = await begin(max_tokens=400)
+    owned.owner.host._service.break_off("it is killed")
+    dropped = lambda: owned.holder.metric("kaveri_replica_drops_total", cause="orphaned") == 1  # noqa: E731
+    await by_hand.eventually(dropped, "the copy is dropped")
+    with pytest.raises(aio.AioRpcError) as caught:
+        await owned.resume(owned.message())
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_holder_that_drains_is_replaced(cluster: Any, by_hand: Any, begin: Any) -> None:
+    owned = await begin(max_tokens=450)
+    third = await cluster.decode("decode-2", **REPLICATED)
+    owned.holder.stopping.set()
+    await by_hand.eventually(lambda: owned.replica.holder_id == third.instance_id, "another one holds the copy")
+    await by_hand.abort(owned.owner, "a")
+    await nothing_is_held(cluster, by_hand)
+
+
+async def test_a_draining_holder_takes_no_copy_and_resumes_nothing(cluster: Any, by_hand: Any, begin: Any) -> None:
+    owned = await begin(max_tokens=400)
+    message = owned.message()
+    owned.holder.service.drain()
+    with pytest.raises(aio.AioRpcError) as caught:
+        await owned.resume(message)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(aio.AioRpcError) as caught:
+        await DecodeServiceStub(owned.holder.channel).OpenReplica(offer(owned.holder, "b"), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await by_hand.abort(owned.owner, "a")
+
+
+def offer(holder: Any, request_id: str, token_count: int = 50, attempt: int = 1, router_id: str = ROUTER) -> Any:
+    ownership = Ownership(Owner(0, attempt), router_id)
+    layout = holder.engine.info.layout
+    return offer_to_proto(ReplicaOffer(request_id, ownership, "decode-9", 1, layout, token_count, 60.0))
+
+
+async def refusal(holder: Any, message: Any) -> grpc.StatusCode:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await DecodeServiceStub(holder.channel).OpenReplica(message, timeout=10)
+    code: grpc.StatusCode = caught.value.code()
+    return code
+
+
+async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> None:
+    off = await cluster.decode("decode-0")
+    assert await refusal(off, offer(off, "a")) is grpc.StatusCode.FAILED_PRECONDITION
+    resumption = Resumption("a", Ownership(Owner(0, 1), ROUTER), (1, 2), 1, SamplingParams(), 1.0, None, 1)
+    with pytest.raises(aio.AioRpcError) as caught:
+        await DecodeServiceStub(off.channel).Resume(resumption_to_proto(resumption), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "replicas are off" in (caught.value.details() or "")
+    holder = await cluster.decode("decode-1", **REPLICATED)
+    stub = DecodeServiceStub(holder.channel)
+    other = offer(holder, "a")
+    other.layout.CopyFrom(layout_to_proto(holder.engine.info.layout))
+    other.layout.dtype = "float16"
+    assert await refusal(holder, other) is grpc.StatusCode.FAILED_PRECONDITION
+    await stub.OpenReplica(offer(holder, "a", attempt=2), timeout=10)
+    assert await refusal(holder, offer(holder, "a", attempt=1)) is grpc.StatusCode.ABORTED
+    assert await refusal(holder, offer(holder, "a", router_id="router-1")) is grpc.StatusCode.UNAVAILABLE
+    assert await refusal(holder, offer(holder, "b", token_count=10**6)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert holder.load().replica_free_bytes < holder.load().replica_total_bytes
+
+
+async def test_the_same_owner_may_ask_for_room_again(cluster: Any, by_hand: Any) -> None:
+    holder = await cluster.decode("decode-0", **REPLICATED)
+    stub = DecodeServiceStub(holder.channel)
+    first = await stub.OpenReplica(offer(holder, "a"), timeout=10)
+    again = await stub.OpenReplica(offer(holder, "a"), timeout=10)
+    assert first.ticket.transfer_id != again.ticket.transfer_id
+    assert again.ticket.is_open
+    assert cluster.replicas["decode-0"].usage().replica_count == 1
+    await by_hand.abort(holder, "a", by_router=False)
+    await nothing_is_held(cluster, by_hand)
+
+
+async def test_a_full_holder_drops_short_copies_for_a_long_one(cluster: Any, by_hand: Any) -> None:
+    holder = await cluster.decode("decode-0", **REPLICATED | {"replica_memory": 2**20})
+    stub = DecodeServiceStub(holder.channel)
+    total = holder.load().replica_total_bytes
+    layout = holder.engine.info.layout
+    blocks = total // (layout.layer_count * layout.block_bytes)
+    short = layout.block_tokens * 3
+    for number in range(blocks // 4):
+        await stub.OpenReplica(offer(holder, f"r{number}", short), timeout=10)
+    assert await refusal(holder, offer(holder, "equal", short)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await refusal(holder, offer(holder, "long", 4 * short)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    replicas = cluster.replicas["decode-0"]
+    await by_hand.eventually(lambda: replicas.usage().used_bytes < total - total // 20, "there is room")
+    await stub.OpenReplica(offer(holder, "long", 4 * short), timeout=10)
+    assert holder.metric("kaveri_replica_drops_total", cause="full") >= 3
+
+
+async def test_colocated_instances_hold_one_anothers_copies(cluster: Any, by_hand: Any) -> None:
+    settings = REPLICATED | {"replication": "pair"}
+    one = await cluster.colocated("colocated-0", **settings)
+    other = await cluster.colocated("colocated-1", **settings)
+    router = await cluster.router(ROUTER)
+    token_ids = prompt(5, 50)
+    call = router.prefill(one, "a", token_ids, 200)
+    await by_hand.eventually(lambda: ("a", 1) in router.replicas, "a copy is held")
+    assert router.replicas["a", 1].holder_id == "colocated-1"
+    gained = router.tokens["a", 1]
+    answer = [call.get("first_token").token_id, *(gained[index] for index in sorted(gained))]
+    params = SamplingParams(max_tokens=200, seed=0)
+    resumption = Resumption(
+        "a",
+        Ownership(Owner(0, 2), ROUTER),
+        (*token_ids, *answer),
+        len(answer),
+        params,
+        60.0,
+        TokenRange(100, 200),
+        router.replicas["a", 1].holder_incarnation,
+    )
+    await DecodeServiceStub(other.channel).Resume(resumption_to_proto(resumption), timeout=30)
+    await by_hand.abort(one, "a")
+    await by_hand.eventually(lambda: router.finished("a", 2), "it ends at the holder")
+    gained = router.tokens["a", 2]
+    assert [gained[index] for index in sorted(gained)] == cluster.expected(token_ids, 200)[len(answer) :]
+    await nothing_is_held(cluster, by_hand)
