@@ -13,7 +13,7 @@ from kaveri.kv.layout.block_map import map_blocks
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import SenderFlow
-from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushListener
+from kaveri.kv.transfer.push import PushAccepted, PushEnd, PushEvent, PushListener
 from kaveri.kv.transfer.staged_pushes import MakeSender, StagedPush, StagedPushes
 from kaveri.kv.transfer.ticket import Ticket
 
@@ -48,12 +48,17 @@ class MappedPushes:
 
     def open(self, ticket: Ticket, *, part: bool) -> None:
         """See KvSender.open."""
-        layout = ticket.layout
+        layout, own = ticket.layout, self._pool.layout
+        if ticket.is_open:
+            # Blocks are marked one by one, so each must be made of one of the same tokens and layers; of heads it may
+            # be a part.
+            heads = (own.kv_head_count, own.first_kv_head) if part else (layout.kv_head_count, layout.first_kv_head)
+            own.require_same(replace(layout, kv_head_count=heads[0], first_kv_head=heads[1]))
         if part:
-            self._pool.layout.require_part(layout)
+            own.require_part(layout)
         else:
-            self._pool.layout.require_mappable(layout)
-        push = StagedPush(ticket, map_blocks(self._pool.layout, layout))
+            own.require_mappable(layout)
+        push = StagedPush(ticket, map_blocks(own, layout))
         with self._lock:
             if self._closed:
                 raise TransferFailed("the sender is closed")
@@ -66,6 +71,11 @@ class MappedPushes:
         """See KvSender.write; the blocks are the pool's."""
         if (staging := self._staged.get(transfer_id)) is not None:
             staging.write(transfer_id, layer, first_index, source_blocks)
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        """See KvSender.mark; the note is short enough."""
+        if (staging := self._staged.get(transfer_id)) is not None:
+            staging.mark(transfer_id, block_count, note)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """See KvSender.finish; the note is short enough."""
@@ -146,8 +156,9 @@ class MappedPushes:
         self._given_up.append(staging)
 
     def _on_staged(self, event: PushEvent) -> None:
-        with self._lock:
-            self._staged.pop(event.transfer_id, None)
+        if isinstance(event, PushEnd):
+            with self._lock:
+                self._staged.pop(event.transfer_id, None)
         if isinstance(event, PushAccepted):
             event = replace(event, transport=f"{event.transport} mapped")
         self._listener(event)

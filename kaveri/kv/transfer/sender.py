@@ -88,14 +88,12 @@ class KvSender:
         """Begins a transfer; connects in the background. A ticket that is open makes an open push.
 
         part: the ticket may be for some of the layers or of the KV heads. The caller sees to it that the others get
-        theirs, by other tickets. Raises LayoutMismatch, naming the field, when the blocks cannot be mapped, and
+        theirs, by other tickets. An open ticket may be for some of the heads, and is for blocks like the pool's else.
+        Raises LayoutMismatch, naming the field, when the blocks cannot be mapped, and
         TransferFailed when the two ends have no transport in common, the sender is closed, or the process can start no
         thread more; a mapped push may report that by PushFailed.
         """
         if ticket.layout != self.pool.layout:
-            if ticket.is_open:
-                # Blocks that are put together from others cannot be marked one by one.
-                self.pool.layout.require_same(ticket.layout)
             self._mapped.open(ticket, part=part)
             return
         routes = self._routes(ticket)
@@ -140,6 +138,8 @@ class KvSender:
             if found is not None:
                 peer, push = found
                 peer.mark(push, block_count, note)
+        if found is None:
+            self._mapped.mark(transfer_id, block_count, note)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """All blocks of all layers are queued. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""

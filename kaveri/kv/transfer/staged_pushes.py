@@ -13,18 +13,26 @@ run out of time.
 """
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kaveri.errors import TransferFailed
+from kaveri.errors import InvalidArgument, TransferFailed
 from kaveri.kv.layout.block_map import BlockMap
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.regions import copy_regions
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import SenderFlow
-from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushEnd, PushEvent, PushFailed, PushListener
+from kaveri.kv.transfer.push import (
+    LocalDoneListener,
+    PushAccepted,
+    PushEnd,
+    PushEvent,
+    PushExtended,
+    PushFailed,
+    PushListener,
+)
 from kaveri.kv.transfer.ticket import Ticket, first_source_block
 from kaveri.telemetry.logs import get_logger
 
@@ -41,6 +49,9 @@ class StagingSender(Protocol):
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         """See KvSender.write."""
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        """See KvSender.mark."""
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """See KvSender.finish."""
@@ -63,13 +74,18 @@ class MakeSender(Protocol):
 
 
 class StagedPush:
-    """One push through staging. Guarded by the lock of its StagedPushes."""
+    """One push through staging. Guarded by the lock of its StagedPushes.
+
+    Open ones are of whole blocks, of which the receiver takes some of the heads (MappedPushes.open).
+    """
 
     def __init__(self, ticket: Ticket, block_map: BlockMap) -> None:
         """ticket: as it was granted. block_map: from the source pool to ticket.layout."""
         layer_count = ticket.layout.layer_count
         self.ticket = ticket
         self.block_map = block_map
+        self.granted_count = len(ticket.block_ids)
+        """Destination blocks, with those that the receiver has added."""
         self.receiver = (ticket.endpoints, ticket.epoch)
         self.first_block = first_source_block(ticket, block_map.source)
         """Of the request's source blocks: the first one that is pushed."""
@@ -85,6 +101,10 @@ class StagedPush:
         """Layers with destination blocks that are complete and not staged, in the order in which they came up."""
         self.held: list[set[int]] = [set() for _ in range(layer_count)]
         """Per layer, the staging blocks in use."""
+        self.marks: deque[tuple[int, bytes]] = deque()
+        """Of an open push: block counts that are to be marked once they are staged, with their notes."""
+        self.marked_count = 0
+        """Of the last mark."""
         self.opened = False
         self.aborted = False
         self.note: bytes | None = None
@@ -106,29 +126,46 @@ class StagedPush:
             return  # another part's
         assert first_index == self.readable[layer], "a block was left out or written twice"
         end = first_index + len(source_blocks)
+        if self.ticket.is_open and end > self.granted_count:
+            count = self.granted_count
+            raise InvalidArgument("first_index", f"{first_index} with {len(source_blocks)} blocks", f"in {count}")
         self.block_ids.extend(source_blocks[len(self.block_ids) - first_index :] if end > len(self.block_ids) else ())
         self.readable[layer] = end
         ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
         tokens = (self.first_block + end) * self.block_map.source.block_tokens
-        if tokens >= ticket.token_count:
+        if ticket.is_open:
+            self.complete[layer] = end
+        elif tokens >= ticket.token_count:
             self.complete[layer] = len(ticket.block_ids)
         else:
             self.complete[layer] = max(0, tokens // block_tokens - ticket.first_block)
         if self.complete[layer] > self.staged[layer]:
             self.due[layer] = None
 
+    def mark(self, block_count: int, note: bytes) -> None:
+        """More blocks are to be marked, once they are staged. Raises InvalidArgument."""
+        low, high = self.marked_count, min(self.readable)
+        if not low < block_count <= high:
+            raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
+        self.marked_count = block_count
+        self.marks.append((block_count, note))
+
     @property
     def all_staged(self) -> bool:
         """Whether every byte is with the sender, or on the way into staging."""
-        return not self.due and all(count == len(self.ticket.block_ids) for count in self.staged)
+        if self.ticket.is_open:
+            # It may end with fewer blocks than it was granted.
+            return not self.due and not self.marks
+        return not self.due and all(count == self.granted_count for count in self.staged)
 
     def copy(self, source: KvPool, staging: KvPool, layer: int, first_index: int, staging_ids: Sequence[int]) -> None:
         """Puts destination blocks [first_index, first_index + len(staging_ids)) of a layer together in staging."""
         ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
         source_tokens = self.block_map.source.block_tokens
-        # [first, ...) tokens of these blocks; the last one may be part full.
+        # [first, stop) tokens of these blocks; the last one may be part full. How full, open pushes do not say.
         first = (ticket.first_block + first_index) * block_tokens
-        tokens = range(first, min(first + len(staging_ids) * block_tokens, ticket.token_count))
+        stop = first + len(staging_ids) * block_tokens
+        tokens = range(first, stop if ticket.is_open else min(stop, ticket.token_count))
         if len(tokens) < len(staging_ids) * block_tokens:
             # Data left by an earlier push does not matter.
             staging.memory[layer, staging_ids[-1]] = 0
@@ -213,6 +250,14 @@ class StagedPushes:
             push = self._pushes.get(transfer_id)
             if push is not None and push.outcome is None:
                 push.write(source_layer, first_index, source_blocks)
+                self._changed.notify()
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        """As KvSender.mark."""
+        with self._changed:
+            push = self._pushes.get(transfer_id)
+            if push is not None and push.outcome is None and push.note is None:
+                push.mark(block_count, note)
                 self._changed.notify()
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
@@ -348,6 +393,9 @@ class StagedPushes:
             count = min(self._room(push, layer), push.complete[layer] - push.staged[layer])
             if count:
                 return self._take(push, layer, count)
+        if push.marks and push.marks[0][0] <= min(push.staged):
+            block_count, mark_note = push.marks.popleft()
+            return lambda: self._sender.mark(push.transfer_id, block_count, mark_note)
         if push.note is not None and not push.finished and push.all_staged:
             push.finished = True
             note = push.note
@@ -409,12 +457,17 @@ class StagedPushes:
                 self._changed.notify()
 
     def _on_event(self, event: PushEvent) -> None:
-        assert isinstance(event, PushEnd), "an open push through staging"
+        told: PushEvent | None = None
         with self._changed:
             push = self._pushes.get(event.transfer_id)
-            ended = self._end(push, event) if push is not None else None
-        if ended is not None:
-            self._listener(ended)
+            if push is not None and isinstance(event, PushEnd):
+                told = self._end(push, event)
+            elif push is not None and push.outcome is None:
+                if isinstance(event, PushExtended):
+                    push.granted_count = event.block_count
+                told = event
+        if told is not None:
+            self._listener(told)
 
     def _end(self, push: StagedPush, event: PushAccepted | PushFailed) -> PushAccepted | PushFailed | None:
         """Under the lock: the sender reads nothing of this push any more. Returns the event for the listener, None

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from kaveri.engine.parts import PartReceiver, PartSender
+from kaveri.errors import InvalidArgument, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.gathering import Gathering
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushExtended, PushMarked
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, ticket_parts
 from kaveri.kv.transports import make_transports
 
 WHOLE = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32", order="2HND")
@@ -122,3 +123,80 @@ def test_unlike_notes_of_one_mark_are_no_mark_of_the_whole() -> None:
     assert gathering.step(TransferMarked(b"b", 1, b"y")) is None
     assert gathering.step(TransferMarked(b"a", 2, b"z")) is None
     assert gathering.step(TransferMarked(b"b", 2, b"z")) == TransferMarked(b"w", 2, b"z")
+
+
+@pytest.mark.parametrize("order", ["2NHD", "2HND", "H-engine-7"])
+def test_a_sender_of_all_heads_marks_the_parts_of_two_ranks(tmp_path: Path, order: str) -> None:
+    source_layout = replace(WHOLE, order=order)
+    target_layout = replace(RANKED, order=order)
+    transports = make_transports(("unix",))
+    pushed: queue.Queue[Any] = queue.Queue()
+    landed: queue.Queue[Any] = queue.Queue()
+    source = KvPool(source_layout, 8)
+    source.memory[:] = np.random.default_rng(2).integers(0, 256, source.memory.shape, dtype=np.uint8)
+    name = b"n" * 16
+    with ExitStack() as stack:
+        targets = [KvPool(target_layout.rank(rank), 8) for rank in range(2)]
+        receivers = []
+        for rank, pool in enumerate(targets):
+            listen = [KvEndpoint("unix", str(tmp_path / f"{rank}.sock"))]
+            make = lambda heard, pool=pool, listen=listen: KvReceiver(  # noqa: E731
+                pool, heard, listen=listen, epoch=1, transports=transports
+            )
+            receivers.append(PartReceiver(rank, landed.put, make))
+            stack.callback(receivers[-1].close)
+        parts = ticket_parts(source_layout, target_layout, [receiver.endpoints for receiver in receivers])
+        ticket = Ticket(name, b"s" * 16, 1, (), (6, 1), 8, 30.0, target_layout, parts=parts, is_open=True)
+        for receiver in receivers:
+            receiver.grant(ticket)
+        kv_sender = KvSender(source, pushed.put, transports=transports)
+        stack.callback(kv_sender.close)
+        with pytest.raises(LayoutMismatch, match="kv_head_count"):
+            kv_sender.open(pushed_tickets(source_layout, 0, ticket)[0])
+        sender = PartSender(source_layout, 0, pushed.put, lambda heard: KvSender(source, heard, transports=transports))
+        stack.callback(sender.close)
+        sender.open(ticket)
+
+        def write(start: int, end: int) -> None:
+            for layer in range(WHOLE.layer_count):
+                sender.write(name, layer, start, SOURCE[start:end])
+
+        write(0, 2)
+        with pytest.raises(InvalidArgument, match="in 2"):
+            sender.write(name, 0, 2, SOURCE[2:3])
+        with pytest.raises(InvalidArgument, match="block_count"):
+            sender.mark(name, 3, b"")
+        sender.mark(name, 1, b"one")
+        sender.mark(name, 2, b"two")
+        assert [pushed.get(timeout=SOON_S) for _ in range(2)] == [PushMarked(name, 1), PushMarked(name, 2)]
+        for receiver in receivers:
+            receiver.extend(name, [4, 0])
+        assert pushed.get(timeout=SOON_S) == PushExtended(name, 4)
+        write(2, 3)
+        sender.mark(name, 3, b"three")
+        assert pushed.get(timeout=SOON_S) == PushMarked(name, 3)
+        marks = [landed.get(timeout=SOON_S) for _ in range(6)]
+        assert sorted(mark.block_count for mark in marks) == [1, 1, 2, 2, 3, 3]
+        block_map = [
+            heads_of(targets[rank].memory[:, block], targets[rank].layout) for rank in range(2) for block in (6, 1, 4)
+        ]
+        whole = [heads_of(source.memory[:, block], source_layout) for block in SOURCE[:3]]
+        for index in range(3):
+            np.testing.assert_array_equal(
+                np.concatenate([block_map[index], block_map[3 + index]], axis=1), whole[index]
+            )
+        sender.abort(name)
+        released = [landed.get(timeout=SOON_S) for _ in range(2)]
+        assert all(isinstance(event, TransferReleased) and event.given_up for event in released)
+
+
+def heads_of(block: np.ndarray, layout: KvLayout) -> np.ndarray:
+    """A block of each layer as [layer, head, the head's bytes in any fixed order]."""
+    heads = layout.kv_head_count
+    if layout.order == "2NHD":
+        shaped = block.reshape(layout.layer_count, 2 * layout.block_tokens, heads, -1)
+        return shaped.swapaxes(1, 2).reshape(layout.layer_count, heads, -1)
+    if layout.order == "2HND":
+        shaped = block.reshape(layout.layer_count, 2, heads, -1)
+        return shaped.swapaxes(1, 2).reshape(layout.layer_count, heads, -1)
+    return block.reshape(layout.layer_count, heads, -1)
