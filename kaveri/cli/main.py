@@ -8,6 +8,7 @@ import typer
 from kaveri.cli.bench import bench
 from kaveri.cli.chat import chat
 from kaveri.cli.config import config_app
+from kaveri.cli.drain import drain, undrain
 from kaveri.cli.generate import generate
 from kaveri.cli.health import health
 from kaveri.cli.predictor import predictor_app
@@ -49,6 +50,8 @@ def _global_options(
 
 app.command(context_settings=PASS_ON, epilog=FLAGS_HELP)(up)
 app.command()(status)
+app.command()(drain)
+app.command()(undrain)
 app.command()(generate)
 app.command()(chat)
 app.command()(bench)

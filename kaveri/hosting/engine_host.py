@@ -73,6 +73,14 @@ class EngineHost:
         """What a heartbeat says now."""
         return self._service.load()
 
+    async def drain(self) -> bool:
+        """See ServiceHost.drain."""
+        return await self._service.drain()
+
+    async def undrain(self) -> bool:
+        """See ServiceHost.undrain."""
+        return await self._service.undrain()
+
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
         """Serves these phases and no others: see ServedPhases.switch."""
         return await self._phases.switch(phases, order)

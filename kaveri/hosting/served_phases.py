@@ -22,9 +22,6 @@ class PhaseService(HostedService, Protocol):
     def handle(self, events: Sequence[EngineEvent]) -> None:
         """Takes one batch of the engine's events, and ignores those of the other phase. Does not block."""
 
-    def resume(self) -> None:
-        """Takes new requests again after drain(). Idempotent."""
-
 
 class ServedPhases:
     """The HostedService of one engine. For one event loop.
@@ -104,6 +101,12 @@ class ServedPhases:
         self._stopping = True
         for service in self._services.values():
             service.drain()
+
+    def resume(self) -> None:
+        self._stopping = False
+        for phase, service in self._services.items():
+            if phase in self._ordered:
+                service.resume()
 
     async def wait_idle(self) -> None:
         # New requests are refused by now.

@@ -12,9 +12,12 @@ from grpc import aio
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
+from kaveri.errors import Unavailable
+from kaveri.hosting import drain_server
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
 from kaveri.telemetry.logs import get_logger
+from kaveri.v1.cluster_pb2_grpc import add_DrainServiceServicer_to_server
 
 BROKEN_STATUS = 1
 """Exit status of a service that could not go on: its engine broke, or its work failed."""
@@ -32,7 +35,10 @@ class HostedService(Protocol):
         """How busy the service is. The host fills in the state."""
 
     def drain(self) -> None:
-        """Refuses new requests from now on."""
+        """Refuses new requests from now on. Idempotent."""
+
+    def resume(self) -> None:
+        """Takes new requests again after drain(). Idempotent."""
 
     async def wait_idle(self) -> None:
         """Returns when no request is left."""
@@ -81,8 +87,12 @@ class ServiceHost:
         self._config = config
         self._store = store
         self._hosted = hosted
-        self._server = RpcServer(config.host, config.port, service_names)
+        self._stopping = False
+        """Whether a signal, or a break, has begun the end of the process."""
+        self._server = RpcServer(config.host, config.port, (*service_names, drain_server.SERVICE_NAME))
         self._server.add(register)
+        drains = drain_server.DrainServer(self, store)
+        self._server.add(lambda server: add_DrainServiceServicer_to_server(drains, server))
         self._broken: asyncio.Future[str] | None = None
         self._heartbeat: Heartbeat | None = None
 
@@ -129,6 +139,30 @@ class ServiceHost:
         finally:
             await self._server.stop(0)
 
+    async def drain(self) -> bool:
+        """Takes no new requests until undrain(). False: it did not before either."""
+        if self.state is InstanceState.DRAINING:
+            return False
+        self.state = InstanceState.DRAINING
+        self._hosted.drain()
+        self.beat_now()
+        get_logger().info("drain_started")
+        await self._server.drain()
+        return True
+
+    async def undrain(self) -> bool:
+        """Takes requests again. False: it did before. Raises Unavailable when the process is ending."""
+        if self._stopping:
+            raise Unavailable(f"{self.record.instance_id} is ending: it cannot take requests again")
+        if self.state is InstanceState.READY:
+            return False
+        self.state = InstanceState.READY
+        self._hosted.resume()
+        self.beat_now()
+        get_logger().info("drain_ended")
+        await self._server.ready()
+        return True
+
     def break_off(self, reason: str) -> None:
         """Ends the service without a drain, with BROKEN_STATUS. The first reason counts."""
         if self._broken is None:
@@ -149,6 +183,7 @@ class ServiceHost:
         assert self._broken is not None
         broken = self._broken
         await first_of(stopping.wait(), asyncio.wait((broken,)), timeout_s=None)
+        self._stopping = True
         self.state = InstanceState.DRAINING
         self._hosted.drain()
         if not broken.done():

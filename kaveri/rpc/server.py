@@ -39,7 +39,7 @@ _CHANNEL_OPTIONS = (
 
 
 class RpcServer:
-    """A gRPC server with grpc.health.v1 and reflection. NOT_SERVING until ready() and again from drain() on."""
+    """A gRPC server with grpc.health.v1 and reflection. NOT_SERVING until ready(), and from drain() until ready()."""
 
     def __init__(self, host: str, port: int, service_names: Sequence[str]) -> None:
         """service_names: full names, "kaveri.v1.DecodeService". port 0 takes a free one."""
@@ -81,9 +81,10 @@ class RpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self) -> None:
-        """Health reports NOT_SERVING from now on, and the process is not ready. RPCs continue."""
+        """Health reports NOT_SERVING until ready(), and the process is not ready. RPCs continue."""
         set_ready(False)
-        await self._health.enter_graceful_shutdown()
+        for name in self._names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new RPCs, gives those in flight `grace_s` seconds, then cancels them."""

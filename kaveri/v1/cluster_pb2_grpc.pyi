@@ -56,3 +56,61 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         """The view now."""
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class DrainServiceStub:
+    """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
+    what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
+    here), UNAVAILABLE (the instance cannot be reached, or is ending).
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> DrainServiceAsyncStub: ...
+    Drain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
+    """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
+    elsewhere what it has, as after SIGTERM, but lives on. It drains until Undrain, or until its process ends. Idempotent.
+    """
+    Undrain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.UndrainRequest, _cluster_pb2.UndrainResponse]
+    """The instance takes requests again. Idempotent."""
+
+@_typing.type_check_only
+class DrainServiceAsyncStub(DrainServiceStub):
+    """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
+    what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
+    here), UNAVAILABLE (the instance cannot be reached, or is ending).
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]  # type: ignore[assignment]
+    """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
+    elsewhere what it has, as after SIGTERM, but lives on. It drains until Undrain, or until its process ends. Idempotent.
+    """
+    Undrain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.UndrainRequest, _cluster_pb2.UndrainResponse]  # type: ignore[assignment]
+    """The instance takes requests again. Idempotent."""
+
+class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
+    what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
+    here), UNAVAILABLE (the instance cannot be reached, or is ending).
+    """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _cluster_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.DrainResponse, _abc.Awaitable[_cluster_pb2.DrainResponse]]:
+        """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
+        elsewhere what it has, as after SIGTERM, but lives on. It drains until Undrain, or until its process ends. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _cluster_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.UndrainResponse, _abc.Awaitable[_cluster_pb2.UndrainResponse]]:
+        """The instance takes requests again. Idempotent."""
+
+def add_DrainServiceServicer_to_server(servicer: DrainServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -44,6 +44,10 @@ class PredictorServer(LengthPredictorServiceServicer):
         """Refuses new calls from now on."""
         self._draining = True
 
+    def resume(self) -> None:
+        """Takes calls again."""
+        self._draining = False
+
     async def Predict(  # noqa: N802
         self, request: predictor_pb2.PredictRequest, context: aio.ServicerContext[Any, Any]
     ) -> predictor_pb2.PredictResponse:

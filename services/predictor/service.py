@@ -55,6 +55,9 @@ class PredictorService:
     def drain(self) -> None:
         self._servicer.drain()
 
+    def resume(self) -> None:
+        self._servicer.resume()
+
     async def wait_idle(self) -> None:
         await self._batcher.wait_idle()
 

@@ -70,6 +70,10 @@ class Monitor:
         self._stopping = True
         self._due.set()
 
+    def resume(self) -> None:
+        """run() may be called again, or goes on if it has not returned."""
+        self._stopping = False
+
     async def _campaign(self) -> None:
         # From before the call: the lease runs from when the store takes it, not from when its answer is here.
         self._campaign_at_s = time.monotonic() + _CAMPAIGN_INTERVAL_S

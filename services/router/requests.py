@@ -52,9 +52,8 @@ from services.router.owner_change import OwnerChange
 from services.router.request_timing import RequestTiming
 
 _COMPLETE = (Finishing, Ended)
-SENT_AWAY_GRACE_S = 10.0
-"""So long the tokens of a request whose client was sent to another router are not aborted here: about as long as the
-instances keep a request whose router is gone."""
+SENT_AWAY_GRACE_S = 2.0
+"""So long a request whose client was sent to another router is not aborted by this one. Clients re-attach at once."""
 RETRY_AFTER_S = 0.5
 """Told to clients that found the router full: about a short answer's time."""
 

@@ -91,13 +91,18 @@ class Router:
         )
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
         self.intake = Intake(config.model_name, tokenizer, self.placer)
-        self._monitoring: asyncio.Task[None] | None = None
+        self._serving = asyncio.Event()
+        """Cleared while it drains."""
+        self._serving.set()
+        self._resigned = asyncio.Event()
+        """Cleared while it may lead the cluster monitor."""
+        self._resigned.set()
 
     async def run(self) -> None:
         """Works until cancelled. The calls of clients have ended by then."""
         try:
             async with asyncio.TaskGroup() as group:
-                self._monitoring = group.create_task(self.monitor.run(), name="cluster monitor")
+                group.create_task(self._monitor(), name="cluster monitor")
                 group.create_task(self.feeds.watch())
                 await self._watch()
         finally:
@@ -111,14 +116,20 @@ class Router:
 
     def drain(self) -> None:
         self.draining = True
+        self._serving.clear()
         self.monitor.stop()
         self._send_away()
+
+    def resume(self) -> None:
+        self.draining = False
+        self.table.stay()
+        self.monitor.resume()
+        self._serving.set()
 
     async def wait_idle(self) -> None:
         """Until the last request has ended, and another router can lead the cluster monitor."""
         await self.table.wait_until_empty()
-        if self._monitoring is not None:
-            await asyncio.wait((self._monitoring,))
+        await self._resigned.wait()
 
     def fail_all(self, reason: str) -> None:
         if not len(self.table):
@@ -134,6 +145,14 @@ class Router:
         """Sends clients to other routers, as soon as there are any."""
         if self.draining and self.peers.addresses(includes_own=False):
             self.table.send_away()
+
+    async def _monitor(self) -> None:
+        """Campaigns while the router does not drain."""
+        while True:
+            self._resigned.clear()
+            await self.monitor.run()
+            self._resigned.set()
+            await self._serving.wait()
 
     async def _watch(self) -> None:
         addresses: set[str] = set()

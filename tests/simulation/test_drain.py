@@ -30,3 +30,35 @@ def test_a_draining_prefill_instance_gives_back_what_it_has_not_begun_if_there_i
     assert len(given_back) > 5 if prefills == 2 else not given_back
     computed = _lines(result, "request_ended", "outcome=handed_over")
     assert len(computed) == 40 + 2, "a prompt was computed twice"
+
+
+@pytest.mark.parametrize("target", ["router-0", "prefill-0", "decode-0", "colocated-0"])
+def test_a_drained_instance_lives_on_without_new_requests_and_takes_them_again(run: Run, target: str) -> None:
+    requests = [request(f"r{number}", 0.05 * number, max_tokens=20) for number in range(60)]
+    undrain = Fault(kind=FaultKind.UNDRAIN, at_s=1.0, target=target, lasts_s=1.0)
+    result = run(story(cluster(routers=2, prefills=2, decodes=2, colocated=1), requests, [undrain]))
+    assert result.counts["outcome:length"] == 60 + 4
+    assert not _lines(result, "attempt_lost")
+    assert len(_lines(result, f"{target}#1", "drain_started")) == 1
+    assert len(_lines(result, f"{target}#1", "drain_ended")) == 1
+
+
+def test_two_drains_of_a_cluster_with_one_of_each_are_waited_for(run: Run) -> None:
+    requests = [request(f"r{number}", 0.05 * number, max_tokens=20) for number in range(40)]
+    undrains = [
+        Fault(kind=FaultKind.UNDRAIN, at_s=0.5, target=target, lasts_s=0.5) for target in ("prefill-0", "decode-0")
+    ]
+    result = run(story(cluster(), requests, undrains))
+    assert result.counts["outcome:length"] == 40 + 2
+
+
+def test_a_client_that_is_gone_after_its_router_has_sent_it_away_is_not_computed_for(run: Run) -> None:
+    """The former router lives on, so the request is no orphan."""
+    long = request("long", max_tokens=280)
+    deaf = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.95, target="router-0", other="client-0", lasts_s=3.0)
+    gone = Fault(kind=FaultKind.CLIENT, at_s=1.1, target="client-0")
+    undrain = Fault(kind=FaultKind.UNDRAIN, at_s=1.0, target="router-0", lasts_s=3.0)
+    result = run(story(cluster(routers=2, step_s=0.03), [long], [deaf, undrain, gone], max_model_len=320))
+    assert result.counts["fault:client"] == 1
+    assert _lines(result, "request_moved", "long")
+    assert _lines(result, "decode-0", "request_ended", "long", "outcome=aborted")

@@ -29,6 +29,7 @@ FAULTS = {
     FaultKind.STORE_EMPTIED: Fault(kind=FaultKind.STORE_EMPTIED, at_s=0.3),
     FaultKind.STORE_REFUSES: Fault(kind=FaultKind.STORE_REFUSES, at_s=0.3, lasts_s=2.0),
     FaultKind.DRAIN: Fault(kind=FaultKind.DRAIN, at_s=0.3, target="decode-0", lasts_s=0.5),
+    FaultKind.UNDRAIN: Fault(kind=FaultKind.UNDRAIN, at_s=0.3, target="decode-0", lasts_s=0.5),
     FaultKind.ENGINE: Fault(kind=FaultKind.ENGINE, at_s=0.3, target="decode-0", lasts_s=0.5),
     FaultKind.CLIENT: Fault(kind=FaultKind.CLIENT, at_s=0.3, target="client-0"),
     FaultKind.SWITCH: Fault(kind=FaultKind.SWITCH, at_s=0.3, target="colocated-0", other="decode", lasts_s=0.5),

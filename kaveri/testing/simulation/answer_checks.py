@@ -50,7 +50,7 @@ def check_router_deaths(world: World) -> list[str]:
     prefill and once at decode, at most."""
     plan = world.plan
     routers = [instance.name for instance in plan.routers]
-    deaths = (FaultKind.KILL, FaultKind.RESTART, FaultKind.DRAIN)
+    deaths = (FaultKind.KILL, FaultKind.RESTART, FaultKind.DRAIN, FaultKind.UNDRAIN)
     others = [fault for fault in plan.faults if fault.kind not in deaths or fault.target not in routers]
     # When two die, a client may find none within the orphan grace.
     if len(routers) < 2 or len(plan.faults) != 1 or others:

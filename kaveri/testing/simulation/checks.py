@@ -19,7 +19,14 @@ from kaveri.testing.simulation.world import World
 Check = Callable[[World], list[str]]
 """Returns what is wrong, as sentences."""
 
-_AT_ONE_INSTANCE = (FaultKind.KILL, FaultKind.RESTART, FaultKind.FREEZE, FaultKind.DRAIN, FaultKind.ENGINE)
+_AT_ONE_INSTANCE = (
+    FaultKind.KILL,
+    FaultKind.RESTART,
+    FaultKind.FREEZE,
+    FaultKind.DRAIN,
+    FaultKind.UNDRAIN,
+    FaultKind.ENGINE,
+)
 _AT_THE_STORE = (
     FaultKind.STORE_AWAY,
     FaultKind.STORE_LOST,

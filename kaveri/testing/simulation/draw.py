@@ -20,6 +20,8 @@ _TOKENIZER = make_tokenizer()
 VOCAB_SIZE = len(_TOKENIZER)
 LAST_TOKEN_ID = int(_TOKENIZER.convert_tokens_to_ids("a"))
 """Prompts end with a whole character, so that the text of an answer does not depend on its prompt."""
+_DRAWN_ELSEWHERE = (FaultKind.SWITCH, FaultKind.UNDRAIN)
+"""A switch is no accident. For the other see _with_undrains."""
 _WORDS = ("the", "hot", "band", "steps", "on", "a", "sand", "bed", "née", "漢", "😀", "habe", "not")
 
 
@@ -40,7 +42,7 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
             key=lambda request: request.at_s,
         )
     )
-    drawn = _faults(rng, instances, clients, load_s)
+    drawn = _with_undrains(seed, _faults(rng, instances, clients, load_s), instances, load_s)
     lease_ttl_s = rng.choice((0.6, 1.0, 1.0, 2.0))
     return Plan(
         seed=seed,
@@ -159,7 +161,7 @@ def _request(
 def _faults(
     rng: random.Random, instances: tuple[PlannedInstance, ...], clients: tuple[str, ...], load_s: float
 ) -> tuple[Fault, ...]:
-    kinds = [kind for kind in FaultKind if kind is not FaultKind.SWITCH and rng.random() < 0.4]
+    kinds = [kind for kind in FaultKind if kind not in _DRAWN_ELSEWHERE and rng.random() < 0.4]
     if not kinds or rng.random() < 0.08:
         return ()
     targets = _Targets(rng, instances, clients)
@@ -176,6 +178,25 @@ def _faults(
                 for _ in range(rng.choice((0, 2, 8)))
             ]
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _with_undrains(
+    seed: int, faults: tuple[Fault, ...], instances: tuple[PlannedInstance, ...], load_s: float
+) -> tuple[Fault, ...]:
+    """Adds drains that are taken back. Drawn apart: the rest of each seed's plan stays what it was before they were."""
+    rng = random.Random(f"undrains {seed}")
+    if rng.random() < 0.7:
+        return faults
+    undrains = [
+        Fault(
+            kind=FaultKind.UNDRAIN,
+            at_s=rng.uniform(0.0, load_s),
+            target=rng.choice(instances).name,
+            lasts_s=rng.choice((0.05, 0.5, 2.0)),
+        )
+        for _ in range(rng.choice((1, 1, 2, 4)))
+    ]
+    return tuple(sorted((*faults, *undrains), key=lambda fault: fault.at_s))
 
 
 class _Targets:

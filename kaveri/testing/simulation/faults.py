@@ -102,6 +102,8 @@ class Faults:
                 return self._store_refuses(fault)
             case FaultKind.DRAIN:
                 return self._drain(fault)
+            case FaultKind.UNDRAIN:
+                return self._undrain(fault)
             case FaultKind.ENGINE:
                 return self._engine(fault)
             case FaultKind.CLIENT:
@@ -181,6 +183,16 @@ class Faults:
         await self._wait_for_end(life)
         await asyncio.sleep(fault.lasts_s)
         world.start_again(fault.target)
+
+    async def _undrain(self, fault: Fault) -> None:
+        world = self._world
+        life = world.lives[fault.target]
+        if life.ended or life.serving is None or not life.serving.started.is_set():
+            return
+        world.loop.spawn(life.process, life.serving.drain())
+        await asyncio.sleep(fault.lasts_s)
+        if not life.ended and not life.stopping.is_set():
+            world.loop.spawn(life.process, life.serving.undrain())
 
     async def _wait_for_end(self, life: Life) -> None:
         """SIGTERM, then SIGKILL when the drain takes too long, as a process manager does."""

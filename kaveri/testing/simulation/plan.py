@@ -45,6 +45,8 @@ class FaultKind(enum.StrEnum):
     """The store refuses writes for `lasts_s`."""
     DRAIN = "drain"
     """The target gets SIGTERM, and a new life of the same name begins `lasts_s` after it has."""
+    UNDRAIN = "undrain"
+    """The target is told to drain, and `lasts_s` later to take requests again."""
     ENGINE = "engine"
     """The target's engine breaks; its process ends, and a new life begins `lasts_s` later."""
     CLIENT = "client"

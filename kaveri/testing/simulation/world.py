@@ -14,6 +14,7 @@ from kaveri.domain.view import Phase, Role
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.service_host import ServiceHost
 from kaveri.policy.prediction import PredictionMode
 from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.draws import DrawRecord
@@ -55,6 +56,8 @@ class Life:
     router: Router | None = None
     replicas: SimulatedReplicas | None = None
     """The copies that it holds."""
+    serving: ServiceHost | EngineHost | None = None
+    """What hosts the one or the other."""
     ended: bool = False
     """It was killed, or its main function has returned."""
 
@@ -204,7 +207,8 @@ class World:
 
         async with SimulatedStore(self.store) as store:
             life.router = Router(config, store, self.tokenizer)
-            await router_host(life.router).serve(life.stopping)
+            life.serving = router_host(life.router)
+            await life.serving.serve(life.stopping)
 
     async def _instance(self, life: Life) -> None:
         plan, planned, phases = self.plan, life.planned, life.planned.phases
@@ -263,6 +267,7 @@ class World:
                 case _:
                     colocated = ColocatedConfig(**prompts, **batch, **shared)
                     life.host = colocated_host(colocated, engine, store, rng, registry, life.replicas)
+            life.serving = life.host
             await life.host.serve(life.stopping)
 
     def _replicas(self, engine: SimulatedEngine) -> SimulatedReplicas:

@@ -1,0 +1,95 @@
+"""DrainService over gRPC: takes this process out of service and back; on a router also others, which it passes on."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from grpc import aio
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
+from kaveri.errors import InvalidArgument, KaveriError, Unavailable
+from kaveri.rpc.server import open_channel
+from kaveri.v1 import cluster_pb2
+from kaveri.v1.cluster_pb2_grpc import DrainServiceServicer, DrainServiceStub
+from kaveri.wire.status import abort, error_of
+
+SERVICE_NAME = cluster_pb2.DESCRIPTOR.services_by_name["DrainService"].full_name
+_PASS_ON_TIMEOUT_S = 5.0
+
+AnswerT = TypeVar("AnswerT", cluster_pb2.DrainResponse, cluster_pb2.UndrainResponse)
+
+
+class Drainable(Protocol):
+    """A process that can be taken out of service."""
+
+    record: InstanceRecord
+
+    async def drain(self) -> bool:
+        """Takes no new requests until undrain(). False: it did not before either."""
+
+    async def undrain(self) -> bool:
+        """Takes requests again. False: it did before. Raises Unavailable when the process is ending."""
+
+    def load(self) -> InstanceLoad:
+        """How busy it is now."""
+
+
+class DrainServer(DrainServiceServicer):
+    """Answers for one process. For one event loop."""
+
+    def __init__(self, process: Drainable, store: ClusterStore) -> None:
+        self._process = process
+        self._store = store
+
+    async def Drain(  # noqa: N802
+        self, request: cluster_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
+    ) -> cluster_pb2.DrainResponse:
+        try:
+            record = self._named(request.instance_id)
+            if record is not None:
+                return await _passed_on(record, lambda stub: stub.Drain(request, timeout=_PASS_ON_TIMEOUT_S))
+            changed = await self._process.drain()
+        except KaveriError as error:
+            await abort(context, error)
+        load = self._process.load()
+        return cluster_pb2.DrainResponse(changed=changed, requests=load.waiting_requests + load.running_requests)
+
+    async def Undrain(  # noqa: N802
+        self, request: cluster_pb2.UndrainRequest, context: aio.ServicerContext[Any, Any]
+    ) -> cluster_pb2.UndrainResponse:
+        try:
+            record = self._named(request.instance_id)
+            if record is not None:
+                return await _passed_on(record, lambda stub: stub.Undrain(request, timeout=_PASS_ON_TIMEOUT_S))
+            return cluster_pb2.UndrainResponse(changed=await self._process.undrain())
+        except KaveriError as error:
+            await abort(context, error)
+
+    def _named(self, instance_id: str) -> InstanceRecord | None:
+        """Where the instance is; None: it is this process. Raises InvalidArgument for one that is not there."""
+        own = self._process.record
+        if instance_id == own.instance_id:
+            return None
+        if own.role is not Role.ROUTER:
+            # The former holder of this address was meant.
+            raise InvalidArgument("instance_id", instance_id, f"{own.instance_id}, which answers at this address")
+        instances = self._store.view().instances
+        if instance_id not in instances:
+            raise InvalidArgument("instance_id", instance_id, f"one of {', '.join(sorted(instances))}")
+        return instances[instance_id].record
+
+
+async def _passed_on(record: InstanceRecord, ask: Callable[[Any], Awaitable[AnswerT]]) -> AnswerT:
+    """The answer of another process. Raises KaveriErrors."""
+    async with open_channel(record.address) as channel:
+        try:
+            return await ask(DrainServiceStub(channel))
+        except aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                reason = f"{record.instance_id} is of a former version ({record.version}): end it with SIGTERM"
+                raise Unavailable(reason) from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                reason = f"{record.instance_id} at {record.address} did not answer in {_PASS_ON_TIMEOUT_S:g} s"
+                raise Unavailable(reason) from error
+            raise error_of(error, peer=record.address) from error

@@ -1,0 +1,142 @@
+"""DrainService: a process is taken out of service and back while it lives; a router passes on what concerns others."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.domain.view import InstanceLoad, InstanceState, Role
+from kaveri.errors import InvalidArgument, KaveriError, Unavailable
+from kaveri.hosting.service_host import ServiceHost, service_record
+from kaveri.rpc.process import ServiceConfig
+from kaveri.rpc.server import check_health, open_channel
+from kaveri.v1 import cluster_pb2
+from kaveri.v1.cluster_pb2_grpc import DrainServiceStub
+from kaveri.wire.status import error_of
+
+SOON_S = 20.0
+
+
+class Work:
+    """What a process does: it notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.drained = asyncio.Event()
+        self.idle = asyncio.Event()
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    def load(self) -> InstanceLoad:
+        return InstanceLoad(waiting_requests=1, running_requests=2)
+
+    def drain(self) -> None:
+        self.told.append("drain")
+        self.drained.set()
+
+    def resume(self) -> None:
+        self.told.append("resume")
+
+    async def wait_idle(self) -> None:
+        await self.idle.wait()
+
+    def fail_all(self, reason: str) -> None:
+        pass
+
+
+@dataclass
+class Process:
+    """A running process and a way to it."""
+
+    host: ServiceHost
+    work: Work
+    stopping: asyncio.Event
+    serving: asyncio.Task[int]
+    stub: Any
+
+    async def ask(self, method: str, instance_id: str) -> Any:
+        request = {"Drain": cluster_pb2.DrainRequest, "Undrain": cluster_pb2.UndrainRequest}[method]
+        try:
+            return await getattr(self.stub, method)(request(instance_id=instance_id), timeout=SOON_S)
+        except aio.AioRpcError as error:
+            raise error_of(error) from error
+
+
+@contextlib.asynccontextmanager
+async def running(cluster: MemoryCluster, instance_id: str, role: Role) -> AsyncIterator[Process]:
+    config = ServiceConfig(instance_id=instance_id, heartbeat_interval_s=0.02)
+    work, stopping = Work(), asyncio.Event()
+    async with MemoryStore(cluster) as store:
+        host = ServiceHost(config, store, service_record(config, role, "model", 1), work, (), lambda _: None)
+        serving = asyncio.create_task(host.serve(stopping))
+        await asyncio.wait_for(host.started.wait(), SOON_S)
+        async with open_channel(host.address) as channel:
+            yield Process(host, work, stopping, serving, DrainServiceStub(channel))
+        stopping.set()
+        work.idle.set()
+        await asyncio.wait_for(serving, SOON_S)
+
+
+async def shows(cluster: MemoryCluster, instance_id: str, state: InstanceState) -> None:
+    """Waits until the cluster sees the instance in this state."""
+    async with MemoryStore(cluster) as store, asyncio.timeout(SOON_S):
+        while (status := store.view().instances.get(instance_id)) is None or status.load.state is not state:
+            await store.wait_for_change(0.05)
+
+
+async def test_a_process_is_drained_and_put_back_once_however_often_it_is_asked() -> None:
+    cluster = MemoryCluster()
+    async with running(cluster, "decode-0", Role.ENGINE) as decode:
+        for method, state, told in (
+            ("Drain", InstanceState.DRAINING, ["drain"]),
+            ("Undrain", InstanceState.READY, ["drain", "resume"]),
+            ("Drain", InstanceState.DRAINING, ["drain", "resume", "drain"]),
+        ):
+            assert (await decode.ask(method, "decode-0")).changed
+            again = await decode.ask(method, "decode-0")
+            assert not again.changed
+            assert method == "Undrain" or again.requests == 3
+            assert decode.work.told == told
+            await shows(cluster, "decode-0", state)
+            assert await check_health(decode.host.address, SOON_S) is (state is InstanceState.READY)
+        assert not decode.serving.done()
+
+
+async def test_a_router_passes_on_what_concerns_others_and_names_those_that_there_are() -> None:
+    cluster = MemoryCluster()
+    async with running(cluster, "decode-0", Role.ENGINE) as decode, running(cluster, "router-0", Role.ROUTER) as router:
+        await shows(cluster, "decode-0", InstanceState.READY)
+        assert (await router.ask("Drain", "decode-0")).requests == 3
+        assert (decode.work.told, router.work.told) == (["drain"], [])
+        assert (await router.ask("Undrain", "decode-0")).changed
+        assert (await router.ask("Drain", "router-0")).changed
+        for method in ("Drain", "Undrain"):
+            with pytest.raises(InvalidArgument, match=r"'decode-9'; it must be one of decode-0, router-0"):
+                await router.ask(method, "decode-9")
+            with pytest.raises(InvalidArgument, match="which answers at this address"):
+                await decode.ask(method, "decode-1")
+
+
+async def test_a_process_that_is_ending_cannot_be_put_back() -> None:
+    async with running(MemoryCluster(), "decode-0", Role.ENGINE) as decode:
+        decode.stopping.set()
+        await asyncio.wait_for(decode.work.drained.wait(), SOON_S)
+        assert not (await decode.ask("Drain", "decode-0")).changed
+        with pytest.raises(Unavailable, match="decode-0 is ending"):
+            await decode.ask("Undrain", "decode-0")
+
+
+async def test_an_instance_that_cannot_be_reached_is_named() -> None:
+    cluster = MemoryCluster()
+    async with running(cluster, "router-0", Role.ROUTER) as router, MemoryStore(cluster) as store:
+        config = ServiceConfig(instance_id="decode-0")
+        record = service_record(config, Role.ENGINE, "model", 1)
+        await store.heartbeat(replace(record, address="127.0.0.1:1"), InstanceLoad(1))
+        with pytest.raises(KaveriError, match=r"cannot reach 127\.0\.0\.1:1"):
+            await router.ask("Drain", "decode-0")
