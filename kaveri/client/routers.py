@@ -31,7 +31,7 @@ class RouterFailed(Exception):
 
 
 class RouterCall(Generic[ResponseT]):
-    """One call to one router; ended when the router goes silent while it is waited for."""
+    """One call to one router; not waited for any longer when the router goes silent."""
 
     def __init__(self, call: Any, target: str, liveness: Liveness, was_connected: bool) -> None:
         self.target = target
@@ -39,6 +39,7 @@ class RouterCall(Generic[ResponseT]):
         self._liveness = liveness
         self._began_s = float("-inf") if was_connected else time.monotonic()
         self._is_silent = False
+        self._waiting: asyncio.Future[Any] | None = None
 
     @property
     def was_reached(self) -> bool:
@@ -47,13 +48,18 @@ class RouterCall(Generic[ResponseT]):
 
     async def read(self) -> ResponseT | None:
         """The next response of a stream; None at its end. Raises RouterFailed, other KaveriErrors, and CancelledError
-        when the waiting task or the call was cancelled."""
+        when the waiting task or the call was cancelled. The call to a router that is silent stays open; it is not read
+        again."""
         response = await self._wait(self._call.read())
         return None if response is aio.EOF else response
 
     async def answer(self) -> ResponseT:
         """The response of a call that has one. Raises as read()."""
-        response: ResponseT = await self._wait(self._call)
+        try:
+            response: ResponseT = await self._wait(self._call)
+        except RouterFailed:
+            self._call.cancel()
+            raise
         return response
 
     def cancel(self) -> None:
@@ -63,12 +69,15 @@ class RouterCall(Generic[ResponseT]):
     def suspect(self) -> None:
         """See WaitingCall."""
         self._is_silent = True
-        self._call.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     async def _wait(self, response: Any) -> Any:
+        # gRPC cancels the call together with what waits for it.
+        self._waiting = asyncio.shield(asyncio.ensure_future(response))
         self._liveness.begin(self)
         try:
-            found = await response
+            found = await self._waiting
         except aio.AioRpcError as error:
             raised, answered = error_of(error, peer=self.target), is_answer(error)
             if _is_failure(raised, answered=answered):
@@ -77,11 +86,13 @@ class RouterCall(Generic[ResponseT]):
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._is_silent or (task is not None and task.cancelling()):
+                self._call.cancel()
                 raise
             silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {SUSPECT_AFTER_S:g} s")
             raise RouterFailed(silence) from None
         finally:
             self._liveness.end(self)
+            self._waiting = None
         self._liveness.heard(self.target)
         return found
 

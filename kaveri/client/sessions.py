@@ -13,6 +13,7 @@ from kaveri.v1 import inference_pb2
 _SECRET_BYTES = 16
 _SEED_BITS = 64
 _MAX_SESSION = 65_535
+_MOST_LEFT = 16
 _CANCEL_TIMEOUT_S = 2.0
 _CANCEL_AGAIN_S = 0.2
 
@@ -39,6 +40,9 @@ class Sessions:
         self._deadline_s = deadline_s
         self._tried: dict[str, None] | None = {}
         """Routers that have failed; None once a router was reached that may have taken the request."""
+        self._left: list[GenerateCall] = []
+        """Of earlier sessions, to silent routers. Cancelled once a later session is served: until then a router that
+        wakes would take it that the client has gone, and end the request."""
         self._closing = asyncio.Event()
         self._cancelling: asyncio.Task[None] | None = None
         self.call: GenerateCall = self._send(routers.targets.choose(time.monotonic())[0])
@@ -50,6 +54,13 @@ class Sessions:
         Raises KaveriErrors. When no router that could be reached has taken the request, each is asked once; otherwise
         it goes on until the deadline.
         """
+        try:
+            return await self._read()
+        except KaveriError:
+            self._cancel_left()
+            raise
+
+    async def _read(self) -> inference_pb2.GenerateResponse | None:
         while True:
             session = self._request.session
             try:
@@ -76,6 +87,7 @@ class Sessions:
         """Cancels the request everywhere unless it has ended. Idempotent."""
         self._closing.set()
         self.call.cancel()
+        self._cancel_left()
         if self._cancelling is not None:
             self._cancelling.cancel()
 
@@ -86,7 +98,8 @@ class Sessions:
 
     async def _go_on(self, failure: RouterFailed) -> None:
         """Begins the next session, elsewhere if possible. Raises the failure when there is no way to go on."""
-        self.call.cancel()
+        self._left.append(self.call)
+        self._cancel_left(_MOST_LEFT)
         self._routers.failed(self.call.target)
         if not self.received.can_reattach or self._request.session == _MAX_SESSION:
             raise failure.error from failure
@@ -102,6 +115,7 @@ class Sessions:
                 raise failure.error from failure
             target = target if target in untried else untried[0]
         if self._closing.is_set():
+            self._cancel_left()
             return
         self._request.session += 1
         self._request.received.CopyFrom(self.received.to_proto())
@@ -127,8 +141,14 @@ class Sessions:
             self.close()
             raise
         self._tried = None
+        self._cancel_left()
         self._routers.targets.worked(self.call.target)
         self._routers.learn(response.routers)
+
+    def _cancel_left(self, but: int = 0) -> None:
+        """Cancels the calls of earlier sessions, but for the last few."""
+        while len(self._left) > but:
+            self._left.pop(0).cancel()
 
     async def _cancel(self) -> None:
         """Asks until a router knows the request, or it is over."""

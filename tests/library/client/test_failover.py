@@ -160,6 +160,25 @@ async def test_a_router_that_hangs_is_left_after_half_a_second(routers: list[Rou
         await until(lambda: "hangs" in hanging.service.cancelled, "the former router's call is cancelled")
 
 
+async def test_no_call_is_cancelled_before_another_router_serves_the_request(routers: list[Router]) -> None:
+    """A router that wakes and finds its call cancelled ends the request, unless another one has attached it."""
+    for router in routers:
+        router.service.pause_at = 5
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="hangs"))
+        await until(lambda: any(router.service.beats > 2 for router in routers), "the client asks for signs of life")
+        first, other = serving_one(routers)
+        first.service.hangs = True
+        await until(lambda: other.service.beats > 2, "the client waits for the other router")
+        other.service.hangs = True
+        await until(lambda: len(first.service.requests) == 2, "the client is back at the first one")
+        assert not first.service.cancelled | other.service.cancelled
+        first.service.hangs = False
+        first.service.go_on.set()
+        check_whole(await asyncio.wait_for(asking, 20), 2)
+        await until(lambda: "hangs" in other.service.cancelled, "what no one reads any more is cancelled")
+
+
 async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(routers: list[Router]) -> None:
     with contextlib.ExitStack() as stack:
         services = [InferenceDouble(), InferenceDouble()]
