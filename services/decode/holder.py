@@ -170,7 +170,7 @@ class ReplicaHolder:
         except KaveriError as error:
             self._metrics.count_resume(error)
             get_logger().info(
-                "resume_refused",
+                "replica_not_resumed",
                 request_id=resumption.request_id,
                 attempt=resumption.ownership.owner.attempt,
                 session=resumption.ownership.owner.session,

@@ -11,6 +11,8 @@ from kaveri.testing.simulation.loop import SimulatedProcess, current_process
 from kaveri.testing.simulation.network import Network, Pipe
 
 _CONNECT_TIMEOUT_S = 2.0
+_CLIENT, _SERVER = 0, 1
+"""The sides of a connection."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +44,7 @@ class NetworkWire:
             network.loop.schedule(client, delay_s, end.lost, "connection refused")
             return link
         connection = _KvConnection(network, client, listener, link, end)
-        link.bind(connection, client)
+        link.bind(connection, _CLIENT)
         # A connection that is not answered in time is given up: its link is cut, or the process is frozen.
         network.loop.schedule(client, _CONNECT_TIMEOUT_S, connection.expect_answer)
         connection.up.send(connection.accepted)
@@ -52,7 +54,7 @@ class NetworkWire:
         listener = self._network.listeners.pop(address, None)
         if isinstance(listener, _Listener):
             for connection in list(listener.connections):
-                connection.close(listener.process)
+                connection.close(_SERVER)
 
 
 class _Link:
@@ -60,24 +62,24 @@ class _Link:
 
     def __init__(self) -> None:
         self._connection: _KvConnection | None = None
-        self._process: SimulatedProcess | None = None
+        self._side = _CLIENT
 
-    def bind(self, connection: "_KvConnection", process: SimulatedProcess) -> None:
-        """Says whose end of which connection it is."""
+    def bind(self, connection: "_KvConnection", side: int) -> None:
+        """Says which end of which connection it is."""
         self._connection = connection
-        self._process = process
+        self._side = side
 
     def send(self, message: KvMessage) -> None:
-        if self._connection is not None and self._process is not None:
-            self._connection.send(self._process, message)
+        if self._connection is not None:
+            self._connection.send(self._side, message)
 
     def close(self) -> None:
-        if self._connection is not None and self._process is not None:
-            self._connection.close(self._process)
+        if self._connection is not None:
+            self._connection.close(self._side)
 
 
 class _KvConnection:
-    """A Breakable that carries KV."""
+    """A Breakable that carries KV. Its ends may be in one process: a holder pushes to its own engine."""
 
     def __init__(
         self, network: Network, client: SimulatedProcess, listener: _Listener, link: _Link, end: KvEnd
@@ -87,8 +89,8 @@ class _KvConnection:
         self.server = listener.process
         self._listener = listener
         self._client_link = link
-        self._ends: dict[SimulatedProcess, KvEnd] = {client: end}
-        """Of those that have not heard that the connection is lost, and have not closed it."""
+        self._ends: dict[int, KvEnd] = {_CLIENT: end}
+        """By side: those that have not heard that the connection is lost, and have not closed it."""
         self._answered = False
         self._refused = False
         """The connection broke before it had arrived."""
@@ -101,67 +103,76 @@ class _KvConnection:
         if self._refused:
             return
         link = _Link()
-        link.bind(self, self.server)
-        self._ends[self.server] = self._listener.accept(link)
+        link.bind(self, _SERVER)
+        self._ends[_SERVER] = self._listener.accept(link)
         self._listener.connections[self] = None
         self.down.send(self._answer)
 
     def expect_answer(self) -> None:
         """In the client's process: it has waited long enough."""
         if not self._answered:
-            self._lost(self.client, "connection timed out")
-            self.up.send(self._lost, self.server, "connection reset by peer")
+            self._lost(_CLIENT, "connection timed out")
+            self.up.send(self._lost, _SERVER, "connection reset by peer")
 
-    def send(self, source: SimulatedProcess, message: KvMessage) -> None:
-        """Carries a message to the other end."""
-        if source in self._ends:
+    def send(self, side: int, message: KvMessage) -> None:
+        """Carries a message of that end to the other one."""
+        if side in self._ends:
             kind = type(message).__name__
-            self.network.trace.note("kv", kind, repr(message).encode(), lambda: self._other(source))
-            self._pipe(source).send(self._receive, self._other(source), message)
+            self.network.trace.note("kv", kind, repr(message).encode(), lambda: self._pipe(side).target)
+            self._pipe(side).send(self._receive, _other(side), message)
 
-    def close(self, of: SimulatedProcess) -> None:
+    def close(self, side: int) -> None:
         """That end wants no more."""
-        if self._ends.pop(of, None) is not None:
+        if self._ends.pop(side, None) is not None:
             self._forget()
-            self._pipe(of).send(self._lost, self._other(of), "the other end closed the connection")
+            self._pipe(side).send(self._lost, _other(side), "the other end closed the connection")
 
     def break_off(self, reason: str) -> None:
         self.network.trace.note("break", f"{self.client} {self.server} kv {reason}")
-        for end in (self.client, self.server):
-            self.lose_end(end, reason)
+        for side in (_CLIENT, _SERVER):
+            self._lose(side, reason)
 
     def lose_end(self, of: SimulatedProcess, reason: str) -> None:
-        self.network.loop.schedule(
-            of, self.network.draw_delay_s(self.network.link(of.name, of.name)), self._lost, of, reason
-        )
+        for side in self._sides(of):
+            self._lose(side, reason)
 
     def peer_ended(self, of: SimulatedProcess) -> None:
-        self._ends.pop(of, None)
-        self._forget()
-        self._pipe(of).send(self._lost, self._other(of), "connection reset by peer")
+        for side in self._sides(of):
+            self._ends.pop(side, None)
+            self._forget()
+            self._pipe(side).send(self._lost, _other(side), "connection reset by peer")
+
+    def _lose(self, side: int, reason: str) -> None:
+        of, network = self._pipe(side).source, self.network
+        network.loop.schedule(of, network.draw_delay_s(network.link(of.name, of.name)), self._lost, side, reason)
 
     def _answer(self) -> None:
         self._answered = True
 
-    def _receive(self, target: SimulatedProcess, message: KvMessage) -> None:
-        end = self._ends.get(target)
+    def _receive(self, side: int, message: KvMessage) -> None:
+        end = self._ends.get(side)
         if end is not None:
             end.received(message)
 
-    def _lost(self, of: SimulatedProcess, reason: str) -> None:
-        end = self._ends.pop(of, None)
+    def _lost(self, side: int, reason: str) -> None:
+        end = self._ends.pop(side, None)
         if end is not None:
             self._forget()
             end.lost(reason)
-        elif of is self.server:
+        elif side == _SERVER:
             self._refused = True
 
     def _forget(self) -> None:
         self.network.connections.pop(self, None)
         self._listener.connections.pop(self, None)
 
-    def _pipe(self, source: SimulatedProcess) -> Pipe:
-        return self.up if source is self.client else self.down
+    def _pipe(self, side: int) -> Pipe:
+        """What that end sends through."""
+        return self.up if side == _CLIENT else self.down
 
-    def _other(self, process: SimulatedProcess) -> SimulatedProcess:
-        return self.server if process is self.client else self.client
+    def _sides(self, of: SimulatedProcess) -> list[int]:
+        return [side for side in (_CLIENT, _SERVER) if self._pipe(side).source is of]
+
+
+def _other(side: int) -> int:
+    return _SERVER if side == _CLIENT else _CLIENT

@@ -1,0 +1,131 @@
+"""An owner dies, hangs or is cut off, or a holder: answers go on from copies, and no prompt is computed again."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from kaveri.policy.replication import ReplicationMode
+from kaveri.testing.simulation.directed import cluster, request, story
+from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
+from kaveri.testing.simulation.schedule import ScheduleResult, run_schedule
+from kaveri.text.tokenizer import ModelTokenizer
+
+BLOCK_TOKENS = 16
+_WHOLE = "log info replica_held request_id=moved"
+"""The owner has found a holder: some blocks later the copy is whole but for the last ones."""
+
+
+def replicated(faults: Sequence[Fault], decodes: int = 2, **settings: object) -> Plan:
+    """A long answer of a long prompt, at one of so many decode instances, which replicate in pairs or in a ring."""
+    fields: dict[str, object] = {
+        "max_model_len": 320,
+        "replication": ReplicationMode.RING,
+        "replica_min_tokens": 32,
+        "divergent": True,
+    }
+    requests = [request("before", max_tokens=2), request("moved", 0.5, prompt_tokens=100, max_tokens=120)]
+    instances = cluster(prefills=1, decodes=decodes, step_s=0.02)
+    return story(instances, requests, faults, **fields | settings)
+
+
+def run(plan: Plan, tokenizer: ModelTokenizer) -> ScheduleResult:
+    result = run_schedule(plan, tokenizer, lines=True)
+    assert result.violations == []
+    assert result.counts["phase:rest"] == 1
+    return result
+
+
+def prompts_of(result: ScheduleResult, request_id: str = "moved") -> int:
+    """How often a prefill instance was asked for the request."""
+    called = [line for line in result.lines if "start      /kaveri.v1.PrefillService/Prefill " in line]
+    return sum(f'request_id: "{request_id}"' in line for line in called)
+
+
+def resumed(result: ScheduleResult) -> list[tuple[int, int]]:
+    """Tokens held and computed again, of each resume."""
+    found = (re.search(r"request_resumed .*held_tokens=(\d+) recomputed_tokens=(\d+)", line) for line in result.lines)
+    return [(int(match[1]), int(match[2])) for match in found if match]
+
+
+def owner_of(tokenizer: ModelTokenizer, **settings: object) -> tuple[str, str]:
+    """Who owns the request, and who holds its copy, in a plan without faults."""
+    result = run(replicated([], **settings), tokenizer)  # type: ignore[arg-type]
+    line = next(line for line in result.lines if _WHOLE in f"log {line.partition('log ')[2].strip()}")
+    owner = re.search(r"owner_id=(\S+)", line)
+    assert owner is not None
+    holder = line.split()[1].partition("/")[0].partition("#")[0]
+    return owner[1], holder
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kind": FaultKind.KILL},
+        {"kind": FaultKind.RESTART, "lasts_s": 0.3},
+        {"kind": FaultKind.ENGINE, "lasts_s": 0.3},
+        {"kind": FaultKind.FREEZE, "lasts_s": 5.0},
+        {"kind": FaultKind.ISOLATE, "lasts_s": 5.0},
+        {"kind": FaultKind.CUT, "other": "router-0", "lasts_s": 5.0},
+    ],
+    ids=lambda fault: str(fault["kind"]),
+)
+def test_an_answer_goes_on_at_the_holder_and_its_prompt_is_computed_once(
+    tokenizer: ModelTokenizer, fault: dict[str, object]
+) -> None:
+    owner, _ = owner_of(tokenizer)
+    result = run(replicated([Fault(at_s=1.0, after=_WHOLE, target=owner, **fault)]), tokenizer)  # type: ignore[arg-type]
+    ((held, recomputed),) = resumed(result)
+    assert recomputed <= 2 * BLOCK_TOKENS, (held, recomputed)
+    assert prompts_of(result) == 1
+
+
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.FREEZE, FaultKind.DRAIN, FaultKind.RESET])
+def test_no_request_waits_for_a_lost_holder_and_it_is_replaced(tokenizer: ModelTokenizer, kind: FaultKind) -> None:
+    settings = {"decodes": 3}
+    owner, holder = owner_of(tokenizer, **settings)
+    lost = Fault(kind=kind, after=_WHOLE, at_s=0.5, target=holder, other=owner if kind is FaultKind.RESET else "")
+    result = run(replicated([lost], **settings), tokenizer)  # type: ignore[arg-type]
+    assert prompts_of(result) == 1
+    assert not resumed(result)
+    # A frozen holder keeps the copy; a reset may hit another connection.
+    if kind in (FaultKind.KILL, FaultKind.DRAIN):
+        held = [line for line in result.lines if "log        info replica_held request_id=moved" in line]
+        assert len(held) == 2, "no other one was found"
+
+
+def test_when_owner_and_holder_die_the_prompt_is_computed_again(tokenizer: ModelTokenizer) -> None:
+    owner, holder = owner_of(tokenizer, decodes=3)
+    faults = [Fault(kind=FaultKind.KILL, after=_WHOLE, at_s=1.0, target=name) for name in (owner, holder)]
+    result = run(replicated(faults, decodes=3), tokenizer)
+    assert prompts_of(result) == 2
+    assert not resumed(result)
+
+
+def test_a_resumed_answer_has_a_copy_again_and_survives_another_death(tokenizer: ModelTokenizer) -> None:
+    owner, holder = owner_of(tokenizer, decodes=3)
+    faults = [
+        Fault(kind=FaultKind.KILL, after=_WHOLE, at_s=0.5, target=owner),
+        Fault(kind=FaultKind.KILL, after=_WHOLE, at_s=1.3, target=holder),
+    ]
+    result = run(replicated(faults, decodes=3), tokenizer)
+    assert len(resumed(result)) == 2
+    assert prompts_of(result) == 1
+
+
+def test_an_owner_that_wakes_draws_no_more_and_leaves_nothing(tokenizer: ModelTokenizer) -> None:
+    owner, _ = owner_of(tokenizer, decodes=3)
+    frozen = Fault(kind=FaultKind.FREEZE, after=_WHOLE, at_s=0.5, target=owner, lasts_s=1.2)
+    result = run(replicated([frozen], decodes=3), tokenizer)
+    assert len(resumed(result)) == 1
+    assert prompts_of(result) == 1
+
+
+def test_answers_of_owner_and_router_that_die_together_go_on(tokenizer: ModelTokenizer) -> None:
+    owner, _ = owner_of(tokenizer)
+    faults = [
+        Fault(kind=FaultKind.RESTART, after=_WHOLE, at_s=1.0, target=name, lasts_s=0.5) for name in (owner, "router-0")
+    ]
+    plan = replicated(faults)
+    result = run(plan, tokenizer)
+    assert prompts_of(result) >= 1
