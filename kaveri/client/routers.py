@@ -132,8 +132,12 @@ class Routers:
                 if all(each in asked for each in self.targets.known):
                     raise failure.error from failure
             else:
-                self.targets.worked(target)
+                self.worked(target)
                 return response
+
+    def worked(self, target: str) -> None:
+        """See Targets.worked."""
+        self.targets.worked(target, time.monotonic())
 
     def failed(self, target: str) -> None:
         """Calls go elsewhere for a while, if they can."""

@@ -142,7 +142,7 @@ class Sessions:
             raise
         self._tried = None
         self._cancel_left()
-        self._routers.targets.worked(self.call.target)
+        self._routers.worked(self.call.target)
         self._routers.learn(response.routers)
 
     def _cancel_left(self, but: int = 0) -> None:

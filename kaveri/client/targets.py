@@ -93,9 +93,16 @@ class Targets:
         rest_s = min(_MAX_REST_S, max(_MIN_REST_S, 2 * former_s))
         self._rests[target] = now_s + rest_s * (0.5 + 0.5 * self._rng.random()), rest_s
 
-    def worked(self, target: str) -> None:
-        """It has answered: its next rest is short again."""
-        self._rests.pop(target, None)
+    def worked(self, target: str, now_s: float) -> None:
+        """It has answered: its rest ends. The next one is short again unless it fails soon."""
+        if target not in self._rests:
+            return
+        end_s, rest_s = self._rests[target]
+        if now_s - end_s > _MAX_REST_S:
+            del self._rests[target]
+        else:
+            # One that takes a request, answers once and fails, again and again, is asked ever more slowly.
+            self._rests[target] = min(end_s, now_s), rest_s
 
     def _rest_end_s(self, target: str) -> float:
         return self._rests.get(target, (0.0, 0.0))[0]

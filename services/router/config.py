@@ -17,6 +17,12 @@ class RouterConfig(ServiceConfig):
     )
     served_model_name: str = setting("name under which the model is asked for; empty: the value of --model", "")
     max_requests: int = setting("requests in flight at once; more are refused with RESOURCE_EXHAUSTED", 1024, least=1)
+    max_reattaches_per_s: float = setting(
+        "clients that may re-attach a second, after a burst of --max-requests; more are refused with "
+        "RESOURCE_EXHAUSTED, and try again",
+        200.0,
+        above=0,
+    )
     default_timeout_s: float = setting(
         "seconds for requests whose caller set no deadline", 600.0, above=0, most=7 * 86_400.0
     )

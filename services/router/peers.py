@@ -30,10 +30,14 @@ class RouterPeers:
         routers = self._routers() if includes_own else self._others()
         return [status.record.address for status in routers if self._takes_requests(status)][:_MOST_ADDRESSES]
 
-    async def cancel(self, request_id: str) -> bool:
-        """Cancels a request on whichever other router it is. False: none that could be reached has it."""
-        addresses = [status.record.address for status in self._others()]
-        return any(await asyncio.gather(*(self._cancel_at(address, request_id) for address in addresses)))
+    async def cancel(self, request_id: str) -> tuple[bool, set[tuple[str, int]]]:
+        """Cancels a request on whichever other router it is. Returns whether one has it, and the lives of routers (id
+        and incarnation) that have answered that they do not."""
+        records = [status.record for status in self._others()]
+        answers = await asyncio.gather(*(self._cancel_at(record.address, request_id) for record in records))
+        answered = zip(records, answers, strict=True)
+        without_it = {(record.instance_id, record.incarnation) for record, found in answered if found is False}
+        return any(answers), without_it
 
     def _routers(self) -> Iterator[ViewedInstance]:
         instances = self._store.view().instances.values()
@@ -45,11 +49,12 @@ class RouterPeers:
     def _takes_requests(self, status: ViewedInstance) -> bool:
         return status.record.model == self._model and status.load.state is InstanceState.READY
 
-    async def _cancel_at(self, address: str, request_id: str) -> bool:
+    async def _cancel_at(self, address: str, request_id: str) -> bool | None:
+        """None: it does not answer."""
         message = inference_pb2.CancelRequest(request_id=request_id, forwarded=True)
         try:
             return (
                 await self._channels.stub(InferenceServiceStub, address).Cancel(message, timeout=_CANCEL_TIMEOUT_S)
             ).found
         except aio.AioRpcError:
-            return False
+            return None

@@ -195,12 +195,11 @@ class RequestPlacer:
             case _:
                 raise AssertionError(f"{action} concerns no instance")
 
-    def abandon(self, request_id: str, session: int, secret: bytes, place: Life | None) -> None:
-        """Ends at decode what an earlier session has there of a request that was cancelled before it was looked for.
-
-        At prefill it ends after the orphan grace. place: where it is; None: not known.
-        """
-        self._feeds.abort(request_id, Ownership(Owner(session, 1), self._stream_id, secret), place)
+    def abandon(self, request_id: str, session: int, secret: bytes) -> None:
+        """Ends what earlier sessions have at instances of a request that was cancelled before it was looked for."""
+        ownership = Ownership(Owner(session, 1), self._stream_id, secret)
+        self._feeds.abort(request_id, ownership, None)
+        self._abort_at_prefill(request_id, ownership)
 
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.last(entry.request_id)
@@ -354,7 +353,12 @@ class RequestPlacer:
         most_tokens = entry.accepted.most_tokens
         self._numbers.note(entry.request_id, number, time.monotonic())
         over = entry.begin(Sought(Attempt(number, Life("", 0), len(entry.answer.token_ids), most_tokens)))
-        found = await self._takeover.find(entry, number)
+        try:
+            found = await self._takeover.find(entry, number)
+        finally:
+            if entry.ended and not entry.is_superseded:
+                # It was cancelled. Whether an instance has just given it to this router is not known.
+                self._abort_at_prefill(entry.request_id, entry.ownership(number, self._stream_id))
         if isinstance(entry.state, Ended):
             return
         outcome = "placed_again" if found is None else "taken_over"
@@ -434,10 +438,7 @@ class RequestPlacer:
             self._confirm(entry, attempt)
             if entry.accepted.secret and not has_ended_it and not entry.is_superseded:
                 # Without it the request would go on there, for its client to re-attach.
-                ownership = entry.ownership(attempt.number, self._stream_id)
-                errand = asyncio.create_task(self._abort_prefill(steps.record, entry.request_id, ownership))
-                self._running.add(errand)
-                errand.add_done_callback(self._running.discard)
+                self._abort_later(steps.record, entry.request_id, entry.ownership(attempt.number, self._stream_id))
         if not over.done():
             entry.handle(ended, time.monotonic())
 
@@ -484,6 +485,17 @@ class RequestPlacer:
         finally:
             call.cancel()
         return PrefillEnded(), False, False
+
+    def _abort_at_prefill(self, request_id: str, ownership: Ownership) -> None:
+        """Wherever it is."""
+        for status in self._store.view().instances.values():
+            if Phase.PREFILL in status.record.phases:
+                self._abort_later(status.record, request_id, ownership)
+
+    def _abort_later(self, record: InstanceRecord, request_id: str, ownership: Ownership) -> None:
+        errand = asyncio.create_task(self._abort_prefill(record, request_id, ownership))
+        self._running.add(errand)
+        errand.add_done_callback(self._running.discard)
 
     async def _abort_prefill(self, record: InstanceRecord, request_id: str, ownership: Ownership) -> None:
         message = prefill_pb2.AbortPrefillRequest(attempts=[ownership_to_proto(request_id, ownership)])

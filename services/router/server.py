@@ -10,6 +10,7 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity, SlowReader, Unavailable
 from kaveri.policy.placement import max_model_len
+from kaveri.policy.rate_limit import RateLimit
 from kaveri.telemetry.logs import get_logger
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -17,6 +18,7 @@ from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
 from kaveri.wire.messages import params_from_proto, status_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
+from services.router.cancelled_ids import CancelledIds
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
 from services.router.intake import (
@@ -46,6 +48,7 @@ class RouterParts(Protocol):
     peers: RouterPeers
     table: RequestTable
     placer: RequestPlacer
+    incarnation: int
     draining: bool
 
 
@@ -71,6 +74,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._router = router
         self._unread_count = 0
         """Calls whose client has not read yet that it was too slow. gRPC ends them when it does, or goes."""
+        config = router.config
+        self._reattaches = RateLimit(config.max_reattaches_per_s, config.max_requests, time.monotonic())
+        self._cancelled = CancelledIds()
 
     # A coroutine that writes, not a generator: cancellation then always arrives inside it, so its clean-up always runs.
     async def Generate(  # type: ignore[override]  # noqa: N802
@@ -120,12 +126,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: ServicerContext
     ) -> inference_pb2.CancelResponse:
-        slot = self._router.table.slot_of(request.request_id)
+        router, request_id = self._router, request.request_id
+        slot = router.table.slot_of(request_id)
+        found = slot is not None
         if slot is not None:
             slot.cancel()
-        found = slot is not None
-        if not found and not request.forwarded:
-            found = await self._router.peers.cancel(request.request_id)
+        else:
+            claim = await router.store.find_request(request_id)
+            if claim is not None:
+                # It may be between two sessions, and come here.
+                self._cancelled.add(request_id, claim.secret_hash, time.monotonic())
+            if not request.forwarded:
+                found, without_it = await router.peers.cancel(request_id)
+                without_it.add((router.config.instance_id, router.incarnation))
+                is_orphan = claim is not None and (claim.router_id, claim.router_incarnation) not in without_it
+                found = found or is_orphan
         return inference_pb2.CancelResponse(found=found)
 
     async def ListModels(  # noqa: N802
@@ -144,6 +159,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.BeatRequest, context: ServicerContext
     ) -> inference_pb2.BeatResponse:
         return inference_pb2.BeatResponse()
+
+    def _check_reattach_rate(self) -> None:
+        wait_s = self._reattaches.wait_s(time.monotonic())
+        if wait_s:
+            limit = self._router.config.max_reattaches_per_s
+            raise NoCapacity("router", max(wait_s, RETRY_AFTER_S), f"more than {limit:g} re-attaches a second")
 
     def _addresses(self) -> list[str]:
         """Of the routers that clients may re-attach through."""
@@ -185,10 +206,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             received=_received(request),
         )
         check_sessions(offered, is_named=bool(request.request_id))
+        if offered.session:
+            self._check_reattach_rate()
         task = asyncio.current_task()
         assert task is not None
         slot = router.table.reserve(request_id, offered.session, offered.secret, task)
         claim = router.claims.claim_of(request_id, offered.session, offered.secret)
+        if offered.session and self._cancelled.has(request_id, claim.secret_hash, arrived_s):
+            # Takes effect at the first await below.
+            slot.cancel()
         accepted: AcceptedRequest | None = None
         claiming = False
         metrics.IN_FLIGHT.inc()
@@ -196,12 +222,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             accepted = await router.intake.accept(offered)
             claiming = True
             if request.request_id:
-                hint = await router.claims.open(claim, offered.timeout_s)
+                stored = await router.claims.open(claim, offered.timeout_s)
             else:
                 router.claims.open_later(claim, offered.timeout_s)
-                hint = b""
-            if hint:
-                accepted = replace(accepted, received=replace(accepted.received, owner=hint_from_bytes(hint)))
+                stored = b""
+            if stored:
+                accepted = replace(accepted, received=replace(accepted.received, owner=hint_from_bytes(stored)))
 
             def note_hint(owner: OwnerHint) -> None:
                 router.claims.note(replace(claim, hint=hint_to_proto(owner).SerializeToString()))
@@ -223,8 +249,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise slot.error from None
             token_count, text = 0, ""
             if offered.session:
-                place_known = offered.received.owner.decode if offered.received is not None else None
-                router.placer.abandon(request_id, offered.session, offered.secret, place_known)
+                router.placer.abandon(request_id, offered.session, offered.secret)
                 accepted = accepted or await router.intake.accept(offered)
                 token_count = len(accepted.received.token_ids)
                 # What the router before held back, such as an unfinished character, is decided now.

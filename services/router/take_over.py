@@ -1,8 +1,9 @@
 """Finds the instances that have a request from an earlier session, and attaches it to this router.
 
 Hints say where to look first: the one of the cluster store, then the client's. They name lives of instances, and only
-lives in the view are asked. Without a hint that holds, all instances are asked. Where a hint names the holder of a
-replica, an instance that does not answer is not waited for: the holder goes on.
+lives in the view are asked. Without a hint that holds, all instances are asked: in batches, at most 256 of each phase,
+and for a few requests at a time. Where a hint names the holder of a replica, an instance that does not answer is not
+waited for: the holder goes on.
 """
 
 import asyncio
@@ -28,6 +29,11 @@ from services.router.requests import OwnerHint, RequestEntry
 from services.router.token_feeds import ATTACH_SOON_S, ATTACH_TIMEOUT_S, TokenFeeds
 
 _REOPEN_TIMEOUT_S = 0.5
+_ASKED_TOGETHER = 16
+_MOST_ASKED = 256
+"""Instances of a phase that are asked for a request of which no hint holds."""
+_SEARCHES = 8
+"""Requests that are looked for at all instances at a time; others wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class TakeOver:
         self._channels = channels
         self._feeds = feeds
         self._stream_id = stream_id
+        self._searches = asyncio.Semaphore(_SEARCHES)
 
     async def find(self, entry: RequestEntry, number: int) -> Found | None:
         """Attaches the request as attempt `number`, where it is. None: no instance that could be asked has it.
@@ -68,14 +75,17 @@ class TakeOver:
         prefills, decodes = self._records(Phase.PREFILL), self._records(Phase.DECODE)
         hinted_decodes = [record for record in decodes if _life(record) == hint.decode]
         hinted_prefills = [record for record in prefills if _life(record) == hint.prefill]
-        others = [record for record in decodes if record not in hinted_decodes]
         # Where the KV has landed prefill has nothing more to say.
         found = await self._at_decode(entry, number, hinted_decodes, hint)
         found = found or await self._at_prefill(entry, number, hinted_prefills)
-        found = found or await self._at_decode(entry, number, others, OwnerHint())
-        return found or await self._at_prefill(
-            entry, number, [record for record in prefills if record not in hinted_prefills]
-        )
+        if found is not None:
+            return found
+        async with self._searches:
+            for some in self._batches(decodes, hinted_decodes):
+                found = found or await self._at_decode(entry, number, some, OwnerHint())
+            for some in self._batches(prefills, hinted_prefills):
+                found = found or await self._at_prefill(entry, number, some)
+            return found
 
     async def reopen(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PrefillSteps | None:
         """Another stream of the reports of an attempt whose stream has broken; it repeats them. None: the instance does
@@ -95,6 +105,13 @@ class TakeOver:
     def _records(self, phase: Phase) -> list[InstanceRecord]:
         instances = self._store.view().instances.values()
         return [status.record for status in instances if phase in status.record.phases]
+
+    def _batches(self, records: list[InstanceRecord], asked: list[InstanceRecord]) -> list[list[InstanceRecord]]:
+        """Those that are asked without a hint, together. One that is silent would let all others wait."""
+        silent = self._feeds.silent_ids()
+        left = [record for record in records if record not in asked and record.instance_id not in silent]
+        left = left[:_MOST_ASKED]
+        return [left[first : first + _ASKED_TOGETHER] for first in range(0, len(left), _ASKED_TOGETHER)]
 
     async def _at_decode(
         self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord], hint: OwnerHint

@@ -15,6 +15,7 @@ from kaveri.rpc.server import open_channel
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
+from services.router import take_over
 from services.router.config import RouterConfig
 from services.router.service import Router, router_host
 from tests.services.breakable_link import breakable_link
@@ -326,6 +327,160 @@ async def test_cancel_works_through_any_router(cluster: Any, routers: Routers) -
     assert client.last.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
     assert not await routers.cancel("router-1", "a")
     await cluster.all_free()
+
+
+@pytest.mark.parametrize("through", ["router-1", "router-2"])
+async def test_a_cancel_between_two_sessions_ends_the_request_when_it_re_attaches(
+    cluster: Any, routers: Routers, through: str
+) -> None:
+    await two_routers(cluster, routers)
+    await routers.start("router-2")
+    client = Client(prompt(30), {"max_tokens": 300})
+    await client.read(routers.generate("router-0", client.message()), 3)
+    await routers.cut("router-0")
+    # By another client, while no router has the request.
+    assert await routers.cancel(through, "a")
+    client.session = 1
+    await client.finish(routers.generate("router-1", client.message()))
+    assert client.last is not None
+    assert client.last.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
+    await cluster.all_free(1.0)
+    again = Client(prompt(30), {"max_tokens": 20}, secret=b"of another request")
+    call = routers.generate("router-1", again.message())
+    await again.read(call, 3)
+    again.session = 1
+    await again.finish(routers.generate("router-2", again.message()))
+    assert again.token_ids == cluster.expected(prompt(30), 20), "the same id may be used again"
+
+
+@pytest.mark.parametrize("how", ["by its id", "by its client's leaving"])
+async def test_a_request_cancelled_while_it_is_looked_for_frees_prefill_within_a_second(
+    cluster: Any, routers: Routers, how: str
+) -> None:
+    await two_routers(cluster, routers, prefill={"fake_step_s": 0.05})
+    client = Client(prompt(31, 400), {"max_tokens": 100})
+    call = routers.generate("router-0", client.message())
+    await eventually(lambda: computed(cluster) > 0, "it is computed")
+    await routers.cut("router-0")
+    call.cancel()
+    takeover = routers.by_name["router-1"].placer._takeover
+    at_prefill, asked = takeover._attach_at_prefill, asyncio.Event()
+
+    async def attached_and_held(*args: Any) -> Any:
+        found = await at_prefill(*args)
+        asked.set()
+        await asyncio.Event().wait()
+        return found
+
+    takeover._attach_at_prefill = attached_and_held  # type: ignore[method-assign]
+    client.session = 1
+    call = routers.generate("router-1", client.message())
+    await asyncio.wait_for(asked.wait(), WAIT_S)
+    if how == "by its id":
+        assert await routers.cancel("router-1", "a")
+        await client.finish(call)
+    else:
+        call.cancel()
+    await cluster.all_free(1.0)
+
+
+async def test_a_thousand_re_attaches_a_second_are_refused_by_name_and_disturb_no_other_request(
+    cluster: Any, routers: Routers
+) -> None:
+    await cluster.prefill(orphan_grace_s=GRACE_S)
+    await cluster.decode(orphan_grace_s=GRACE_S, fake_step_s=0.01)
+    await routers.start("router-0", max_requests=20, max_reattaches_per_s=5.0)
+    client = Client(prompt(32), {"max_tokens": 200})
+    call = routers.generate("router-0", client.message())
+    await client.read(call, 3)
+    bad = replace(client, session=1, secret=b"another secret, too")
+
+    async def refused() -> str:
+        with pytest.raises(aio.AioRpcError) as caught:
+            async for _ in routers.generate("router-0", bad.message()):
+                pass
+        return f"{caught.value.code().name} {caught.value.details()}"
+
+    outcomes = await asyncio.gather(*(refused() for _ in range(1000)))
+    limited = [outcome for outcome in outcomes if "RESOURCE_EXHAUSTED" in outcome]
+    assert 1000 - len(limited) <= 20 + 5 * WAIT_S
+    assert all("more than 5 re-attaches a second" in outcome for outcome in limited)
+    # New requests do not count.
+    other = Client(prompt(34), {"max_tokens": 5}, request_id="other")
+    await other.finish(routers.generate("router-0", other.message()))
+    await client.finish(call)
+    assert client.token_ids == cluster.expected(prompt(32), 200)
+    assert client.last is not None
+    assert (client.last.timing.attempts, client.last.timing.reattaches) == (1, 0)
+    await cluster.all_free()
+
+
+FORGED = {
+    "of no instance": inference_pb2.OwnerHint(prefill_instance_id="x", decode_instance_id="y" * 5000),
+    "of a former life": inference_pb2.OwnerHint(
+        prefill_instance_id="prefill-0", prefill_incarnation=1, decode_instance_id="decode-0", decode_incarnation=1
+    ),
+    "of the wrong phase": inference_pb2.OwnerHint(prefill_instance_id="decode-0", decode_instance_id="prefill-0"),
+    "of nothing": inference_pb2.OwnerHint(),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+@pytest.mark.parametrize("store", ["away", "emptied", "emptied and away in the middle"])
+async def test_a_forged_hint_and_a_store_that_is_away_or_empty_cost_nothing_but_questions(
+    cluster: Any, routers: Routers, forged: str, store: str
+) -> None:
+    await two_routers(cluster, routers)
+    await cluster.decode("decode-1", orphan_grace_s=GRACE_S)
+    client = Client(prompt(35), {"max_tokens": 60})
+    await client.read(routers.generate("router-0", client.message()), 5)
+    await routers.cut("router-0")
+    client.owner = FORGED[forged]
+    client.session = 1
+    router = routers.by_name["router-1"]
+    if store == "emptied and away in the middle":
+        find = router.placer._takeover.find
+
+        async def find_while_it_goes(*args: Any) -> Any:
+            cluster.state.take_away()
+            cluster.state.bring_back(empty=True)
+            cluster.state.take_away()
+            return await find(*args)
+
+        router.placer._takeover.find = find_while_it_goes  # type: ignore[method-assign]
+    else:
+        cluster.state.take_away()
+    if store == "emptied":
+        cluster.state.bring_back(empty=True)
+    try:
+        await client.finish(routers.generate("router-1", client.message()))
+    finally:
+        cluster.state.bring_back()
+    assert client.token_ids == cluster.expected(prompt(35), 60)
+    assert computed(cluster) == 40, "the prompt was computed once"
+    await cluster.all_free()
+
+
+async def test_no_more_instances_are_asked_than_there_may_be_when_no_hint_holds(
+    cluster: Any, routers: Routers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(take_over, "_ASKED_TOGETHER", 2)
+    monkeypatch.setattr(take_over, "_MOST_ASKED", 3)
+    await cluster.prefill()
+    for number in range(5):
+        await cluster.decode(f"decode-{number}")
+    router = await routers.start("router-0")
+    attach, asked = router.feeds.attach, []
+
+    async def counted(record: Any, attachment: Any) -> Any:
+        asked.append(record.instance_id)
+        return await attach(record, attachment)
+
+    router.feeds.attach = counted  # type: ignore[method-assign]
+    client = Client(prompt(36), {"max_tokens": 5}, session=1)
+    await client.finish(routers.generate("router-0", client.message()))
+    assert client.token_ids == cluster.expected(prompt(36), 5)
+    assert len(asked) == len(set(asked)) == 3
 
 
 @pytest.mark.parametrize(

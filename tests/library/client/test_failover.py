@@ -255,6 +255,26 @@ async def test_the_deadline_ends_a_request_that_finds_no_router(routers: list[Ro
             await asyncio.wait_for(asking, 10)
 
 
+async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_through_in_the_end(
+    routers: list[Router],
+) -> None:
+    services = [router.service for router in routers]
+    for service in services:
+        service.pause_at, service.break_with = 5, Unavailable("draining", retry_after_s=0.0)
+    began_s = time.monotonic()
+    async with AsyncClient([router.target for router in routers], timeout_s=None) as client:
+        answer = asyncio.create_task(client.generate("hello", params=TEN))
+        await until(lambda: sum(len(service.requests) for service in services) >= 12, "it has tried often")
+        elapsed_s = time.monotonic() - began_s
+        count = sum(len(service.requests) for service in services)
+        for service in services:
+            service.pause_at = None
+        check_whole(await answer, sum(len(service.requests) for service in services) - 1)
+    # Each router rests for 0.025 s at least, then for twice as long each time, up to half a second at least.
+    assert count <= 2 * (6 + elapsed_s / 0.5)
+    assert {left_s for service in services for left_s in service.deadlines_s} == {None}
+
+
 async def test_closing_a_stream_that_looks_for_a_router_ends_its_reader(routers: list[Router]) -> None:
     for router in routers:
         router.service.pause_at = 4
@@ -300,8 +320,23 @@ def test_targets_take_turns_and_rest_longer_each_time_they_fail() -> None:
         rests.append(targets.choose(0.0)[1])
     assert rests[0] > 0
     assert max(rests) <= 1.0 < 3 * rests[-1]
-    targets.worked("a:1")
+    targets.worked("a:1", 0.0)
     assert targets.choose(0.0) == ("a:1", 0.0)
+
+
+def test_a_target_that_answers_and_fails_again_and_again_rests_longer_until_it_works_for_a_while() -> None:
+    targets, now_s, rests = Targets(("a:1",), random.Random(3)), 0.0, []
+    for _ in range(100):
+        targets.failed("a:1", now_s)
+        rests.append(targets.choose(now_s)[1])
+        now_s += rests[-1]
+        targets.worked("a:1", now_s)
+    assert rests[0] <= 0.05
+    assert min(rests[10:]) >= 0.5
+    now_s += 1.1
+    targets.worked("a:1", now_s)
+    targets.failed("a:1", now_s)
+    assert targets.choose(now_s)[1] <= 0.05
 
 
 def test_learned_targets_are_checked_bounded_and_asked_last() -> None:
