@@ -472,9 +472,9 @@ async def test_no_more_instances_are_asked_than_there_may_be_when_no_hint_holds(
     router = await routers.start("router-0")
     attach, asked = router.feeds.attach, []
 
-    async def counted(record: Any, attachment: Any) -> Any:
+    async def counted(record: Any, *args: Any) -> Any:
         asked.append(record.instance_id)
-        return await attach(record, attachment)
+        return await attach(record, *args)
 
     router.feeds.attach = counted  # type: ignore[method-assign]
     client = Client(prompt(36), {"max_tokens": 5}, session=1)
