@@ -134,7 +134,8 @@ class ReplicationConformance:
     ) -> None:
         params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if moment == "drawing sampled" else {}
         with running_pair(harness) as survivor:
-            lengths = (17, 31, 33, 60)
+            block_tokens = survivor.decode.info.layout.block_tokens
+            lengths = (block_tokens + 1, 2 * block_tokens - 1, 2 * block_tokens + 1, 60)
             requests = [make_request(survivor.prefill, f"r{n}", n, MAX_MODEL_LEN, **params) for n in lengths]
             for request in requests:
                 survivor.hand_over(request)
@@ -144,7 +145,6 @@ class ReplicationConformance:
             running_pair(harness, admit=False) as pair,
             _holder(harness, survivor) as holder,
         ):
-            block_tokens = pair.decode.info.layout.block_tokens
             for request in requests:
                 pair.hand_over(request)
                 pair.decoded.wait_for(Landed, request.key)
@@ -176,7 +176,7 @@ class ReplicationConformance:
         with running_pair(harness, admit=False) as pair, _holder(harness, pair) as holder:
             block_tokens = pair.decode.info.layout.block_tokens
             # With the token that prefill draws it fills three blocks, but that token's KV is not there yet.
-            request = make_request(pair.prefill, "r", 3 * block_tokens - 1, 2 * block_tokens)
+            request = make_request(pair.prefill, "r", 3 * block_tokens - 1, block_tokens)
             pair.hand_over(request)
             pair.decoded.wait_for(Landed, request.key)
             holder.replicate(pair.decode, request)
@@ -185,7 +185,7 @@ class ReplicationConformance:
             pair.decoded.wait_for_finish(request.key)
             watermarks = _require_watermarks_behind_tokens(pair.decoded, request)
             assert watermarks[0] <= 2 * block_tokens
-            assert pair.answer(request) == harness.answer(request.token_ids, 2 * block_tokens)
+            assert pair.answer(request) == harness.answer(request.token_ids, block_tokens)
             wait_until_free(pair.prefill, pair.decode)
 
     @pytest.mark.parametrize("end", ["finish", "abort"])
@@ -249,8 +249,8 @@ class ReplicationConformance:
     def test_full_holder_does_not_hold_the_request_up(self, harness: ReplicationHarness) -> None:
         with running_pair(harness, admit=False) as pair:
             layout = pair.decode.info.layout
-            with _holder(harness, pair, block_count=30 // layout.block_tokens + 1) as holder:
-                request = make_request(pair.prefill, "r", 30, 90)
+            with _holder(harness, pair, block_count=2) as holder:
+                request = make_request(pair.prefill, "r", layout.block_tokens + 1, 90)
                 pair.hand_over(request)
                 pair.decoded.wait_for(Landed, request.key)
                 holder.replicate(pair.decode, request)

@@ -197,6 +197,9 @@ class RemoteEngine:
     def admit(self, key: EngineKey) -> None:
         self._call("admit", key)
 
+    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
+        self._call("replicate", key, ticket)
+
     def _call(self, method: str, *arguments: object) -> Any:
         return self.process.call(method, *arguments).result(_ANSWER_TIMEOUT_S)
 

@@ -27,7 +27,7 @@ class Advance(NamedTuple):
     computed: int
     """Tokens whose KV it has behind the step."""
     block_ids: Sequence[int]
-    """All of its blocks, on the prefill side."""
+    """All of its blocks, on the prefill side and where they are copied to a replica."""
 
 
 class StepHooks(Protocol):
@@ -62,6 +62,7 @@ class SchedulerSide:
         # For the next step's orders.
         self._landed_block_ids: list[int] = []
         self._released: list[str] = []
+        self._completed_block_ids: list[int] = []
 
     def landed(self, block_ids: Sequence[int]) -> None:
         """The next step may read these blocks, which a transfer has written."""
@@ -116,8 +117,9 @@ class SchedulerSide:
     def stepping(self, scheduler_output: Any) -> StepOrders:
         """vLLM has decided what the next step computes."""
         chunks = self._tell_hooks(scheduler_output)
-        orders = StepOrders(tuple(chunks), tuple(self._landed_block_ids), tuple(self._released))
-        self._landed_block_ids, self._released = [], []
+        completed = tuple(self._completed_block_ids)
+        orders = StepOrders(tuple(chunks), tuple(self._landed_block_ids), tuple(self._released), completed)
+        self._landed_block_ids, self._released, self._completed_block_ids = [], [], []
         return orders
 
     def _tell_hooks(self, scheduler_output: Any) -> Sequence[Chunk]:
@@ -129,9 +131,14 @@ class SchedulerSide:
             if entry is not None:
                 entry.state = Computing()
                 block_ids: Sequence[int] = ()
-                if isinstance(entry.owner.state, OF_PREFILL):
+                computed = entry.record.num_computed_tokens + token_count
+                is_prefill = isinstance(entry.owner.state, OF_PREFILL)
+                if is_prefill or entry.owner.is_copied:
                     block_ids = scheduler_output.kv_connector_block_state.get_block_ids(vllm_id)[0]
-                advances.append(Advance(entry, entry.record.num_computed_tokens + token_count, block_ids))
+                    if not is_prefill:
+                        known = len(entry.owner.whole_block_ids)
+                        self._completed_block_ids += block_ids[known : computed // self._block_tokens]
+                advances.append(Advance(entry, computed, block_ids))
         entries = self._entries
         preempted = [entries[vllm_id] for vllm_id in scheduler_output.preempted_req_ids if vllm_id in entries]
         placements, self._placements = self._placements, []

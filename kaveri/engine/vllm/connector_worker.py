@@ -83,7 +83,7 @@ class WorkerSide:
         """The same of all layers."""
         if self._plane is not None:
             if self._mirror is not None:
-                self._mirror.take_out(sorted(self._plane.written_blocks()))
+                self._mirror.take_out(sorted(self._plane.written_blocks().union(self._orders.completed_block_ids)))
             self._plane.end_step()
 
     def take_released(self) -> set[str]:

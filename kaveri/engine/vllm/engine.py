@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.copier import CopierThread, ReplicaOptions
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
 from kaveri.engine.transfers import Transfers
@@ -22,6 +23,7 @@ from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.driver import Driver
 from kaveri.engine.vllm.rank import RankSetup
+from kaveri.engine.vllm.request import VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
 from kaveri.errors import ConfigError, InvalidArgument
@@ -30,6 +32,7 @@ from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import ReceiverOptions
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
+from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import get_logger, log_settings
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -42,7 +45,7 @@ class VllmEngine:
     listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails there.
     transports: makes what carries KV, for each rank, in the order in which this engine's pushes prefer them; at the top
     of a module where ranks are in processes of their own. None for the socket transports.
-    receiving: how each rank takes pushes.
+    receiving: how each rank takes pushes. replicas: how requests are copied to the holders of their replicas.
     Raises ConfigError when one request of the model's length does not fit into the empty pool, or when it cannot
     listen; the core is the caller's own then, and the engine's otherwise.
     """
@@ -55,6 +58,7 @@ class VllmEngine:
         listen: Sequence[KvEndpoint] = (),
         transports: Callable[[], Sequence[Transport]] | None = None,
         receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
+        replicas: ReplicaOptions = ReplicaOptions(),  # noqa: B008 - it is frozen
     ) -> None:
         layout, total_blocks = core.ranks[0].layout, core.free_blocks
         if max_batch < 1:
@@ -62,6 +66,8 @@ class VllmEngine:
         require_room(core.max_model_len, layout, total_blocks)
         self._core = core
         self._shut_down = False
+        # Of several ranks none is here.
+        pool = core.ranks[0].pool
         info = EngineInfo(
             engine="vllm",
             layout=layout,
@@ -71,6 +77,7 @@ class VllmEngine:
             eos_token_ids=core.eos_token_ids,
             epoch=secrets.randbits(63),
             kv_endpoints=(),
+            can_replicate=pool is not None,
         )
         self._shared = Shared()
         put, wake = self._shared.outbox.put, self._shared.wake
@@ -80,7 +87,12 @@ class VllmEngine:
         plane = DataPlane(core.ranks, setup, self._transfers.hear, self._shared.stop)
         self._transfers.attach(plane)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
-        steps = Steps(self._shared, self._requests, core, plane, self._transfers, self._info, max_batch)
+        self._copier: CopierThread[VllmRequest] | None = None
+        if pool is not None:
+            carried_by = transports() if transports is not None else make_transports()
+            self._copier = CopierThread(pool, self._shared, self._requests, carried_by, replicas)
+        wake_copier = self._copier.wake if self._copier is not None else lambda: None
+        steps = Steps(self._shared, self._requests, core, plane, self._transfers, self._info, max_batch, wake_copier)
         self._driver = Driver(self._shared, self._requests, steps, self._transfers)
         core.scheduler_side.hooks = steps
 
@@ -102,6 +114,8 @@ class VllmEngine:
         if thread.is_alive() and thread is not threading.current_thread():
             thread.join(_CLOSE_TIMEOUT_S)
         self._transfers.close()
+        if self._copier is not None:
+            self._copier.close()
         if thread.is_alive():
             get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
             return
@@ -122,6 +136,8 @@ class VllmEngine:
 
     def abort(self, key: EngineKey) -> None:
         self._transfers.abort(key)
+        if self._copier is not None:
+            self._copier.wake()
 
     def check_integrity(self) -> None:
         """As the contract. Waits for the step under way, if any; must not be called by the listener."""
@@ -156,8 +172,10 @@ class VllmEngine:
             self._requests.adopt(key)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """Refused: not done for vLLM's blocks yet."""
-        raise InvalidArgument("engine", "vllm", "one that copies KV to replicas")
+        """As the contract. Engines of several tensor-parallel ranks refuse."""
+        if self._copier is None:
+            raise InvalidArgument("engine", "of several ranks", "one that copies KV to replicas")
+        self._copier.replicate(key, ticket)
 
     def admit(self, key: EngineKey) -> None:
         """As the contract; also ignores a request that is not landed."""

@@ -28,3 +28,5 @@ class StepOrders:
     """Blocks that transfers have written, and that may be read from this step on."""
     released: tuple[str, ...] = ()
     """vLLM's ids of requests that have ended and whose blocks nothing touches any more."""
+    completed_block_ids: tuple[int, ...] = ()
+    """Blocks that the step completes and that are copied to replicas behind it."""

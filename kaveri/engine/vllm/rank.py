@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kaveri.engine.kv_plane import PlaneListener
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import ReceiverOptions
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -85,6 +86,10 @@ class Rank(Protocol):
     @property
     def layout(self) -> KvLayout:
         """Of the whole engine."""
+
+    @property
+    def pool(self) -> KvPool | None:
+        """Its memory, where that is in this process."""
 
     def attach(self, setup: RankSetup, listener: PlaneListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
         """Makes the rank's end of the data plane; returns where it takes pushes. Raises ConfigError."""

@@ -39,7 +39,7 @@ class RankPlane:
 
     def __init__(self, layout: KvLayout, pool: KvPool) -> None:
         self.layout = layout
-        self._pool = pool
+        self.pool = pool
         self._lock = threading.Lock()
         self._kv: PoolPlane | None = None
         self._sources: dict[str, Source] = {}
@@ -47,7 +47,7 @@ class RankPlane:
         self._in_step: list[tuple[Source, int]] = []
 
     def attach(self, setup: RankSetup, listener: PlaneListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
-        pool, self._sources = self._pool, {}
+        pool, self._sources = self.pool, {}
         transports = setup.transports() if setup.transports is not None else make_transports()
         make_receiver = partial(
             KvReceiver,
@@ -121,7 +121,7 @@ class RankPlane:
 
     def written_blocks(self) -> set[int]:
         """The blocks that the step completes; with a prompt's first chunk those of the prefix cache, too."""
-        block_tokens = self._pool.layout.block_tokens
+        block_tokens = self.pool.layout.block_tokens
         return {
             block
             for source, before in self._in_step

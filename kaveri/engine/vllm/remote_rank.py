@@ -91,6 +91,7 @@ class RemoteRank:
 
     def __init__(self, rank: int, layout: KvLayout, connection: "Connection[Any, Any]") -> None:
         self.layout = layout
+        self.pool = None
         self._rank = rank
         self._connection = connection
         self._calls: queue.Queue[RankMessage | None] = queue.Queue(_CALLS_MAX)

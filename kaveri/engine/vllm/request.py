@@ -1,7 +1,7 @@
 """One request of the vLLM engine, and what vLLM keeps for it. No I/O, no locks; needs no vLLM."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.engine.contract import EngineKey, EngineRequest
@@ -16,6 +16,15 @@ class VllmRequest:
     state: State
     entry: "Entry | None" = None
     """What vLLM keeps for it now. The engine thread's own."""
+    drawn: list[int] = field(default_factory=list)
+    """Tokens behind those of the request, the one that prefill drew included."""
+    is_copied: bool = False
+    """Its blocks are copied to a replica."""
+    whole_block_ids: tuple[int, ...] = ()
+    """Its first blocks whose last token is computed and whose KV is in the pool. Known from its landing, and from the
+    steps that compute it while it is copied."""
+    generation: int = 0
+    """How often it has given its blocks up."""
 
     @property
     def engine_id(self) -> str:

@@ -2,16 +2,20 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, EngineStats, TokenStep
+from kaveri.engine.copier import BlockPlace
 from kaveri.engine.vllm.life import (
     IN_BATCH,
     OF_PREFILL,
     Admitted,
     Adopted,
     Arrived,
+    BlocksGivenUp,
+    BlocksTaken,
     Computed,
+    Drawn,
     Ended,
     Event,
     Evicted,
@@ -104,6 +108,12 @@ class Requests:
         """Takes a request one event further. Returns its tokens, and the calls to the ranks that the caller makes."""
         before = request.state
         request.state, actions = step(before, event)
+        match event:
+            case Drawn(token_id):
+                request.drawn.append(token_id)
+            case BlocksTaken() | BlocksGivenUp():
+                request.whole_block_ids = ()
+                request.generation += 1
         if isinstance(request.state, Ended) and not isinstance(before, Ended):
             self._retire(request, before)
         rest: list[TokenStep | AbortPush | PassFirstToken] = []
@@ -194,6 +204,14 @@ class Requests:
         if first_token_id is not None and not self.goes_on(request):
             return f"no room behind {self._max_model_len} tokens"
         self.apply(request, KvLanded(first_token_id))
+        if first_token_id is not None:
+            request.drawn.append(first_token_id)
+        facts, entry = request.state.facts, request.entry
+        if entry is not None and isinstance(entry.state, AwaitingKv):
+            block_ids = entry.state.landing_blocks
+            # The first step says where they are when vLLM's prefix cache has given the first ones.
+            if len(block_ids) == facts.block_count(facts.landing_tokens):
+                request.whole_block_ids = tuple(block_ids[: facts.landing_tokens // facts.block_tokens])
         return None
 
     def end(self, request: VllmRequest) -> None:
@@ -205,6 +223,23 @@ class Requests:
             if request is not None:
                 self.end(request)
         return prefill, decode
+
+    # For copies; see CopyAccount (copier.py).
+
+    def find_decode(self, key: EngineKey) -> VllmRequest | None:
+        return self.decodes.get(key)
+
+    def begin_copy(self, request: VllmRequest) -> None:
+        request.is_copied = True
+
+    def whole_blocks(self, request: VllmRequest) -> int:
+        return len(request.whole_block_ids)
+
+    def place_of(self, request: VllmRequest, index: int) -> BlockPlace:
+        return BlockPlace(request.whole_block_ids[index], request.generation)
+
+    def tokens_of(self, request: VllmRequest, start: int, stop: int) -> Sequence[int]:
+        return [*request.request.token_ids, *request.drawn][start:stop]
 
     def goes_on(self, request: VllmRequest) -> bool:
         """Whether there is room for a token behind the one that prefill draws."""

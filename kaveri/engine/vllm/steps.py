@@ -3,7 +3,7 @@
 Called by the engine thread, which alone calls vLLM. Within a step vLLM's scheduler calls back (StepHooks).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +61,10 @@ class Steps:
         transfers: Transfers[VllmRequest],
         info: EngineInfo,
         max_batch: int,
+        on_stepped: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_stepped: called behind each step, when its tokens are known."""
+        self._on_stepped = on_stepped
         self._shared = shared
         self._requests = requests
         self._core = core
@@ -280,6 +283,9 @@ class Steps:
                 request = advance.entry.owner
                 if not request.done:
                     actions += apply(request, Stepped(advance.computed))
+                    if advance.block_ids and isinstance(request.state, Running):
+                        block_tokens = request.state.facts.block_tokens
+                        request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
             for output in outputs:
                 found = self._requests.by_id.get(output.request_id)
                 if found is not None and not found.done:
@@ -297,6 +303,7 @@ class Steps:
         # No first token waits for the hand-over of its KV.
         self._shared.outbox.publish()
         self._call_ranks(actions)
+        self._on_stepped()
 
     def _outcome(self, request: VllmRequest, output: Any) -> Drawn | Failed:
         """What the step drew for a request."""

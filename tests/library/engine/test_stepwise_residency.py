@@ -117,6 +117,8 @@ def test_landed_and_unadmitted_gives_way_before_the_batch_does() -> None:
         assert not running.done
     assert preempted == [landed]
     assert landed.phase is Phase.LANDED
+    # A copy of its blocks that spans this is no copy of them.
+    assert landed.generation == 1
     pool.residency.admit(landed)
     while not landed.done:
         pool.step()

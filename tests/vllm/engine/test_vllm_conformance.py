@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance
+from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
 from tests.support.engine_process import RemoteEngine
 from tests.support.plain_transformers import PlainTransformers
@@ -40,11 +44,17 @@ class _Harness:
         # A little before each step: changes between two steps are seen.
         return self._decodes.lend().open(total_blocks=total_blocks, max_batch=max_batch, listen=listen, pause_s=0.002)
 
+    def replica_store(self, layout: KvLayout, block_count: int) -> HostReplicas:
+        self._count += 1
+        memory_bytes = block_count * layout.layer_count * layout.block_bytes
+        listen = [KvEndpoint("unix", str(self._socket_folder / f"replicas{self._count}.sock"))]
+        return HostReplicas(layout, memory_bytes, listen=listen, transports=make_transports(), epoch=self._count)
+
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         return self._reference.answer(token_ids, token_count)
 
 
-class TestVllmEngine(EngineConformance, ResumptionConformance):
+class TestVllmEngine(EngineConformance, ResumptionConformance, ReplicationConformance):
     @pytest.fixture
     def harness(self, prefills: Any, decodes: Any, reference: PlainTransformers, tmp_path: Path) -> _Harness:
         return _Harness(prefills, decodes, tmp_path, reference)

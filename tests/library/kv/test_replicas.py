@@ -1,0 +1,217 @@
+"""The account of a replica store, event by event: what real transfers do too rarely to be tested with."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from kaveri.errors import NoCapacity, TransferFailed
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.notes import token_note
+from kaveri.kv.replicas.replicas import Replicas
+from kaveri.kv.replicas.store import ReplicaDropped, ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaOrphaned
+from kaveri.kv.transfer.flow import ReceiverFlow, SenderFlow
+from kaveri.kv.transfer.push import PushAccepted, PushFailed, PushListener
+from kaveri.kv.transfer.receiver import LandingListener, TransferLanded, TransferMarked, TransferReleased
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+
+_LAYOUT = KvLayout("model", layer_count=1, block_tokens=4, kv_head_count=1, head_dim=4, dtype="float32")
+_KEY = ReplicaKey("r", 0, 1)
+
+
+class _Receiver:
+    endpoints: tuple[KvEndpoint, ...] = ()
+
+    def __init__(self, listener: LandingListener) -> None:
+        self.tell = listener
+        self.extended: list[tuple[bytes, tuple[int, ...]]] = []
+        self.revoked: list[bytes] = []
+        self.takes_more = True
+
+    def grant(
+        self,
+        block_ids: Sequence[int],
+        token_count: int,
+        expires_in_s: float,
+        *,
+        first_block: int,
+        transfer_id: bytes,
+        secret: bytes,
+        is_open: bool,
+    ) -> Ticket:
+        return Ticket(
+            transfer_id, secret, 1, (), tuple(block_ids), token_count, expires_in_s, _LAYOUT, first_block, (), is_open
+        )
+
+    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
+        if self.takes_more:
+            self.extended.append((transfer_id, tuple(block_ids)))
+        return self.takes_more
+
+    def revoke(self, transfer_id: bytes) -> None:
+        self.revoked.append(transfer_id)
+
+    def flow(self) -> ReceiverFlow:
+        return ReceiverFlow()
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class _Sender:
+    def __init__(self, listener: PushListener) -> None:
+        self.tell = listener
+        self.written: list[tuple[int, ...]] = []
+        self.aborted: list[bytes] = []
+
+    def open(self, ticket: Ticket) -> None:
+        """Nothing."""
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        self.written.append(tuple(source_blocks))
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """Nothing."""
+
+    def abort(self, transfer_id: bytes) -> None:
+        self.aborted.append(transfer_id)
+
+    def flow(self) -> SenderFlow:
+        return SenderFlow()
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class _Bench:
+    def __init__(self, block_count: int = 8) -> None:
+        self.events: list[ReplicaEvent] = []
+        self.receivers: list[_Receiver] = []
+        self.senders: list[_Sender] = []
+        self.store = Replicas(_LAYOUT, block_count, self._receiver, self._sender)
+        self.store.start(self.events.append)
+
+    @property
+    def receiver(self) -> _Receiver:
+        return self.receivers[0]
+
+    @property
+    def sender(self) -> _Sender:
+        return self.senders[0]
+
+    def open(self, block_count: int, key: ReplicaKey = _KEY) -> Ticket:
+        """A replica for a request that has so many whole blocks."""
+        return self.store.open(key, _LAYOUT, max(1, 4 * block_count), 60.0)
+
+    def mark(self, ticket: Ticket, first: int, end: int) -> None:
+        """The owner marks blocks [first, end)."""
+        self.receiver.tell(TransferMarked(ticket.transfer_id, end, token_note(range(4 * first, 4 * end))))
+        self.store.check_integrity()
+
+    def end(self, ticket: Ticket, *, given_up: bool = False) -> None:
+        """The owner's push has ended."""
+        self.receiver.tell(TransferReleased(ticket.transfer_id, "gone", given_up))
+        self.store.check_integrity()
+
+    def landing(self, token_count: int) -> Ticket:
+        """A ticket of an engine."""
+        blocks = tuple(range(-(-token_count // 4)))
+        return Ticket(bytes([token_count] * 16), bytes(16), 2, (), blocks, token_count, 60.0, _LAYOUT)
+
+    def used_blocks(self) -> int:
+        """Blocks that are not free."""
+        return self.store.usage().used_bytes // _LAYOUT.block_bytes
+
+    def _receiver(self, listener: LandingListener) -> _Receiver:
+        self.receivers.append(_Receiver(listener))
+        return self.receivers[0]
+
+    def _sender(self, listener: PushListener) -> _Sender:
+        self.senders.append(_Sender(listener))
+        return self.senders[0]
+
+
+def test_marks_that_come_behind_the_seal_do_not_count() -> None:
+    bench = _Bench()
+    ticket = bench.open(3)
+    bench.mark(ticket, 0, 2)
+    bench.store.seal(_KEY)
+    bench.mark(ticket, 2, 3)
+    assert (bench.store.watermark(_KEY), bench.receiver.revoked) == (8, [ticket.transfer_id])
+    bench.end(ticket)
+    assert bench.events == [ReplicaGrew(_KEY, 8), ReplicaOrphaned(_KEY, "gone")]
+    assert bench.used_blocks() == 2
+
+
+def test_owner_that_gives_up_while_it_is_sealed_off_takes_nothing_with_it() -> None:
+    bench = _Bench()
+    ticket = bench.open(1)
+    bench.mark(ticket, 0, 1)
+    bench.store.seal(_KEY)
+    bench.end(ticket, given_up=True)
+    assert bench.store.watermark(_KEY) == 4
+
+
+def test_blocks_of_a_dropped_replica_wait_for_all_that_touches_them() -> None:
+    bench = _Bench()
+    ticket = bench.open(2)
+    bench.mark(ticket, 0, 2)
+    landing = bench.landing(8)
+    push = bench.store.push(_KEY, landing)
+    assert bench.sender.written == [ticket.block_ids[:2]]
+    bench.store.drop(_KEY)
+    assert (bench.sender.aborted, bench.receiver.revoked) == ([landing.transfer_id], [ticket.transfer_id])
+    assert (bench.used_blocks(), bench.store.usage().replica_count) == (3, 0)
+    bench.end(ticket)
+    assert bench.used_blocks() == 3, "a push still reads them"
+    bench.sender.tell(PushFailed(landing.transfer_id, "aborted"))
+    assert bench.used_blocks() == 0
+    assert isinstance(push.exception(), TransferFailed)
+    assert bench.events == [ReplicaGrew(_KEY, 8)]
+
+
+def test_push_that_was_accepted_leaves_the_replica() -> None:
+    bench = _Bench()
+    ticket = bench.open(2)
+    bench.mark(ticket, 0, 2)
+    landing = bench.landing(4)
+    push = bench.store.push(_KEY, landing)
+    bench.sender.tell(PushAccepted(landing.transfer_id, 1, "test"))
+    assert push.result(0) is None
+    assert bench.store.watermark(_KEY) == 8
+
+
+def test_push_that_its_owner_has_ended_in_order_leaves_an_orphan() -> None:
+    bench = _Bench()
+    ticket = bench.open(2)
+    bench.mark(ticket, 0, 2)
+    bench.receiver.tell(TransferLanded(ticket.transfer_id, 1, b""))
+    assert bench.events[1:] == [ReplicaOrphaned(_KEY, "the owner has ended its push")]
+    assert bench.used_blocks() == 2
+
+
+def test_replicas_that_wait_for_blocks_get_them_in_order_and_before_new_ones() -> None:
+    bench = _Bench(6)
+    keys = [ReplicaKey(name, 0, 1) for name in "abc"]
+    tickets = [bench.open(1, key) for key in keys]
+    for ticket in tickets:
+        bench.mark(ticket, 0, 2)
+    assert not bench.receiver.extended
+    with pytest.raises(NoCapacity):
+        bench.open(0)
+    bench.end(tickets[1], given_up=True)
+    assert bench.events[-1] == ReplicaDropped(keys[1], "gone")
+    assert [transfer_id for transfer_id, _ in bench.receiver.extended] == [
+        tickets[0].transfer_id,
+        tickets[2].transfer_id,
+    ]
+    assert bench.used_blocks() == 6
+
+
+def test_blocks_that_an_ending_push_does_not_take_stay_free() -> None:
+    bench = _Bench()
+    ticket = bench.open(1)
+    bench.receiver.takes_more = False
+    bench.mark(ticket, 0, 2)
+    assert bench.used_blocks() == 2
+    bench.end(ticket)
+    assert bench.events == [ReplicaGrew(_KEY, 8), ReplicaOrphaned(_KEY, "gone")]
