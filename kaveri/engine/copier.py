@@ -284,8 +284,7 @@ class Copier(Generic[OwnerT]):
                 return
             copy.staged.append((index, slot))
             copy.written = index + 1
-        for layer in range(self._layout.layer_count):
-            self._sender.write(copy.ticket.transfer_id, layer, index, (slot,))
+        self._sender.write_layers(copy.ticket.transfer_id, range(self._layout.layer_count), index, (slot,))
 
     def _release(self, copy: _Copy[OwnerT], slot: int) -> None:
         """Under the lock."""

@@ -98,6 +98,11 @@ class PartSender:
         for name in self._table.names(transfer_id):
             self._inner.write(name, layer, first_index, source_blocks)
 
+    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        """See PushSender.write_layers."""
+        for name in self._table.names(transfer_id):
+            self._inner.write_layers(name, layers, first_index, source_blocks)
+
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
         """See PushSender.mark."""
         for name in self._table.names(transfer_id):

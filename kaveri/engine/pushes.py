@@ -46,6 +46,9 @@ class PushSender(Protocol):
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         """Queues blocks of one layer, in index order, each once. Never waits."""
 
+    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        """Queues the same blocks of several layers, together."""
+
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
         """Marks an open push; see KvSender.mark."""
 

@@ -276,9 +276,8 @@ class MarkTests(TransportSuite):
     @staticmethod
     def _write(world: World, ticket: Ticket, start: int, end: int, sender: KvSender | None = None) -> None:
         """Source blocks [start, end) of the transfer, of every layer."""
-        for layer in range(world.source.layout.layer_count):
-            source = world.sources[ticket.transfer_id][start:end]
-            (sender or world.sender).write(ticket.transfer_id, layer, start, source)
+        layers, source = range(world.source.layout.layer_count), world.sources[ticket.transfer_id][start:end]
+        (sender or world.sender).write_layers(ticket.transfer_id, layers, start, source)
 
     @staticmethod
     def _require_marked(world: World, ticket: Ticket, block_count: int, note: bytes = b"") -> None:

@@ -115,15 +115,21 @@ class KvSender:
         The queue holds block numbers, never bytes: what it can grow to is bounded by the tickets' blocks.
         Raises InvalidArgument for a block outside the pool, and for more blocks than the receiver has granted.
         """
+        self.write_layers(transfer_id, range(layer, layer + 1), first_index, source_blocks)
+
+    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        """Queues the same blocks of several layers; see write(). They go out together, as far as there is credit."""
         # Its bytes would be missing from a frame, and the receiver take those of other pushes for them.
         self.pool.require_blocks("source_blocks", source_blocks)
         with self._lock:
             found = self._pushes.get(transfer_id)
             if found is not None and source_blocks:
                 peer, push = found
-                peer.write(push, layer, first_index, tuple(source_blocks))
+                for layer in layers:
+                    peer.write(push, layer, first_index, tuple(source_blocks))
         if found is None:
-            self._mapped.write(transfer_id, layer, first_index, source_blocks)
+            for layer in layers:
+                self._mapped.write(transfer_id, layer, first_index, source_blocks)
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
         """Marks an open push: blocks [0, block_count) of all layers are queued. `note`, at most 4 KiB, travels with it.

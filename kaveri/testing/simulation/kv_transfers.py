@@ -109,6 +109,10 @@ class SimulatedSender:
             push.queued.append((first_index, tuple(source_blocks)))
             self._flush(push)
 
+    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        for layer in layers:
+            self.write(transfer_id, layer, first_index, source_blocks)
+
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
         """See KvSender.mark."""
         require_note(note)

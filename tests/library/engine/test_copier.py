@@ -76,6 +76,10 @@ class _Sender:
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         self.written.append((transfer_id, layer, first_index, tuple(source_blocks)))
 
+    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        for layer in layers:
+            self.write(transfer_id, layer, first_index, source_blocks)
+
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
         self.marks.append((transfer_id, block_count, noted_tokens(note)))
 
