@@ -84,6 +84,30 @@ class Push:
         """The ticket's."""
         return self.ticket.transfer_id
 
+    def take_write(self, most: int, joined_most: int) -> tuple[range, int, tuple[int, ...]]:
+        """Takes at most `most` blocks of the write at the head of the queue, and all of the writes behind it that bring
+        the same blocks of the following layers, up to `joined_most` blocks over all layers. Returns layers, first index
+        and blocks."""
+        head = self.queue[0]
+        assert isinstance(head, QueuedWrite)
+        layer, index = head.layer, head.first_index
+        blocks = head.take(most)
+        layer_count = 1
+        if not head.blocks:
+            self.queue.popleft()
+            while self.queue and (layer_count + 1) * len(blocks) <= joined_most:
+                following = self.queue[0]
+                if (
+                    not isinstance(following, QueuedWrite)
+                    or following.layer != layer + layer_count
+                    or following.first_index != index
+                    or following.blocks != blocks
+                ):
+                    break
+                self.queue.popleft()
+                layer_count += 1
+        return range(layer, layer + layer_count), index, blocks
+
     def is_stopped(self) -> bool:
         """Whether it is given up."""
         return self.stopped is not None

@@ -3,12 +3,11 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kaveri.errors import InvalidArgument, TransferFailed
-from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.actions import (
     DropLost,
     LoseConnection,
@@ -21,43 +20,17 @@ from kaveri.kv.transfer.actions import (
     TellUntold,
 )
 from kaveri.kv.transfer.connection import Connection
-from kaveri.kv.transfer.digest import DigestFactory
 from kaveri.kv.transfer.flow import PeerFlow
 from kaveri.kv.transfer.outgoing import Ending, Marking, Opening, Push, QueuedWrite, Untold
-from kaveri.kv.transfer.push import (
-    LocalDoneListener,
-    PushAccepted,
-    PushEvent,
-    PushExtended,
-    PushFailed,
-    PushMarked,
-)
-from kaveri.kv.transfer.reporter import Reporter
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.kv.transfer.transport import LinkLost, Transport
+from kaveri.kv.transfer.peer_setup import PeerSetup, Route
+from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushMarked
+from kaveri.kv.transfer.ticket import Ticket
+from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transfer.turns import Turns
 from kaveri.telemetry.logs import get_logger
 
 _QUANTUM_BYTES = 4 << 20
 """What a push may send before the others of its receiver have their turn; except for nixl and gloo: one write."""
-Route = tuple[Transport, KvEndpoint]
-
-
-@dataclass(frozen=True, slots=True)
-class PeerSetup:
-    """What all peers of a sender share."""
-
-    pool: KvPool
-    digest: DigestFactory
-    idle_s: float
-    credit_timeout_s: float
-    lock: threading.Lock
-    """The sender's."""
-    reporter: Reporter[PushEvent]
-    on_local_done: LocalDoneListener | None
-    """Called without the lock."""
-    forget_push: Callable[[bytes], None]
-    """Called under the lock: the push has ended."""
 
 
 class PeerOwner(Protocol):
@@ -339,41 +312,25 @@ class Peer:
             case Ending(note):
                 push.queue.popleft()
                 action = SendEnd(push, note)
-            case QueuedWrite() as head:
-                action = self._take_write(push, head)
+            case QueuedWrite():
+                action = self._take_write(push)
         if not push.queue:
             self._turns.leave(push)
         return action
 
-    def _take_write(self, push: Push, head: QueuedWrite) -> SendWrite:
+    def _take_write(self, push: Push) -> SendWrite:
         """As much of the next write as there is credit for, and those of the following layers that bring the same
         blocks: a frame and a system call for each layer would cost more than the bytes of a short push."""
         connection = push.connection
         assert connection is not None
         room = connection.room(self._block_bytes)
-        layer, index = head.layer, head.first_index
-        blocks = head.take(room)
-        layer_count = 1
-        if not head.blocks:
-            push.queue.popleft()
-            joined_max = min(room, _QUANTUM_BYTES // self._block_bytes)
-            while push.queue and (layer_count + 1) * len(blocks) <= joined_max:
-                following = push.queue[0]
-                if (
-                    not isinstance(following, QueuedWrite)
-                    or following.layer != layer + layer_count
-                    or following.first_index != index
-                    or following.blocks != blocks
-                ):
-                    break
-                push.queue.popleft()
-                layer_count += 1
-        byte_count = layer_count * len(blocks) * self._block_bytes
+        layers, index, blocks = push.take_write(room, min(room, _QUANTUM_BYTES // self._block_bytes))
+        byte_count = len(layers) * len(blocks) * self._block_bytes
         connection.credit_bytes -= byte_count
         self._turns.charge(push, byte_count)
         push.is_reading = True
         self._waiting_since_s = None
-        return SendWrite(push, connection, range(layer, layer + layer_count), index, blocks)
+        return SendWrite(push, connection, layers, index, blocks)
 
     def _wait_for_credit(self) -> LoseConnection | None:
         """All that is queued waits for credit. A receiver that takes nothing in for so long is as good as gone."""

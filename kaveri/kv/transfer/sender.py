@@ -18,7 +18,8 @@ from kaveri.kv.transfer.digest import DigestFactory, xxh3
 from kaveri.kv.transfer.flow import SenderFlow
 from kaveri.kv.transfer.mapped_pushes import STAGING_BYTES, MappedPushes
 from kaveri.kv.transfer.outgoing import Push
-from kaveri.kv.transfer.peer import Peer, PeerSetup, Route
+from kaveri.kv.transfer.peer import Peer
+from kaveri.kv.transfer.peer_setup import PeerSetup, Route
 from kaveri.kv.transfer.push import (
     LocalDoneListener,
     PushAccepted,
