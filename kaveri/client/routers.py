@@ -74,7 +74,10 @@ class RouterCall(Generic[ResponseT]):
 
     async def _wait(self, response: Any) -> Any:
         # gRPC cancels the call together with what waits for it.
-        self._waiting = asyncio.shield(asyncio.ensure_future(response))
+        reading = asyncio.ensure_future(response)
+        # How it ends at a router that is silent is of no interest any more.
+        reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self._waiting = asyncio.shield(reading)
         self._liveness.begin(self)
         try:
             found = await self._waiting
