@@ -1,6 +1,7 @@
 """The other routers of the cluster: where they are, and cancelling requests that they serve."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 from grpc import aio
@@ -29,6 +30,13 @@ class RouterPeers:
         """Of the routers that take requests for the model."""
         routers = self._routers() if includes_own else self._others()
         return [status.record.address for status in routers if self._takes_requests(status)][:_MOST_ADDRESSES]
+
+    def has_another(self, since_s: float) -> bool:
+        """Whether another router has said since then that it takes requests. since_s: time.monotonic()."""
+        now_s = time.monotonic()
+        return any(
+            self._takes_requests(status) and now_s - status.heartbeat_age_s >= since_s for status in self._others()
+        )
 
     async def cancel(self, request_id: str) -> tuple[bool, set[tuple[str, int]]]:
         """Cancels a request on whichever other router it is. Returns whether one has it, and the lives of routers (id

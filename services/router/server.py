@@ -185,7 +185,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, progress: "_Progress", context: ServicerContext, arrived_s: float
     ) -> None:
         router, request_id = self._router, progress.request_id
-        if router.draining:
+        # The last router takes back what another one has just sent away.
+        if router.draining and not (request.session and not router.peers.addresses(includes_own=False)):
             raise Unavailable("this router is draining", retry_after_s=0.0)
         if self._unread_count >= router.config.max_requests:
             raise NoCapacity(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import secrets
+import time
 
 from grpc import aio
 
@@ -30,6 +31,8 @@ from services.router.token_feeds import TokenFeeds
 
 _WATCH_TIMEOUT_S = 0.5
 """Longest time until a lease that ran out is acted upon, when nothing else changes."""
+_OTHERS_DRAIN_WITHIN_S = 0.25
+"""Routers that drain together must not send their clients to one another. Answers go on during this time."""
 
 
 async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
@@ -70,6 +73,7 @@ class Router:
         self.store = store
         self.tokenizer = tokenizer
         self.draining = False
+        self._draining_since_s = 0.0
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
         relayed = metrics.RELAYED_TOKENS.inc
@@ -115,10 +119,10 @@ class Router:
         return InstanceLoad(running_requests=len(self.table))
 
     def drain(self) -> None:
-        self.draining = True
+        if not self.draining:
+            self.draining, self._draining_since_s = True, time.monotonic()
         self._serving.clear()
         self.monitor.stop()
-        self._send_away()
 
     def resume(self) -> None:
         self.draining = False
@@ -142,8 +146,8 @@ class Router:
         self.table.fail_all(Unavailable(reason, retry_after_s=0.0))
 
     def _send_away(self) -> None:
-        """Sends clients to other routers, as soon as there are any."""
-        if self.draining and self.peers.addresses(includes_own=False):
+        """Sends clients to other routers, as soon as there are any that do not drain as well."""
+        if self.draining and self.peers.has_another(self._draining_since_s + _OTHERS_DRAIN_WITHIN_S):
             self.table.send_away()
 
     async def _monitor(self) -> None:

@@ -104,6 +104,40 @@ async def test_a_single_router_waits_and_sends_clients_away_when_another_one_com
             await draining
 
 
+async def test_routers_that_drain_together_send_no_client_to_one_another(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router(drain_timeout_s=30) as router, cluster.router(instance_id="router-1") as other:
+        await eventually(lambda: len(router.router.peers.addresses()) == len(other.router.peers.addresses()) == 2)
+        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        first = await call.read()
+        await eventually(lambda: decode.is_paused)
+        draining = [asyncio.create_task(each.drain()) for each in (router, other)]
+        await draining[1]
+        assert not draining[0].done()
+        decode.may_step.set()
+        assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
+        await draining[0]
+
+
+async def test_the_last_router_takes_requests_back_while_it_drains(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router(drain_timeout_s=30) as router:
+        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        first = await call.read()
+        await eventually(lambda: decode.is_paused)
+        draining = asyncio.create_task(router.drain())
+        await eventually(lambda: router.router.draining)
+        again = ask_attachable("sent-away-by-another", session=1)
+        again.params.seed = 1
+        decode.may_step.set()
+        assert tokens_of(await collect(router.stub.Generate(again, timeout=10))) == answer(PROMPT, 20)
+        await rest_of(call)
+        assert first.token_ids
+        await draining
+
+
 async def test_a_request_that_cannot_re_attach_is_finished(cluster: ScriptedCluster) -> None:
     decode = cluster.decodes["decode-0"]
     decode.pause_at = 7
@@ -145,7 +179,7 @@ async def test_a_request_whose_input_is_checked_meanwhile_is_sent_away_then(
         # No instance tells its limits: it waits.
         await eventually(lambda: router.router.table.slot_of("early") is not None)
         draining = asyncio.create_task(router.drain())
-        await eventually(lambda: router.router.draining)
+        await eventually(lambda: router.router.table._sends_away)
         await cluster.add_prefill("prefill-2")
         with capture_logs() as logs:
             assert list((await moved(call))[-1].routers) == [other.address]
