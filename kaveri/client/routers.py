@@ -107,6 +107,8 @@ class Routers:
         self.targets = targets
         self._channels: dict[str, aio.Channel] = {}
         self._stubs: dict[str, inference_pb2_grpc.InferenceServiceAsyncStub] = {}
+        self._closing: dict[asyncio.Task[None], None] = {}
+        """Channels that are being closed."""
         self._liveness = Liveness(self._beat)
 
     def call(self, method: str, request: Any, target: str, deadline_s: float | None) -> RouterCall[Any]:
@@ -114,6 +116,7 @@ class Routers:
         timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineExceeded
+        self._drop_broken(target)
         stub = self._stub(target)
         connected = self._channels[target].get_state() is grpc.ChannelConnectivity.READY
         call = getattr(stub, method)(request, timeout=timeout_s)
@@ -155,7 +158,7 @@ class Routers:
         self._liveness.close()
         channels, self._channels = self._channels, {}
         self._stubs.clear()
-        await asyncio.gather(*(channel.close() for channel in channels.values()))
+        await asyncio.gather(*(channel.close() for channel in channels.values()), *self._closing)
 
     def _stub(self, target: str) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
         stub = self._stubs.get(target)
@@ -164,6 +167,16 @@ class Routers:
             note_connected()
             stub = self._stubs[target] = inference_pb2_grpc.InferenceServiceStub(channel)
         return stub
+
+    def _drop_broken(self, target: str) -> None:
+        """A channel that has failed to connect tries again only after a pause, in which the router may have come back.
+        The next call gets a new one. How often a router is asked is for Targets to say."""
+        channel = self._channels.get(target)
+        if channel is not None and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            del self._channels[target], self._stubs[target]
+            closing = asyncio.create_task(channel.close(), name="kaveri-client close")
+            self._closing[closing] = None
+            closing.add_done_callback(self._closing.pop)
 
     async def _beat(self, target: str) -> None:
         await self._stub(target).Beat(inference_pb2.BeatRequest(), timeout=BEAT_TIMEOUT_S)

@@ -31,9 +31,9 @@ ALPHABET = "abcdefghij"
 class Router:
     """One InferenceDouble that can be killed."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.service = InferenceDouble()
-        self.server = RpcServer("127.0.0.1", 0, ["kaveri.v1.InferenceService"])
+        self.server = RpcServer("127.0.0.1", port, ["kaveri.v1.InferenceService"])
         self.server.add(partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self.service))
 
     @property
@@ -207,6 +207,24 @@ async def test_a_draining_or_unreachable_router_is_passed_over(routers: list[Rou
             assert check.text == ALPHABET
             assert len(await client.list_models()) == 1
             assert (await client.get_model("alphabet")).name == "alphabet"
+
+
+async def test_a_router_that_is_back_is_reached_at_once(routers: list[Router]) -> None:
+    """gRPC connects again only after a pause, which grows to a second; until then calls failed. When the other router
+    was restarted within that time, no router could be reached."""
+    other = routers[0]
+    other.service.routers = [other.target]
+    target = await closed_port()
+    async with AsyncClient([target, other.target]) as client:
+        for _ in range(60):
+            await client.generate("prompt", params=TEN)
+            await asyncio.sleep(0.03)
+        returning = Router(int(target.rpartition(":")[2]))
+        await returning.start()
+        await other.kill()
+        assert (await client.generate("prompt", params=TEN)).text == ALPHABET
+        assert len(returning.service.requests) == 1
+    await returning.kill()
 
 
 async def test_cancel_works_while_the_request_changes_routers(routers: list[Router]) -> None:
