@@ -55,8 +55,8 @@ def test_two_drains_of_a_cluster_with_one_of_each_are_waited_for(run: Run) -> No
 def test_a_client_that_is_gone_after_its_router_has_sent_it_away_is_not_computed_for(run: Run) -> None:
     """The former router lives on, so the request is no orphan."""
     long = request("long", max_tokens=280)
-    deaf = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.95, target="router-0", other="client-0", lasts_s=3.0)
-    gone = Fault(kind=FaultKind.CLIENT, at_s=1.1, target="client-0")
+    deaf = Fault(kind=FaultKind.CUT_ONE_WAY, at_s=1.1, target="router-0", other="client-0", lasts_s=3.0)
+    gone = Fault(kind=FaultKind.CLIENT, at_s=1.5, target="client-0")
     undrain = Fault(kind=FaultKind.UNDRAIN, at_s=1.0, target="router-0", lasts_s=3.0)
     result = run(story(cluster(routers=2, step_s=0.03), [long], [deaf, undrain, gone], max_model_len=320))
     assert result.counts["fault:client"] == 1
