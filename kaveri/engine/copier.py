@@ -10,12 +10,14 @@ messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kaveri.engine.contract import EngineKey, ReplicaEnded, Replicated
+from kaveri.engine.pace import Pace
 from kaveri.engine.pushes import PushSender
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, LayoutMismatch
@@ -29,6 +31,10 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger
 
 _CLOSE_TIMEOUT_S = 5.0
+_YIELD_S = 0.005
+"""Between two blocks while prompts are pushed from the same instance."""
+_LONGEST_WAIT_S = 1.0
+"""Before a block, however low the rate: holders hear no later than that of requests that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,9 @@ class ReplicaOptions:
 
     staging_bytes: int = 16 << 20
     """Memory for blocks on their way, allocated with the first copy. At least four blocks, whatever they take."""
+    bytes_per_s: int = 0
+    """Most KV that is copied in a second, so that copies leave room on the network. 0: no limit. At least a block
+    goes in each second."""
 
 
 class BlockPlace(NamedTuple):
@@ -341,7 +350,8 @@ def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
 class CopierThread(Generic[OwnerT]):
     """A Copier from a pool of this process, and the thread that advances it. Nothing is there before the first copy.
 
-    transports: what carries copies, in the order of preference.
+    transports: what carries copies, in the order of preference. is_pushing: whether prompts are pushed from here;
+    copies leave room for them.
     """
 
     def __init__(
@@ -351,17 +361,20 @@ class CopierThread(Generic[OwnerT]):
         account: CopyAccount[OwnerT],
         transports: Sequence[Transport],
         options: ReplicaOptions,
+        is_pushing: Callable[[], bool],
     ) -> None:
         self._pool = pool
         self._shared = shared
         self._account = account
         self._transports = transports
         self._options = options
+        self._is_pushing = is_pushing
+        self._pace = Pace(options.bytes_per_s)
+        self._ending = threading.Event()
         self._starting = threading.Lock()
         self._copier: Copier[OwnerT] | None = None
         self._thread: threading.Thread | None = None
         self._work = threading.Event()
-        self._closed = False
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         """See DecodeEngine.replicate()."""
@@ -377,7 +390,7 @@ class CopierThread(Generic[OwnerT]):
     def close(self) -> None:
         """Ends all copies and the thread. Idempotent."""
         with self._starting:
-            self._closed = True
+            self._ending.set()
             copier, thread = self._copier, self._thread
         self._work.set()
         if thread is not None and thread is not threading.current_thread():
@@ -392,12 +405,13 @@ class CopierThread(Generic[OwnerT]):
 
     def _started(self) -> Copier[OwnerT]:
         with self._starting:
-            if self._copier is None and not self._closed:
+            if self._copier is None and not self._ending.is_set():
                 layout = self._pool.layout
                 staging_pool = KvPool(layout, slots_of(layout, self._options))
                 source, slots = self._pool.memory, staging_pool.memory
 
                 def stage(block_id: int, slot: int) -> None:
+                    self._leave_room()
                     slots[:, slot] = source[:, block_id]
 
                 self._copier = Copier(
@@ -415,13 +429,22 @@ class CopierThread(Generic[OwnerT]):
                 raise EngineError("it is closed")
             return self._copier
 
+    def _leave_room(self) -> None:
+        """Waits before a block, for others that use the network. What it is about to read may be given up meanwhile."""
+        block_bytes = self._pool.layout.layer_count * self._pool.layout.block_bytes
+        wait_s = min(self._pace.wait_s(block_bytes, time.monotonic()), _LONGEST_WAIT_S)
+        if self._is_pushing():
+            wait_s = max(wait_s, _YIELD_S)
+        if wait_s > 0:
+            self._ending.wait(wait_s)
+
     def _run(self) -> None:
         assert self._copier is not None
-        while not self._closed:
+        while not self._ending.is_set():
             self._work.wait()
             self._work.clear()
             try:
-                while not self._closed and self._copier.advance():
+                while not self._ending.is_set() and self._copier.advance():
                     pass
             except Exception as error:
                 self._shared.stop(f"the copier failed: {error!r}")

@@ -61,6 +61,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         listen=listen_endpoints(settings),
         transports=transports,
         receiving=settings.receiving,
+        replicas=settings.replicas,
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kaveri.config.settings import MAX_PORT, hidden, present, setting, size_bytes
+from kaveri.engine.copier import ReplicaOptions
 from kaveri.engine.limits import SHORTEST_MODEL_LEN
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.engine.vllm.options import parse_engine_args
@@ -21,7 +22,7 @@ DEFAULT_CHUNK_TOKENS = 512
 """What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
 DEFAULT_BLOCK_TOKENS = 16
 OF_PUSHES = ("kv_link",)
-OF_LANDINGS = ("kv_host", "kv_port", "kv_credit_bytes", "kv_digests")
+OF_LANDINGS = ("kv_host", "kv_port", "kv_credit_bytes", "kv_digests", "replication_rate")
 OF_TRANSFERS = (*OF_PUSHES, *OF_LANDINGS, "kv_transports", "kv_tls_cert", "kv_tls_key", "kv_tls_ca")
 """Settings that a program without transfers does not take."""
 
@@ -136,6 +137,12 @@ class EngineSettings(MadeUpSettings):
         "verify pushed KV by a digest of its bytes: auto (tcp, tls, unix and gloo; not shm, nixl and nccl), on or off",
         Digests.AUTO,
     )
+    replication_rate: int = setting(
+        "with replication: most KV that is copied to other instances in a second, 500MiB or a number of bytes; "
+        "0: no limit",
+        0,
+        size_bytes,
+    )
     kv_link: str = setting(
         "emulated link to push over, for studies: 25Gbps,50us or 200Gbps,800KiB/token; empty: none", "", link_text
     )
@@ -163,6 +170,11 @@ class EngineSettings(MadeUpSettings):
     def receiving(self) -> ReceiverOptions:
         """How pushed KV is taken."""
         return ReceiverOptions(self.kv_credit_bytes, self.kv_digests)
+
+    @property
+    def replicas(self) -> ReplicaOptions:
+        """How requests are copied to other instances."""
+        return ReplicaOptions(bytes_per_s=self.replication_rate)
 
     @property
     def kv_tls(self) -> TlsFiles | None:

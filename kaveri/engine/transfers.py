@@ -134,6 +134,10 @@ class Transfers(Generic[OwnerT]):
         """Where pushes are taken, rank by rank."""
         return tuple(endpoint for of_rank in self._plane.endpoints for endpoint in of_rank)
 
+    def is_pushing(self) -> bool:
+        """Whether a prompt is pushed from here. Any thread, no lock."""
+        return bool(self._pushes)
+
     def flow(self) -> KvFlow:
         """See Engine.kv_flow()."""
         return self._plane.flow()

@@ -40,6 +40,7 @@ def test_every_service_takes_the_documented_file(section: str, tmp_path: Path) -
     [
         ("prefill", "--kv-port"),
         ("prefill", "--kv-credit-bytes"),
+        ("prefill", "--replication-rate"),
         ("prefill", "--kv-digests"),
         ("decode", "--kv-link"),
         ("profile", "--chunk-tokens"),

@@ -105,7 +105,9 @@ class StepwiseEngine:
         plane = PoolPlane(layout, make_sender, make_receiver if listen else None, told)
         self._transfers.attach(plane)
         self._pushes = plane.pushes
-        self._copier = CopierThread(pool, self._shared, self._lifecycle, transports, replicas)
+        self._copier = CopierThread(
+            pool, self._shared, self._lifecycle, transports, replicas, self._transfers.is_pushing
+        )
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
 
     # Both sides.

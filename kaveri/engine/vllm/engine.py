@@ -90,7 +90,9 @@ class VllmEngine:
         self._copier: CopierThread[VllmRequest] | None = None
         if pool is not None:
             carried_by = transports() if transports is not None else make_transports()
-            self._copier = CopierThread(pool, self._shared, self._requests, carried_by, replicas)
+            self._copier = CopierThread(
+                pool, self._shared, self._requests, carried_by, replicas, self._transfers.is_pushing
+            )
         wake_copier = self._copier.wake if self._copier is not None else lambda: None
         steps = Steps(self._shared, self._requests, core, plane, self._transfers, self._info, max_batch, wake_copier)
         self._driver = Driver(self._shared, self._requests, steps, self._transfers)

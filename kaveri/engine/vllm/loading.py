@@ -82,6 +82,7 @@ def load_engine(
             listen=listen,
             transports=transports,
             receiving=settings.receiving,
+            replicas=settings.replicas,
         )
     except BaseException:
         core.shutdown()

@@ -11,6 +11,7 @@ import pytest
 
 from kaveri.engine.contract import EngineEvent, EngineKey, Landed, ReplicaEnded, Replicated
 from kaveri.engine.copier import BlockPlace, Copier, ReplicaOptions
+from kaveri.engine.pace import Pace
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
@@ -263,6 +264,42 @@ def test_failed_copy_may_be_made_again_elsewhere() -> None:
     assert bench.sender.marks[-1] == (again, 2, tuple(range(8)))
 
 
+# Copies leave room for others.
+
+
+def test_pace_spreads_bytes_evenly_and_saves_nothing_up() -> None:
+    pace = Pace(1000)
+    assert [pace.wait_s(100, now_s) for now_s in (10.0, 10.0, 10.25, 20.0)] == pytest.approx([0, 0.1, 0, 0])
+    assert pace.wait_s(100, 20.05) == pytest.approx(0.05)
+    assert Pace(0).wait_s(10**12, 10.0) == 0
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_pushing"), [(1, False), (0, True)], ids=["limit", "prompts are pushed"])
+def test_copies_wait_for_their_rate_and_for_prompts_and_requests_do_not(
+    tmp_path: Path, stack: ExitStack, bytes_per_s: int, is_pushing: bool
+) -> None:
+    waits: list[float] = []
+    model = FakeModel(max_model_len=400, block_tokens=4)
+    engine = _engine(model, tmp_path, ReplicaOptions(bytes_per_s=bytes_per_s))
+    stack.callback(engine.close)
+    engine._copier._is_pushing = lambda: is_pushing  # type: ignore[method-assign]
+    ending = engine._copier._ending
+    ending.wait = lambda timeout=None: waits.append(timeout or 0) is None and False  # type: ignore[method-assign]
+    recorder = EngineRecorder()
+    engine.start(recorder)
+    holder = Holder(_store(model, tmp_path))
+    stack.callback(holder.store.close)
+    request = make_request(engine, "r", 40, 20)
+    engine.prefill(request)
+    recorder.wait_until(lambda: request.key in recorder.token_ids, "first token")
+    engine.adopt(request.key)
+    holder.replicate(engine, request)
+    recorder.wait_until(lambda: len(waits) >= 9, "wait between two blocks")
+    engine.admit(request.key)
+    recorder.wait_for_finish(request.key)
+    assert set(waits[1:]) == {1.0 if bytes_per_s else 0.005}
+
+
 # Holders that have stopped reading.
 
 
@@ -289,14 +326,24 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+def _engine(model: FakeModel, folder: Path, replicas: ReplicaOptions) -> StepwiseEngine:
+    listen = [KvEndpoint("unix", str(folder / "kv.sock"))]
+    return StepwiseEngine(FakeRunner(model), 600, listen=listen, replicas=replicas)
+
+
+def _store(model: FakeModel, folder: Path) -> HostReplicas:
+    return HostReplicas(
+        model.layout,
+        500 * 2 * model.layout.block_bytes,
+        listen=[KvEndpoint("unix", str(folder / "replicas.sock"))],
+        transports=make_transports(),
+        epoch=1,
+    )
+
+
 def test_requests_whose_holder_is_frozen_finish_and_free_their_blocks(tmp_path: Path, stack: ExitStack) -> None:
     model = FakeModel(max_model_len=400, block_tokens=4, step_s=0.0005)
-    engine = StepwiseEngine(
-        FakeRunner(model),
-        600,
-        listen=[KvEndpoint("unix", str(tmp_path / "kv.sock"))],
-        replicas=ReplicaOptions(staging_bytes=16 * 2 * model.layout.block_bytes),
-    )
+    engine = _engine(model, tmp_path, ReplicaOptions(staging_bytes=16 * 2 * model.layout.block_bytes))
     stack.callback(engine.close)
     recorder = EngineRecorder()
     engine.start(recorder)
@@ -305,15 +352,8 @@ def test_requests_whose_holder_is_frozen_finish_and_free_their_blocks(tmp_path: 
     stack.callback(frozen.close)
     frozen.bind(str(tmp_path / "frozen.sock"))
     frozen.listen()
-    store = HostReplicas(
-        model.layout,
-        500 * 2 * model.layout.block_bytes,
-        listen=[KvEndpoint("unix", str(tmp_path / "replicas.sock"))],
-        transports=make_transports(),
-        epoch=1,
-    )
-    stack.callback(store.close)
-    holder = Holder(store)
+    holder = Holder(_store(model, tmp_path))
+    stack.callback(holder.store.close)
     requests = [make_request(engine, f"r{i}", 40, 200) for i in range(6)]
     for number, request in enumerate(requests):
         engine.prefill(request)
