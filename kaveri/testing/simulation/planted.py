@@ -1,7 +1,7 @@
 """Tests of the tests: bugs that the simulation must find. Each changes one decision of a service or of the engine.
 
 A planted bug is a context manager around a whole run; nothing of it is left afterwards. To add one: write a function
-below that yields within `_replaced`, and decorate it with `_planted`.
+below that yields within `_replaced`, and decorate it with `_planted`. Bugs of copies: planted_replicas.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -523,3 +523,7 @@ def preempted_kv_counts_as_computed() -> Iterator[None]:
 
     with _replaced(stepwise_residency.Residency, "_give_up_blocks", make):
         yield
+
+
+# Those of copies have a file of their own. It uses what is above.
+from kaveri.testing.simulation import planted_replicas as planted_replicas  # noqa: E402

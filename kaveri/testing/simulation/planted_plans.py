@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from kaveri.domain.sampling import SamplingParams
+from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.directed import cluster, request, story
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
 
@@ -26,7 +27,44 @@ def _cut(kind: FaultKind, target: str, other: str, at_s: float, lasts_s: float, 
 _LONG = request("long", max_tokens=200)
 _BEFORE = request("before", max_tokens=2)
 
+_COPIED = "log info replica_held request_id=moved"
+"""The owner of the request has found a holder."""
+
+
+def _replicated(decodes: int, faults: list[Fault], orphan_grace_s: float = 2.0) -> Plan:
+    """decode-0 owns the request, and decode-1 holds its copy."""
+    return story(
+        cluster(decodes=decodes, step_s=0.02),
+        [_BEFORE, request("moved", 0.5, prompt_tokens=100, max_tokens=120)],
+        faults,
+        max_model_len=320,
+        replication=ReplicationMode.RING,
+        divergent=True,
+        orphan_grace_s=orphan_grace_s,
+    )
+
+
 PLANS: dict[str, Plan] = {
+    "replica_not_sealed_at_resume": _replicated(
+        2,
+        [
+            # The owner draws on and copies, and nobody hears of its tokens. The holder takes long to land the copy.
+            _slow("decode-1", "decode-1", 0.4, 4.0, at_s=0.5, after=_COPIED),
+            _cut(FaultKind.CUT, "decode-0", "router-0", 0.6, 5.0, _COPIED),
+        ],
+    ),
+    "old_holder_not_closed": _replicated(
+        3,
+        [_reset("decode-0", "decode-1", at_s=0.5 + 0.01 * number, after=_COPIED) for number in range(6)],
+        orphan_grace_s=60.0,
+    ),
+    "orphaned_replicas_kept": story(
+        cluster(decodes=2, step_s=0.02),
+        [_BEFORE, replace(request("moved", 0.5, prompt_tokens=100, max_tokens=120), cancel_after_s=0.91)],
+        [Fault(kind=FaultKind.KILL, at_s=1.4, target=name) for name in ("router-0", "decode-0")],
+        max_model_len=320,
+        replication=ReplicationMode.RING,
+    ),
     "orphans_never_end": story(
         cluster(step_s=0.04),
         # Its client does not come back.

@@ -1,12 +1,14 @@
 """The store of copies of one simulated instance: the real account over simulated memory, verified whenever it grows."""
 
 import random
+from concurrent.futures import Future
 from functools import partial
 
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.replicas import Replicas
 from kaveri.kv.replicas.store import ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaListener
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.kv_memory import KvMemory
 from kaveri.testing.simulation.kv_transfers import SimulatedReceiver, SimulatedSender
@@ -31,8 +33,22 @@ class SimulatedReplicas(Replicas):
             token_bytes=rng.randbytes,
         )
 
+        self._pushed: set[ReplicaKey] = set()
+
+    def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
+        self._pushed.add(key)
+        return super().push(key, ticket)
+
+    def drop(self, key: ReplicaKey) -> None:
+        self._pushed.discard(key)
+        super().drop(key)
+
     def start(self, listener: ReplicaListener) -> None:
         def verified(event: ReplicaEvent) -> None:
+            if event.key in self._pushed:
+                self._draws.report(
+                    f"{type(event).__name__} of {event.key.request_id} while it is resumed from the copy"
+                )
             if isinstance(event, ReplicaGrew):
                 self._verify(event.key, event.token_count)
             listener(event)
