@@ -239,6 +239,8 @@ class KvReceiver:
             reason = "wrong secret"
         elif landing.ticket.is_open and progress is None:
             reason = "the transfer is open, and the sender's version of the KV protocol has no open transfers"
+            # It will never come: its blocks need not wait for the end of the ticket.
+            landing.abort(reason)
         elif not landing.claim(answer, credit, with_digest, progress):
             reason = "the ticket is in use already"
         else:
