@@ -13,20 +13,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kaveri.engine.contract import EngineKey, ReplicaEnded, Replicated
 from kaveri.engine.pace import Pace
-from kaveri.engine.pushes import PushSender
 from kaveri.engine.shared import Shared
-from kaveri.errors import EngineError, InvalidArgument, KaveriError, LayoutMismatch
+from kaveri.errors import EngineError, InvalidArgument, KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, token_note
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushExtended, PushFailed, PushListener, PushMarked
+from kaveri.kv.transfer.push import (
+    PushAccepted,
+    PushEvent,
+    PushExtended,
+    PushFailed,
+    PushListener,
+    PushMarked,
+    PushSender,
+)
 from kaveri.kv.transfer.sender import KvSender
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger
 
@@ -119,9 +126,9 @@ class _Copy(Generic[OwnerT]):
     is_aborted: bool = False
 
     @property
-    def holder(self) -> tuple[tuple[KvEndpoint, ...], int]:
+    def holder(self) -> tuple[tuple[tuple[KvEndpoint, ...], ...], int]:
         """Which incarnation of which instance holds it."""
-        return self.ticket.endpoints, self.ticket.epoch
+        return tuple(part.endpoints for part in self.ticket.parts) or (self.ticket.endpoints,), self.ticket.epoch
 
 
 class _Stage(NamedTuple, Generic[OwnerT]):
@@ -232,9 +239,9 @@ class Copier(Generic[OwnerT]):
         assert set(self._copies.values()) == set(self._line), "a copy is not in line"
 
     def _require_copyable(self, ticket: Ticket) -> None:
-        self._layout.require_same(ticket.layout)
-        if ticket.parts:
-            raise LayoutMismatch("tensor_ranks", self._layout.tensor_ranks, ticket.layout.tensor_ranks)
+        # Blocks that differ in more than the number of ranks could not be marked one by one.
+        self._layout.require_same(replace(ticket.layout, tensor_ranks=self._layout.tensor_ranks))
+        require_pushable(self._layout, ticket)
         if not ticket.is_open:
             raise InvalidArgument("ticket.is_open", ticket.is_open, "true: a copy grows with its request")
         if self._layout.block_tokens > NOTE_TOKENS_MAX:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kaveri.engine.parts import FlowingSender, PartReceiver, PartSender, TicketReceiver
 from kaveri.engine.pushes import Pushes, Source
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
+from kaveri.kv.transfer.part_transfers import FlowingSender, PartReceiver, PartSender, TicketReceiver
 from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushEvent, PushFailed, PushListener
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable

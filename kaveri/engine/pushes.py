@@ -6,13 +6,13 @@ happens under one lock, which is never held while waiting for anything. The end 
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.transfer.push import PushSender
 from kaveri.kv.transfer.ticket import Ticket, first_source_block
 from kaveri.v1 import kv_pb2
 
@@ -35,28 +35,6 @@ class Source:
     """Blocks that hold nothing but what the receiver of that push has already."""
     written: list[int] = field(default_factory=list)
     """Per layer, up to which block the source is queued for that push."""
-
-
-class PushSender(Protocol):
-    """What carries pushes: a KvSender (kaveri/kv/transfer/sender.py), or what stands for one."""
-
-    def open(self, ticket: Ticket, *, part: bool = False) -> None:
-        """Begins a transfer. part: of some of the layers or heads. Raises LayoutMismatch and TransferFailed."""
-
-    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queues blocks of one layer, in index order, each once. Never waits."""
-
-    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queues the same blocks of several layers, together."""
-
-    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """Marks an open push; see KvSender.mark."""
-
-    def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """All blocks are queued; the note arrives behind them."""
-
-    def abort(self, transfer_id: bytes) -> None:
-        """Gives a transfer up."""
 
 
 class Pushes:

@@ -4,6 +4,7 @@ Neither blocks nor credit are shared with the pushes of prompts: replicas cannot
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -34,6 +35,8 @@ class HostReplicas(Replicas):
         epoch: int,
         receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
     ) -> None:
+        # The ranks of an engine push their heads into one pool here, and take them from it.
+        layout = replace(layout, tensor_ranks=1)
         block_bytes = layout.layer_count * layout.block_bytes
         block_count = memory_bytes // block_bytes
         if block_count < 1:

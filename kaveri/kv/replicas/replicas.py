@@ -5,12 +5,12 @@ Moves no byte: a receiver takes the owners' pushes into the pool, and a sender p
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from dataclasses import replace
 
-from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, TransferFailed
-from kaveri.kv.layout.layout import KvLayout
+from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch, NoCapacity, TransferFailed
+from kaveri.kv.layout.layout import HEADS_FIRST, KvLayout
 from kaveri.kv.replicas.notes import noted_tokens
 from kaveri.kv.replicas.replica import Dropped, Kept, Receiving, Replica, Sealed
 from kaveri.kv.replicas.store import (
@@ -23,10 +23,11 @@ from kaveri.kv.replicas.store import (
     ReplicaUsage,
 )
 from kaveri.kv.tiers.blocks import BlockAllocator
-from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
+from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.part_transfers import FlowingSender, PartReceiver, PartSender, TicketReceiver
 from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushFailed, PushListener
 from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferLanded, TransferMarked, TransferReleased
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block, require_pushable, ticket_parts
 from kaveri.seconds import require_seconds
 from kaveri.telemetry.logs import get_logger
 
@@ -36,77 +37,22 @@ _BLOCKS_AHEAD = 1
 reaches it long before that."""
 
 
-class ReplicaReceiver(Protocol):
-    """What takes the owners' pushes: a KvReceiver, or what stands for one."""
-
-    @property
-    def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Where it listens, best first."""
-
-    def grant(
-        self,
-        block_ids: Sequence[int],
-        token_count: int,
-        expires_in_s: float,
-        *,
-        first_block: int,
-        transfer_id: bytes,
-        secret: bytes,
-        is_open: bool,
-    ) -> Ticket:
-        """See KvReceiver.grant."""
-
-    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
-        """See KvReceiver.extend. Tells the listener nothing."""
-
-    def revoke(self, transfer_id: bytes) -> None:
-        """See KvReceiver.revoke."""
-
-    def flow(self) -> ReceiverFlow:
-        """What is under way."""
-
-    def close(self) -> None:
-        """Ends all transfers. Idempotent."""
-
-
-class ReplicaSender(Protocol):
-    """What pushes replicas to engines: a KvSender, or what stands for one."""
-
-    def open(self, ticket: Ticket) -> None:
-        """See KvSender.open."""
-
-    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See KvSender.write."""
-
-    def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """See KvSender.finish."""
-
-    def abort(self, transfer_id: bytes) -> None:
-        """See KvSender.abort."""
-
-    def flow(self) -> SenderFlow:
-        """What is under way."""
-
-    def close(self) -> None:
-        """Ends all pushes. Idempotent."""
-
-
 class Replicas:
-    """A ReplicaStore over `block_count` blocks of `layout`.
+    """A ReplicaStore over `block_count` blocks of `layout`, all of whose heads are in one pool here.
 
-    make_receiver, make_sender: of the pool that has these blocks; they raise what they raise. token_bytes: chance,
-    another where it is simulated.
+    make_receiver, make_sender: of that pool; they raise what they raise. token_bytes: chance, another where it is
+    simulated.
     """
 
     def __init__(
         self,
         layout: KvLayout,
         block_count: int,
-        make_receiver: Callable[[LandingListener], ReplicaReceiver],
-        make_sender: Callable[[PushListener], ReplicaSender],
+        make_receiver: Callable[[LandingListener], TicketReceiver],
+        make_sender: Callable[[PushListener], FlowingSender],
         token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        self._layout = layout
+        self._layout = replace(layout, tensor_ranks=1)
         self._listener: ReplicaListener | None = None
         self._token_bytes = token_bytes
         # Guards all below. Neither the listener nor a future is called with it held.
@@ -119,9 +65,9 @@ class Replicas:
         # Receiving, with no block granted ahead.
         self._starved: dict[Replica, None] = {}
         self._closed = False
-        self._sender = make_sender(self._hear_push)
+        self._sender = PartSender(self._layout, 0, self._hear_push, make_sender)
         try:
-            self._receiver = make_receiver(self._hear_owner)
+            self._receiver = PartReceiver(0, self._hear_owner, make_receiver)
         except BaseException:
             self._sender.close()
             raise
@@ -138,7 +84,11 @@ class Replicas:
         self._listener = listener
 
     def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> Ticket:
-        self._layout.require_same(layout)
+        self._layout.require_same(replace(layout, tensor_ranks=1))
+        parts = ticket_parts(layout, self._layout, (self._receiver.endpoints,))
+        if parts and not layout.order.startswith(HEADS_FIRST):
+            # Heads of several ranks would have to be put in order with each mark.
+            raise LayoutMismatch("tensor_ranks", self._layout.tensor_ranks, layout.tensor_ranks)
         if token_count < 1:
             raise InvalidArgument("token_count", token_count, "at least 1")
         require_seconds("expires_in_s", expires_in_s)
@@ -156,16 +106,20 @@ class Replicas:
             except NoCapacity as error:
                 raise NoCapacity("replica", _RETRY_AFTER_S, error.reason) from error
             assert isinstance(replica.state, Receiving)
+            ticket = Ticket(
+                transfer_id=replica.state.transfer_id,
+                secret=self._token_bytes(16),
+                epoch=self._receiver.epoch,
+                endpoints=() if parts else self._receiver.endpoints,
+                block_ids=tuple(replica.block_ids),
+                token_count=block_count * layout.block_tokens,
+                expires_in_s=expires_in_s,
+                layout=self._layout,
+                parts=parts,
+                is_open=True,
+            )
             try:
-                ticket = self._receiver.grant(
-                    replica.block_ids,
-                    block_count * layout.block_tokens,
-                    expires_in_s,
-                    first_block=0,
-                    transfer_id=replica.state.transfer_id,
-                    secret=self._token_bytes(16),
-                    is_open=True,
-                )
+                self._receiver.grant(ticket)
             except KaveriError:
                 self._allocator.release(replica)
                 raise
@@ -193,6 +147,7 @@ class Replicas:
         accepted: Future[None] = Future()
         accepted.set_running_or_notify_cancel()
         try:
+            require_pushable(self._layout, ticket)
             with self._lock:
                 replica = self._replicas.get(key)
                 if replica is None:
@@ -217,9 +172,8 @@ class Replicas:
         except KaveriError as error:
             self._end_push(ticket.transfer_id, error)
             return accepted
-        for layer in range(self._layout.layer_count):
-            if block_ids:
-                self._sender.write(ticket.transfer_id, layer, 0, block_ids)
+        if block_ids:
+            self._sender.write_layers(ticket.transfer_id, range(self._layout.layer_count), 0, block_ids)
         self._sender.finish(ticket.transfer_id, b"")
         with self._lock:
             is_dropped = isinstance(replica.state, Dropped)

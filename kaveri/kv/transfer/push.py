@@ -1,7 +1,10 @@
-"""How a push goes and ends, and which listener hears of it. Values; knows no connection."""
+"""How a push goes and ends, which listener hears of it, and what carries it. Knows no connection."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from kaveri.kv.transfer.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +49,25 @@ PushListener = Callable[[PushEvent], None]
 
 LocalDoneListener = Callable[[bytes, int, Sequence[int]], None]
 """Called with (transfer id, layer, source blocks) on the receiver's own thread of the sender; must not block."""
+
+
+class PushSender(Protocol):
+    """What carries pushes: a KvSender (sender.py), or what stands for one."""
+
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+        """Begins a transfer. part: of some of the layers or heads. Raises LayoutMismatch and TransferFailed."""
+
+    def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
+        """Queues blocks of one layer, in index order, each once. Never waits."""
+
+    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        """Queues the same blocks of several layers, together."""
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        """Marks an open push; see KvSender.mark."""
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """All blocks are queued; the note arrives behind them."""
+
+    def abort(self, transfer_id: bytes) -> None:
+        """Gives a transfer up."""

@@ -311,6 +311,11 @@ class SimulatedReceiver:
         self._address = wire.listen(self._accept)
 
     @property
+    def epoch(self) -> int:
+        """This incarnation."""
+        return self._epoch
+
+    @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
         """Where it takes pushes."""
         return (KvEndpoint(TRANSPORT, self._address),)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kaveri.engine.parts import PartReceiver, PartSender
 from kaveri.errors import InvalidArgument, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.gathering import Gathering
+from kaveri.kv.transfer.part_transfers import PartReceiver, PartSender
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushExtended, PushMarked
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, ticket_parts

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kaveri.engine.kv_plane import Granted
-from kaveri.engine.parts import PartSender
 from kaveri.engine.pushes import first_token_of
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
@@ -24,6 +23,7 @@ from kaveri.errors import InvalidArgument, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.parts import part_places, source_rank
 from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.part_transfers import PartSender
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, taken_tickets, ticket_parts

@@ -20,6 +20,7 @@ _KEY = ReplicaKey("r", 0, 1)
 
 class _Receiver:
     endpoints: tuple[KvEndpoint, ...] = ()
+    epoch = 1
 
     def __init__(self, listener: LandingListener) -> None:
         self.tell = listener
@@ -36,7 +37,8 @@ class _Receiver:
         first_block: int,
         transfer_id: bytes,
         secret: bytes,
-        is_open: bool,
+        part: KvLayout | None = None,
+        is_open: bool = False,
     ) -> Ticket:
         return Ticket(
             transfer_id, secret, 1, (), tuple(block_ids), token_count, expires_in_s, _LAYOUT, first_block, (), is_open
@@ -46,6 +48,9 @@ class _Receiver:
         if self.takes_more:
             self.extended.append((transfer_id, tuple(block_ids)))
         return self.takes_more
+
+    def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
+        raise AssertionError("there are no parts")
 
     def revoke(self, transfer_id: bytes) -> None:
         self.revoked.append(transfer_id)
@@ -63,11 +68,18 @@ class _Sender:
         self.written: list[tuple[int, ...]] = []
         self.aborted: list[bytes] = []
 
-    def open(self, ticket: Ticket) -> None:
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
         """Nothing."""
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         self.written.append(tuple(source_blocks))
+
+    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        for layer in layers:
+            self.write(transfer_id, layer, first_index, source_blocks)
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        raise AssertionError("an engine's ticket is not marked")
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """Nothing."""

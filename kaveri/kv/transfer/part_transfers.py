@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kaveri.engine.pushes import PushSender
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.parts import PartPlace, source_rank
 from kaveri.kv.transfer.flow import ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferEnd, TransferStep
 from kaveri.kv.transfer.landing import TransferLanded, TransferMarked, TransferReleased
-from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked
+from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked, PushSender
 from kaveri.kv.transfer.receiver import LandingListener
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, part_blocks, pushed_tickets, taken_tickets
 
@@ -34,6 +33,10 @@ class FlowingSender(PushSender, Protocol):
 
 class TicketReceiver(Protocol):
     """What takes pushes: a KvReceiver (kaveri/kv/transfer/receiver.py), or what stands for one."""
+
+    @property
+    def epoch(self) -> int:
+        """This incarnation."""
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
@@ -145,6 +148,11 @@ class PartReceiver:
         self._inner = make_receiver(self._table.hear)
 
     @property
+    def epoch(self) -> int:
+        """See TicketReceiver.epoch."""
+        return self._inner.epoch
+
+    @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
         """See TicketReceiver.endpoints."""
         return self._inner.endpoints
@@ -165,16 +173,17 @@ class PartReceiver:
             del self._split[ticket.transfer_id]
             raise
 
-    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> None:
-        """Gives an open transfer more blocks. Ignored once it, or a part of it, has ended."""
+    def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
+        """Gives an open transfer more blocks. False when it has ended: they stay the caller's."""
         split = self._split.get(transfer_id)
         if split is None:
-            self._inner.extend(self._table.names(transfer_id)[0], block_ids)
-            return
+            return self._inner.extend(self._table.names(transfer_id)[0], block_ids)
         split.added += block_ids
+        is_leased = False
         for part in taken_tickets(self._rank, split.ticket):
             places = part_blocks(split.ticket.layout, PartPlace(self._rank, part.layout), block_ids)
-            self._inner.extend(part.transfer_id, places)
+            is_leased |= self._inner.extend(part.transfer_id, places)
+        return is_leased
 
     def revoke(self, transfer_id: bytes) -> None:
         """Gives a transfer up."""
