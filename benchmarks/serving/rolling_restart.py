@@ -10,6 +10,7 @@ import itertools
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ LEAST_REQUESTS = 1_000
 ROUNDS = 2
 MODEL = FakeModel()
 _LOST = re.compile(r'"event": ?"attempt_lost"')
+_LOST_BY = re.compile(r'"error": ?"([^"]*)".*"event": ?"attempt_lost"|"event": ?"attempt_lost".*"error": ?"([^"]*)"')
 _MOVED = re.compile(r'"event": ?"request_moved"')
 _GIVEN_BACK = re.compile(r'"outcome": ?"given_back"')
 
@@ -154,6 +156,8 @@ def _report(load: Load, restarts: Restarts, logs: list[str], report: Report) -> 
         f"clients sent to another router: {moved}; requests that several routers had: {len(load.moved_pauses_s)}"
     )
     report.note(f"prompts given back by prefill: {given_back}; attempts lost: {lost}")
+    causes = Counter(first or second for log in logs for first, second in _LOST_BY.findall(log))
+    report.note("; ".join(f"{count} lost: {cause}" for cause, count in causes.most_common(3)) or "none lost")
     report.note(f"processes that had to be killed, or ended with an error: {restarts.killed}")
     report.ratio("answered exactly, of all requests", 1 - (len(load.failed) + len(load.wrong)) / load.count, 1.0)
     report.ratio("placed once, of all requests", 1 - lost / load.count, 1.0)
