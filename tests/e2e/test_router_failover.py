@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 import pytest_asyncio
 
-from kaveri import AsyncClient, AsyncStream, Chunk, Completion, SamplingParams
+from kaveri import AsyncClient, Completion, SamplingParams
 from kaveri.domain.view import ClusterView
 from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.reading import Reading
 from tests.support.redis_fixture import free_port
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
@@ -115,44 +116,6 @@ async def whole_again(routers: Routers) -> AsyncIterator[None]:
         if name not in routers.cluster.pids():
             await routers.cluster.restart(name)
     await routers.is_free(20)
-
-
-class Reading:
-    """One answer that is read as it comes."""
-
-    def __init__(self, stream: AsyncStream) -> None:
-        self.chunks: list[Chunk] = []
-        self._grown = asyncio.Condition()
-        self.task = asyncio.create_task(self._read(stream))
-
-    @property
-    def token_count(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-    async def has(self, token_count: int) -> None:
-        """Waits until so many tokens have come."""
-        async with asyncio.timeout(60), self._grown:
-            await self._grown.wait_for(lambda: self.token_count >= token_count)
-
-    async def _read(self, stream: AsyncStream) -> None:
-        async with stream:
-            async for chunk in stream:
-                assert chunk.index == self.token_count, "a token is missing, or came twice"
-                async with self._grown:
-                    self.chunks.append(chunk)
-                    self._grown.notify_all()
-
-    def check(self, expected: Completion, reattaches: int | None) -> None:
-        """Whether it is the same answer, to the last character."""
-        assert "".join(chunk.text for chunk in self.chunks) == expected.text
-        assert tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids) == expected.token_ids
-        assert tuple(entry for chunk in self.chunks for entry in chunk.logprobs) == expected.logprobs
-        last = self.chunks[-1]
-        assert last.finish_reason == expected.finish_reason
-        assert last.usage == expected.usage
-        assert last.timing is not None
-        if reattaches is not None:
-            assert last.timing.server.reattaches == reattaches
 
 
 async def disturb(routers: Routers, router: str, how: str) -> Callable[[], object]:

@@ -1,0 +1,60 @@
+"""An answer that is read as it comes, and compared with that of an undisturbed run."""
+
+import asyncio
+
+import pytest
+
+from kaveri import AsyncStream, Chunk, Completion
+from kaveri.client.answer import ServerTiming
+
+
+class Reading:
+    """One answer that is read as it comes."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self.chunks: list[Chunk] = []
+        self._grown = asyncio.Condition()
+        self.task = asyncio.create_task(self._read(stream))
+
+    @property
+    def token_count(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    async def has(self, token_count: int) -> None:
+        """Waits until so many tokens have come."""
+        async with asyncio.timeout(60), self._grown:
+            await self._grown.wait_for(lambda: self.token_count >= token_count)
+
+    @property
+    def timing(self) -> ServerTiming:
+        """Of the answer, which is complete."""
+        timing = self.chunks[-1].timing
+        assert timing is not None
+        return timing.server
+
+    async def _read(self, stream: AsyncStream) -> None:
+        async with stream:
+            async for chunk in stream:
+                assert chunk.index == self.token_count, "a token is missing, or came twice"
+                async with self._grown:
+                    self.chunks.append(chunk)
+                    self._grown.notify_all()
+
+    def check(self, expected: Completion, reattaches: int | None = None, logprob_tolerance: float = 0.0) -> None:
+        """Whether it is the same answer, to the last character. logprob_tolerance: where a part was computed again in
+        larger steps, log-probabilities differ in their last bits."""
+        assert "".join(chunk.text for chunk in self.chunks) == expected.text
+        assert tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids) == expected.token_ids
+        logprobs = tuple(entry for chunk in self.chunks for entry in chunk.logprobs)
+        if logprob_tolerance:
+            assert len(logprobs) == len(expected.logprobs)
+            for ours, theirs in zip(logprobs, expected.logprobs, strict=True):
+                assert ours.logprob == pytest.approx(theirs.logprob, abs=logprob_tolerance)
+        else:
+            assert logprobs == expected.logprobs
+        last = self.chunks[-1]
+        assert last.finish_reason == expected.finish_reason
+        assert last.usage == expected.usage
+        assert last.timing is not None
+        if reattaches is not None:
+            assert last.timing.server.reattaches == reattaches
