@@ -243,8 +243,8 @@ def _sent(state: State, event: Sent) -> Step:
 
 def _sought(state: State, event: Sought) -> Step:
     match state:
-        case Unplaced(next_index):
-            return Seeking(event.attempt, next_index), ()
+        case Unplaced(next_index) | Lost(_, next_index):
+            return Seeking(event.attempt, next_index), withheld_by(state)
         case _:
             raise impossible(state, event)
 

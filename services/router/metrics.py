@@ -13,7 +13,8 @@ LOST_ATTEMPTS = Counter("kaveri_router_lost_attempts", "Placements that failed; 
 SUSPICIONS = Counter("kaveri_router_suspicions", "Token streams given up because their instance went silent.")
 REATTACHES = Counter(
     "kaveri_router_reattaches",
-    "Requests of clients that re-attached, by outcome: taken_over, or placed_again because no instance had them.",
+    "Requests of clients that re-attached, by outcome: taken_over, placed_again because no instance had them, or "
+    "owner_lost: the holder of the replica is asked.",
     ["outcome"],
 )
 RESUMES = Counter(

@@ -40,6 +40,7 @@ from services.router import metrics
 from services.router.attempt_numbers import AttemptNumbers
 from services.router.holders import Holders
 from services.router.lifecycle_values import (
+    NO_LIFE,
     Abort,
     Action,
     Attempt,
@@ -67,7 +68,7 @@ from services.router.lifecycle_values import (
 )
 from services.router.placement_line import PlacementLine
 from services.router.requests import RequestEntry
-from services.router.take_over import PrefillSteps, TakeOver
+from services.router.take_over import Found, Missing, PrefillSteps, TakeOver
 from services.router.token_feeds import ABORT_TIMEOUT_S, TokenFeeds
 from services.router.waiting_prompts import WaitingPrompts
 
@@ -203,11 +204,12 @@ class RequestPlacer:
 
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.last(entry.request_id)
-        retry = RetryState()
+        retry, others_unasked = RetryState(), False
         if entry.ended:
             return  # It was sent away, or its deadline has passed, before this task began.
         if entry.accepted.session:
-            await self._take_over(entry, number + 1)
+            can_resume = self._usable_replica(entry) is not None
+            others_unasked = await self._take_over(entry, number + 1, can_resume) is Missing.OWNER_LOST
             number = self._numbers.last(entry.request_id)
             if isinstance(entry.state, Ended):
                 return
@@ -240,6 +242,13 @@ class RequestPlacer:
                 number = max(number, lost.error.newest_attempt)
                 if number >= MAX_ATTEMPT:
                     raise lost.error
+            if others_unasked and lost.setback is Setback.REFUSED:
+                # The hint was old: another instance may have the request.
+                others_unasked = False
+                await self._take_over(entry, number + 1, can_resume=False)
+                number = self._numbers.last(entry.request_id)
+                if isinstance(entry.state, Ended):
+                    return
             if lost.next_index >= entry.accepted.most_tokens:
                 entry.handle(Exhausted(), time.monotonic())
                 return
@@ -345,34 +354,25 @@ class RequestPlacer:
         await self._prefill(entry, attempt, target, over)
         await over
 
-    async def _take_over(self, entry: RequestEntry, number: int) -> None:
+    async def _take_over(self, entry: RequestEntry, number: int, can_resume: bool) -> Found | Missing:
         """Finds the instances that have the request from an earlier session, and follows it there to the attempt's end.
 
-        Returns with a request that has ended, or that is to be placed again. Raises what an instance refuses for good.
+        Returns what it has found, with a request that has ended, or that is to be placed again. Raises what an instance
+        refuses for good.
         """
         most_tokens = entry.accepted.most_tokens
         self._numbers.note(entry.request_id, number, time.monotonic())
-        over = entry.begin(Sought(Attempt(number, Life("", 0), len(entry.answer.token_ids), most_tokens)))
+        over = entry.begin(Sought(Attempt(number, NO_LIFE, len(entry.answer.token_ids), most_tokens)))
         try:
-            found = await self._takeover.find(entry, number)
+            found = await self._takeover.find(entry, number, can_resume=can_resume)
         finally:
             if entry.ended and not entry.is_superseded:
                 # It was cancelled. Whether an instance has just given it to this router is not known.
                 self._abort_at_prefill(entry.request_id, entry.ownership(number, self._stream_id))
         if isinstance(entry.state, Ended):
-            return
-        outcome = "placed_again" if found is None else "taken_over"
-        metrics.REATTACHES.labels(outcome=outcome).inc()
-        get_logger().info(
-            "request_reattached",
-            request_id=entry.request_id,
-            session=entry.accepted.session,
-            received_tokens=len(entry.answer.token_ids),
-            outcome=outcome,
-            prefill_instance_id=found.prefill.instance_id if found is not None else "",
-            decode_instance_id=found.decode.instance_id if found is not None and found.decode is not None else "",
-        )
-        if found is None:
+            return found
+        _note_search(entry, found)
+        if isinstance(found, Missing):
             entry.timing.attempts -= 1
             entry.handle(NotFound(), time.monotonic())
         else:
@@ -392,6 +392,7 @@ class RequestPlacer:
                 entry.note_loss(str(entry.state.error), entry.state.place or entry.state.attempt.prefill)
         if not isinstance(entry.state, Ended) and len(entry.answer.token_ids) >= entry.accepted.most_tokens:
             entry.handle(Exhausted(), time.monotonic())
+        return found
 
     async def _prefill(
         self, entry: RequestEntry, attempt: Attempt, target: ViewedInstance, over: asyncio.Future[None]
@@ -529,3 +530,24 @@ class RequestPlacer:
                 timing.kv_tail_s = event.handed_over.kv_tail_s
                 timing.kv_transport = event.handed_over.kv_transport
                 entry.handle(HandedOver(), now_s)
+
+
+def _note_search(entry: RequestEntry, found: Found | Missing) -> None:
+    """Logs and counts how the search for a request of an earlier session has ended."""
+    match found:
+        case Found(_, prefill, decode):
+            outcome = "taken_over"
+        case Missing.OWNER_LOST:
+            outcome, prefill, decode = "owner_lost", NO_LIFE, None
+        case Missing.NOWHERE:
+            outcome, prefill, decode = "placed_again", NO_LIFE, None
+    metrics.REATTACHES.labels(outcome=outcome).inc()
+    get_logger().info(
+        "request_reattached",
+        request_id=entry.request_id,
+        session=entry.accepted.session,
+        received_tokens=len(entry.answer.token_ids),
+        outcome=outcome,
+        prefill_instance_id=prefill.instance_id,
+        decode_instance_id="" if decode is None else decode.instance_id,
+    )

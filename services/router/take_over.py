@@ -2,11 +2,12 @@
 
 Hints say where to look first: the one of the cluster store, then the client's. They name lives of instances, and only
 lives in the view are asked. Without a hint that holds, all instances are asked: in batches, at most 256 of each phase,
-and for a few requests at a time. Where a hint names the holder of a replica, an instance that does not answer is not
-waited for: the holder goes on.
+and for a few requests at a time. Where a hint names the holder of a replica, and the owner does not answer, the holder
+is to resume the request before others are asked.
 """
 
 import asyncio
+import enum
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto
 from kaveri.wire.status import error_of
-from services.router.lifecycle_values import Life
+from services.router.lifecycle_values import NO_LIFE, Life
 from services.router.requests import OwnerHint, RequestEntry
 from services.router.token_feeds import ATTACH_SOON_S, ATTACH_TIMEOUT_S, TokenFeeds
 
@@ -56,6 +57,15 @@ class Found:
     """What prefill reports, if the request is there."""
 
 
+class Missing(enum.Enum):
+    """Why a request was not found."""
+
+    NOWHERE = enum.auto()
+    """No instance that could be asked has it."""
+    OWNER_LOST = enum.auto()
+    """The hinted owner does not answer; the others were not asked."""
+
+
 class TakeOver:
     """The search of one router. For one event loop."""
 
@@ -66,8 +76,9 @@ class TakeOver:
         self._stream_id = stream_id
         self._searches = asyncio.Semaphore(_SEARCHES)
 
-    async def find(self, entry: RequestEntry, number: int) -> Found | None:
-        """Attaches the request as attempt `number`, where it is. None: no instance that could be asked has it.
+    async def find(self, entry: RequestEntry, number: int, *, can_resume: bool = False) -> Found | Missing:
+        """Attaches the request as attempt `number`, where it is. can_resume: whether there is a holder that would go on
+        in place of an owner that does not answer.
 
         Raises InvalidArgument, StaleAttempt and RequestAlreadyExists as the instance that has it.
         """
@@ -76,16 +87,20 @@ class TakeOver:
         hinted_decodes = [record for record in decodes if _life(record) == hint.decode]
         hinted_prefills = [record for record in prefills if _life(record) == hint.prefill]
         # Where the KV has landed prefill has nothing more to say.
-        found = await self._at_decode(entry, number, hinted_decodes, hint)
+        outcomes = await self._ask_decodes(entry, number, hinted_decodes, hint)
+        found = _first(entry, outcomes)
+        owner_is_silent = all(isinstance(outcome, Unavailable) for outcome in outcomes)
+        if can_resume and hint.decode is not None and owner_is_silent:
+            return Missing.OWNER_LOST
         found = found or await self._at_prefill(entry, number, hinted_prefills)
         if found is not None:
             return found
         async with self._searches:
             for some in self._batches(decodes, hinted_decodes):
-                found = found or await self._at_decode(entry, number, some, OwnerHint())
+                found = found or _first(entry, await self._ask_decodes(entry, number, some, OwnerHint()))
             for some in self._batches(prefills, hinted_prefills):
                 found = found or await self._at_prefill(entry, number, some)
-            return found
+            return found or Missing.NOWHERE
 
     async def reopen(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PrefillSteps | None:
         """Another stream of the reports of an attempt whose stream has broken; it repeats them. None: the instance does
@@ -113,17 +128,17 @@ class TakeOver:
         left = left[:_MOST_ASKED]
         return [left[first : first + _ASKED_TOGETHER] for first in range(0, len(left), _ASKED_TOGETHER)]
 
-    async def _at_decode(
+    async def _ask_decodes(
         self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord], hint: OwnerHint
-    ) -> Found | None:
+    ) -> list[Found | BaseException]:
         attachment = entry.attachment(number, self._stream_id, landed=True)
         timeout_s = _timeout_s(entry)
 
         async def ask(record: InstanceRecord) -> Found:
             attached = await self._feeds.attach(record, attachment, timeout_s)
-            return Found(attached, hint.prefill or Life("", 0), _life(record), None)
+            return Found(attached, hint.prefill or NO_LIFE, _life(record), None)
 
-        return _first(entry, await asyncio.gather(*map(ask, records), return_exceptions=True))
+        return await asyncio.gather(*map(ask, records), return_exceptions=True)
 
     async def _at_prefill(self, entry: RequestEntry, number: int, records: Iterable[InstanceRecord]) -> Found | None:
         async def ask(record: InstanceRecord) -> Found:

@@ -8,7 +8,7 @@ and tokens that the holders have computed again.
 import asyncio
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -75,15 +75,18 @@ class Replicated:
             name: Reading(client.stream(prompt_token_ids=prompt, params=params))
             for name, (prompt, params) in REQUESTS.items()
         }
-        async with asyncio.timeout(30):
-            await asyncio.gather(*(reading.has(10) for reading in readings.values()))
-            while await self.metric("kaveri_replicas_owned", *DECODES) < len(readings):
-                assert not all(reading.task.done() for reading in readings.values()), "they ended without copies"
-                await asyncio.sleep(0.02)
-            # The router hears of a copy with the next tokens.
-            counts = {name: reading.token_count for name, reading in readings.items()}
-            await asyncio.gather(*(readings[name].has(min(TOKENS, count + 10)) for name, count in counts.items()))
+        await asyncio.gather(*(reading.has(10) for reading in readings.values()))
+        await self.all_have_copies(readings)
         return readings
+
+    async def all_have_copies(self, readings: dict[str, Reading]) -> None:
+        """Returns when a holder has a copy of each request, and the router has heard of it: with its next tokens."""
+        living = [name for name in DECODES if name in self.cluster.pids()]
+        async with asyncio.timeout(30):
+            while await self.metric("kaveri_replicas_owned", *living) < len(readings):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        counts = {name: reading.token_count for name, reading in readings.items()}
+        await asyncio.gather(*(readings[name].has(min(TOKENS, count + 5)) for name, count in counts.items()))
 
     def owner(self) -> str:
         """The decode instance that runs the most requests."""
@@ -138,9 +141,10 @@ async def replicated(request: pytest.FixtureRequest) -> AsyncIterator[Replicated
 async def whole_again(replicated: Replicated) -> AsyncIterator[None]:
     """Also a test that fails leaves the cluster whole and idle."""
     yield
-    for name in (*ROUTERS, *DECODES):
-        if name not in replicated.cluster.pids():
-            await replicated.cluster.restart(name)
+    cluster = replicated.cluster
+    dead = [name for name in (*ROUTERS, *DECODES) if name not in cluster.pids()]
+    await asyncio.gather(*(cluster.stack.restart(name) for name in dead))
+    await cluster.stack.wait_until_ready(60)
     await replicated.is_free(20)
 
 
@@ -203,18 +207,13 @@ async def test_a_second_owner_may_die_once_there_is_another_copy(replicated: Rep
     readings = await replicated.ask_all(replicated.client)
     await cluster.kill(replicated.owner())
     left = [name for name in DECODES if name in cluster.pids()]
-    running: Callable[[ClusterView], bool] = lambda view: (
-        sum(  # noqa: E731
-            view.instances[name].load.running_requests for name in left if name in view.instances
-        )
-        == len(readings)
-    )
-    await cluster.wait_for_view(running, within_s=10)
-    async with asyncio.timeout(30):
-        while await replicated.metric("kaveri_replicas_owned", *left) < len(readings):
-            await asyncio.sleep(0.02)
-    counts = {name: reading.token_count for name, reading in readings.items()}
-    await asyncio.gather(*(readings[name].has(min(TOKENS, count + 5)) for name, count in counts.items()))
+
+    def all_run(view: ClusterView) -> bool:
+        loads = [view.instances[name].load for name in left if name in view.instances]
+        return sum(load.running_requests for load in loads) == len(readings)
+
+    await cluster.wait_for_view(all_run, within_s=10)
+    await replicated.all_have_copies(readings)
     await cluster.kill(left[0])
     await asyncio.gather(*(reading.task for reading in readings.values()))
     replicated.check(readings)

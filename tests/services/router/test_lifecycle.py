@@ -371,7 +371,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.answer = [token_of(0, PREFILL, index) for index in range(received)]
         self.state = Unplaced(received)
 
-    @precondition(lambda self: isinstance(self.state, Unplaced))
+    @precondition(lambda self: isinstance(self.state, Unplaced | Lost))
     @rule()
     def sought(self) -> None:
         self.number += 1
