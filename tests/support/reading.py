@@ -43,8 +43,9 @@ class Reading:
     def check(self, expected: Completion, reattaches: int | None = None, logprob_tolerance: float = 0.0) -> None:
         """Whether it is the same answer, to the last character. logprob_tolerance: where a part was computed again in
         larger steps, log-probabilities differ in their last bits."""
+        token_ids = tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids)
+        assert token_ids == expected.token_ids, f"they differ from token {_first_difference(token_ids, expected)} on"
         assert "".join(chunk.text for chunk in self.chunks) == expected.text
-        assert tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids) == expected.token_ids
         logprobs = tuple(entry for chunk in self.chunks for entry in chunk.logprobs)
         if logprob_tolerance:
             assert len(logprobs) == len(expected.logprobs)
@@ -58,3 +59,10 @@ class Reading:
         assert last.timing is not None
         if reattaches is not None:
             assert last.timing.server.reattaches == reattaches
+
+
+def _first_difference(token_ids: tuple[int, ...], expected: Completion) -> int:
+    pairs = enumerate(zip(token_ids, expected.token_ids, strict=False))
+    return next(
+        (index for index, (ours, theirs) in pairs if ours != theirs), min(len(token_ids), len(expected.token_ids))
+    )
