@@ -35,6 +35,7 @@ WATCHED_S = 10.0
 ARRIVAL_S = 0.25
 SHORT_PROMPT_TOKENS = 64
 SHORT_TOKENS = 2
+IN_FLIGHT_PIECES = 5
 MODEL = FakeModel(max_model_len=6_144, verify=False)
 
 
@@ -60,10 +61,14 @@ class Stream:
         assert chunk.timing is not None
         self.timing = chunk.timing.server
 
-    def pause_s(self, killed_s: float) -> float:
-        """From its last token before the kill, or the kill, to its next one."""
-        before = max((at_s for at_s in self.at_s if at_s <= killed_s), default=killed_s)
-        return min((at_s for at_s in self.at_s if at_s > killed_s), default=float("inf")) - before
+    def pause(self, killed_s: float) -> tuple[float, float]:
+        """Its longest time between two pieces of which the second came after the kill, and when that time ended."""
+        pairs = zip(self.at_s, self.at_s[1:], strict=False)
+        return max((later - sooner, later) for sooner, later in pairs if later > killed_s)
+
+    def has_gone_on(self, killed_s: float) -> bool:
+        """Whether it has more tokens than may have been on their way when the instance was killed."""
+        return sum(at_s > killed_s for at_s in self.at_s) > IN_FLIGHT_PIECES
 
     @property
     def is_exact(self) -> bool:
@@ -157,17 +162,18 @@ async def one_kill(context: int, mode: str, seed: int) -> Recovery:
         await stack.process(owner).kill()
         ttft_after_s = await arrivals(client, 2 * seed + 1, killed_s + WATCHED_S)
         async with asyncio.timeout(300):
-            while not all(stream.at_s[-1] > killed_s for stream in streams):  # noqa: ASYNC110
+            while not all(stream.has_gone_on(killed_s) for stream in streams):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         again = metric("kaveri_prefill_tokens_total", "prefill-0") - before - REQUESTS * context
         again -= (len(ttft_before_s) + len(ttft_after_s)) * SHORT_PROMPT_TOKENS
         for stream in streams:
             await client.cancel(stream.request_id)
         await asyncio.gather(*reading)
+        pauses = [stream.pause(killed_s) for stream in streams]
         timings = [stream.timing for stream in streams if stream.timing is not None]
         return Recovery(
-            all_go_on_s=max(stream.pause_s(killed_s) for stream in streams),
-            pauses_s=[stream.pause_s(killed_s) for stream in streams],
+            all_go_on_s=max(ended_s for _, ended_s in pauses) - killed_s,
+            pauses_s=[pause_s for pause_s, _ in pauses],
             step_s=step_s,
             ttft_before_s=ttft_before_s,
             ttft_after_s=ttft_after_s,
