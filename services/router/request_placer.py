@@ -364,7 +364,7 @@ class RequestPlacer:
         self._numbers.note(entry.request_id, number, time.monotonic())
         over = entry.begin(Sought(Attempt(number, NO_LIFE, len(entry.answer.token_ids), most_tokens)))
         try:
-            found = await self._takeover.find(entry, number, can_resume=can_resume)
+            found = await self._takeover.find(entry, number, can_resume)
         finally:
             if entry.ended and not entry.is_superseded:
                 # It was cancelled. Whether an instance has just given it to this router is not known.

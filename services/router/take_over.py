@@ -76,7 +76,7 @@ class TakeOver:
         self._stream_id = stream_id
         self._searches = asyncio.Semaphore(_SEARCHES)
 
-    async def find(self, entry: RequestEntry, number: int, *, can_resume: bool = False) -> Found | Missing:
+    async def find(self, entry: RequestEntry, number: int, can_resume: bool = False) -> Found | Missing:
         """Attaches the request as attempt `number`, where it is. can_resume: whether there is a holder that would go on
         in place of an owner that does not answer.
 
