@@ -34,6 +34,16 @@ def test_ready_requests_take_free_seats_in_the_order_of_their_landing() -> None:
     assert batch.running_count == 1
 
 
+def test_a_resumed_request_takes_a_seat_before_those_that_landed_earlier() -> None:
+    batch = DecodeBatch(AdmissionPolicy.GREEDY, SIZE, max_batch=1)
+    for number in (1, 2, 3):
+        batch.expect(number, BatchMember(10), 0.0)
+    batch.land(1)
+    batch.land(2)
+    batch.land(3, first=True)
+    assert batch.admissible(0) == (3,)
+
+
 def test_blocks_are_kept_for_what_runs_else_for_the_first_that_will() -> None:
     batch = DecodeBatch(STATIC, SIZE, max_batch=4)
     assert batch.kept_blocks(0.0) == 0
