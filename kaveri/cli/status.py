@@ -110,11 +110,15 @@ def _as_table(view: "ClusterView", target: str) -> "Table":
     table = Table(title=f"{target}{away}", title_justify="left")
     for name in ("instance", "role", "phases", "state", "model", "address"):
         table.add_column(name)
-    for name in ("waiting", "running", "queued tokens", "KV blocks free/total", "heartbeat"):
+    # Only where some instance holds copies of others' requests.
+    replicates = any(shown.load.replica_total_bytes for shown in view.instances.values())
+    copies = ("copies free/total MiB",) if replicates else ()
+    for name in ("waiting", "running", "queued tokens", "KV blocks free/total", *copies, "heartbeat"):
         table.add_column(name, justify="right")
     for instance_id in sorted(view.instances):
         shown = view.instances[instance_id]
         record, load = shown.record, shown.load
+        memory = f"{load.replica_free_bytes >> 20}/{load.replica_total_bytes >> 20}" if load.replica_total_bytes else ""
         table.add_row(
             instance_id,
             record.role,
@@ -126,6 +130,7 @@ def _as_table(view: "ClusterView", target: str) -> "Table":
             str(load.running_requests),
             str(load.queued_prefill_tokens),
             f"{load.free_blocks}/{load.total_blocks}" if load.total_blocks else "",
+            *([memory] if replicates else []),
             f"{shown.heartbeat_age_s * 1000:.0f} ms ago",
         )
     return table
