@@ -74,8 +74,13 @@ def follow_of(config: BatchConfig) -> Follow:
 
 @contextlib.asynccontextmanager
 async def open_replicas(config: BatchConfig, engine: DecodeEngine) -> AsyncIterator[ReplicaStore | None]:
-    """The memory for copies while the context lasts; None where replication is off. Raises ConfigError."""
+    """The memory for copies while the context lasts; None where replication is off, or the engine cannot copy its KV:
+    its peers, which have the same layout, cannot either. Raises ConfigError."""
     if config.replication is ReplicationMode.OFF:
+        yield None
+        return
+    if not engine.info.can_replicate:
+        get_logger().warning("replication_unavailable", engine=engine.info.engine)
         yield None
         return
     store = await asyncio.to_thread(_make_store, config, engine)
@@ -111,11 +116,7 @@ def with_replicas(
         layout=engine.info.layout,
         failure_domain=config.failure_domain,
     )
-    mode = config.replication
-    if not engine.info.can_replicate:
-        get_logger().warning("replication_unavailable", engine=engine.info.engine)
-        mode = ReplicationMode.OFF
-    settings = ReplicationSettings(mode, CopyRules(config.replica_min_tokens))
+    settings = ReplicationSettings(config.replication, CopyRules(config.replica_min_tokens))
     holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, metrics)
     replicator = Replicator(engine, instance, store, own, settings, rng, metrics)
     return ReplicatedDecode(instance, holder, replicator), holder

@@ -1,5 +1,7 @@
 """What `kaveri status` shows of instances."""
 
+import io
+
 from rich.console import Console
 
 from kaveri.cli.status import _as_table
@@ -13,9 +15,9 @@ def shown(*loads: InstanceLoad) -> str:
         )
         for number, load in enumerate(loads)
     }
-    console = Console(width=200, record=True, quiet=True)
-    console.print(_as_table(ClusterView(statuses), "h:1"))
-    return console.export_text()
+    text = io.StringIO()
+    Console(width=200, file=text).print(_as_table(ClusterView(statuses), "h:1"))
+    return text.getvalue()
 
 
 def test_memory_for_copies_is_shown_where_an_instance_holds_some() -> None:
