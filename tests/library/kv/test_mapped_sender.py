@@ -280,8 +280,8 @@ def test_a_receiver_that_takes_nothing_holds_up_nobody_else(folder: str) -> None
 
 
 def test_a_push_that_waits_for_staging_ends_with_its_ticket_and_gives_all_back(folder: str) -> None:
-    # A frame that is cut short by its ticket's end costs its link so long. Much longer than the ticket: on a busy machine
-    # the link would be given up first.
+    # A frame that is cut short by its ticket's end costs its link so long. Much longer than the ticket has: on a busy
+    # machine the link would be given up first.
     sending = SocketTransport("unix", progress_timeout_s=2.0)
     with Pair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix", sending) as pair:
         gate = threading.Event()
