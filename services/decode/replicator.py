@@ -47,6 +47,7 @@ _ANSWER_TIMEOUT_S = 2.0
 """Of a holder that is asked for room, or told that a copy is not wanted."""
 _MOST_ASKED = 32
 """Holders that are asked at once."""
+_NONE_FOUND_S = 0.3
 _REST_S = 1.0
 """A holder that has refused, or has lost a copy, is not asked again for so long."""
 
@@ -89,6 +90,8 @@ class Replicator:
         self._owned: dict[EngineKey, _Owned] = {}
         self._unconfirmed: UnconfirmedWork[EngineKey] = UnconfirmedWork()
         self._resting_until_s: dict[str, float] = {}
+        self._none_until_s = 0.0
+        """No holder is looked for before: there was none."""
         self._channels = Channels()
         self._tasks = asyncio.TaskGroup()
         self._asked_count = 0
@@ -142,7 +145,7 @@ class Replicator:
         return self._settings.rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
 
     def _choose(self, owned: _Owned, now_s: float) -> None:
-        if self._asked_count >= _MOST_ASKED:
+        if self._asked_count >= _MOST_ASKED or now_s < self._none_until_s:
             return
         layout = self._engine.info.layout
         blocks = owned.request.context_tokens // layout.block_tokens + 1
@@ -152,6 +155,8 @@ class Replicator:
             self._settings.mode, self._store.view(), self._own, needed_bytes, self._unconfirmed, self._rng, avoid
         )
         if found is None:
+            # Most likely the others find none, either. A choice that finds none looks at the whole cluster.
+            self._none_until_s = now_s + _NONE_FOUND_S
             return
         self._unconfirmed.add(key, found, needed_bytes)
         record = found.record
