@@ -173,6 +173,7 @@ async def test_what_a_former_owner_goes_on_to_draw_changes_nothing_at_the_holder
     # It hears that its push has ended, and that the holder has a newer owner, and gives the request up.
     await by_hand.eventually(lambda: owned.owner.metric("kaveri_replica_losses_total") == 1, "the owner's copy is over")
     await by_hand.eventually(owned.owner.free, "the owner has given it up")
+    assert owned.owner.metric("kaveri_decode_requests_total", outcome="replaced") == 1
     await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
     assert len(owned.router.tokens["a", 2]) > 0
     gained = owned.router.tokens["a", 2]
