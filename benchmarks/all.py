@@ -23,6 +23,7 @@ BENCHMARKS = (
     "serving.router_overhead",
     "serving.router_failover",
     "serving.rolling_restart",
+    "serving.false_suspicion",
     "serving.huge_input",
     "serving.reserve_wait",
     "serving.end_to_end",

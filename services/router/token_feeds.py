@@ -42,7 +42,7 @@ from services.router.requests import RequestEntry, RequestTable
 CONNECT_GRACE_S = 2.0
 """How long a request may be placed on an instance that has no open stream. Then the attempt is lost. Shorter for one
 that went silent: REOPEN_GRACE_S."""
-REOPEN_GRACE_S = 0.2
+REOPEN_GRACE_S = 0.25
 """How long an instance that went silent may take to answer a new stream, counted while this process runs. Then its
 requests go on elsewhere."""
 ATTACH_TIMEOUT_S = 2.0

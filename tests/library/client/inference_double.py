@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
+import grpc
+
 from kaveri.errors import KaveriError, ModelNotFound
 from kaveri.rpc.server import RpcServer
 from kaveri.v1 import inference_pb2 as pb
@@ -22,8 +24,8 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
     """Token i of an answer is i, its text chr(97 + i).
 
     The prompt, or the last message, says what happens: "error" raises `error`, "endless" sends one token and waits,
-    "silent" sends nothing and waits, "gap" skips a token, "cut" ends without a finish reason. Anything else:
-    params.max_tokens tokens; "held" has text behind the last one.
+    "silent" sends nothing and waits, "gap" skips a token, "again" repeats one, "cut" ends without a finish reason.
+    Anything else: params.max_tokens tokens; "held" has text behind the last one.
     """
 
     def __init__(self) -> None:
@@ -44,9 +46,15 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         self.go_on = asyncio.Event()
         self.break_with: KaveriError | None = None
         """What answers end with at `pause_at`."""
+        self.cancels_calls = False
+        """At `pause_at`, as a gRPC server does that stops."""
+        self.break_after: KaveriError | None = None
+        """What answers end with behind their finish reason."""
+        self.beat_takes_s = 0.0
+        self.knows_beat = True
         self.hangs = False
         """Nothing is answered, not even a beat."""
-        self.beats = 0
+        self.beats = self.answered_beats = 0
         self.loop: asyncio.AbstractEventLoop | None = None
         """Where it runs, when that is another thread's."""
         self.text_lag = 0
@@ -75,10 +83,12 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
             await abort(context, self.error)
         if prompt == "silent":
             await cancel.wait()
-        if prompt in ("endless", "gap", "cut"):
+        if prompt in ("endless", "gap", "again", "cut"):
             yield pb.GenerateResponse(request_id=request.request_id, index=0, token_ids=[0], text="a")
         if prompt == "gap":
             yield pb.GenerateResponse(index=2, token_ids=[2], text="c")
+        if prompt == "again":
+            yield pb.GenerateResponse(index=0, token_ids=[0], text="a")
         if prompt == "cut":
             return
         if prompt == "endless":
@@ -89,6 +99,8 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         for index in range(first, count):
             if index == self.pause_at or self.hangs:
                 self.paused.add(request.request_id)
+                if self.cancels_calls:
+                    await context.abort(grpc.StatusCode.CANCELLED, "the server stops")
                 if self.break_with is not None:
                     await abort(context, self.break_with)
                 await asyncio.wait(
@@ -130,6 +142,8 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
                 reattaches=request.session,
             ),
         )
+        if self.break_after is not None:
+            await abort(context, self.break_after)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         self.short_deadlines_s.append(context.time_remaining())
@@ -142,6 +156,10 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         self.beats += 1
         if self.hangs:
             await self.go_on.wait()
+        if not self.knows_beat:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method")
+        await asyncio.sleep(self.beat_takes_s)
+        self.answered_beats += 1
         return pb.BeatResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:

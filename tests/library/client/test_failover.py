@@ -179,6 +179,85 @@ async def test_no_call_is_cancelled_before_another_router_serves_the_request(rou
         await until(lambda: "hangs" in other.service.cancelled, "what no one reads any more is cancelled")
 
 
+async def test_calls_to_a_router_that_hangs_are_cancelled_as_soon_as_another_serves_the_request(
+    routers: list[Router],
+) -> None:
+    for router in routers:
+        router.service.pause_at = 5
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="hangs"))
+        await until(lambda: any(router.service.beats > 2 for router in routers), "the client asks for signs of life")
+        hanging, other = serving_one(routers)
+        other.service.pause_at = 8
+        hanging.service.hangs = True
+        await until(lambda: "hangs" in hanging.service.cancelled, "the former router's call is cancelled")
+        assert not asking.done()
+        other.service.go_on.set()
+        check_whole(await asyncio.wait_for(asking, 20), 1)
+        await until(lambda: not client._routers._liveness._tasks, "nothing runs in the background of an idle client")
+
+
+async def test_a_router_of_a_former_version_that_hangs_is_left_too(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.pause_at, router.service.knows_beat = 5, False
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN))
+        await until(lambda: any(router.service.beats > 2 for router in routers), "the client asks for signs of life")
+        hanging, other = serving_one(routers)
+        other.service.pause_at = None
+        hanging.service.hangs = True
+        check_whole(await asyncio.wait_for(asking, 20), 1)
+
+
+async def test_a_router_that_answers_slowly_is_not_left(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.pause_at, router.service.beat_takes_s = 5, 0.8
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN))
+        await until(lambda: any(router.service.answered_beats > 2 for router in routers), "it has answered often")
+        for router in routers:
+            router.service.go_on.set()
+        check_whole(await asyncio.wait_for(asking, 20), 0)
+
+
+async def test_calls_that_a_router_cancels_because_it_stops_go_on_elsewhere(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.pause_at, router.service.cancels_calls = 5, True
+    async with AsyncClient(routers[0].target) as client:
+        client._routers.learn([routers[1].target])
+        routers[1].service.pause_at = None
+        check_whole(await client.generate("prompt", params=TEN), 1)
+
+
+async def test_a_router_that_breaks_behind_the_finish_reason_is_not_left(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.break_after = Unavailable("broken", retry_after_s=0.0)
+    async with AsyncClient([router.target for router in routers]) as client:
+        check_whole(await client.generate("prompt", params=TEN), 0)
+    assert sum(len(router.service.requests) for router in routers) == 1
+
+
+async def test_a_router_that_is_too_full_for_a_later_session_is_asked_again(routers: list[Router]) -> None:
+    first, full = (router.service for router in routers)
+    first.pause_at, first.break_with = 5, Unavailable("draining", retry_after_s=0.0)
+    full.pause_at, full.break_with = 5, NoCapacity("router", 0.1, "full")
+    async with AsyncClient(routers[0].target) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN))
+        await until(lambda: len(full.requests) >= 2, "it is asked again")
+        full.pause_at = None
+        assert (await asyncio.wait_for(asking, 20)).text == ALPHABET
+
+
+async def test_the_deadline_ends_a_request_whose_routers_rest(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.pause_at, router.service.break_with = 5, Unavailable("draining", retry_after_s=0.0)
+    async with AsyncClient([router.target for router in routers]) as client:
+        targets = client._routers.targets
+        targets.failed = lambda target, now_s: targets._rests.update({target: (now_s + 3600, 3600.0)})  # type: ignore[method-assign]
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(client.generate("prompt", params=TEN, timeout_s=1.0), 20)
+
+
 async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(routers: list[Router]) -> None:
     with contextlib.ExitStack() as stack:
         services = [InferenceDouble(), InferenceDouble()]

@@ -42,6 +42,33 @@ def test_a_peer_that_was_frozen_too_is_found_after_a_stall_of_the_observer() -> 
     assert ticks(watch, 60.0, 60.5) == ["decode-0"]
 
 
+def test_a_peer_that_is_late_now_and_then_is_given_more_time_for_a_while() -> None:
+    watch: SilenceWatch[str] = SilenceWatch(0.5, 0.0)
+    watch.heard("busy")
+    now_s = 0.0
+    for late_s in (0.45, 0.6, 0.85, 1.2, 1.4):
+        assert ticks(watch, now_s, now_s + late_s) == [], late_s
+        now_s += late_s
+        watch.heard("busy")
+    assert ticks(watch, now_s, now_s + 1.65) == ["busy"], "never more than three times as much"
+    watch.heard("busy")
+    now_s += 1.65
+    assert ticks(watch, now_s, now_s + 0.65) == ["busy"], "one that was found begins again"
+
+
+def test_a_peer_that_has_been_in_time_for_a_while_is_found_as_soon_as_ever() -> None:
+    watch: SilenceWatch[str] = SilenceWatch(0.5, 0.0)
+    watch.heard("busy")
+    assert ticks(watch, 0.0, 0.45) == []
+    now_s = 0.45
+    for _ in range(110):
+        watch.heard("busy")
+        assert ticks(watch, now_s, now_s + 0.1) == []
+        now_s += 0.1
+    watch.heard("busy")
+    assert ticks(watch, now_s, now_s + 0.65) == ["busy"]
+
+
 def test_each_peer_has_its_own_silence_and_a_forgotten_one_has_none() -> None:
     watch: SilenceWatch[str] = SilenceWatch(0.5, 0.0)
     for peer in ("a", "b", "c"):
