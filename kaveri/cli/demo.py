@@ -1,4 +1,5 @@
-"""python -m kaveri.cli.demo: a local stack on the bundled model, a few prompts at once, and where their time went."""
+"""python -m kaveri.cli.demo: a local stack on the bundled model, a few prompts at once, where their time went, and what
+a kill -9 in the middle of answers costs."""
 
 import asyncio
 import json
@@ -14,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from kaveri.cli.kill_demo import show_kills
 from kaveri.client.answer import Chunk
 from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import SamplingParams
@@ -23,6 +25,7 @@ from kaveri.local.stack import LocalStack
 from kaveri.models import KAVERI_TINY, resolve_model
 
 _PROMPT_COUNT = 8
+_KILLED_COUNT = 4
 _TIMEOUT_S = 120.0
 _FRAMES_PER_S = 10
 _PLAIN_WIDTH = 120
@@ -66,7 +69,7 @@ class _Progress:
 
 
 def main() -> int:
-    """Runs the demo; 0 when every request was answered, 130 after Ctrl-C."""
+    """Runs the demo; 0 when every request was answered, and no kill has changed an answer, 130 after Ctrl-C."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PLAIN_WIDTH)
@@ -82,7 +85,10 @@ def main() -> int:
 async def _demo(console: Console) -> int:
     asks = _load_asks()
     progress = _Progress(console)
-    async with LocalStack(StackConfig(model=KAVERI_TINY, prefill_count=2, decode_count=2), progress) as stack:
+    # The bundled model's answers are short; by default only longer contexts are worth a copy.
+    settings = {"replication": "spread", "replica_min_tokens": 16, "replica_memory": "32MiB"}
+    config = StackConfig(model=KAVERI_TINY, router_count=2, prefill_count=2, decode_count=2, settings=settings)
+    async with LocalStack(config, progress) as stack:
         progress(f"the cluster is ready at {stack.target}; asking {len(asks)} things at once")
         async with AsyncClient(stack.target, timeout_s=_TIMEOUT_S) as client:
             await _ask_all(client, asks, console)
@@ -90,8 +96,9 @@ async def _demo(console: Console) -> int:
         right = sum(ask.is_right for ask in asks)
         answered = sum(ask.last is not None for ask in asks)
         console.print(f"{answered} of {len(asks)} requests answered, {right} as expected.")
+        survived = await show_kills(stack, _load_longest(), console)
     progress("everything is stopped")
-    return 0 if answered == len(asks) else 1
+    return 0 if answered == len(asks) and survived else 1
 
 
 def _load_asks() -> list[_Ask]:
@@ -99,6 +106,13 @@ def _load_asks() -> list[_Ask]:
     # Evenly over the file, which goes from one family of prompts to the next.
     step = max(1, len(entries) // _PROMPT_COUNT)
     return [_Ask(entry["prompt"], entry["expected"].strip()) for entry in entries[::step][:_PROMPT_COUNT]]
+
+
+def _load_longest() -> dict[str, str]:
+    """The prompts with the longest answers."""
+    entries = json.loads(Path(resolve_model(KAVERI_TINY), "demo_prompts.json").read_text())
+    longest = sorted(entries, key=lambda entry: len(entry["expected"]))[-_KILLED_COUNT:]
+    return {entry["prompt"]: entry["expected"].strip() for entry in longest}
 
 
 async def _ask_all(client: AsyncClient, asks: list[_Ask], console: Console) -> None:
