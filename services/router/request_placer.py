@@ -285,7 +285,9 @@ class RequestPlacer:
             )
         else:
             entry.timing.attempts -= 1
-            self._note_delay(entry, str(lost.error))
+            if lost.replica is None:
+                # Otherwise it leaves an instance that drains.
+                self._note_delay(entry, str(lost.error))
         if isinstance(lost.error, _HOPELESS):
             raise lost.error
         after = after_setback(

@@ -455,12 +455,16 @@ class RequestTable:
         if not self._slots:
             self._empty.set()
 
+    def entries(self) -> tuple[RequestEntry, ...]:
+        """Of all requests whose input was checked."""
+        return tuple(self._entries.values())
+
     def send_away(self) -> None:
         """Ends every request whose client can re-attach, and leaves its instances to the router that the client finds
         next; also those whose input is checked now, as soon as it was. Until stay()."""
         self._sends_away, now_s = True, time.monotonic()
         self._sent_away = {name: until_s for name, until_s in self._sent_away.items() if until_s > now_s}
-        for entry in tuple(self._entries.values()):
+        for entry in self.entries():
             self._send_away(entry)
 
     def stay(self) -> None:

@@ -20,6 +20,7 @@ from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb
 from services.router import metrics
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
+from services.router.departures import Departures
 from services.router.holders import Holders
 from services.router.intake import Intake
 from services.router.monitor import Monitor
@@ -79,6 +80,7 @@ class Router:
         relayed = metrics.RELAYED_TOKENS.inc
         holders = Holders(store, self.channels, stream_id, config.model_name)
         self.feeds = TokenFeeds(stream_id, self.channels, self.table, relayed, config.suspect_after_s, holders)
+        self.departures = Departures(self.table, holders, self.feeds)
         self.peers = RouterPeers(store, self.channels, config.instance_id, config.model_name)
         self.claims = RequestClaims(store, config.instance_id, incarnation)
         self.placer = RequestPlacer(
@@ -164,6 +166,7 @@ class Router:
             view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)
             self.feeds.update(view)
             self.placer.update(view)
+            self.departures.update(view)
             self.claims.update(view)
             self.monitor.update(view)
             self._send_away()

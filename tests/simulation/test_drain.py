@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.directed import cluster, request, story
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
 from kaveri.testing.simulation.schedule import ScheduleResult
@@ -62,3 +63,55 @@ def test_a_client_that_is_gone_after_its_router_has_sent_it_away_is_not_computed
     assert result.counts["fault:client"] == 1
     assert _lines(result, "request_moved", "long")
     assert _lines(result, "decode-0", "request_ended", "long", "outcome=aborted")
+
+
+@pytest.mark.parametrize("kind", [FaultKind.DRAIN, FaultKind.UNDRAIN])
+@pytest.mark.parametrize("decodes", [2, 3])
+def test_requests_of_a_draining_decode_instance_go_on_from_their_replicas(
+    run: Run, kind: FaultKind, decodes: int
+) -> None:
+    requests = [request("before", max_tokens=2)]
+    requests += [request(f"r{number}", 0.5, prompt_tokens=100, max_tokens=150) for number in range(4)]
+    drain = Fault(kind=kind, at_s=2.0, target="decode-0", lasts_s=10.0)
+    plan = story(
+        cluster(decodes=decodes, step_s=0.02),
+        requests,
+        [drain],
+        max_model_len=320,
+        replication=ReplicationMode.RING,
+        replica_min_tokens=32,
+        divergent=True,
+        drain_timeout_s=30.0,
+    )
+    result = run(plan)
+    assert result.counts["outcome:length"] == 5 + 2
+    assert not _lines(result, "attempt_lost")
+    owned = _lines(result, "decode-1", "replica_held", "owner_id=decode-0")
+    changed = _lines(result, "owner_changed")
+    assert owned, "nothing was on the instance that drains"
+    assert len(changed) >= 1
+    assert all("outcome=resumed" in line and "former_instance_id=decode-0" in line for line in changed)
+    for line in changed:
+        assert int(line.partition("recomputed_tokens=")[2].split()[0]) <= 32 + 8
+    handed_over = _lines(result, "request_ended", "outcome=handed_over")
+    assert len(handed_over) == 5 + 2, "a prompt was computed twice"
+
+
+def test_requests_whose_holder_has_no_room_stay_where_they_are(run: Run) -> None:
+    requests = [request(f"r{number}", 0.5, prompt_tokens=100, max_tokens=100) for number in range(6)]
+    drain = Fault(kind=FaultKind.UNDRAIN, at_s=1.5, target="decode-0", lasts_s=4.0)
+    instances = cluster(decodes=2, step_s=0.02, block_count=42)
+    result = run(
+        story(
+            instances,
+            requests,
+            [drain],
+            max_model_len=320,
+            replication=ReplicationMode.RING,
+            replica_min_tokens=32,
+            drain_timeout_s=30.0,
+        )
+    )
+    assert result.counts["outcome:length"] == 6 + 2
+    assert not _lines(result, "attempt_lost")
+    assert not _lines(result, "resume_refused")

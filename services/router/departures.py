@@ -1,0 +1,65 @@
+"""Moves requests off decode instances that drain: their replicas' holders go on with them, as after a loss.
+
+Nothing counts as a failure. What the replica lacks, two blocks at most, is computed again. Requests without such a
+replica, and those whose holder has no room, go on where they are.
+"""
+
+import time
+
+from kaveri.domain.replica import Replica
+from kaveri.domain.view import ClusterView, InstanceState, Phase, ViewedInstance
+from kaveri.errors import NoCapacity
+from kaveri.policy.unconfirmed import UnconfirmedWork
+from services.router.holders import Holders
+from services.router.lifecycle_values import Decoding, Life, PlaceLost
+from services.router.requests import RequestEntry, RequestTable
+from services.router.token_feeds import TokenFeeds
+
+_MOST_LACKING_BLOCKS = 2
+"""Of a replica from which a request is moved. One that lacks more soon will not."""
+
+
+class Departures:
+    """Of one router."""
+
+    def __init__(self, table: RequestTable, holders: Holders, feeds: TokenFeeds) -> None:
+        self._table = table
+        self._holders = holders
+        self._feeds = feeds
+        self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
+        """Blocks of requests that were moved to holders and that no heartbeat shows yet."""
+
+    def update(self, view: ClusterView) -> None:
+        """Moves what can be moved now. Called with each view, also when only loads have changed."""
+        draining = {
+            Life(instance_id, status.record.incarnation)
+            for instance_id, status in view.instances.items()
+            if status.load.state is InstanceState.DRAINING and Phase.DECODE in status.record.phases
+        }
+        if not draining:
+            return
+        self._unconfirmed.retain(view)
+        for entry in self._table.entries():
+            if isinstance(entry.state, Decoding) and entry.state.place in draining:
+                self._move(entry, entry.state.place, view)
+
+    def _move(self, entry: RequestEntry, place: Life, view: ClusterView) -> None:
+        replica = self._holders.replica_of(entry)
+        if replica is None or not self._feeds.is_connected(Life(replica.holder_id, replica.holder_incarnation)):
+            return
+        holder = view.instances[replica.holder_id]
+        needed_blocks = self._needed_blocks(entry, replica, holder)
+        if needed_blocks is None or holder.load.free_blocks - self._unconfirmed.at(holder).amount < needed_blocks:
+            return
+        self._unconfirmed.add(entry.request_id, holder, needed_blocks)
+        cause = f"decode instance {place.instance_id} drains"
+        entry.note_loss(cause, place)
+        entry.handle(PlaceLost(NoCapacity("decode", 0.0, cause)), time.monotonic())
+
+    def _needed_blocks(self, entry: RequestEntry, replica: Replica, holder: ViewedInstance) -> int | None:
+        """Of the request at the holder; None: the replica lacks too much."""
+        layout = holder.record.layout
+        context_tokens = len(entry.accepted.prompt_token_ids) + len(entry.answer.token_ids)
+        if layout is None or context_tokens - replica.token_count > _MOST_LACKING_BLOCKS * layout.block_tokens:
+            return None
+        return layout.block_count(context_tokens + 1)
