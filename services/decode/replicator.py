@@ -200,11 +200,12 @@ class Replicator:
             response = await self._open(request, holder)
             ticket = ticket_from_proto(response.ticket)
         except KaveriError as error:
+            # Room that was granted counts as taken until the holder's heartbeats show it.
+            self._unconfirmed.remove(key, holder.instance_id)
             self._refused(request, holder, error)
             return
         finally:
             self._asked_count -= 1
-            self._unconfirmed.remove(key, holder.instance_id)
         if key not in self._owned or not isinstance(request.state, Ready | Running):
             # It has ended meanwhile, so no push will tell the holder.
             await self._close(request, holder)
