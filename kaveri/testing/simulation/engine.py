@@ -1,7 +1,7 @@
 """An engine on an asyncio loop, without threads: its steps are timers, so simulated time and seeds decide everything.
 
 Requests, blocks, batches and transfers are the stepwise engine's own code (kaveri/engine/stepwise_*.py, transfers.py).
-Only the clock, the pool (kv_memory.py) and the transfers (kv_transfers.py) are simulated.
+Only the clock, the pool (kv_memory.py) and the transfers (kv_sender.py, kv_receiver.py) are simulated.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.logs import get_logger
 from kaveri.testing.simulation.draws import DrawRecord, DrawRun, life_salt, seed_salt
 from kaveri.testing.simulation.kv_memory import KvMemory
-from kaveri.testing.simulation.kv_transfers import SimulatedReceiver, SimulatedSender
+from kaveri.testing.simulation.kv_receiver import SimulatedReceiver
+from kaveri.testing.simulation.kv_sender import SimulatedSender
 from kaveri.testing.simulation.kv_wire import KvWire
 
 _STAGING_BLOCKS = 4

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+TRANSPORT = "simulated"
+"""What endpoints of this wire name."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenPush:

@@ -11,7 +11,8 @@ from kaveri.kv.replicas.store import ReplicaEvent, ReplicaGrew, ReplicaKey, Repl
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.kv_memory import KvMemory
-from kaveri.testing.simulation.kv_transfers import SimulatedReceiver, SimulatedSender
+from kaveri.testing.simulation.kv_receiver import SimulatedReceiver
+from kaveri.testing.simulation.kv_sender import SimulatedSender
 from kaveri.testing.simulation.kv_wire import KvWire
 
 

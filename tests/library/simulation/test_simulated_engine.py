@@ -21,7 +21,8 @@ from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
 from kaveri.testing.simulation.engine import SimulatedEngine
 from kaveri.testing.simulation.kv_memory import KvMemory
-from kaveri.testing.simulation.kv_transfers import SimulatedReceiver, SimulatedSender
+from kaveri.testing.simulation.kv_receiver import SimulatedReceiver
+from kaveri.testing.simulation.kv_sender import SimulatedSender
 from kaveri.testing.simulation.kv_wire import LoopWire
 
 ResultT = TypeVar("ResultT")

@@ -13,7 +13,8 @@ from kaveri.kv.transfer.receiver import TransferEvent, TransferLanded, TransferM
 from kaveri.kv.transfer.sender import PushAccepted, PushEvent, PushExtended, PushFailed, PushMarked
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.simulation.kv_memory import KvMemory
-from kaveri.testing.simulation.kv_transfers import SimulatedReceiver, SimulatedSender
+from kaveri.testing.simulation.kv_receiver import SimulatedReceiver
+from kaveri.testing.simulation.kv_sender import SimulatedSender
 from kaveri.testing.simulation.kv_wire import LoopWire
 
 _MODEL = FakeModel(layer_count=1, block_tokens=4, max_model_len=64)
