@@ -30,7 +30,6 @@ from kaveri.kv.transfer.push import (
     PushFailed,
     PushListener,
     PushMarked,
-    PushSender,
 )
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
@@ -96,8 +95,20 @@ class CopyAccount(Protocol[OwnerT]):
         """Its tokens [start, stop)."""
 
 
-class CopySender(PushSender, Protocol):
+class CopySender(Protocol):
     """What pushes the staging slots: a KvSender, or what stands for one."""
+
+    def open(self, ticket: Ticket) -> None:
+        """See KvSender.open."""
+
+    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
+        """See KvSender.write_layers."""
+
+    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
+        """See KvSender.mark."""
+
+    def abort(self, transfer_id: bytes) -> None:
+        """See KvSender.abort."""
 
     def close(self) -> None:
         """Ends all pushes. Idempotent."""
@@ -354,26 +365,52 @@ def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
     return max(4, options.staging_bytes // (layout.layer_count * layout.block_bytes))
 
 
-class CopierThread(Generic[OwnerT]):
-    """A Copier from a pool of this process, and the thread that advances it. Nothing is there before the first copy.
+class CopyPlane(Protocol):
+    """What moves the blocks of one engine's copies: its staging slots, and what pushes them."""
 
-    transports: what carries copies, in the order of preference. is_pushing: whether prompts are pushed from here;
-    copies leave room for them.
+    def start(self, listener: PushListener) -> CopySender:
+        """Allocates the slots, once, before stage()."""
+
+    def stage(self, block_id: int, slot: int) -> None:
+        """See Staging."""
+
+
+class PoolCopyPlane:
+    """A CopyPlane of a pool in this process. transports: what carries copies, in the order of preference."""
+
+    def __init__(self, pool: KvPool, slot_count: int, transports: Sequence[Transport]) -> None:
+        self._pool = pool
+        self._slot_count = slot_count
+        self._transports = transports
+        self._staging: KvPool
+
+    def start(self, listener: PushListener) -> CopySender:
+        self._staging = KvPool(self._pool.layout, self._slot_count)
+        return KvSender(self._staging, listener, transports=self._transports)
+
+    def stage(self, block_id: int, slot: int) -> None:
+        self._staging.memory[:, slot] = self._pool.memory[:, block_id]
+
+
+class CopierThread(Generic[OwnerT]):
+    """A Copier, and the thread that advances it. Nothing is there before the first copy.
+
+    layout: of the engine. is_pushing: whether prompts are pushed from here; copies leave room for them.
     """
 
     def __init__(
         self,
-        pool: KvPool,
+        layout: KvLayout,
+        plane: CopyPlane,
         shared: Shared,
         account: CopyAccount[OwnerT],
-        transports: Sequence[Transport],
         options: ReplicaOptions,
         is_pushing: Callable[[], bool],
     ) -> None:
-        self._pool = pool
+        self._layout = layout
+        self._plane = plane
         self._shared = shared
         self._account = account
-        self._transports = transports
         self._options = options
         self._is_pushing = is_pushing
         self._pace = Pace(options.bytes_per_s)
@@ -413,21 +450,13 @@ class CopierThread(Generic[OwnerT]):
     def _started(self) -> Copier[OwnerT]:
         with self._starting:
             if self._copier is None and not self._ending.is_set():
-                layout = self._pool.layout
-                staging_pool = KvPool(layout, slots_of(layout, self._options))
-                source, slots = self._pool.memory, staging_pool.memory
-
-                def stage(block_id: int, slot: int) -> None:
-                    self._leave_room()
-                    slots[:, slot] = source[:, block_id]
-
                 self._copier = Copier(
-                    layout,
-                    staging_pool.block_count,
+                    self._layout,
+                    slots_of(self._layout, self._options),
                     self._shared,
                     self._account,
-                    stage,
-                    lambda told: KvSender(staging_pool, told, transports=self._transports),
+                    self._stage,
+                    self._plane.start,
                     on_work=self._work.set,
                 )
                 self._thread = threading.Thread(target=self._run, name="kaveri-copier", daemon=True)
@@ -436,9 +465,13 @@ class CopierThread(Generic[OwnerT]):
                 raise EngineError("it is closed")
             return self._copier
 
+    def _stage(self, block_id: int, slot: int) -> None:
+        self._leave_room()
+        self._plane.stage(block_id, slot)
+
     def _leave_room(self) -> None:
         """Waits before a block, for others that use the network. What it is about to read may be given up meanwhile."""
-        block_bytes = self._pool.layout.layer_count * self._pool.layout.block_bytes
+        block_bytes = self._layout.layer_count * self._layout.block_bytes
         wait_s = min(self._pace.wait_s(block_bytes, time.monotonic()), _LONGEST_WAIT_S)
         if self._is_pushing():
             wait_s = max(wait_s, _YIELD_S)

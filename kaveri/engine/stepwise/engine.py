@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
-from kaveri.engine.copier import CopierThread, ReplicaOptions
+from kaveri.engine.copier import CopierThread, PoolCopyPlane, ReplicaOptions, slots_of
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
@@ -105,9 +105,8 @@ class StepwiseEngine:
         plane = PoolPlane(layout, make_sender, make_receiver if listen else None, told)
         self._transfers.attach(plane)
         self._pushes = plane.pushes
-        self._copier = CopierThread(
-            pool, self._shared, self._lifecycle, transports, replicas, self._transfers.is_pushing
-        )
+        copies = PoolCopyPlane(pool, slots_of(layout, replicas), transports)
+        self._copier = CopierThread(layout, copies, self._shared, self._lifecycle, replicas, self._transfers.is_pushing)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
 
     # Both sides.

@@ -4,6 +4,7 @@ A transfer has one name in all ranks. When it fails in one it is given up in the
 blocks can be touched any more.
 """
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -12,21 +13,30 @@ from functools import partial
 
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
 from kaveri.engine.vllm.rank import (
+    AbortCopy,
     AbortPush,
     BeginPush,
+    BlockStaged,
     GrantTicket,
     LostListener,
+    OpenCopy,
     Rank,
     RankCall,
+    RankEvent,
     RankSetup,
     RevokeTicket,
+    StageBlock,
 )
-from kaveri.errors import ConfigError
+from kaveri.errors import ConfigError, EngineError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferStep
+from kaveri.kv.transfer.push import PushListener
 from kaveri.kv.transfer.sender import PushEvent
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.kv.transports import PATH_NAMES
+
+_STAGED_TIMEOUT_S = 10.0
+"""A rank copies one block in a millisecond or so. One that does not answer for so long is as good as lost."""
 
 
 class DataPlane:
@@ -53,6 +63,11 @@ class DataPlane:
         self._lock = threading.Lock()
         self._pushes: dict[bytes, _Spread] = {}
         self._landings: dict[bytes, _Spread] = {}
+        self._copies: dict[bytes, _Spread] = {}
+        self._copy_listener: PushListener = lambda _: None
+        # By serial: the ranks that have not staged the block, and what is set when all have.
+        self._staging: dict[int, tuple[set[int], threading.Event]] = {}
+        self._serials = itertools.count()
         endpoints = []
         try:
             for index, rank in enumerate(self._ranks):
@@ -93,6 +108,28 @@ class DataPlane:
         for rank in self._ranks:
             rank.detach()
 
+    # Copies to replicas; see CopyPlane and CopySender (copier.py).
+
+    def hear_copies(self, listener: PushListener) -> None:
+        """Who hears of the pushes of replicas, from now on."""
+        self._copy_listener = listener
+
+    def stage(self, block_id: int, slot: int) -> None:
+        """Copies a block to a slot in every rank, and waits for them. Raises EngineError when one does not answer."""
+        serial, staged = next(self._serials), threading.Event()
+        with self._lock:
+            self._staging[serial] = set(range(len(self._ranks))), staged
+        self.do(StageBlock(serial, block_id, slot))
+        is_staged = staged.wait(_STAGED_TIMEOUT_S)
+        with self._lock:
+            del self._staging[serial]
+        if not is_staged:
+            raise EngineError(f"a rank has not copied a block within {_STAGED_TIMEOUT_S:g} s")
+
+    def open_copy(self, ticket: Ticket) -> None:
+        """Begins the push of a replica."""
+        self._open(self._copies, ticket, OpenCopy)
+
     def do(self, call: RankCall) -> None:
         """The same call to every rank."""
         for rank in self._ranks:
@@ -109,11 +146,16 @@ class DataPlane:
         if failed:
             self._give_up(table, ticket.transfer_id)
 
-    def _on_rank(self, index: int, event: PlaneEvent) -> None:
+    def _on_rank(self, index: int, event: RankEvent) -> None:
+        if isinstance(event, BlockStaged):
+            self._on_staged(index, event)
+            return
         table = self._pushes if isinstance(event, PushEvent) else self._landings
         told: PlaneEvent | None = None
         failed = False
         with self._lock:
+            if event.transfer_id in self._copies:
+                table = self._copies
             spread = table.get(event.transfer_id)
             if spread is None:
                 return
@@ -131,14 +173,26 @@ class DataPlane:
         if told is not None and len(spread.gathering.notes) > 1:
             # The sender counts it as accepted, and no token of it can be trusted.
             self._on_lost("the ranks were handed over to differently")
+        elif table is self._copies and told is not None:
+            assert isinstance(told, PushEvent)
+            self._copy_listener(told)
         elif told is not None:
             self._listener(told)
         elif failed:
             self._give_up(table, event.transfer_id)
 
+    def _on_staged(self, index: int, event: BlockStaged) -> None:
+        with self._lock:
+            left, staged = self._staging.get(event.serial, (set[int](), None))
+            left.discard(index)
+        if staged is not None and not left:
+            staged.set()
+
     def _give_up(self, table: "dict[bytes, _Spread]", transfer_id: bytes) -> None:
         if table is self._pushes:
             self.abort_push(transfer_id)
+        elif table is self._copies:
+            self.do(AbortCopy(transfer_id))
         else:
             self.revoke(transfer_id)
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
-from kaveri.engine.copier import CopierThread, ReplicaOptions
+from kaveri.engine.copier import CopierThread, ReplicaOptions, slots_of
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
 from kaveri.engine.transfers import Transfers
@@ -23,7 +23,7 @@ from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.driver import Driver
 from kaveri.engine.vllm.rank import RankSetup
-from kaveri.engine.vllm.request import VllmRequest
+from kaveri.engine.vllm.rank_copies import RankCopies
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
 from kaveri.errors import ConfigError, InvalidArgument
@@ -32,7 +32,6 @@ from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import ReceiverOptions
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
-from kaveri.kv.transports import make_transports
 from kaveri.telemetry.logs import get_logger, log_settings
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -66,8 +65,6 @@ class VllmEngine:
         require_room(core.max_model_len, layout, total_blocks)
         self._core = core
         self._shut_down = False
-        # Of several ranks none is here.
-        pool = core.ranks[0].pool
         info = EngineInfo(
             engine="vllm",
             layout=layout,
@@ -77,23 +74,22 @@ class VllmEngine:
             eos_token_ids=core.eos_token_ids,
             epoch=secrets.randbits(63),
             kv_endpoints=(),
-            can_replicate=pool is not None,
+            # Heads that several ranks hold are pushed by one of them, and each rank marks what it has pushed.
+            can_replicate=layout.kv_head_count % layout.tensor_ranks == 0,
         )
         self._shared = Shared()
         put, wake = self._shared.outbox.put, self._shared.wake
         self._requests = Requests(layout, core.max_model_len, total_blocks, put, on_work=wake)
         self._transfers = Transfers(info, self._shared, self._requests)
-        setup = RankSetup(tuple(listen), transports, info.epoch, receiving, logs=log_settings())
+        copy_slots = slots_of(layout, replicas)
+        setup = RankSetup(tuple(listen), transports, info.epoch, receiving, copy_slots, logs=log_settings())
         plane = DataPlane(core.ranks, setup, self._transfers.hear, self._shared.stop)
         self._transfers.attach(plane)
         self._info = replace(info, kv_endpoints=self._transfers.endpoints)
-        self._copier: CopierThread[VllmRequest] | None = None
-        if pool is not None:
-            carried_by = transports() if transports is not None else make_transports()
-            self._copier = CopierThread(
-                pool, self._shared, self._requests, carried_by, replicas, self._transfers.is_pushing
-            )
-        wake_copier = self._copier.wake if self._copier is not None else lambda: None
+        self._copier = CopierThread(
+            layout, RankCopies(plane), self._shared, self._requests, replicas, self._transfers.is_pushing
+        )
+        wake_copier = self._copier.wake
         steps = Steps(self._shared, self._requests, core, plane, self._transfers, self._info, max_batch, wake_copier)
         self._driver = Driver(self._shared, self._requests, steps, self._transfers)
         core.scheduler_side.hooks = steps
@@ -116,8 +112,7 @@ class VllmEngine:
         if thread.is_alive() and thread is not threading.current_thread():
             thread.join(_CLOSE_TIMEOUT_S)
         self._transfers.close()
-        if self._copier is not None:
-            self._copier.close()
+        self._copier.close()
         if thread.is_alive():
             get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
             return
@@ -138,8 +133,7 @@ class VllmEngine:
 
     def abort(self, key: EngineKey) -> None:
         self._transfers.abort(key)
-        if self._copier is not None:
-            self._copier.wake()
+        self._copier.wake()
 
     def check_integrity(self) -> None:
         """As the contract. Waits for the step under way, if any; must not be called by the listener."""
@@ -174,9 +168,9 @@ class VllmEngine:
             self._requests.adopt(key)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """As the contract. Engines of several tensor-parallel ranks refuse."""
-        if self._copier is None:
-            raise InvalidArgument("engine", "of several ranks", "one that copies KV to replicas")
+        """As the contract. Engines with more tensor-parallel ranks than KV heads refuse."""
+        if not self._info.can_replicate:
+            raise InvalidArgument("engine", "of more ranks than KV heads", "one that copies KV to replicas")
         self._copier.replicate(key, ticket)
 
     def admit(self, key: EngineKey) -> None:

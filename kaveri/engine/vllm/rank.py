@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kaveri.engine.kv_plane import PlaneListener
+from kaveri.engine.kv_plane import PlaneEvent
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import ReceiverOptions
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -27,6 +26,8 @@ class RankSetup:
     """Makes what carries KV, the preferred first; None for the socket transports."""
     epoch: int
     receiving: ReceiverOptions = ReceiverOptions()  # noqa: RUF009 - it is frozen
+    copy_slots: int = 0
+    """Staging slots for blocks that are copied to replicas."""
     rank: int = 0
     """Which of the engine's ranks it is for."""
     logs: LogSettings | None = None
@@ -77,7 +78,61 @@ class ForgetPrompt:
     engine_id: str
 
 
-RankCall = GrantTicket | RevokeTicket | BeginPush | AbortPush | PassFirstToken | ForgetPrompt
+@dataclass(frozen=True, slots=True)
+class StageBlock:
+    """Copy a block of the pool to a staging slot. BlockStaged follows."""
+
+    serial: int
+    block_id: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCopy:
+    """Begin the push of a replica, out of the staging slots. Its events follow."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCopy:
+    """Push a slot, as this block of the replica."""
+
+    transfer_id: bytes
+    block_index: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkCopy:
+    """Mark the push of a replica."""
+
+    transfer_id: bytes
+    block_count: int
+    note: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AbortCopy:
+    """Give the push of a replica up. PushFailed follows, unless it has ended."""
+
+    transfer_id: bytes
+
+
+CopyCall = StageBlock | OpenCopy | WriteCopy | MarkCopy | AbortCopy
+RankCall = GrantTicket | RevokeTicket | BeginPush | AbortPush | PassFirstToken | ForgetPrompt | CopyCall
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStaged:
+    """A block is in its staging slot."""
+
+    serial: int
+
+
+RankEvent = PlaneEvent | BlockStaged
+RankListener = Callable[[RankEvent], None]
+"""Called on any thread, and within do() too."""
 
 
 class Rank(Protocol):
@@ -87,11 +142,7 @@ class Rank(Protocol):
     def layout(self) -> KvLayout:
         """Of the whole engine."""
 
-    @property
-    def pool(self) -> KvPool | None:
-        """Its memory, where that is in this process."""
-
-    def attach(self, setup: RankSetup, listener: PlaneListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
+    def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
         """Makes the rank's end of the data plane; returns where it takes pushes. Raises ConfigError."""
 
     def detach(self) -> None:

@@ -5,23 +5,30 @@ all ranks the same calls, and each has its own listener (data_plane).
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from kaveri.engine.kv_plane import PlaneListener, PoolPlane
+from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.pushes import Source
 from kaveri.engine.vllm.orders import Chunk
 from kaveri.engine.vllm.rank import (
+    AbortCopy,
     AbortPush,
     BeginPush,
     ForgetPrompt,
     GrantTicket,
     LostListener,
+    MarkCopy,
+    OpenCopy,
     PassFirstToken,
     RankCall,
+    RankListener,
     RankSetup,
     RevokeTicket,
+    StageBlock,
+    WriteCopy,
 )
+from kaveri.engine.vllm.staged_copies import StagedCopies
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import KvFlow
@@ -39,15 +46,18 @@ class RankPlane:
 
     def __init__(self, layout: KvLayout, pool: KvPool) -> None:
         self.layout = layout
-        self.pool = pool
+        self._pool = pool
         self._lock = threading.Lock()
         self._kv: PoolPlane | None = None
+        # What makes the copies, and they once there is one.
+        self._make_copies: Callable[[], StagedCopies] | None = None
+        self._copies: StagedCopies | None = None
         self._sources: dict[str, Source] = {}
         # Of the step under way: with how many tokens it had before.
         self._in_step: list[tuple[Source, int]] = []
 
-    def attach(self, setup: RankSetup, listener: PlaneListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
-        pool, self._sources = self.pool, {}
+    def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
+        pool, self._sources = self._pool, {}
         transports = setup.transports() if setup.transports is not None else make_transports()
         make_receiver = partial(
             KvReceiver,
@@ -61,12 +71,19 @@ class RankPlane:
         make_sender = partial(KvSender, pool, transports=transports)
         kv = PoolPlane(self.layout, make_sender, make_receiver if setup.listen else None, listener, setup.rank)
         self._kv = kv
+        slots, rank = setup.copy_slots, setup.rank
+        self._copies = None
+        self._make_copies = partial(StagedCopies, self.layout, rank, pool, slots, transports, listener)
         return kv.endpoints[0] if setup.listen else ()
 
     def detach(self) -> None:
         # Kept: what is opened from now on fails.
         if self._kv is not None:
             self._kv.close()
+        with self._lock:
+            copies, self._make_copies = self._copies, None
+        if copies is not None:
+            copies.close()
 
     def do(self, call: RankCall) -> None:
         if (kv := self._kv) is None:
@@ -88,6 +105,12 @@ class RankPlane:
             case ForgetPrompt(engine_id):
                 with self._lock:
                     self._sources.pop(engine_id, None)
+            case StageBlock() | OpenCopy() | WriteCopy() | MarkCopy() | AbortCopy():
+                with self._lock:
+                    if self._copies is None and self._make_copies is not None:
+                        self._copies = self._make_copies()
+                if self._copies is not None:
+                    self._copies.do(call)
 
     def flow(self) -> KvFlow:
         return kv.flow() if (kv := self._kv) is not None else KvFlow()
@@ -121,7 +144,7 @@ class RankPlane:
 
     def written_blocks(self) -> set[int]:
         """The blocks that the step completes; with a prompt's first chunk those of the prefix cache, too."""
-        block_tokens = self.pool.layout.block_tokens
+        block_tokens = self._pool.layout.block_tokens
         return {
             block
             for source, before in self._in_step

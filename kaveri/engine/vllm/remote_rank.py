@@ -15,8 +15,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kaveri.engine.kv_plane import PlaneEvent, PlaneListener
-from kaveri.engine.vllm.rank import LostListener, RankCall, RankSetup
+from kaveri.engine.vllm.rank import LostListener, RankCall, RankEvent, RankListener, RankSetup
 from kaveri.engine.vllm.rank_server import AskFlow, Detach, RankMessage
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -91,12 +90,11 @@ class RemoteRank:
 
     def __init__(self, rank: int, layout: KvLayout, connection: "Connection[Any, Any]") -> None:
         self.layout = layout
-        self.pool = None
         self._rank = rank
         self._connection = connection
         self._calls: queue.Queue[RankMessage | None] = queue.Queue(_CALLS_MAX)
         self._answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._listener: PlaneListener | None = None
+        self._listener: RankListener | None = None
         self._on_lost: LostListener | None = None
         self._flow = KvFlow()
         self._is_lost = False
@@ -106,7 +104,7 @@ class RemoteRank:
         self._writer.start()
         self._reader.start()
 
-    def attach(self, setup: RankSetup, listener: PlaneListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
+    def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
         self._listener, self._on_lost, self._flow = listener, on_lost, KvFlow()
         self._send(setup)
         try:
@@ -190,7 +188,7 @@ class RemoteRank:
             self._writer.join()
             self._connection.close()
 
-    def _tell(self, event: PlaneEvent) -> None:
+    def _tell(self, event: RankEvent) -> None:
         if (listener := self._listener) is not None:
             listener(event)
 

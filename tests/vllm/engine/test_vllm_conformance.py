@@ -60,7 +60,7 @@ class TestVllmEngine(EngineConformance, ResumptionConformance, ReplicationConfor
         return _Harness(prefills, decodes, tmp_path, reference)
 
 
-class TestVllmEngineOfTwoRanks(EngineConformance, ResumptionConformance):
+class TestVllmEngineOfTwoRanks(EngineConformance, ResumptionConformance, ReplicationConformance):
     @pytest.fixture
     def harness(
         self, two_rank_prefills: Any, two_rank_decodes: Any, reference: PlainTransformers, tmp_path: Path

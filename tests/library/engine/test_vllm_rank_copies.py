@@ -1,0 +1,97 @@
+"""Copies to replicas out of the pools of several ranks. Needs no vLLM: each rank's memory is at hand."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kaveri.engine.vllm import data_plane
+from kaveri.engine.vllm.data_plane import DataPlane
+from kaveri.engine.vllm.rank import AbortCopy, RankCall, RankSetup, StageBlock
+from kaveri.engine.vllm.rank_copies import RankCopies
+from kaveri.engine.vllm.rank_plane import RankPlane
+from kaveri.errors import EngineError
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.host import HostReplicas
+from kaveri.kv.replicas.notes import token_note
+from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.push import PushFailed, PushMarked
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transports import make_transports
+from kaveri.testing.replica_conformance import Heard, key_of
+
+_LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32", order="H-e", tensor_ranks=2)
+_BLOCKS = 6
+
+
+class _Bench:
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.pools = [KvPool(_LAYOUT.rank(rank), _BLOCKS) for rank in range(2)]
+        for rank, pool in enumerate(self.pools):
+            pool.memory[:] = np.random.default_rng(rank).integers(0, 256, pool.memory.shape, np.uint8)
+        self.ranks = [RankPlane(_LAYOUT, pool) for pool in self.pools]
+        self.plane = DataPlane(self.ranks, RankSetup((), None, 1, copy_slots=4), _unexpected, _unexpected)
+        stack.callback(self.plane.close)
+        self.pushed = Heard()
+        self.copies = RankCopies(self.plane)
+        self.sender = self.copies.start(self.pushed)
+        listen = [KvEndpoint("unix", str(folder / "replicas.sock"))]
+        self.store = HostReplicas(_LAYOUT, 2**20, listen=listen, transports=make_transports(), epoch=1)
+        stack.callback(self.store.close)
+        self.held = Heard()
+        self.store.start(self.held)
+
+    def open(self) -> Ticket:
+        ticket = self.store.open(key_of("r"), _LAYOUT, 8, 60.0)
+        self.sender.open(ticket)
+        return ticket
+
+
+def _unexpected(what: object) -> None:
+    raise AssertionError(f"{what}, which is of no copy")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[_Bench]:
+    with ExitStack() as stack:
+        yield _Bench(tmp_path, stack)
+
+
+def test_every_rank_copies_its_heads_and_the_mark_counts_when_all_have_made_it(bench: _Bench) -> None:
+    ticket = bench.open()
+    for index, (block_id, slot) in enumerate(((5, 3), (2, 0))):
+        bench.copies.stage(block_id, slot)
+        bench.sender.write_layers(ticket.transfer_id, range(_LAYOUT.layer_count), index, (slot,))
+    bench.sender.mark(ticket.transfer_id, 2, token_note(range(8)))
+    grew = bench.held.wait_for(ReplicaGrew)
+    assert (grew.token_count, bench.store.token_ids(key_of("r"))) == (8, tuple(range(8)))
+    assert bench.pushed.wait_for(PushMarked) == PushMarked(ticket.transfer_id, 2)
+    assert len(bench.pushed.of(PushMarked)) == 1
+    bench.sender.abort(ticket.transfer_id)
+    bench.held.wait_for(ReplicaDropped)
+    bench.pushed.wait_for(PushFailed)
+
+
+def test_copy_that_one_rank_gives_up_ends_in_all(bench: _Bench) -> None:
+    ticket = bench.open()
+    bench.ranks[1].do(AbortCopy(ticket.transfer_id))
+    failed = bench.pushed.wait_for(PushFailed)
+    assert failed.transfer_id == ticket.transfer_id
+    bench.held.wait_for(ReplicaDropped)
+    assert len(bench.pushed.of(PushFailed)) == 1
+
+
+def test_rank_that_copies_nothing_is_not_waited_for_without_end(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_plane, "_STAGED_TIMEOUT_S", 0.05)
+    do = bench.ranks[1].do
+
+    def lose(call: RankCall) -> None:
+        if not isinstance(call, StageBlock):
+            do(call)
+
+    monkeypatch.setattr(bench.ranks[1], "do", lose)
+    with pytest.raises(EngineError, match="a rank has not copied a block"):
+        bench.copies.stage(0, 0)
