@@ -111,8 +111,9 @@ class VllmEngine:
         self._shared.close()
         if thread.is_alive() and thread is not threading.current_thread():
             thread.join(_CLOSE_TIMEOUT_S)
-        self._transfers.close()
+        # First, while the ranks still answer it.
         self._copier.close()
+        self._transfers.close()
         if thread.is_alive():
             get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
             return
