@@ -90,6 +90,8 @@ class Recovery:
     """Prompt tokens that prefill has computed again, over those of one request."""
     recomputed: list[int]
     resumed: int
+    suspicions: float
+    """Token streams that the router gave up because they went silent. The killed instance's is not among them."""
 
 
 def metric(name: str, *instances: str) -> float:
@@ -181,6 +183,7 @@ async def one_kill(context: int, mode: str, seed: int) -> Recovery:
             prompts_again=again / context,
             recomputed=[timing.recomputed_tokens for timing in timings if timing.resumes],
             resumed=sum(timing.resumes > 0 for timing in timings),
+            suspicions=metric("kaveri_router_suspicions_total", "router-0"),
         )
 
 
@@ -247,7 +250,8 @@ def _report(report: Report, context: int, recomputed: list[Recovery], resumed: l
     report.note(
         f"context {context}: resumed {sum(kill.resumed for kill in resumed)} of {REQUESTS * len(resumed)}; prompts "
         f"computed twice: {sum(kill.prompts_again for kill in resumed):.2f}; "
-        f"tokens recomputed: most {max(tokens, default=0)}"
+        f"tokens recomputed: most {max(tokens, default=0)}; "
+        f"instances taken for dead that lived: {sum(kill.suspicions for kill in resumed):.0f}"
     )
     wrong = sum(kill.wrong for kill in (*recomputed, *resumed))
     report.ratio(

@@ -35,7 +35,7 @@ class OwnerChange:
             attempt=attempt,
             outcome=self.outcome,
             former_instance_id=self.former_instance_id,
-            instance_id=self.instance_id,
+            new_instance_id=self.instance_id,
             held_tokens=self.held_tokens,
             recomputed_tokens=self.recomputed_tokens,
             stall_s=round(stall_s, 4),

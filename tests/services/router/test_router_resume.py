@@ -95,7 +95,7 @@ async def test_the_holder_goes_on_with_the_requests_of_a_killed_instance(
     assert timing.stall_s > 0
     (change,) = [line for line in logs if line["event"] == "owner_changed"]
     assert (change["outcome"], change["former_instance_id"]) == ("resumed", "decode-0")
-    assert (change["instance_id"], change["held_tokens"]) == ("decode-1", 12)
+    assert (change["new_instance_id"], change["held_tokens"]) == ("decode-1", 12)
     assert change["stall_s"] == pytest.approx(timing.stall_s, abs=1e-3)
     assert "decode-0" in change["cause"]
     assert resumes("resumed") == before + 1
