@@ -378,6 +378,8 @@ class RequestPlacer:
             entry.timing.attempts -= 1
             entry.handle(NotFound(), time.monotonic())
         else:
+            # It has no new owner after all, where the holder of a replica was asked before.
+            entry.owner_change = None
             entry.adopt(found.attached.max_tokens)
             entry.note_owner(found.prefill, found.decode)
             first_index, most_tokens = found.attached.first_index, entry.accepted.most_tokens

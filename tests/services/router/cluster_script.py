@@ -179,6 +179,10 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.copies: set[str] = set()
         """Requests of which this instance holds a copy."""
         self.resumes: list[decode_pb2.ResumeRequest] = []
+        self.attachable: set[str] = set()
+        """Requests of earlier sessions that run here, with answers of `attached_tokens`."""
+        self.attached_tokens = 20
+        self.attached: list[decode_pb2.AttachRequest] = []
         self.refusal: KaveriError | None = None
         """Of every Resume."""
         self.may_answer = asyncio.Event()
@@ -209,7 +213,23 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self._wake.set()
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:  # noqa: N802
-        await abort(context, RequestNotFound(request.request_id))
+        if request.request_id not in self.attachable:
+            await abort(context, RequestNotFound(request.request_id))
+        self.attached.append(request)
+        prompt = tuple(request.token_ids[: len(request.token_ids) - request.generated_count])
+        self.running[request.request_id] = Running(
+            request.request_id,
+            request.router_id,
+            request.attempt,
+            prompt,
+            request.generated_count,
+            self.attached_tokens,
+            None,
+            request.session,
+        )
+        self._wake.set()
+        attached = decode_pb2.Attached(max_tokens=self.attached_tokens, first_index=0)
+        return decode_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)
 
     async def Resume(self, request: decode_pb2.ResumeRequest, context: Any) -> decode_pb2.ResumeResponse:  # noqa: N802
         self.resumes.append(request)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -75,15 +74,15 @@ def is_asked(router: RouterUnderTest, request_id: str = "one") -> bool:
 
 
 async def test_the_holder_goes_on_with_the_requests_of_a_killed_instance(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Neither the lease, which goes on, nor the connect grace is waited for.
+    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 60.0)
     before = resumes("resumed")
     with structlog.testing.capture_logs() as logs:
         async with begun(cluster) as (_, collecting):
-            killed_s = time.monotonic()
             await cluster.instances["decode-0"].die()
             responses = await collecting
-            assert time.monotonic() - killed_s < 1.0, "neither the lease nor the connect grace was waited for"
     assert tokens_of(responses) == answer(PROMPT, 20)
     (taken,) = cluster.taken()
     (resume,) = holder.resumes
@@ -107,13 +106,14 @@ def taken_by(cluster: ScriptedCluster) -> str:
 
 
 async def test_a_frozen_instance_is_left_when_it_has_been_silent_and_told_so_behind_the_resume(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with begun(cluster, suspect_after_s=0.2) as (_, collecting):
-        frozen_s = time.monotonic()
+    # It gets no time to answer on a new stream.
+    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 60.0)
+    monkeypatch.setattr(token_feeds, "REOPEN_GRACE_S", 60.0)
+    async with begun(cluster) as (_, collecting):
         owner.silent = True
         responses = await collecting
-        assert time.monotonic() - frozen_s < 1.5
         assert tokens_of(responses) == answer(PROMPT, 20)
         assert len(cluster.taken()) == len(holder.resumes) == 1
         # An Abort that had come first would have dropped the copy: the holder would have refused.
@@ -170,7 +170,7 @@ async def test_a_holder_that_goes_silent_while_it_is_asked_is_left(
 ) -> None:
     holder.may_answer.clear()
     await cluster.add_decode("decode-2")
-    async with begun(cluster, suspect_after_s=0.2) as (router, collecting):
+    async with begun(cluster) as (router, collecting):
         cluster.place_on = "decode-2"
         owner.silent = True
         await eventually(lambda: is_asked(router) and bool(holder.resumes))
@@ -203,7 +203,7 @@ async def test_a_request_cancelled_while_its_holder_is_asked_ends_at_both_instan
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
 ) -> None:
     holder.may_answer.clear()
-    async with begun(cluster, suspect_after_s=0.2) as (router, collecting):
+    async with begun(cluster) as (router, collecting):
         owner.silent = True
         await eventually(lambda: is_asked(router))
         response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="one"), timeout=5)
@@ -260,6 +260,35 @@ async def test_a_router_that_takes_over_after_router_and_owner_died_resumes_at_t
             resume = holder.resumes[-1]
             assert (resume.session, resume.secret, resume.generated_count) == (1, SECRET, len(received))
             assert rest[-1].timing.resumes == 1
+
+
+async def test_an_old_hint_costs_a_question_and_the_request_is_found_where_it_runs(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    """Its first router has resumed it elsewhere just before it died, and the hint does not say so."""
+    third = await cluster.add_decode("decode-2")
+    third.attachable.add("one")
+    async with cluster.router() as router:
+        life = cluster.instances["decode-0"].record.incarnation
+        await cluster.instances["decode-0"].die()
+        request = ask(request_id="one", secret=SECRET, session=1)
+        request.params.seed = 1
+        request.received.token_ids.extend(answer(PROMPT, 10))
+        request.received.max_tokens = 20
+        request.received.owner.CopyFrom(
+            inference_pb2.OwnerHint(
+                decode_instance_id="decode-0",
+                decode_incarnation=life,
+                holder_instance_id="decode-1",
+                holder_incarnation=holder.incarnation,
+            )
+        )
+        rest = await rest_of(router.stub.Generate(request, timeout=20))
+    assert [resume.session for resume in holder.resumes] == [1]
+    assert [(request.session, request.attempt) for request in third.attached] == [(1, 3)]
+    assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
+    assert not cluster.taken(), "the prompt was not computed again"
+    assert (rest[-1].timing.attempts, rest[-1].timing.resumes) == (1, 0)
 
 
 async def test_a_holder_that_is_not_heard_of_is_not_asked(
