@@ -244,6 +244,9 @@ async def test_a_router_that_takes_over_after_router_and_owner_died_resumes_at_t
                 hint.CopyFrom(responses[-1].owner)
         assert (hint.holder_instance_id, hint.holder_incarnation) == ("decode-1", holder.incarnation)
         async with cluster.router(instance_id="router-1") as second:
+            # The first router must not resume it before it is gone.
+            call.cancel()
+            await eventually(lambda: len(first.router.table) == 0 and ("one", 1) in owner.aborted)
             await cluster.instances["decode-0"].die()
             holder.copies.add("one")
             again = ask(request_id="one", secret=SECRET, session=1)
@@ -253,7 +256,6 @@ async def test_a_router_that_takes_over_after_router_and_owner_died_resumes_at_t
             again.received.characters = sum(len(response.text) for response in responses)
             again.received.max_tokens = 20
             again.received.owner.CopyFrom(hint)
-            call.cancel()
             rest = await rest_of(second.stub.Generate(again, timeout=20))
             assert received + tokens_of(rest) == answer(PROMPT, 20)
             assert len(cluster.taken()) == 1
