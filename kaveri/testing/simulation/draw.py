@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import Role
+from kaveri.domain.view import Phase, Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
@@ -16,6 +16,7 @@ from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.tokenizer import STOP_TEXTS, make_tokenizer
 
 BLOCK_TOKENS = 16
+_FIRST_WITH_LOSSES = 1000
 _TOKENIZER = make_tokenizer()
 VOCAB_SIZE = len(_TOKENIZER)
 LAST_TOKEN_ID = int(_TOKENIZER.convert_tokens_to_ids("a"))
@@ -44,7 +45,7 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
     )
     drawn = _with_undrains(seed, _faults(rng, instances, clients, load_s), instances, load_s)
     lease_ttl_s = rng.choice((0.6, 1.0, 1.0, 2.0))
-    return Plan(
+    plan = Plan(
         seed=seed,
         instances=instances,
         clients=clients,
@@ -66,6 +67,10 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
         prefill_policy=rng.choice(tuple(OrderingPolicy)),
         **_replication(seed),
     )
+    # Seeds below stand in the table of planted bugs, and keep their plans.
+    if seed < _FIRST_WITH_LOSSES or plan.replication is ReplicationMode.OFF:
+        return plan
+    return _with_losses(plan, random.Random(f"losses {seed}"), faults=faults)
 
 
 def _replication(seed: int) -> dict[str, Any]:
@@ -80,6 +85,31 @@ def _replication(seed: int) -> dict[str, Any]:
         "replica_min_tokens": rng.choice((1, 16, 32, 64)),
         "failure_domains": rng.choice((1, 2)),
     }
+
+
+def _with_losses(plan: Plan, rng: random.Random, *, faults: bool) -> Plan:
+    """The plan with enough instances to hold copies, answers that are long enough to have some, and a lost owner."""
+    owners = [instance for instance in plan.instances if instance.phases == (Phase.DECODE,)]
+    added = tuple(replace(owners[0], name=f"decode-{number}") for number in range(len(owners), 3) if owners)
+    instances = (*plan.instances, *added)
+    most_tokens = plan.max_model_len // 2
+    requests = tuple(
+        replace(request, params=replace(request.params, max_tokens=rng.randint(most_tokens // 2, most_tokens)))
+        if request.prompt and not request.read_pause_s and rng.random() < 0.4
+        else request
+        for request in plan.requests
+    )
+    names = [instance.name for instance in instances if Phase.DECODE in instance.phases]
+    lost = Fault(
+        kind=rng.choice((FaultKind.KILL, FaultKind.RESTART, FaultKind.FREEZE, FaultKind.ISOLATE, FaultKind.ENGINE)),
+        at_s=rng.uniform(0.5, 3.0),
+        target=rng.choice(names),
+        lasts_s=rng.choice((0.3, 1.0, 3.0)),
+    )
+    all_faults = plan.faults
+    if faults and rng.random() < 0.7:
+        all_faults = tuple(sorted((*all_faults, lost), key=lambda fault: fault.at_s))
+    return replace(plan, instances=instances, requests=requests, faults=all_faults)
 
 
 def draw_prompt(rng: random.Random, token_count: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from functools import partial
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.replicas import Replicas
-from kaveri.kv.replicas.store import ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaListener
+from kaveri.kv.replicas.store import ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaListener, ReplicaOrphaned
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.simulation.draws import DrawRecord
 from kaveri.testing.simulation.kv_memory import KvMemory
@@ -46,7 +46,8 @@ class SimulatedReplicas(Replicas):
 
     def start(self, listener: ReplicaListener) -> None:
         def verified(event: ReplicaEvent) -> None:
-            if event.key in self._pushed:
+            # That its owner's push has ended is news, too, and changes nothing.
+            if event.key in self._pushed and not isinstance(event, ReplicaOrphaned):
                 self._draws.report(
                     f"{type(event).__name__} of {event.key.request_id} while it is resumed from the copy"
                 )
