@@ -21,7 +21,6 @@ from kaveri.testing.simulation.store import SimulatedStore
 from kaveri.text import detokenizer as router_detokenizer
 from services.decode import instance as decode_instance
 from services.decode import lifecycle as decode_lifecycle
-from services.decode import token_streams as decode_streams
 from services.prefill import decode_placer
 from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
@@ -363,23 +362,6 @@ def freed_seat_stays_empty() -> Iterator[None]:
         return follow
 
     with _replaced(decode_instance.DecodeInstance, "_follow", make):
-        yield
-
-
-@_planted
-def tokens_wake_one_stream() -> Iterator[None]:
-    """Lost wake-up: of several routers only the first hears of its tokens."""
-
-    def make(_: Any) -> Any:
-        def flush(self: Any) -> None:
-            for stream in self._streams.values():
-                if stream.unsent:
-                    stream.changed.set()
-                    return
-
-        return flush
-
-    with _replaced(decode_streams.TokenStreams, "flush", make):
         yield
 
 

@@ -45,6 +45,19 @@ def _replicated(decodes: int, faults: list[Fault], orphan_grace_s: float = 2.0) 
 
 
 PLANS: dict[str, Plan] = {
+    "index_ignored": story(
+        cluster(step_s=0.05),
+        [_BEFORE, request("late", 0.5, prompt_tokens=150, max_tokens=30)],
+        # Tokens of decode overtake the one that prefill drew.
+        [_slow("prefill-0", "router-0", 1.0, 4.0, at_s=0.1, after=_RESERVED)],
+        max_model_len=320,
+    ),
+    "failed_push_unnoticed": story(
+        cluster(step_s=0.05),
+        [_BEFORE, request("late", 0.5, prompt_tokens=200, max_tokens=30)],
+        [_reset("prefill-0", "decode-0", at_s=0.6 + 0.02 * number) for number in range(8)],
+        max_model_len=320,
+    ),
     "replica_not_sealed_at_resume": _replicated(
         2,
         [

@@ -52,6 +52,9 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
         """What answers end with behind their finish reason."""
         self.beat_takes_s = 0.0
         self.knows_beat = True
+        self.ignores_cancels = False
+        """As a router that dies before it has ended the request."""
+        self.found_cancels = 0
         self.hangs = False
         """Nothing is answered, not even a beat."""
         self.beats = self.answered_beats = 0
@@ -148,7 +151,8 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         self.short_deadlines_s.append(context.time_remaining())
         found = request.request_id in self.running
-        if found:
+        self.found_cancels += found
+        if found and not self.ignores_cancels:
             self._told_to_cancel[request.request_id].set()
         return pb.CancelResponse(found=found)
 

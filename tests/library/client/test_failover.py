@@ -322,6 +322,20 @@ async def test_cancel_works_while_the_request_changes_routers(routers: list[Rout
         assert not await client.cancel("cancelled")
 
 
+async def test_a_cancel_that_died_with_its_router_is_sent_to_the_next_one(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.pause_at, router.service.ignores_cancels = 4, True
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="cancelled"))
+        await until(lambda: any(router.service.paused for router in routers), "the answer pauses")
+        dying, other = serving_one(routers)
+        assert await client.cancel("cancelled")
+        await until(lambda: dying.service.found_cancels, "the router has heard of it")
+        other.service.ignores_cancels = False
+        await dying.kill()
+        assert (await asyncio.wait_for(asking, 10)).finish_reason == "cancelled"
+
+
 @pytest.mark.parametrize(
     "error",
     [
