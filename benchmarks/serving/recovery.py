@@ -61,10 +61,10 @@ class Stream:
         assert chunk.timing is not None
         self.timing = chunk.timing.server
 
-    def pause(self, killed_s: float) -> tuple[float, float]:
-        """Its longest time between two pieces of which the second came after the kill, and when that time ended."""
+    def pause_s(self, killed_s: float) -> float:
+        """Its longest time between two pieces of which the second came after the kill."""
         pairs = zip(self.at_s, self.at_s[1:], strict=False)
-        return max((later - sooner, later) for sooner, later in pairs if later > killed_s)
+        return max(later - sooner for sooner, later in pairs if later > killed_s)
 
     def has_gone_on(self, killed_s: float) -> bool:
         """Whether it has more tokens than may have been on their way when the instance was killed."""
@@ -80,6 +80,7 @@ class Recovery:
     """What one kill cost."""
 
     all_go_on_s: float
+    """From the kill until the last of the requests that ran there has a new token, or a step longer."""
     pauses_s: list[float]
     step_s: float
     """Of the model, for all requests at the time of the kill."""
@@ -171,11 +172,12 @@ async def one_kill(context: int, mode: str, seed: int) -> Recovery:
         for stream in streams:
             await client.cancel(stream.request_id)
         await asyncio.gather(*reading)
-        pauses = [stream.pause(killed_s) for stream in streams]
         timings = [stream.timing for stream in streams if stream.timing is not None]
+        moved = [stream for stream in streams if stream.timing is not None and stream.timing.attempts > 1]
+        pauses_s = [stream.pause_s(killed_s) for stream in moved]
         return Recovery(
-            all_go_on_s=max(ended_s for _, ended_s in pauses) - killed_s,
-            pauses_s=[pause_s for pause_s, _ in pauses],
+            all_go_on_s=max(pauses_s),
+            pauses_s=pauses_s,
             step_s=step_s,
             ttft_before_s=ttft_before_s,
             ttft_after_s=ttft_after_s,
@@ -248,7 +250,8 @@ def _report(report: Report, context: int, recomputed: list[Recovery], resumed: l
     report.ratio(f"1.2 x TTFT p99 of others before / after, context {context}", 1.2 * before / after, 1.0)
     tokens = sorted(count for kill in resumed for count in kill.recomputed)
     report.note(
-        f"context {context}: resumed {sum(kill.resumed for kill in resumed)} of {REQUESTS * len(resumed)}; prompts "
+        f"context {context}: resumed {sum(kill.resumed for kill in resumed)} of "
+        f"{sum(len(kill.pauses_s) for kill in resumed)}; prompts "
         f"computed twice: {sum(kill.prompts_again for kill in resumed):.2f}; "
         f"tokens recomputed: most {max(tokens, default=0)}; "
         f"instances taken for dead that lived: {sum(kill.suspicions for kill in resumed):.0f}"
