@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kaveri.testing.simulation import planted
+from kaveri.testing.simulation import planted, planted_replicas
 from kaveri.testing.simulation.draw import draw_plan
-from kaveri.testing.simulation.planted import PLANTED
 from kaveri.testing.simulation.planted_plans import PLANS
+from kaveri.testing.simulation.planting import PLANTED
 from kaveri.testing.simulation.schedule import run_schedule
 from kaveri.text.tokenizer import ModelTokenizer
 
@@ -33,13 +33,14 @@ def test_the_table_names_every_planted_bug() -> None:
 def test_nothing_of_a_planted_bug_is_left(name: str) -> None:
     patched: list[tuple[object, str, object]] = []
     with pytest.MonkeyPatch.context() as patching:
-        replaced = planted._replaced
+        replaced = planted.replaced
 
         def watched(owner: Any, attribute: str, make: Any) -> Any:
             patched.append((owner, attribute, getattr(owner, attribute)))
             return replaced(owner, attribute, make)
 
-        patching.setattr(planted, "_replaced", watched)
+        for module in (planted, planted_replicas):
+            patching.setattr(module, "replaced", watched)
         with PLANTED[name].apply():
             assert all(getattr(owner, attribute) is not was for owner, attribute, was in patched)
     assert patched

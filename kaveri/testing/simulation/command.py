@@ -179,9 +179,12 @@ def _one(seed: int) -> tuple[int, dict[str, Any]]:
 def _planted(name: str | None) -> contextlib.AbstractContextManager[None]:
     if name is None:
         return contextlib.nullcontext()
-    planted = importlib.import_module("kaveri.testing.simulation.planted")
-    planting: contextlib.AbstractContextManager[None] = planted.PLANTED[name].apply()
-    return planting
+    from kaveri.testing.simulation.planting import PLANTED
+
+    # They import every service.
+    for module in ("planted", "planted_replicas"):
+        importlib.import_module(f"kaveri.testing.simulation.{module}")
+    return PLANTED[name].apply()
 
 
 def _tokenizer() -> "ModelTokenizer":

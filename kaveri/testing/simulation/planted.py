@@ -1,12 +1,12 @@
 """Tests of the tests: bugs that the simulation must find. Each changes one decision of a service or of the engine.
 
 A planted bug is a context manager around a whole run; nothing of it is left afterwards. To add one: write a function
-below that yields within `_replaced`, and decorate it with `_planted`. Bugs of copies: planted_replicas.py.
+below that yields within `replaced`, and decorate it with `planted`. Bugs of copies: planted_replicas.py.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from kaveri.domain import owner as owners
 from kaveri.engine.stepwise import residency as stepwise_residency
 from kaveri.engine.stepwise.account import Account
 from kaveri.policy.retry import Setback
+from kaveri.testing.simulation.planting import nothing, nothing_async, planted, replaced
 from kaveri.testing.simulation.store import SimulatedStore
 from kaveri.text import detokenizer as router_detokenizer
 from services.decode import instance as decode_instance
@@ -30,41 +31,6 @@ from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
 
 
-@dataclass(frozen=True, slots=True)
-class PlantedBug:
-    """One bug that can be switched on."""
-
-    name: str
-    what: str
-    """What is wrong, in one sentence."""
-    apply: Callable[[], AbstractContextManager[None]]
-
-
-PLANTED: dict[str, PlantedBug] = {}
-"""All of them, by name."""
-
-
-def _planted(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
-    assert function.__doc__ is not None
-    PLANTED[function.__name__] = PlantedBug(function.__name__, function.__doc__, contextmanager(function))
-    return function
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces an attribute of a class or module by make(what was there)."""
-    original = getattr(owner, name)
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """Stands for a function that should have done something."""
-
-
 def _step_changed(change: Callable[[Any, Any], tuple[Any, Any]]) -> AbstractContextManager[None]:
     """The router takes change(state, event) into account, not what happened."""
 
@@ -74,7 +40,7 @@ def _step_changed(change: Callable[[Any, Any], tuple[Any, Any]]) -> AbstractCont
 
         return step
 
-    return _replaced(router_requests, "step", make)
+    return replaced(router_requests, "step", make)
 
 
 _OWNED = (lives.Placed, lives.Decoding)
@@ -92,14 +58,10 @@ def _moved(state: Any, event: Any) -> Any:
     return state
 
 
-async def _nothing_async(*_: object, **__: object) -> None:
-    """Stands for a coroutine function that should have done something."""
-
-
 # The router: attempts and tokens.
 
 
-@_planted
+@planted
 def attempt_check_removed() -> Iterator[None]:
     """The router takes the tokens of former attempts, wherever they were placed."""
 
@@ -112,7 +74,7 @@ def attempt_check_removed() -> Iterator[None]:
         yield
 
 
-@_planted
+@planted
 def index_ignored() -> Iterator[None]:
     """The router appends tokens in the order in which they come, wherever they belong."""
 
@@ -125,14 +87,14 @@ def index_ignored() -> Iterator[None]:
         yield
 
 
-@_planted
+@planted
 def aborts_never_sent() -> Iterator[None]:
     """The router does not tell decode that a request has ended."""
-    with _replaced(token_feeds.TokenFeeds, "_send_aborts", lambda _: _nothing_async):
+    with replaced(token_feeds.TokenFeeds, "_send_aborts", lambda _: nothing_async):
         yield
 
 
-@_planted
+@planted
 def broken_stream_waited_for_in_vain() -> Iterator[None]:
     """The router keeps waiting for attempts of a decode instance that left the cluster or has restarted."""
 
@@ -143,11 +105,11 @@ def broken_stream_waited_for_in_vain() -> Iterator[None]:
 
         return stop
 
-    with _replaced(token_feeds._Subscription, "stop", make):
+    with replaced(token_feeds._Subscription, "stop", make):
         yield
 
 
-@_planted
+@planted
 def stream_goes_on_where_it_broke() -> Iterator[None]:
     """A new token stream does not name its requests: what was on its way over the broken one is not repeated."""
 
@@ -158,11 +120,11 @@ def stream_goes_on_where_it_broke() -> Iterator[None]:
 
         return open_stream
 
-    with _replaced(token_feeds._Subscription, "open", make):
+    with replaced(token_feeds._Subscription, "open", make):
         yield
 
 
-@_planted
+@planted
 def end_wakes_no_client() -> Iterator[None]:
     """Lost wake-up: the client's RPC does not hear that the request has ended."""
 
@@ -173,11 +135,11 @@ def end_wakes_no_client() -> Iterator[None]:
 
         return wake
 
-    with _replaced(router_requests.RequestEntry, "_wake", make):
+    with replaced(router_requests.RequestEntry, "_wake", make):
         yield
 
 
-@_planted
+@planted
 def early_tokens_dropped() -> Iterator[None]:
     """The router forgets tokens of decode that come before the first token of prefill."""
 
@@ -190,7 +152,7 @@ def early_tokens_dropped() -> Iterator[None]:
         yield
 
 
-@_planted
+@planted
 def retry_draws_another_seed() -> Iterator[None]:
     """The second attempt of a request samples with another seed."""
 
@@ -203,11 +165,11 @@ def retry_draws_another_seed() -> Iterator[None]:
 
         return prefill
 
-    with _replaced(request_placer.RequestPlacer, "_prefill", make):
+    with replaced(request_placer.RequestPlacer, "_prefill", make):
         yield
 
 
-@_planted
+@planted
 def retry_forgets_generated_tokens() -> Iterator[None]:
     """The second attempt of a request is computed on the prompt alone, without the tokens that the client has."""
 
@@ -218,35 +180,35 @@ def retry_forgets_generated_tokens() -> Iterator[None]:
 
         return SimpleNamespace(PrefillRequest=prefill_request)
 
-    with _replaced(request_placer, "prefill_pb2", make):
+    with replaced(request_placer, "prefill_pb2", make):
         yield
 
 
-@_planted
+@planted
 def ended_request_keeps_its_claim() -> Iterator[None]:
     """The router leaves ended requests in the store's table."""
-    with _replaced(claims.RequestClaims, "close", lambda _: _nothing):
+    with replaced(claims.RequestClaims, "close", lambda _: nothing):
         yield
 
 
-@_planted
+@planted
 def held_text_dropped_at_the_end() -> Iterator[None]:
     """The text that waits for a stop text to complete is dropped when the answer ends."""
-    with _replaced(router_detokenizer.Detokenizer, "flush", lambda _: lambda self: ""):
+    with replaced(router_detokenizer.Detokenizer, "flush", lambda _: lambda self: ""):
         yield
 
 
 # Prefill.
 
 
-@_planted
+@planted
 def failed_push_unnoticed() -> Iterator[None]:
     """Prefill does not look for another place when a push has failed."""
-    with _replaced(decode_placer.DecodePlacer, "push_failed", lambda _: _nothing):
+    with replaced(decode_placer.DecodePlacer, "push_failed", lambda _: nothing):
         yield
 
 
-@_planted
+@planted
 def ended_life_keeps_its_place() -> Iterator[None]:
     """Prefill does not end the hand-over of a request that has ended."""
 
@@ -257,14 +219,14 @@ def ended_life_keeps_its_place() -> Iterator[None]:
 
         return step
 
-    with _replaced(prefill_role, "step", make):
+    with replaced(prefill_role, "step", make):
         yield
 
 
 # Decode.
 
 
-@_planted
+@planted
 def reservation_never_expires() -> Iterator[None]:
     """Room for KV that never comes is kept until the request's deadline."""
 
@@ -275,18 +237,18 @@ def reservation_never_expires() -> Iterator[None]:
 
         return reserve
 
-    with _replaced(decode_instance.DecodeInstance, "reserve", make):
+    with replaced(decode_instance.DecodeInstance, "reserve", make):
         yield
 
 
-@_planted
+@planted
 def orphans_never_end() -> Iterator[None]:
     """Decode goes on for a router whose token stream is gone, whatever the grace."""
-    with _replaced(decode_instance.DecodeInstance, "_router_gone", lambda _: _nothing):
+    with replaced(decode_instance.DecodeInstance, "_router_gone", lambda _: nothing):
         yield
 
 
-@_planted
+@planted
 def prompts_die_with_their_router() -> Iterator[None]:
     """Prefill cancels a request when its router is gone, although the client may re-attach."""
 
@@ -297,11 +259,11 @@ def prompts_die_with_their_router() -> Iterator[None]:
 
         return leave
 
-    with _replaced(prefill_role.PrefillRole, "leave", make):
+    with replaced(prefill_role.PrefillRole, "leave", make):
         yield
 
 
-@_planted
+@planted
 def text_offset_forgotten() -> Iterator[None]:
     """A router that takes a request over sends text that the client has."""
 
@@ -311,11 +273,11 @@ def text_offset_forgotten() -> Iterator[None]:
 
         return go_on_after
 
-    with _replaced(router_answer.Answer, "go_on_after", make):
+    with replaced(router_answer.Answer, "go_on_after", make):
         yield
 
 
-@_planted
+@planted
 def later_session_draws_another_seed() -> Iterator[None]:
     """A request that is placed again in a later session samples with another seed."""
 
@@ -328,11 +290,11 @@ def later_session_draws_another_seed() -> Iterator[None]:
 
         return prefill
 
-    with _replaced(request_placer.RequestPlacer, "_prefill", make):
+    with replaced(request_placer.RequestPlacer, "_prefill", make):
         yield
 
 
-@_planted
+@planted
 def abort_ignores_sessions() -> Iterator[None]:
     """A late Abort of an earlier session ends what a later one has attached."""
 
@@ -343,17 +305,17 @@ def abort_ignores_sessions() -> Iterator[None]:
 
         return comparable
 
-    with _replaced(owners.Ownership, "comparable", make):
+    with replaced(owners.Ownership, "comparable", make):
         yield
 
 
-@_planted
+@planted
 def freed_seat_stays_empty() -> Iterator[None]:
     """A landed request is not admitted when an aborted one leaves its seat in the batch."""
 
     def make(original: Any) -> Any:
         def follow(self: Any, *args: Any, **named: Any) -> None:
-            self._admit = _nothing
+            self._admit = nothing
             try:
                 original(self, *args, **named)
             finally:
@@ -361,14 +323,14 @@ def freed_seat_stays_empty() -> Iterator[None]:
 
         return follow
 
-    with _replaced(decode_instance.DecodeInstance, "_follow", make):
+    with replaced(decode_instance.DecodeInstance, "_follow", make):
         yield
 
 
 # Bugs that the simulation, or attacks, have found: each undoes its fix.
 
 
-@_planted
+@planted
 def abort_of_a_running_request_unanswered() -> Iterator[None]:
     """Decode ends a request that prefill gives up after its landing, and does not tell the router."""
 
@@ -380,11 +342,11 @@ def abort_of_a_running_request_unanswered() -> Iterator[None]:
 
         return ended
 
-    with _replaced(decode_lifecycle, "_ended", make):
+    with replaced(decode_lifecycle, "_ended", make):
         yield
 
 
-@_planted
+@planted
 def replaced_owner_not_told() -> Iterator[None]:
     """Decode ends a request for another router's request with the same id, and does not tell the former router."""
 
@@ -396,18 +358,18 @@ def replaced_owner_not_told() -> Iterator[None]:
 
         return ended
 
-    with _replaced(decode_lifecycle, "_ended", make):
+    with replaced(decode_lifecycle, "_ended", make):
         yield
 
 
-@_planted
+@planted
 def late_placement_not_attached() -> Iterator[None]:
     """The router waits for tokens that were on their way over a stream that broke before it heard of the placement."""
-    with _replaced(token_feeds.TokenFeeds, "_attach_if_due", lambda _: _nothing):
+    with replaced(token_feeds.TokenFeeds, "_attach_if_due", lambda _: nothing):
         yield
 
 
-@_planted
+@planted
 def two_instances_in_one_attempt() -> Iterator[None]:
     """The router takes the tokens of two decode instances that both have the KV of one attempt."""
 
@@ -420,14 +382,14 @@ def two_instances_in_one_attempt() -> Iterator[None]:
         yield
 
 
-@_planted
+@planted
 def claims_of_dead_routers_kept() -> Iterator[None]:
     """The ids of a dead router's requests stay taken until their deadline."""
-    with _replaced(memory_store.MemoryCluster, "is_registered", lambda _: lambda *_: True):
+    with replaced(memory_store.MemoryCluster, "is_registered", lambda _: lambda *_: True):
         yield
 
 
-@_planted
+@planted
 def refused_writes_end_leases() -> Iterator[None]:
     """A store that answers, and refuses heartbeats, does not count as lost."""
 
@@ -438,21 +400,21 @@ def refused_writes_end_leases() -> Iterator[None]:
         return tick
 
     with (
-        _replaced(SimulatedStore, "_tick", make),
-        _replaced(Membership, "store_lost", lambda _: _nothing),
-        _replaced(MonitoredMembership, "store_lost", lambda _: _nothing),
+        replaced(SimulatedStore, "_tick", make),
+        replaced(Membership, "store_lost", lambda _: nothing),
+        replaced(MonitoredMembership, "store_lost", lambda _: nothing),
     ):
         yield
 
 
-@_planted
+@planted
 def refused_connections_cost_attempts() -> Iterator[None]:
     """Attempts run out while the only prefill instance is away, or its queue is full."""
-    with _replaced(lifecycle_losses, "_setback", lambda _: lambda *_: Setback.LOST):
+    with replaced(lifecycle_losses, "_setback", lambda _: lambda *_: Setback.LOST):
         yield
 
 
-@_planted
+@planted
 def loss_of_the_first_token_ignored() -> Iterator[None]:
     """The router takes the end of a prefill stream for no loss once decode has drawn, first token or not."""
 
@@ -465,14 +427,14 @@ def loss_of_the_first_token_ignored() -> Iterator[None]:
 
         return step
 
-    with _replaced(router_requests, "step", make):
+    with replaced(router_requests, "step", make):
         yield
 
 
 # Engine and KV.
 
 
-@_planted
+@planted
 def quarantine_skipped() -> Iterator[None]:
     """Blocks of an ended request are free although a transfer can still write to them."""
 
@@ -487,11 +449,11 @@ def quarantine_skipped() -> Iterator[None]:
 
         return settle
 
-    with _replaced(Account, "settle", make):
+    with replaced(Account, "settle", make):
         yield
 
 
-@_planted
+@planted
 def preempted_kv_counts_as_computed() -> Iterator[None]:
     """A preempted request goes on as if its KV were still there."""
 
@@ -503,9 +465,5 @@ def preempted_kv_counts_as_computed() -> Iterator[None]:
 
         return give_up_blocks
 
-    with _replaced(stepwise_residency.Residency, "_give_up_blocks", make):
+    with replaced(stepwise_residency.Residency, "_give_up_blocks", make):
         yield
-
-
-# Those of copies have a file of their own. It uses what is above.
-from kaveri.testing.simulation import planted_replicas as planted_replicas  # noqa: E402
