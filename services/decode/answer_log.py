@@ -104,7 +104,8 @@ class AnswerLog:
         """What was not sent, which counts as sent from now on."""
         start = self.sent - self.first_index
         gained = GainedTokens(request_id, owner, self.sent, self.token_ids[start:], self.logprobs[start:], self.end)
-        if not self.replica_sent:
+        # The copy of a request that has ended is gone.
+        if not self.replica_sent and self.end is GOING_ON:
             gained.replica, self.replica_sent = self.replica, True
         self.sent = self.next_index
         self.end_sent = self.end is not GOING_ON

@@ -2,6 +2,7 @@
 
 from kaveri.domain.owner import Owner
 from kaveri.domain.replica import Replica
+from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import EngineKey, TokenStep
 from services.decode.answer_log import AnswerLog
 
@@ -17,6 +18,15 @@ def test_news_of_a_copy_are_sent_once_and_again_to_a_router_that_attaches() -> N
     assert log.take("r", OWNER).replica is None
     log.send_from(log.next_index)
     assert log.take("r", OWNER).replica == Replica("d1", 1, 32)
+
+
+def test_no_copy_is_named_of_a_request_that_has_ended() -> None:
+    log = AnswerLog.drawn_here(0)
+    log.note_replica(Replica("d1", 1, 16))
+    log.gain(TokenStep(EngineKey("r", 1), 0, 42, None, FinishReason.LENGTH), None)
+    log.send_from(0)
+    gained = log.take("r", OWNER)
+    assert (gained.token_ids, gained.replica) == ([42], None)
 
 
 def test_a_resumed_request_draws_its_next_token_here() -> None:
