@@ -293,12 +293,12 @@ def _place_named(state: State, event: PlaceNamed, now_s: float) -> Step:
     match state:
         case Prefilling(attempt, next_index, held):
             placed = Placed(attempt, next_index, event.place, held=held)
-        case Placed(attempt, next_index, place, leg, left, held):
+        case Placed(attempt, next_index, place, leg, left, held, replica):
             if event.place != place:
                 events = tuple(former for former in held.events if former.source != place)
-                held = held_of(events)
+                held, replica = held_of(events), None
                 left = (*(former for former in left if former != event.place), place)
-            placed = Placed(attempt, next_index, event.place, leg, left, held)
+            placed = Placed(attempt, next_index, event.place, leg, left, held, replica)
         case Decoding(attempt, _, place, _):
             if event.place != place:
                 where = event.place.instance_id
@@ -404,9 +404,10 @@ def _replica_named(state: State, event: ReplicaNamed) -> Step:
             if isinstance(state, Placed) and event.source in state.left:
                 return state, ()
             # The last word of each instance.
-            events = (former for former in state.held.events if not _is_replaced(former, event))
-            held = held_of((*events, event))
-            return replace(state, held=held) if held.token_count <= attempt.most_tokens else state, ()
+            events = tuple(former for former in state.held.events if not _is_replaced(former, event))
+            if sum(isinstance(former, ReplicaNamed) for former in events) >= attempt.most_tokens:
+                return state, ()
+            return replace(state, held=held_of((*events, event))), ()
         case _:
             return state, ()
 

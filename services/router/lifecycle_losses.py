@@ -82,7 +82,14 @@ def leg_of(state: Placed | Resuming | Decoding) -> PrefillLeg:
 
 def held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> Held:
     """With the number of their tokens."""
-    return Held(events, sum(len(event.token_ids) if isinstance(event, Tokens) else 1 for event in events))
+    return Held(events, sum(map(_held_tokens, events)))
+
+
+def _held_tokens(event: Tokens | GivenUp | ReplicaNamed) -> int:
+    """An error counts as a token. What is said of a copy takes no room from the tokens, which may be a whole answer."""
+    if isinstance(event, Tokens):
+        return len(event.token_ids)
+    return 1 if isinstance(event, GivenUp) else 0
 
 
 def impossible(state: State, event: Event) -> AssertionError:

@@ -508,8 +508,11 @@ class AnyOrder(RuleBasedStateMachine):
     def what_is_held_is_bounded_and_of_no_place_that_was_left(self) -> None:
         if isinstance(self.state, Seeking | Prefilling | Placed):
             held = self.state.held
-            weights = [len(event.token_ids) if isinstance(event, Tokens) else 1 for event in held.events]
+            events = [event for event in held.events if not isinstance(event, ReplicaNamed)]
+            weights = [len(event.token_ids) if isinstance(event, Tokens) else 1 for event in events]
             assert sum(weights) == held.token_count <= MOST_TOKENS
+            named = [event.source for event in held.events if isinstance(event, ReplicaNamed)]
+            assert len(set(named)) == len(named) <= MOST_TOKENS
             if isinstance(self.state, Placed):
                 assert not {event.source for event in held.events} & set(self.state.left)
                 assert self.state.place not in self.state.left

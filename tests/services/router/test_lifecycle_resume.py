@@ -20,6 +20,8 @@ from services.router.lifecycle_values import (
     Ended,
     Event,
     Failed,
+    Finishing,
+    FirstToken,
     Follow,
     GivenUp,
     LeaveAttempt,
@@ -36,11 +38,13 @@ from services.router.lifecycle_values import (
     ResumeAsked,
     ResumeRefused,
     Resuming,
+    Seeking,
     Sent,
     State,
     Superseded,
     TextStopped,
     Tokens,
+    TookOver,
     Unplaced,
 )
 
@@ -232,11 +236,39 @@ def test_a_replica_that_is_named_before_its_place_counts_once_the_place_is_known
     state, actions = run(Prefilling(FIRST, 0), *early, PlaceNamed(OWNER))
     assert isinstance(state, Placed)
     assert (state.replica, actions) == (grown, [Follow(1, OWNER)])
-    assert state.held.token_count == 1, "the last word of each instance is kept"
+    assert len(state.held.events) == 1, "the last word of each instance is kept"
     many = [ReplicaNamed(1, Life("decode-0", number), REPLICA) for number in range(100)]
     state, _ = run(Prefilling(FIRST, 0), *many)
     assert isinstance(state, Prefilling)
-    assert state.held.token_count == FIRST.most_tokens
+    assert len(state.held.events) == FIRST.most_tokens
+
+
+@pytest.mark.parametrize("received", [0, 3])
+def test_a_whole_answer_and_a_replica_may_come_before_the_answer_to_an_attach(received: int) -> None:
+    whole = drawn(2, OWNER, received, *range(received, 20), finish=FinishReason.LENGTH)
+    seeking = Seeking(Attempt(2, NO_LIFE, received, 20), received)
+    taken = TookOver(Attempt(2, PREFILL, received, 20), (), OWNER)
+    state, actions = run(seeking, ReplicaNamed(2, OWNER, REPLICA), whole, taken)
+    assert state == Ended(FinishReason.LENGTH, taken.attempt)
+    assert appended(actions) == list(range(received, 20))
+
+
+def test_a_replica_leaves_room_for_all_tokens_of_a_place_that_is_named_late() -> None:
+    foreign, own = ReplicaNamed(1, HOLDER, Replica(*OWNER, 8)), ReplicaNamed(1, OWNER, REPLICA)
+    rest = drawn(1, OWNER, 1, *range(1, 20), finish=FinishReason.LENGTH)
+    state, actions = run(Prefilling(FIRST, 0), FirstToken((0,)), foreign, own, rest, PlaceNamed(OWNER))
+    assert isinstance(state, Finishing)
+    assert appended(actions) == list(range(20))
+
+
+def test_a_place_that_is_named_again_keeps_its_replica_and_another_one_does_not() -> None:
+    # A prefill stream that is opened again repeats what it has said.
+    state, _ = run(Placed(FIRST, 0, OWNER), ReplicaNamed(1, OWNER, REPLICA), PlaceNamed(OWNER))
+    assert isinstance(state, Placed)
+    assert state.replica == REPLICA
+    state, _ = run(state, PlaceNamed(HOLDER))
+    assert isinstance(state, Placed)
+    assert state.replica is None
 
 
 def test_a_request_of_an_earlier_session_is_resumed_at_the_holder_that_a_hint_names() -> None:
