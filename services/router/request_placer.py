@@ -209,8 +209,8 @@ class RequestPlacer:
             return  # It was sent away, or its deadline has passed, before this task began.
         if entry.accepted.session:
             can_resume = self._usable_replica(entry) is not None
-            others_unasked = await self._take_over(entry, number + 1, can_resume) is Missing.OWNER_LOST
-            number = self._numbers.last(entry.request_id)
+            number += 1
+            others_unasked = await self._take_over(entry, number, can_resume) is Missing.OWNER_LOST
             if isinstance(entry.state, Ended):
                 return
         while True:
@@ -245,8 +245,8 @@ class RequestPlacer:
             if others_unasked and lost.setback is Setback.REFUSED:
                 # The hint was old: another instance may have the request.
                 others_unasked = False
-                await self._take_over(entry, number + 1, can_resume=False)
-                number = self._numbers.last(entry.request_id)
+                number += 1
+                await self._take_over(entry, number, can_resume=False)
                 if isinstance(entry.state, Ended):
                     return
             if lost.next_index >= entry.accepted.most_tokens:

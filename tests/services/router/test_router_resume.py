@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.v1 import inference_pb2
-from services.router import token_feeds
+from services.router import attempt_numbers, token_feeds
 from services.router.lifecycle_values import Decoding, Resuming
 from tests.services.router.cluster_script import (
     PROMPT,
@@ -306,3 +306,22 @@ async def test_a_holder_that_is_not_heard_of_is_not_asked(
         assert tokens_of(await collecting) == answer(PROMPT, 20)
     assert len(cluster.taken()) == 2
     assert not holder.resumes
+
+
+async def test_attempts_after_a_re_attach_go_on_counting_however_long_it_ran(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two attempts of one name could not be told apart at instances: the holder of a copy would refuse the second."""
+    monkeypatch.setattr(attempt_numbers, "_REMEMBERED_S", 0.0)
+    owner.attachable.add("one")
+    async with cluster.router() as router:
+        request = ask(request_id="one", secret=SECRET, session=1)
+        request.params.seed = 1
+        request.received.token_ids.extend(answer(PROMPT, 5))
+        request.received.max_tokens = 20
+        call = router.stub.Generate(request, timeout=20)
+        await eventually(lambda: state_of(router, "one", 10) is not None)
+        await cluster.kill("decode-0")
+        assert answer(PROMPT, 5) + tokens_of(await rest_of(call)) == answer(PROMPT, 20)
+    (attached,), (resume,) = owner.attached, holder.resumes
+    assert (attached.attempt, resume.attempt) == (1, 2)
