@@ -148,9 +148,14 @@ class Router:
         self.table.fail_all(Unavailable(reason, retry_after_s=0.0))
 
     def _send_away(self) -> None:
-        """Sends clients to other routers, as soon as there are any that do not drain as well."""
-        if self.draining and self.peers.has_another(self._draining_since_s + _OTHERS_DRAIN_WITHIN_S):
+        """Sends clients to other routers, as soon as there are any that do not drain as well. When the last of those
+        has gone, clients come back and stay."""
+        if not self.draining:
+            return
+        if self.peers.has_another(self._draining_since_s + _OTHERS_DRAIN_WITHIN_S):
             self.table.send_away()
+        elif not self.peers.addresses(includes_own=False):
+            self.table.stay()
 
     async def _monitor(self) -> None:
         """Campaigns while the router does not drain."""

@@ -203,3 +203,21 @@ async def test_a_draining_router_is_not_named_to_clients(cluster: ScriptedCluste
         router.stopping.set()
         await eventually(lambda: other.router.peers.addresses() == [other.address])
         await router.serving
+
+
+async def test_the_last_router_serves_what_it_has_sent_away_when_the_other_one_dies(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 7
+    async with cluster.router() as router:
+        async with cluster.router(instance_id="router-1") as other:
+            await eventually(lambda: router.router.peers.addresses(includes_own=False))
+            call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+            await eventually(lambda: decode.is_paused)
+            await router.host.drain()
+            assert list((await moved(call))[-1].routers) == [other.address]
+            await router.check_integrity()
+        await eventually(lambda: not router.router.peers.addresses(includes_own=False))
+        again = ask_attachable("mine", session=1)
+        again.params.seed = 1
+        decode.may_step.set()
+        assert tokens_of(await collect(router.stub.Generate(again, timeout=10))) == answer(PROMPT, 20)
