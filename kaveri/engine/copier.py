@@ -7,6 +7,8 @@ DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next w
 messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
 
     block computed ── staged ── pushed ── marked ── the holder keeps it: Replicated, and the slot is free
+
+A holder that is silent is given up, so that another one takes its place.
 """
 
 import threading
@@ -41,6 +43,8 @@ _YIELD_S = 0.005
 """Between two blocks while prompts are pushed from the same instance."""
 _LONGEST_WAIT_S = 1.0
 """Before a block, however low the rate: holders hear no later than that of requests that have ended."""
+_SILENT_S = 10.0
+"""A holder that answers no mark for so long is as good as gone: a live one answers at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,8 @@ class _Copy(Generic[OwnerT]):
     staged: "deque[tuple[int, int]]" = field(default_factory=deque)
     """(block, slot) of those that the holder has not answered for, in order."""
     is_aborted: bool = False
+    silent_since_s: float | None = None
+    """When the holder answered last, or when the first mark since was due; None: it has answered all."""
 
     @property
     def holder(self) -> tuple[tuple[tuple[KvEndpoint, ...], ...], int]:
@@ -160,7 +166,7 @@ class _Mark(NamedTuple):
 
 
 class _Abort(NamedTuple):
-    """The request has ended: the holder is to drop its copy."""
+    """The request has ended, or the holder is silent: it is to drop its copy."""
 
     transfer_id: bytes
 
@@ -169,7 +175,7 @@ class Copier(Generic[OwnerT]):
     """The copies of one engine. Any thread may call replicate(); one at a time calls advance().
 
     slot_count: of the staging pool. staging: fills a slot. make_sender: pushes slots. on_work: called, without a lock,
-    when advance() may have something to do that it had not before.
+    when advance() may have something to do that it had not before. now_s: a clock that never goes back.
     """
 
     def __init__(
@@ -181,8 +187,10 @@ class Copier(Generic[OwnerT]):
         staging: Staging,
         make_sender: Callable[[PushListener], CopySender],
         on_work: Callable[[], None],
+        now_s: Callable[[], float],
     ) -> None:
         self._layout = layout
+        self._now_s = now_s
         self._shared = shared
         self._account = account
         self._staging = staging
@@ -278,7 +286,7 @@ class Copier(Generic[OwnerT]):
         return None
 
     def _due(self, copy: _Copy[OwnerT]) -> "_Stage[OwnerT] | _Mark | _Abort | None":
-        if copy.owner.done:
+        if copy.owner.done or self._is_silent(copy):
             copy.is_aborted = True
             return _Abort(copy.ticket.transfer_id)
         block_tokens = self._layout.block_tokens
@@ -290,9 +298,14 @@ class Copier(Generic[OwnerT]):
             return _Stage(copy, copy.written, self._account.place_of(copy.owner, copy.written), slot)
         if copy.marked < copy.written:
             start, copy.marked = copy.marked * block_tokens, copy.written
+            if copy.silent_since_s is None:
+                copy.silent_since_s = self._now_s()
             note = token_note(self._account.tokens_of(copy.owner, start, copy.written * block_tokens))
             return _Mark(copy.ticket.transfer_id, copy.written, note)
         return None
+
+    def _is_silent(self, copy: _Copy[OwnerT]) -> bool:
+        return copy.silent_since_s is not None and self._now_s() - copy.silent_since_s >= _SILENT_S
 
     def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
         """Each holder may have as many slots as it leaves free: one that has stopped reading never takes all (dynamic
@@ -345,6 +358,7 @@ class Copier(Generic[OwnerT]):
                 return
             while copy.staged and copy.staged[0][0] < block_count:
                 self._release(copy, copy.staged.popleft()[1])
+            copy.silent_since_s = self._now_s() if block_count < copy.marked else None
             if not copy.owner.done:
                 self._shared.outbox.put(Replicated(copy.owner.key, block_count * self._layout.block_tokens))
 
@@ -357,6 +371,8 @@ class Copier(Generic[OwnerT]):
             while copy.staged:
                 self._release(copy, copy.staged.popleft()[1])
             if not copy.owner.done:
+                if copy.is_aborted:
+                    reason = f"the holder has answered nothing for {_SILENT_S:g} s"
                 self._shared.outbox.put(ReplicaEnded(copy.owner.key, reason))
 
 
@@ -458,6 +474,7 @@ class CopierThread(Generic[OwnerT]):
                     self._stage,
                     self._plane.start,
                     on_work=self._work.set,
+                    now_s=time.monotonic,
                 )
                 self._thread = threading.Thread(target=self._run, name="kaveri-copier", daemon=True)
                 self._thread.start()

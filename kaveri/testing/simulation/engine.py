@@ -102,6 +102,7 @@ class SimulatedEngine:
             lambda block_id, slot: staging.put(slot, self._memory.get(block_id)),
             partial(SimulatedSender, staging, layout, wire),
             on_work=self._wake_copier,
+            now_s=now_s,
         )
         # When the copier looks for something to do next; None: nothing has changed.
         self._next_copy: asyncio.TimerHandle | None = None

@@ -105,8 +105,16 @@ class _Bench:
         self.shared = Shared()
         self.shared.outbox.listener = self.events.extend
         self.senders: list[_Sender] = []
+        self.now_s = 100.0
         self.copier = Copier(
-            layout, slot_count, self.shared, _Account(*requests), self._stage, self._sender, on_work=lambda: None
+            layout,
+            slot_count,
+            self.shared,
+            _Account(*requests),
+            self._stage,
+            self._sender,
+            on_work=lambda: None,
+            now_s=lambda: self.now_s,
         )
 
     @property
@@ -318,6 +326,40 @@ def test_holder_that_answers_nothing_leaves_slots_to_the_others() -> None:
         if marked[-1] == 20:
             break
         bench.sender.tell(PushMarked(push, marked[-1]))
+
+
+def test_copy_whose_holder_answers_no_mark_for_long_is_given_up_and_another_holder_takes_its_place() -> None:
+    request = _Request(_KEY, whole=2)
+    bench = _Bench(request)
+    silent = bench.replicate(request, 10, "silent")
+    bench.run()
+    bench.now_s += 9
+    bench.run()
+    assert not bench.sender.aborted
+    bench.now_s += 1
+    bench.run()
+    assert bench.sender.aborted == [silent]
+    bench.sender.tell(PushFailed(silent, "aborted"))
+    assert bench.events == [ReplicaEnded(_KEY, "the holder has answered nothing for 10 s")]
+    again = bench.replicate(request, 10, "lively")
+    bench.run()
+    assert bench.sender.marks[-1] == (again, 2, tuple(range(8)))
+
+
+def test_holder_that_answers_is_kept_however_long_its_request_completes_no_block() -> None:
+    request = _Request(_KEY, whole=2)
+    bench = _Bench(request)
+    push = bench.replicate(request, 10)
+    bench.run()
+    request.whole = 3
+    bench.run()
+    for block_count in (2, 3):
+        bench.now_s += 9
+        bench.sender.tell(PushMarked(push, block_count))
+        bench.run()
+    bench.now_s += 1000
+    bench.run()
+    assert not bench.sender.aborted
 
 
 @pytest.fixture
