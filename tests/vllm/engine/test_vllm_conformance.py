@@ -60,6 +60,8 @@ class TestVllmEngine(EngineConformance, ResumptionConformance, ReplicationConfor
         return _Harness(prefills, decodes, tmp_path, reference)
 
 
+# One test loads vLLM in up to four engines of two ranks, on as few as two cores.
+@pytest.mark.timeout(900)
 class TestVllmEngineOfTwoRanks(EngineConformance, ResumptionConformance, ReplicationConformance):
     @pytest.fixture
     def harness(
