@@ -65,6 +65,7 @@ from services.router.lifecycle_values import (
     Sought,
     TookOver,
     Unfollow,
+    Unplaced,
 )
 from services.router.placement_line import PlacementLine
 from services.router.requests import RequestEntry
@@ -204,7 +205,7 @@ class RequestPlacer:
 
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.last(entry.request_id)
-        retry, others_unasked = RetryState(), False
+        retry, others_unasked, hint_is_old = RetryState(), False, False
         if entry.ended:
             return  # It was sent away, or its deadline has passed, before this task began.
         if entry.accepted.session:
@@ -215,7 +216,8 @@ class RequestPlacer:
                 return
         while True:
             prefill: InstanceRecord | None = None
-            if (replica := self._usable_replica(entry)) is not None:
+            replica = None if hint_is_old and isinstance(entry.state, Unplaced) else self._usable_replica(entry)
+            if replica is not None:
                 number += 1
                 self._numbers.note(entry.request_id, number, time.monotonic())
                 await self._holders.resume(entry, number, replica)
@@ -244,7 +246,7 @@ class RequestPlacer:
                     raise lost.error
             if others_unasked and lost.setback is Setback.REFUSED:
                 # The hint was old: another instance may have the request.
-                others_unasked = False
+                others_unasked, hint_is_old = False, True
                 number += 1
                 await self._take_over(entry, number, can_resume=False)
                 if isinstance(entry.state, Ended):
@@ -385,6 +387,7 @@ class RequestPlacer:
             first_index, most_tokens = found.attached.first_index, entry.accepted.most_tokens
             attempt = Attempt(number, found.prefill, first_index, most_tokens, taken_over=found.decode is None)
             entry.handle(TookOver(attempt, found.attached.token_ids, found.decode), time.monotonic())
+            entry.note_holder()
             if found.steps is not None:
                 await self._read_prefill(entry, attempt, found.steps, over)
             await over
@@ -523,6 +526,7 @@ class RequestPlacer:
                 life = Life(placed.decode_instance_id, placed.decode_incarnation)
                 entry.note_owner(attempt.prefill, life)
                 entry.handle(PlaceNamed(life), now_s)
+                entry.note_holder()
             case "first_token":
                 first = event.first_token
                 timing.prefill_s = first.prefill_s

@@ -226,8 +226,12 @@ class RequestEntry:
         self.timing.decode_instance_id = decode.instance_id if decode is not None else ""
 
     def note_replica(self, event: ReplicaNamed, now_s: float) -> None:
-        """Takes in where the request's replica is. A later session hears only of another holder, not of its growth."""
+        """Takes in where the request's replica is."""
         self.handle(event, now_s)
+        self.note_holder()
+
+    def note_holder(self) -> None:
+        """Remembers the holder of the replica for a later session, which hears only of another one, not of growth."""
         if not isinstance(self.state, Placed | Decoding):
             return
         replica = self.state.replica

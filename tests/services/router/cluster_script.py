@@ -186,7 +186,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.refusal: KaveriError | None = None
         """Of every Resume."""
         self.may_answer = asyncio.Event()
-        """The answer to Resume waits for this."""
+        """The answer to Resume or Attach waits for this."""
         self.may_answer.set()
         self.draws_before_its_answer = False
         """Begin to draw when Resume comes, whenever its answer goes out."""
@@ -228,6 +228,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             request.session,
         )
         self._wake.set()
+        await self.may_answer.wait()
         attached = decode_pb2.Attached(max_tokens=self.attached_tokens, first_index=0)
         return decode_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)
 

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.v1 import inference_pb2
 from services.router import attempt_numbers, token_feeds
-from services.router.lifecycle_values import Decoding, Resuming
+from services.router.lifecycle_values import Decoding, Resuming, Seeking
 from tests.services.router.cluster_script import (
     PROMPT,
     RouterUnderTest,
@@ -325,3 +325,52 @@ async def test_attempts_after_a_re_attach_go_on_counting_however_long_it_ran(
         assert answer(PROMPT, 5) + tokens_of(await rest_of(call)) == answer(PROMPT, 20)
     (attached,), (resume,) = owner.attached, holder.resumes
     assert (attached.attempt, resume.attempt) == (1, 2)
+
+
+async def test_a_copy_that_is_named_before_the_answer_to_an_attach_is_known_to_a_later_session(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    owner.attachable.add("one")
+    owner.may_answer.clear()
+    async with cluster.router() as router:
+        request = ask(request_id="one", secret=SECRET, session=1)
+        request.params.seed = 1
+        request.received.token_ids.extend(answer(PROMPT, 5))
+        request.received.max_tokens = 20
+        call = router.stub.Generate(request, timeout=20)
+        # All that it draws is held, the news of the copy too, and there will be none.
+        await eventually(lambda: owner.is_paused)
+        entry = router.router.table.get("one")
+        assert entry is not None
+        await eventually(lambda: isinstance(entry.state, Seeking) and entry.state.held.token_count == 5)
+        owner.may_answer.set()
+        while not (response := await call.read()).HasField("owner"):
+            # It is behind the text of the tokens that the client has.
+            pass
+        assert (response.owner.decode_instance_id, response.owner.holder_instance_id) == ("decode-0", "decode-1")
+        owner.may_step.set()
+        await rest_of(call)
+
+
+async def test_a_holder_that_has_refused_is_not_asked_once_more_when_no_instance_has_the_request(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    async with cluster.router() as router:
+        life = cluster.instances["decode-0"].record.incarnation
+        await cluster.instances["decode-0"].die()
+        cluster.place_on = "decode-1"
+        request = ask(request_id="one", secret=SECRET, session=1)
+        request.params.seed = 1
+        request.received.token_ids.extend(answer(PROMPT, 10))
+        request.received.max_tokens = 20
+        request.received.owner.CopyFrom(
+            inference_pb2.OwnerHint(
+                decode_instance_id="decode-0",
+                decode_incarnation=life,
+                holder_instance_id="decode-1",
+                holder_incarnation=holder.incarnation,
+            )
+        )
+        rest = await rest_of(router.stub.Generate(request, timeout=20))
+    assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
+    assert len(holder.resumes) == 1
