@@ -1,11 +1,15 @@
 """Makes the faults of a plan happen, and ends them."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Coroutine
 from typing import Any
 
 from kaveri.domain.view import BOTH_PHASES, Phase, Role
+from kaveri.errors import Unavailable
+from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.service_host import ServiceHost
 from kaveri.testing.simulation.plan import Fault, FaultKind
 from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.world import Life, World
@@ -192,7 +196,7 @@ class Faults:
         world.loop.spawn(life.process, life.serving.drain())
         await asyncio.sleep(fault.lasts_s)
         if not life.ended and not life.stopping.is_set():
-            world.loop.spawn(life.process, life.serving.undrain())
+            world.loop.spawn(life.process, _put_back(life.serving))
 
     async def _wait_for_end(self, life: Life) -> None:
         """SIGTERM, then SIGKILL when the drain takes too long, as a process manager does."""
@@ -240,3 +244,9 @@ class Faults:
 def _set(seen: "asyncio.Future[float | None]", at_s: float) -> None:
     if not seen.done():
         seen.set_result(at_s)
+
+
+async def _put_back(serving: ServiceHost | EngineHost) -> None:
+    # Its process may have been told to end meanwhile; `kaveri undrain` says so then.
+    with contextlib.suppress(Unavailable):
+        await serving.undrain()
