@@ -167,6 +167,10 @@ class RequestPlacer:
                 attempt=entry.attempt_number,
             )
             entry.fail(InternalError(f"the router failed while it served request {entry.request_id!r}"))
+        finally:
+            if number := max(entry.attempt_number, self._numbers.last(entry.request_id)):
+                # From the end on: late messages of a long answer must not touch a request that uses its id again.
+                self._numbers.note(entry.request_id, number, time.monotonic())
 
     async def close(self) -> None:
         """Waits for the tasks of requests that have ended."""

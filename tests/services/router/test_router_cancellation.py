@@ -193,6 +193,24 @@ async def test_a_request_id_can_be_used_again_as_soon_as_its_answer_has_ended(cl
             assert tokens_of(responses) == answer(PROMPT, 3)
 
 
+async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: ScriptedCluster) -> None:
+    """Otherwise a late Abort of the former request would end the new one."""
+    for decode in cluster.decodes.values():
+        decode.pause_at = 7
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(request_id="mine"), timeout=10)
+        await eventually(lambda: any(decode.is_paused for decode in cluster.decodes.values()))
+        numbers = router.router.placer._numbers
+        # As if it had begun a minute ago, with others behind it.
+        numbers._last["mine"] = 1, time.monotonic()
+        numbers.note("other", 1, time.monotonic())
+        call.cancel()
+        await eventually(lambda: len(router.router.table) == 0)
+        cluster.let_all_go()
+        await collect(router.stub.Generate(ask(request_id="mine", max_tokens=3), timeout=10))
+        assert sorted(request.attempt for request in cluster.taken()) == [1, 2]
+
+
 async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flight(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router(drain_timeout_s=10) as router:
