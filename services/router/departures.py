@@ -31,11 +31,7 @@ class Departures:
 
     def update(self, view: ClusterView) -> None:
         """Moves what can be moved now. Called with each view, also when only loads have changed."""
-        draining = {
-            Life(instance_id, status.record.incarnation)
-            for instance_id, status in view.instances.items()
-            if status.load.state is InstanceState.DRAINING and Phase.DECODE in status.record.phases
-        }
+        draining = view.derive("draining decode instances", _draining, view)
         if not draining:
             return
         self._unconfirmed.retain(view)
@@ -63,3 +59,11 @@ class Departures:
         if layout is None or context_tokens - replica.token_count > _MOST_LACKING_BLOCKS * layout.block_tokens:
             return None
         return layout.block_count(context_tokens + 1)
+
+
+def _draining(view: ClusterView) -> frozenset[Life]:
+    return frozenset(
+        Life(instance_id, status.record.incarnation)
+        for instance_id, status in view.instances.items()
+        if status.load.state is InstanceState.DRAINING and Phase.DECODE in status.record.phases
+    )
