@@ -36,7 +36,7 @@ from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import Attempt, GivenUp, Life, PlaceLost, ReplicaNamed, Tokens
+from services.router.lifecycle_values import Attempt, Decoding, GivenUp, Life, PlaceLost, ReplicaNamed, Tokens
 from services.router.requests import RequestEntry, RequestTable
 
 CONNECT_GRACE_S = 2.0
@@ -336,14 +336,18 @@ class TokenFeeds:
 
     def _deliver(self, life: Life, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)
+        has_ended = update.finish_reason or update.error
         if entry is None:
             # Its placement may have come after the request had ended. One that was sent away goes on.
-            has_ended = update.finish_reason or update.error
             if not has_ended and not self._table.was_sent_away(update.request_id):
                 self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
             return
         if update.session != entry.accepted.session:
-            # The client has re-attached to this router; the tokens come again under the later session.
+            # The client has re-attached to this router; the tokens come again under the later session. What goes on
+            # elsewhere by then is not needed.
+            goes_on_elsewhere = isinstance(entry.state, Decoding) and entry.state.place != life
+            if update.session < entry.accepted.session and goes_on_elsewhere and not has_ended:
+                self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
             return
         try:
             if update.HasField("replica"):

@@ -12,9 +12,9 @@ from grpc import aio
 from prometheus_client import REGISTRY
 
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
-from kaveri.v1 import inference_pb2
+from kaveri.v1 import decode_pb2, inference_pb2
 from services.router import attempt_numbers, token_feeds
-from services.router.lifecycle_values import Decoding, Resuming, Seeking
+from services.router.lifecycle_values import Decoding, Life, Resuming, Seeking
 from tests.services.router.cluster_script import (
     PROMPT,
     RouterUnderTest,
@@ -374,3 +374,28 @@ async def test_a_holder_that_has_refused_is_not_asked_once_more_when_no_instance
         rest = await rest_of(router.stub.Generate(request, timeout=20))
     assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
     assert len(holder.resumes) == 1
+
+
+async def test_what_an_earlier_session_still_has_elsewhere_is_ended(
+    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
+) -> None:
+    """The client has re-attached to this router while the holder was asked to resume the earlier session; it did so."""
+    owner.attachable.add("one")
+    async with cluster.router() as router:
+        request = ask(request_id="one", secret=SECRET, session=1)
+        request.params.seed = 1
+        request.received.max_tokens = 20
+        call = router.stub.Generate(request, timeout=20)
+        await eventually(lambda: state_of(router, "one", 10) is not None)
+        feeds, life = router.router.feeds, Life("decode-0", owner.incarnation)
+        late = decode_pb2.RequestTokens(request_id="one", attempt=2, index=9, token_ids=[7])
+        # The instance that goes on for the later session is left alone, and one that has ended it by itself.
+        feeds._deliver(life, late, 0.0)
+        elsewhere = life._replace(instance_id="decode-1", incarnation=holder.incarnation)
+        over = decode_pb2.RequestTokens(request_id="one", attempt=3, error="gave up")
+        feeds._deliver(elsewhere, over, 0.0)
+        feeds._deliver(elsewhere, late, 0.0)
+        await eventually(lambda: ("one", 2) in holder.aborted)
+        assert (owner.aborted, holder.aborted) == ([], [("one", 2)])
+        owner.may_step.set()
+        assert tokens_of(await rest_of(call)) == answer(PROMPT, 20)
