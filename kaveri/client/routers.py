@@ -18,6 +18,8 @@ from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of, is_answer
 
 ResponseT = TypeVar("ResponseT")
+_CLOSE_GRACE_S = 2.0
+"""For answers that still come over the former connection of a router that is ending."""
 
 
 class RouterFailed(Exception):
@@ -174,7 +176,7 @@ class Routers:
         channel = self._channels.get(target)
         if channel is not None and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             del self._channels[target], self._stubs[target]
-            closing = asyncio.create_task(channel.close(), name="kaveri-client close")
+            closing = asyncio.create_task(channel.close(_CLOSE_GRACE_S), name="kaveri-client close")
             self._closing[closing] = None
             closing.add_done_callback(self._closing.pop)
 

@@ -498,3 +498,19 @@ def test_wrong_targets_are_refused_by_name(target: object) -> None:
 def test_right_targets_are_taken(target: object) -> None:
     client = AsyncClient(target)  # type: ignore[arg-type]
     assert client.target in client.targets
+
+
+async def test_a_router_that_new_calls_do_not_reach_any_more_cancels_no_answer_of_others(routers: list[Router]) -> None:
+    """Its former connection stands until it ends, new ones are refused: their channel is closed."""
+    router, _ = routers
+    router.service.pause_at = 5
+    async with AsyncClient(router.target) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="mine"))
+        await until(lambda: "mine" in router.service.paused and len(client.targets) == 2, "the answer pauses")
+        stopping = asyncio.create_task(router.server.stop(10))
+        for _ in range(4):
+            assert (await client.generate("prompt", params=TEN)).text == ALPHABET
+            await asyncio.sleep(0.1)
+        router.service.go_on.set()
+        assert (await asyncio.wait_for(asking, 10)).text == ALPHABET
+        await stopping
