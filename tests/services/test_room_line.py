@@ -389,7 +389,7 @@ async def test_a_request_that_the_engine_refuses_while_the_instance_drains_is_se
     await cluster.router()
     asked: list[Future[Any]] = []
 
-    def answer_later(request: Any, expires_in_s: float, source: Any) -> Future[Any]:
+    def answer_later(*_: Any) -> Future[Any]:
         asked.append(Future())
         return asked[-1]
 
@@ -411,9 +411,9 @@ async def test_an_engine_that_keeps_its_free_blocks_for_others_is_asked_again_af
     reserve, refusals = decode.engine.reserve, 20
     asked = itertools.count()
 
-    def refuse_some(request: Any, expires_in_s: float, source: Any) -> Any:
+    def refuse_some(*arguments: Any) -> Any:
         if next(asked) >= refusals:
-            return reserve(request, expires_in_s, source)
+            return reserve(*arguments)
         refused: Future[Any] = Future()
         refused.set_exception(NoCapacity("kv pool", 0.1, "preempted requests wait for blocks"))
         return refused

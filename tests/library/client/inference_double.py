@@ -24,7 +24,7 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
     """Token i of an answer is i, its text chr(97 + i).
 
     The prompt, or the last message, says what happens: "error" raises `error`, "endless" sends one token and waits,
-    "silent" sends nothing and waits, "gap" skips a token, "again" repeats one, "cut" ends without a finish reason.
+    "silent" sends nothing and waits, "gap" skips a token, "twice" repeats one, "cut" ends without a finish reason.
     Anything else: params.max_tokens tokens; "held" has text behind the last one.
     """
 
@@ -86,11 +86,11 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
             await abort(context, self.error)
         if prompt == "silent":
             await cancel.wait()
-        if prompt in ("endless", "gap", "again", "cut"):
+        if prompt in ("endless", "gap", "twice", "cut"):
             yield pb.GenerateResponse(request_id=request.request_id, index=0, token_ids=[0], text="a")
         if prompt == "gap":
             yield pb.GenerateResponse(index=2, token_ids=[2], text="c")
-        if prompt == "again":
+        if prompt == "twice":
             yield pb.GenerateResponse(index=0, token_ids=[0], text="a")
         if prompt == "cut":
             return
