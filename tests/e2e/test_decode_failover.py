@@ -145,7 +145,7 @@ async def whole_again(replicated: Replicated) -> AsyncIterator[None]:
     cluster = replicated.cluster
     dead = [name for name in (*ROUTERS, *DECODES) if name not in cluster.pids()]
     await asyncio.gather(*(cluster.stack.restart(name) for name in dead))
-    await cluster.stack.wait_until_ready(60)
+    await cluster.stack.wait_until_ready(180)
     await replicated.is_free(20)
 
 

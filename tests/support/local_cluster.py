@@ -62,7 +62,7 @@ class LocalCluster:
         """SIGTERM: it drains. Returns its exit status. It stays stopped until restart()."""
         return await self.stack.process(name).stop(grace_s)
 
-    async def restart(self, name: str, within_s: float = 60.0) -> None:
+    async def restart(self, name: str, within_s: float = 120.0) -> None:
         """Restarts a dead one and waits until the whole cluster accepts requests."""
         await self.stack.restart(name)
         await self.stack.wait_until_ready(within_s)
