@@ -109,7 +109,10 @@ class MarkTests(TransportSuite):
         finally:
             world.close()
 
-    @pytest.mark.parametrize("how", ["given up", "sender closed", "revoked", "expired", "wrong digest", "end is early"])
+    @pytest.mark.parametrize(
+        "how",
+        ["given up", "given up, marks kept", "sender closed", "revoked", "expired", "wrong digest", "end is early"],
+    )
     def test_what_was_marked_survives_the_end_of_its_push(self, world: World, how: str) -> None:
         # Layer by layer, so that all of the first two blocks is before any of the third.
         right_bytes = 2 * SMALL_LAYOUT.layer_count * SMALL_LAYOUT.block_bytes
@@ -128,6 +131,8 @@ class MarkTests(TransportSuite):
             wait_until(lambda: self._arrived(world, ticket, 2, _SOURCE[:3]), "the third block has arrived")
             if how == "given up":
                 sender.abort(ticket.transfer_id)
+            elif how == "given up, marks kept":
+                sender.abort(ticket.transfer_id, keep_marked=True)
             elif how == "sender closed":
                 sender.close()
             elif how == "revoked":

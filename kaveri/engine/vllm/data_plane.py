@@ -192,7 +192,7 @@ class DataPlane:
         if table is self._pushes:
             self.abort_push(transfer_id)
         elif table is self._copies:
-            self.do(AbortCopy(transfer_id))
+            self.do(AbortCopy(transfer_id, keep_marked=True))
         else:
             self.revoke(transfer_id)
 

@@ -117,6 +117,8 @@ class AbortCopy:
     """Give the push of a replica up. PushFailed follows, unless it has ended."""
 
     transfer_id: bytes
+    keep_marked: bool
+    """See KvSender.abort."""
 
 
 CopyCall = StageBlock | OpenCopy | WriteCopy | MarkCopy | AbortCopy

@@ -34,7 +34,7 @@ class RankCopies:
         self._plane.do(MarkCopy(transfer_id, block_count, note))
 
     def abort(self, transfer_id: bytes) -> None:
-        self._plane.do(AbortCopy(transfer_id))
+        self._plane.do(AbortCopy(transfer_id, keep_marked=False))
 
     def close(self) -> None:
         """Nothing: the ranks end their pushes with the data plane."""

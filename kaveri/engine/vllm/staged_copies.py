@@ -55,8 +55,8 @@ class StagedCopies:
                 self._sender.write_layers(transfer_id, self._layers, block_index, (slot,))
             case MarkCopy(transfer_id, block_count, note):
                 self._sender.mark(transfer_id, block_count, note)
-            case AbortCopy(transfer_id):
-                self._sender.abort(transfer_id)
+            case AbortCopy(transfer_id, keep_marked):
+                self._sender.abort(transfer_id, keep_marked=keep_marked)
 
     def close(self) -> None:
         """Ends all pushes. Idempotent."""

@@ -82,10 +82,10 @@ class MappedPushes:
         if (staging := self._staged.get(transfer_id)) is not None:
             staging.finish(transfer_id, note)
 
-    def abort(self, transfer_id: bytes) -> None:
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         """See KvSender.abort."""
         if (staging := self._staged.get(transfer_id)) is not None:
-            staging.abort(transfer_id)
+            staging.abort(transfer_id, keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
         """See KvSender.flow."""

@@ -78,6 +78,8 @@ class Push:
         self.is_ended = False
         """The end mark is on its way."""
         self.stopped: str | None = None
+        self.keeps_marked = False
+        """Given up, and what is marked is still of use."""
 
     @property
     def transfer_id(self) -> bytes:

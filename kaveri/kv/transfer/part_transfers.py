@@ -8,6 +8,7 @@ ticket's name alone. A ticket without parts goes through as it is.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from kaveri.errors import KaveriError
@@ -94,7 +95,9 @@ class PartSender:
             self._inner.open(ticket, part=part)
             return
         tickets = pushed_tickets(self._layout, self._rank, ticket)
-        self._table.begin(ticket.transfer_id, tickets, lambda own: self._inner.open(own, part=True), self._inner.abort)
+        # One part's failure is no reason for the receiver to drop what all have marked.
+        give_up = partial(self._inner.abort, keep_marked=True)
+        self._table.begin(ticket.transfer_id, tickets, lambda own: self._inner.open(own, part=True), give_up)
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         """See PushSender.write."""
@@ -116,10 +119,10 @@ class PartSender:
         for name in self._table.names(transfer_id):
             self._inner.finish(name, note)
 
-    def abort(self, transfer_id: bytes) -> None:
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         """See PushSender.abort."""
         for name in self._table.names(transfer_id):
-            self._inner.abort(name)
+            self._inner.abort(name, keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
         """See FlowingSender.flow."""

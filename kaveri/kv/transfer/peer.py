@@ -128,9 +128,10 @@ class Peer:
             push.queue.append(Ending(note))
             self._queue_changed(push)
 
-    def abort(self, push: Push, reason: str) -> None:
+    def abort(self, push: Push, reason: str, *, keep_marked: bool) -> None:
         """Gives a push up, and tells the receiver. Idempotent."""
         if push.stopped is None:
+            push.keeps_marked = keep_marked
             self._stop(push, reason)
             # Before what other transfers have queued: the receiver's blocks wait for it.
             self._urgent.append(SendAbort(push))
@@ -463,7 +464,7 @@ class Peer:
             if self._untold.is_due():
                 self._tell_untold()
         elif connection is self._connection and connection.lost_reason is None:
-            connection.link.abort(push.ticket)
+            connection.link.abort(push.ticket, keep_marked=push.keeps_marked)
 
     def _tell_untold(self) -> None:
         """Opens pushes only to give them up: otherwise the receiver learns of it only when their tickets end."""

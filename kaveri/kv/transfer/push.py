@@ -69,5 +69,5 @@ class PushSender(Protocol):
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """All blocks are queued; the note arrives behind them."""
 
-    def abort(self, transfer_id: bytes) -> None:
-        """Gives a transfer up."""
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
+        """Gives a transfer up; see KvSender.abort."""

@@ -159,10 +159,13 @@ class KvSender:
         if found is None:
             self._mapped.finish(transfer_id, note)
 
-    def abort(self, transfer_id: bytes) -> None:
-        """Gives up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored."""
-        self._give_up(transfer_id, "aborted")
-        self._mapped.abort(transfer_id)
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
+        """Gives up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored.
+
+        keep_marked: what the receiver has answered marks for is still of use, as when the push was lost.
+        """
+        self._give_up(transfer_id, "aborted", keep_marked=keep_marked)
+        self._mapped.abort(transfer_id, keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
         """What is under way; a receiver with pushes of several shapes counts once for each."""
@@ -206,14 +209,14 @@ class KvSender:
         if left_s > 0:
             self._reporter.call_after(left_s, partial(self._expire, transfer_id))
         else:
-            self._give_up(transfer_id, "the ticket expired")
+            self._give_up(transfer_id, "the ticket expired", keep_marked=True)
 
-    def _give_up(self, transfer_id: bytes, reason: str) -> None:
+    def _give_up(self, transfer_id: bytes, reason: str, *, keep_marked: bool) -> None:
         with self._lock:
             found = self._pushes.get(transfer_id)
             if found is not None:
                 peer, push = found
-                peer.abort(push, reason)
+                peer.abort(push, reason, keep_marked=keep_marked)
 
 
 def _forget(pushes: dict[bytes, tuple[Peer, Push]], transfer_id: bytes) -> None:

@@ -56,7 +56,7 @@ class StagingSender(Protocol):
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """See KvSender.finish."""
 
-    def abort(self, transfer_id: bytes) -> None:
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         """See KvSender.abort."""
 
     def flow(self) -> SenderFlow:
@@ -268,7 +268,7 @@ class StagedPushes:
                 push.note = note
                 self._changed.notify()
 
-    def abort(self, transfer_id: bytes) -> None:
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         """As KvSender.abort."""
         with self._changed:
             push = self._pushes.get(transfer_id)
@@ -279,7 +279,7 @@ class StagedPushes:
             sender = self._made
         # Otherwise the sender is notified after its open(), so the receiver hears of it as well.
         if opened and sender is not None:
-            sender.abort(transfer_id)
+            sender.abort(transfer_id, keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
         """As KvSender.flow; empty while the staging memory is not there."""

@@ -223,8 +223,8 @@ class Link(Protocol):
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
         """Sends the end mark, ordered behind everything written, with the digest of all of it; 0 without."""
 
-    def abort(self, ticket: Ticket) -> None:
-        """Tells the receiver that the transfer is given up."""
+    def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
+        """Tells the receiver that the transfer is given up. keep_marked: what is marked is still of use."""
 
     def break_off(self) -> None:
         """Ends the connection: a blocked call raises LinkLost soon. Any thread; never blocks; idempotent."""

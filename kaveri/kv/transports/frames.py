@@ -21,8 +21,8 @@ MARKED and EXTENDED. Over a connection of version 4 both sides refuse open trans
                layers from `layer`
     END        payload: the note; `digest` of all payload
                of the transfer's DATA
-    ABORT      the transfer is given up                      CREDIT     payload: bytes (8) that may be sent beyond
-                                                                        those before, of whatever transfer, and
+    ABORT      the transfer is given up; `first index` 1:    CREDIT     payload: bytes (8) that may be sent beyond
+               what is marked is still of use                           those before, of whatever transfer, and
                                                                         how many may be under way now (8)
 
     in open transfers

@@ -193,10 +193,10 @@ class NixlReceivingConnection(OneSidedReceivingConnection):
         self._written_into = None
         super()._finish(header, landing)
 
-    def _let_go(self, transfer_id: bytes) -> Landing | None:
+    def _let_go(self, transfer_id: bytes, *, keep_marked: bool = False) -> Landing | None:
         if transfer_id == self._written_into:
             self._written_into = None
-        return super()._let_go(transfer_id)
+        return super()._let_go(transfer_id, keep_marked=keep_marked)
 
     def _shut(self) -> None:
         # What the sender has left in queues and sockets ends here. What its process does by itself ends with the wait

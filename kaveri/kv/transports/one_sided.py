@@ -86,10 +86,10 @@ class OneSidedLink(SocketLink, ABC):
         self._let_go(ticket.transfer_id)
         super().finish(ticket, note, digest)
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
         """See Link.abort."""
         self._let_go(ticket.transfer_id)
-        super().abort(ticket)
+        super().abort(ticket, keep_marked=keep_marked)
 
     def break_off(self) -> None:
         """See Link.break_off."""
@@ -224,8 +224,8 @@ class OneSidedReceivingConnection(ReceivingConnection):
         self._stream.discard(header.payload_bytes)
         self._let_go(header.transfer_id)
 
-    def _let_go(self, transfer_id: bytes) -> Landing | None:
-        landing = super()._let_go(transfer_id)
+    def _let_go(self, transfer_id: bytes, *, keep_marked: bool = False) -> Landing | None:
+        landing = super()._let_go(transfer_id, keep_marked=keep_marked)
         if landing is not None:
             landing.fence()
         return landing

@@ -254,9 +254,9 @@ class SocketLink:
         """See Link.finish."""
         self._send(Header(Kind.END, ticket.transfer_id, len(note), digest=digest), note)
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
         """See Link.abort."""
-        self._send(Header(Kind.ABORT, ticket.transfer_id))
+        self._send(Header(Kind.ABORT, ticket.transfer_id, first_index=int(keep_marked)))
 
     def break_off(self) -> None:
         """See Link.break_off."""

@@ -283,7 +283,7 @@ class ReceivingConnection:
                 self._finish(header, landing)
             elif header.kind == Kind.ABORT:
                 self._stream.discard(header.payload_bytes)
-                self._let_go(header.transfer_id)
+                self._let_go(header.transfer_id, keep_marked=bool(header.first_index))
             else:
                 self._take_other(header, landing)
         except LinkLost:
@@ -294,10 +294,10 @@ class ReceivingConnection:
     def _take_other(self, header: Header, landing: Landing | None) -> None:
         raise LinkLost(f"protocol error: {header.kind.name} from a sender")
 
-    def _let_go(self, transfer_id: bytes) -> Landing | None:
+    def _let_go(self, transfer_id: bytes, *, keep_marked: bool = False) -> Landing | None:
         landing = self._landings.pop(transfer_id, None)
         if landing is not None:
-            landing.abort("the sender gave up", given_up=True)
+            landing.abort("the sender gave up", given_up=not keep_marked)
         return landing
 
     def _failed(self, transfer_id: bytes) -> None:

@@ -205,12 +205,13 @@ class SimulatedReceiver:
         self._conclude(landing, TransferLanded(ticket.transfer_id, kv_bytes, message.note))
         connection.send(PushAnswer(ticket.transfer_id, None))
 
-    def fenced(self, connection: "_Connection", transfer_id: bytes) -> None:
+    def fenced(self, connection: "_Connection", message: PushFenced) -> None:
         """For connections: the sender writes no more for this transfer."""
-        landing = self._landings.get(transfer_id)
+        landing = self._landings.get(message.transfer_id)
         if landing is not None and landing.connection is connection:
-            given_up = not landing.reason
-            self._conclude(landing, TransferReleased(transfer_id, landing.reason or "the sender gave up", given_up))
+            given_up = not landing.reason and not message.keep_marked
+            reason = landing.reason or "the sender gave up"
+            self._conclude(landing, TransferReleased(message.transfer_id, reason, given_up))
 
     def lost(self, connection: "_Connection", reason: str) -> None:
         """For connections: nothing can be written over it any more."""
@@ -304,8 +305,8 @@ class _Connection:
                 self._receiver.mark(self, message)
             case FinishPush():
                 self._receiver.finish(self, message)
-            case PushFenced(transfer_id):
-                self._receiver.fenced(self, transfer_id)
+            case PushFenced():
+                self._receiver.fenced(self, message)
 
     def lost(self, reason: str) -> None:
         self._receiver.lost(self, reason)

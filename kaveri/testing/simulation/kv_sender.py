@@ -129,8 +129,8 @@ class SimulatedSender:
             push.note = note
             self._flush(push)
 
-    def abort(self, transfer_id: bytes) -> None:
-        self._give_up(transfer_id, "aborted")
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
+        self._give_up(transfer_id, "aborted", keep_marked)
 
     def flow(self) -> SenderFlow:
         """What is under way."""
@@ -217,14 +217,14 @@ class SimulatedSender:
 
     def _deadline(self, ticket: Ticket) -> asyncio.TimerHandle:
         """Counted from the opening, or from the last mark that the receiver has confirmed."""
-        expire = partial(self._give_up, ticket.transfer_id, "the ticket expired")
+        expire = partial(self._give_up, ticket.transfer_id, "the ticket expired", keep_marked=True)
         loop = asyncio.get_running_loop()
         return loop.call_later(ticket.expires_in_s + _ANSWER_GRACE_S, expire, context=self._context)
 
-    def _give_up(self, transfer_id: bytes, reason: str) -> None:
+    def _give_up(self, transfer_id: bytes, reason: str, keep_marked: bool) -> None:
         push = self._pushes.get(transfer_id)
         if push is not None:
-            push.peer.send(PushFenced(transfer_id))
+            push.peer.send(PushFenced(transfer_id, keep_marked))
             self._conclude(push, PushFailed(transfer_id, reason))
 
     def _conclude(self, push: _Push, event: PushAccepted | PushFailed) -> None:

@@ -99,6 +99,8 @@ class PushFenced:
     """Sender: no write of this push follows. Also gives up a push that is still open."""
 
     transfer_id: bytes
+    keep_marked: bool = False
+    """See KvSender.abort."""
 
 
 KvMessage = (

@@ -87,7 +87,7 @@ class _Sender:
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         raise AssertionError("a copy is never finished")
 
-    def abort(self, transfer_id: bytes) -> None:
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         self.aborted.append(transfer_id)
 
     def close(self) -> None:

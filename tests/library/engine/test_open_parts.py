@@ -125,8 +125,10 @@ def test_unlike_notes_of_one_mark_are_no_mark_of_the_whole() -> None:
     assert gathering.step(TransferMarked(b"b", 2, b"z")) == TransferMarked(b"w", 2, b"z")
 
 
+@pytest.mark.parametrize("is_given_up", [True, False])
 @pytest.mark.parametrize("order", ["2NHD", "2HND", "H-engine-7"])
-def test_a_sender_of_all_heads_marks_the_parts_of_two_ranks(tmp_path: Path, order: str) -> None:
+def test_a_sender_of_all_heads_marks_the_parts_of_two_ranks(tmp_path: Path, order: str, is_given_up: bool) -> None:
+    """Whether the sender gives it up, or one part fails: the other part is over then, and of use up to its mark."""
     source_layout = replace(WHOLE, order=order)
     target_layout = replace(RANKED, order=order)
     transports = make_transports(("unix",))
@@ -185,9 +187,13 @@ def test_a_sender_of_all_heads_marks_the_parts_of_two_ranks(tmp_path: Path, orde
             np.testing.assert_array_equal(
                 np.concatenate([block_map[index], block_map[3 + index]], axis=1), whole[index]
             )
-        sender.abort(name)
+        if is_given_up:
+            sender.abort(name)
+        else:
+            receivers[0].revoke(name)
         released = [landed.get(timeout=SOON_S) for _ in range(2)]
-        assert all(isinstance(event, TransferReleased) and event.given_up for event in released)
+        assert all(isinstance(event, TransferReleased) for event in released)
+        assert [event.given_up for event in released] == [is_given_up] * 2
 
 
 def heads_of(block: np.ndarray, layout: KvLayout) -> np.ndarray:

@@ -297,7 +297,7 @@ class SenderDouble:
         self.opened.append(ticket.transfer_id)
         self._open.add(ticket.transfer_id)
 
-    def abort(self, transfer_id: bytes) -> None:
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         if transfer_id in self._open:
             self._open.remove(transfer_id)
             self._listener(PushFailed(transfer_id, "aborted"))

@@ -16,7 +16,7 @@ from kaveri.errors import EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.replicas.notes import token_note
-from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew
+from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew, ReplicaOrphaned
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.push import PushFailed, PushMarked
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -77,11 +77,30 @@ def test_every_rank_copies_its_heads_and_the_mark_counts_when_all_have_made_it(b
 
 def test_copy_that_one_rank_gives_up_ends_in_all(bench: _Bench) -> None:
     ticket = bench.open()
-    bench.ranks[1].do(AbortCopy(ticket.transfer_id))
+    bench.ranks[1].do(AbortCopy(ticket.transfer_id, keep_marked=False))
     failed = bench.pushed.wait_for(PushFailed)
     assert failed.transfer_id == ticket.transfer_id
     bench.held.wait_for(ReplicaDropped)
     assert len(bench.pushed.of(PushFailed)) == 1
+
+
+def test_copy_that_fails_in_one_rank_is_kept_by_its_holder_as_far_as_it_was_marked(
+    bench: _Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the owner ends: one rank's link closes first, and the other one's push is given up for that."""
+    calls: list[RankCall] = []
+    do = bench.ranks[0].do
+    monkeypatch.setattr(bench.ranks[0], "do", lambda call: (calls.append(call), do(call)))
+    ticket = bench.open()
+    bench.copies.stage(5, 3)
+    bench.sender.write_layers(ticket.transfer_id, range(_LAYOUT.layer_count), 0, (3,))
+    bench.sender.mark(ticket.transfer_id, 1, token_note(range(4)))
+    bench.held.wait_for(ReplicaGrew)
+    bench.ranks[1].detach()
+    bench.held.wait_for(ReplicaOrphaned)
+    bench.pushed.wait_for(PushFailed)
+    assert AbortCopy(ticket.transfer_id, keep_marked=True) in calls
+    assert bench.store.token_ids(key_of("r")) == tuple(range(4))
 
 
 def test_rank_that_copies_nothing_is_not_waited_for_without_end(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:

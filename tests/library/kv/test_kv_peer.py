@@ -48,7 +48,7 @@ class ScriptedLink:
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
         self._listener.answered(ticket.transfer_id, None)
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
         self._told.append(("abort", ticket.transfer_id))
 
     def break_off(self) -> None:

@@ -84,7 +84,7 @@ class _Sender:
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """Nothing."""
 
-    def abort(self, transfer_id: bytes) -> None:
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         self.aborted.append(transfer_id)
 
     def flow(self) -> SenderFlow:

@@ -68,9 +68,3 @@ class TestVllmEngineOfTwoRanks(EngineConformance, ResumptionConformance, Replica
         self, two_rank_prefills: Any, two_rank_decodes: Any, reference: PlainTransformers, tmp_path: Path
     ) -> _Harness:
         return _Harness(two_rank_prefills, two_rank_decodes, tmp_path, reference)
-
-    # Known: one rank's link may close before the other one's, whose abort then counts as the owner's own will.
-    @pytest.mark.xfail(reason="a copy of several ranks can be dropped when its owner ends", strict=False)
-    @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
-    def test_request_goes_on_from_its_replica_when_its_owner_is_lost(self, harness: Any, moment: str) -> None:
-        super().test_request_goes_on_from_its_replica_when_its_owner_is_lost(harness, moment)

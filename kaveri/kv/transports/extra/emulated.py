@@ -108,9 +108,9 @@ class EmulatedLink:
         self._sleep_until(max(time.monotonic(), self._busy_until_s) + self._speed.latency_s, lambda: False)
         self._inner.finish(ticket, note, digest)
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
         """See Link.abort."""
-        self._inner.abort(ticket)
+        self._inner.abort(ticket, keep_marked=keep_marked)
 
     def break_off(self) -> None:
         """See Link.break_off."""
