@@ -1,4 +1,4 @@
-"""Whether full load makes processes suspect one another: nobody fails, so every suspicion is a false one.
+"""Whether full load makes processes suspect one another. No process fails, so every suspicion is false.
 
 Real processes on the machine's own cores: two routers, a prefill and two decode instances with the transformers engine
 and kaveri-tiny, under as many requests as they take, for ten minutes. Routers count the token streams that they gave up

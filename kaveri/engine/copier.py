@@ -2,7 +2,7 @@
 
 A block is copied when its last token is computed: first within this process, to a staging slot, and from there by an
 open push. So the owner's blocks are never held: a request that is preempted, finishes or is aborted waits for nothing.
-A copy of a block that was given up meanwhile is thrown away, as in a sequence lock: nobody waits for the reader.
+A copy of a block that was given up meanwhile is thrown away, as in a sequence lock: no writer waits for the reader.
 DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next worker; whole blocks are a fraction of the
 messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
 

@@ -352,7 +352,7 @@ class ReplicaConformance:
         owner, target = here.owner(), here.target()
         ticket = here.copied(owner, block_count=3)
         owner.write(ticket, 3, 4)
-        # Its process has ended, as far as anybody else can see.
+        # To all others its process has ended.
         owner.sender.close()
         here.heard.wait_for(ReplicaOrphaned)
         here.wait_until_used(3)

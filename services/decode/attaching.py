@@ -1,4 +1,4 @@
-"""What a new owner of a request is told, and what it must show. Pure: no clock, no I/O."""
+"""What a new owner of a request must show, and what it gets to know. Pure: no clock, no I/O."""
 
 from typing import NamedTuple
 

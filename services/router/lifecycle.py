@@ -14,8 +14,8 @@ Tokens of a decode instance that no placement has named yet are held until one n
 attempt has left are dropped. The tokens of two instances are never mixed: after the first token of one, a placement on
 another loses the attempt.
 
-A request that has a replica may be resumed by its holder when its decode instance is lost. The former instance is told
-to end it only when the holder has answered: an Abort that comes first makes it drop the replica.
+A request that has a replica may be resumed by its holder when its decode instance is lost. The former instance gets
+its Abort only when the holder has answered: one that comes first makes it drop the replica.
 """
 
 from dataclasses import replace

@@ -230,9 +230,9 @@ class Steps:
                 entry.state = Computing()
                 self._core.begin_answer(entry.record, first_token_id)
             else:
-                self._give_anew(request, first_token_id)
+                self._submit_again(request, first_token_id)
 
-    def _give_anew(self, request: VllmRequest, first_token_id: int | None) -> None:
+    def _submit_again(self, request: VllmRequest, first_token_id: int | None) -> None:
         """vLLM has ended a prompt with its first token, so what follows is another request to it.
 
         It finds the prompt's blocks in vLLM's prefix cache: those in use are given back at the end of the very step

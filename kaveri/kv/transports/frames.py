@@ -180,7 +180,7 @@ def unpack_credit(data: bytes | bytearray) -> tuple[int, int]:
 
 
 def pack_extensions(transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> Iterator[bytes]:
-    """EXTENDED frames, as many as the blocks need."""
+    """EXTENDED frames for these blocks, each of at most SMALL_PAYLOAD_BYTES."""
     for start in range(0, len(block_ids), _EXTENDED_BLOCKS):
         ids = block_ids[start : start + _EXTENDED_BLOCKS]
         payload = struct.pack(f"<{len(ids)}I", *ids)

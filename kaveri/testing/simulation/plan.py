@@ -46,7 +46,7 @@ class FaultKind(enum.StrEnum):
     DRAIN = "drain"
     """The target gets SIGTERM, and a new life of the same name begins `lasts_s` after it has."""
     UNDRAIN = "undrain"
-    """The target is told to drain, and `lasts_s` later to take requests again."""
+    """The target drains, and takes requests again `lasts_s` later."""
     ENGINE = "engine"
     """The target's engine breaks; its process ends, and a new life begins `lasts_s` later."""
     CLIENT = "client"

@@ -61,7 +61,7 @@ PLANS: dict[str, Plan] = {
     "replica_not_sealed_at_resume": _replicated(
         2,
         [
-            # The owner draws on and copies, and nobody hears of its tokens. The holder takes long to land the copy.
+            # The owner draws on and copies, and its tokens reach no router. The holder takes long to land the copy.
             _slow("decode-1", "decode-1", 0.4, 4.0, at_s=0.5, after=_COPIED),
             _cut(FaultKind.CUT, "decode-0", "router-0", 0.6, 5.0, _COPIED),
         ],

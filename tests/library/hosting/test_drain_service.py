@@ -23,7 +23,7 @@ SOON_S = 20.0
 
 
 class Work:
-    """What a process does: it notes what it is told."""
+    """Stands for a process: notes each call."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -19,7 +19,7 @@ SOON_S = 10.0
 
 
 class _Sender:
-    """What the sender of the transfer is told, and what it has sent."""
+    """What the sender of the transfer has sent, and what it was answered."""
 
     def __init__(self) -> None:
         self.marked_counts: list[int] = []
@@ -161,7 +161,7 @@ class _Run:
         name = self._ticket.transfer_id
         assert not self._receiver.extend(name, [0])
         if self._is_held:
-            # Whatever the sender still writes goes into blocks that nobody else has.
+            # What the sender still writes goes into blocks of no other transfer.
             assert self._events.empty()
             assert self._receiver.flow().quarantined_block_count == len(self._taken)
             assert self._landing is not None

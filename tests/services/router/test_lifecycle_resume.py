@@ -90,7 +90,7 @@ def drawn(attempt: int, source: Life, first_index: int, *token_ids: int, finish:
 def test_a_lost_request_with_a_replica_is_resumed_by_its_holder_without_prefill() -> None:
     state, actions = run(OWNED, PlaceLost(GONE))
     assert state == Lost(FIRST, 3, GONE, Setback.LOST, OWNER, PrefillLeg.COMPLETE, REPLICA, (END_OF_OWNER,))
-    assert actions == [LeaveAttempt()], "the holder has been asked before the former instance is told"
+    assert actions == [LeaveAttempt()], "the holder is asked before the former instance is aborted"
     state, actions = run(state, ASKED)
     assert (state, actions) == (Resuming(SECOND, 3, HOLDER, (END_OF_OWNER,)), [Follow(2, HOLDER, is_there=False)])
     state, actions = run(state, ResumeAccepted())
