@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceState, Role, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceState, Role, ViewedInstance
 from kaveri.rpc.channels import Channels
 from kaveri.v1 import inference_pb2
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
@@ -47,9 +47,9 @@ class RouterPeers:
         without_it = {(record.instance_id, record.incarnation) for record, found in answered if found is False}
         return any(answers), without_it
 
-    def _routers(self) -> Iterator[ViewedInstance]:
-        instances = self._store.view().instances.values()
-        return (status for status in instances if status.record.role is Role.ROUTER)
+    def _routers(self) -> tuple[ViewedInstance, ...]:
+        view = self._store.view()
+        return view.derive("routers", _find_routers, view)
 
     def _others(self) -> Iterator[ViewedInstance]:
         return (status for status in self._routers() if status.record.instance_id != self._instance_id)
@@ -66,3 +66,7 @@ class RouterPeers:
             ).found
         except aio.AioRpcError:
             return None
+
+
+def _find_routers(view: ClusterView) -> tuple[ViewedInstance, ...]:
+    return tuple(status for status in view.instances.values() if status.record.role is Role.ROUTER)

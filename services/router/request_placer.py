@@ -334,7 +334,7 @@ class RequestPlacer:
                         self._policy,
                         self._rng,
                         turn=self._turn,
-                        avoid=retry.failed(view) | self._feeds.silent_ids(),
+                        avoid=retry.failed(view) | self._feeds.silent_ids,
                         exclude=resting,
                     )
                     if target is not None:
@@ -419,7 +419,7 @@ class RequestPlacer:
             params=params_to_proto(accepted.params),
             session=accepted.session,
             secret=accepted.secret,
-            silent_decode_ids=sorted(self._feeds.silent_ids()),
+            silent_decode_ids=sorted(self._feeds.silent_ids),
         )
         self._unconfirmed.add((entry.request_id, attempt.number), target, len(request.token_ids))
         now_s = time.monotonic()

@@ -123,7 +123,7 @@ class TakeOver:
 
     def _batches(self, records: list[InstanceRecord], asked: list[InstanceRecord]) -> list[list[InstanceRecord]]:
         """Those that are asked without a hint, together. One that is silent would let all others wait."""
-        silent = self._feeds.silent_ids()
+        silent = self._feeds.silent_ids
         left = [record for record in records if record not in asked and record.instance_id not in silent]
         left = left[:_MOST_ASKED]
         return [left[first : first + _ASKED_TOGETHER] for first in range(0, len(left), _ASKED_TOGETHER)]

@@ -83,6 +83,8 @@ class TokenFeeds:
         self._reopening: SilenceWatch[_Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
         """Those that went silent and have not answered since."""
         self._subscriptions: dict[str, _Subscription] = {}
+        self.silent_ids: frozenset[str] = frozenset()
+        """The instances that went silent and have not answered since."""
         self._followed: dict[RequestEntry, _Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
         # When each of the newest aborts was sent, by (instance, request, owner); those of this turn of the loop, by
@@ -117,6 +119,7 @@ class TokenFeeds:
             if instance_id not in self._subscriptions:
                 subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
                 subscription.start(record, self._follow(subscription, record))
+        self._find_silent()
 
     def follow(self, entry: RequestEntry, attempt: Attempt, life: Life, is_there: bool) -> None:
         """Ties an attempt to the life of a decode instance, and to no other. The attempt is lost when the view names
@@ -203,10 +206,10 @@ class TokenFeeds:
                 metrics.SUSPICIONS.inc()
                 self._reopening.heard(subscription)
                 subscription.break_off(f"it sent nothing for {self._silence.after_s:g} s")
+                self._find_silent()
 
-    def silent_ids(self) -> frozenset[str]:
-        """The instances that went silent and have not answered since."""
-        return frozenset(name for name, subscription in self._subscriptions.items() if subscription.fault)
+    def _find_silent(self) -> None:
+        self.silent_ids = frozenset(name for name, known in self._subscriptions.items() if known.fault)
 
     async def attach(
         self, record: InstanceRecord, attachment: Attachment, timeout_s: float = ATTACH_TIMEOUT_S
@@ -315,7 +318,9 @@ class TokenFeeds:
                         # Another life answers at this address; the view will bring its record.
                         return
                     subscription.connected, subscription.connected_s = True, time.monotonic()
-                    subscription.fault = ""
+                    if subscription.fault:
+                        subscription.fault = ""
+                        self._find_silent()
                     self._reopening.forget(subscription)
                     # An instance of a former version sends no beats.
                     beats = message.beat_s > 0

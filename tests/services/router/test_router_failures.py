@@ -184,7 +184,7 @@ async def test_requests_of_a_frozen_decode_instance_go_on_elsewhere_within_a_sec
         frozen.silent = False
         frozen.thawed.set()
         frozen.may_step.set()
-        await eventually(lambda: not router.router.feeds.silent_ids())
+        await eventually(lambda: not router.router.feeds.silent_ids)
         await collect(router.stub.Generate(ask(request_id="later"), timeout=10))
         assert not cluster.taken()[-1].silent_decode_ids
 
@@ -203,7 +203,7 @@ async def test_a_stall_of_the_router_behind_a_suspicion_costs_no_attempt(cluster
         decode.silent = False
         # The answer to the new stream comes while the loop stands still.
         time.sleep(0.6)  # noqa: ASYNC251
-        await eventually(lambda: not router.router.feeds.silent_ids())
+        await eventually(lambda: not router.router.feeds.silent_ids)
         # It is back, however long it takes until there are tokens.
         running = router.router.feeds._silence._clock
         until_s = running.elapsed_s + 2 * token_feeds.REOPEN_GRACE_S
