@@ -64,7 +64,7 @@ class ServedPhases:
         get_logger().info("phases_ordered", phases=sorted(self._ordered), phase_order=order)
         for phase, service in self._services.items():
             if phase in self._ordered:
-                service.resume()
+                service.undrain()
             else:
                 service.drain()
         self.on_change()
@@ -102,11 +102,11 @@ class ServedPhases:
         for service in self._services.values():
             service.drain()
 
-    def resume(self) -> None:
+    def undrain(self) -> None:
         self._stopping = False
         for phase, service in self._services.items():
             if phase in self._ordered:
-                service.resume()
+                service.undrain()
 
     async def wait_idle(self) -> None:
         # New requests are refused by now.

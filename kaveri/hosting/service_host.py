@@ -37,7 +37,7 @@ class HostedService(Protocol):
     def drain(self) -> None:
         """Refuses new requests from now on. Idempotent."""
 
-    def resume(self) -> None:
+    def undrain(self) -> None:
         """Takes new requests again after drain(). Idempotent."""
 
     async def wait_idle(self) -> None:
@@ -157,7 +157,7 @@ class ServiceHost:
         if self.state is InstanceState.READY:
             return False
         self.state = InstanceState.READY
-        self._hosted.resume()
+        self._hosted.undrain()
         self.beat_now()
         get_logger().info("drain_ended")
         await self._server.ready()

@@ -263,7 +263,7 @@ class DecodeInstance:
             self._change_owner(request, ownership)
         # A first token that the log lacks comes from prefill.
         request.log.send_from(max(next_index, request.log.first_index))
-        self.streams.resume(request)
+        self.streams.send(request)
         if isinstance(request.state, Released):
             self._keep(request, now_s)
         get_logger().info(
@@ -361,7 +361,7 @@ class DecodeInstance:
             if isinstance(request.state, InLine):
                 self._take(request, lifecycle.TurnedAway(_draining()))
 
-    def resume(self) -> None:
+    def undrain(self) -> None:
         self._draining = False
 
     @property

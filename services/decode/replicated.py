@@ -51,8 +51,8 @@ class ReplicatedDecode:
         self._instance.drain()
         self._holder.drain()
 
-    def resume(self) -> None:
-        self._instance.resume()
+    def undrain(self) -> None:
+        self._instance.undrain()
         self._holder.undrain()
 
     @property

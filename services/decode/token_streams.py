@@ -132,7 +132,7 @@ class TokenStreams:
         replaced: the router must not place it again.
         """
         request.log.end = End(error=reason, replaced=replaced)
-        self.resume(request)
+        self.send(request)
 
     def notify(self, router_id: str, notice: GainedTokens) -> None:
         """Sends the router something that is not the request's next part. Dropped when it has no stream."""
@@ -147,7 +147,7 @@ class TokenStreams:
         if stream is not None:
             stream.unsent.pop(request, None)
 
-    def resume(self, request: DecodeRequest) -> None:
+    def send(self, request: DecodeRequest) -> None:
         """Sends what the request's log holds and was not sent. Its router may have changed."""
         stream = self._streams.get(request.router_id)
         if stream is None:

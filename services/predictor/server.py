@@ -44,7 +44,7 @@ class PredictorServer(LengthPredictorServiceServicer):
         """Refuses new calls from now on."""
         self._draining = True
 
-    def resume(self) -> None:
+    def undrain(self) -> None:
         """Takes calls again."""
         self._draining = False
 

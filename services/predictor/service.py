@@ -55,8 +55,8 @@ class PredictorService:
     def drain(self) -> None:
         self._servicer.drain()
 
-    def resume(self) -> None:
-        self._servicer.resume()
+    def undrain(self) -> None:
+        self._servicer.undrain()
 
     async def wait_idle(self) -> None:
         await self._batcher.wait_idle()

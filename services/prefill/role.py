@@ -249,7 +249,7 @@ class PrefillRole:
     def drain(self) -> None:
         self._draining = True
 
-    def resume(self) -> None:
+    def undrain(self) -> None:
         self._draining = False
 
     @property

@@ -70,7 +70,7 @@ class Monitor:
         self._stopping = True
         self._due.set()
 
-    def resume(self) -> None:
+    def go_on(self) -> None:
         """run() may be called again, or goes on if it has not returned."""
         self._stopping = False
 

@@ -126,10 +126,10 @@ class Router:
         self._serving.clear()
         self.monitor.stop()
 
-    def resume(self) -> None:
+    def undrain(self) -> None:
         self.draining = False
         self.table.stay()
-        self.monitor.resume()
+        self.monitor.go_on()
         self._serving.set()
 
     async def wait_idle(self) -> None:

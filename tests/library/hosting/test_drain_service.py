@@ -26,7 +26,7 @@ class Work:
     """Stands for a process: notes each call."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.drained = asyncio.Event()
         self.idle = asyncio.Event()
 
@@ -37,11 +37,11 @@ class Work:
         return InstanceLoad(waiting_requests=1, running_requests=2)
 
     def drain(self) -> None:
-        self.told.append("drain")
+        self.calls.append("drain")
         self.drained.set()
 
-    def resume(self) -> None:
-        self.told.append("resume")
+    def undrain(self) -> None:
+        self.calls.append("undrain")
 
     async def wait_idle(self) -> None:
         await self.idle.wait()
@@ -95,14 +95,14 @@ async def test_a_process_is_drained_and_put_back_once_however_often_it_is_asked(
     async with running(cluster, "decode-0", Role.ENGINE) as decode:
         for method, state, told in (
             ("Drain", InstanceState.DRAINING, ["drain"]),
-            ("Undrain", InstanceState.READY, ["drain", "resume"]),
-            ("Drain", InstanceState.DRAINING, ["drain", "resume", "drain"]),
+            ("Undrain", InstanceState.READY, ["drain", "undrain"]),
+            ("Drain", InstanceState.DRAINING, ["drain", "undrain", "drain"]),
         ):
             assert (await decode.ask(method, "decode-0")).changed
             again = await decode.ask(method, "decode-0")
             assert not again.changed
             assert method == "Undrain" or again.requests == 3
-            assert decode.work.told == told
+            assert decode.work.calls == told
             await shows(cluster, "decode-0", state)
             assert await check_health(decode.host.address, SOON_S) is (state is InstanceState.READY)
         assert not decode.serving.done()
@@ -113,7 +113,7 @@ async def test_a_router_passes_on_what_concerns_others_and_names_those_that_ther
     async with running(cluster, "decode-0", Role.ENGINE) as decode, running(cluster, "router-0", Role.ROUTER) as router:
         await shows(cluster, "decode-0", InstanceState.READY)
         assert (await router.ask("Drain", "decode-0")).requests == 3
-        assert (decode.work.told, router.work.told) == (["drain"], [])
+        assert (decode.work.calls, router.work.calls) == (["drain"], [])
         assert (await router.ask("Undrain", "decode-0")).changed
         assert (await router.ask("Drain", "router-0")).changed
         for method in ("Drain", "Undrain"):

@@ -33,7 +33,7 @@ class BrokenRole:
 
     is_idle = True
 
-    def resume(self) -> None:
+    def undrain(self) -> None:
         pass
 
     def drain(self) -> None:

@@ -42,7 +42,7 @@ class _Role:
 
     is_idle = True
 
-    def resume(self) -> None:
+    def undrain(self) -> None:
         pass
 
     def drain(self) -> None:

@@ -157,7 +157,7 @@ async def test_tokens_are_repeated_from_any_index_with_how_they_ended() -> None:
     await asyncio.wait_for(stream.next_batch(), WAIT_S)
     for index in (3, 6):
         entry.log.send_from(index)
-        streams.resume(entry)
+        streams.send(entry)
         (gained,) = await asyncio.wait_for(stream.next_batch(), WAIT_S)
         assert (gained.index, gained.token_ids) == (index, [100 + each for each in range(index, 6)])
         assert gained.end.finish is FinishReason.LENGTH

@@ -421,7 +421,7 @@ async def test_an_instance_that_takes_requests_gives_none_back() -> None:
     world = World()
     begun, waits = world.accept("begun", 40), world.accept("waits", 40)
     world.role.drain()
-    world.role.resume()
+    world.role.undrain()
     world.role.give_back("waits", Ownership(Owner(0, 1), "router"))
     world.hand_over_to_decode(begun)
     await eventually(lambda: world.engine.submitted_ids[-1] == "waits", 5.0)
