@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
@@ -70,15 +71,7 @@ async def show_kills(stack: LocalStack, expected: Mapping[str, str], console: Co
     async with AsyncClient(list(stack.targets), timeout_s=120.0) as client:
         right = True
         for choose in (_busiest_decode, lambda view: _router_at(view, client.target)):
-            killed = ""
-
-            async def kill(choose: Callable[[ClusterView], str] = choose) -> None:
-                nonlocal killed
-                killed = await _find(stack, choose)
-                pid = stack.pids()[killed]
-                console.print(f"\n[bold]kill -9 {pid}[/]  [dim]({killed}, in the middle of {len(expected)} answers)[/]")
-                stack.process(killed).send_signal(signal.SIGKILL)
-
+            kill = partial(_kill, stack, choose, console)
             for reading in await _read_all(client, expected, kill):
                 right = right and reading.is_right
                 mark = "[green]✓ as expected[/]" if reading.is_right else "[red]✗ not as expected[/]"
@@ -106,6 +99,12 @@ async def _read_all(
             await have_some.wait()
         await disturb()
     return readings
+
+
+async def _kill(stack: LocalStack, choose: Callable[[ClusterView], str], console: Console) -> None:
+    name = await _find(stack, choose)
+    console.print(f"\n[bold]kill -9 {stack.pids()[name]}[/]  [dim]({name}, in the middle of answers)[/]")
+    stack.process(name).send_signal(signal.SIGKILL)
 
 
 async def _find(stack: LocalStack, choose: Callable[[ClusterView], str]) -> str:
