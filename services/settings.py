@@ -8,6 +8,7 @@ from typing import Any
 
 from kaveri.profiling.config import ProfileConfig
 from services.decode.config import DecodeConfig
+from services.gateway.config import GatewayConfig
 from services.instance.config import ColocatedConfig
 from services.predictor.config import PredictorConfig
 from services.prefill.config import PrefillConfig
@@ -19,5 +20,6 @@ SETTINGS: Mapping[str, type[Any]] = {
     "decode": DecodeConfig,
     "colocated": ColocatedConfig,
     "predictor": PredictorConfig,
+    "gateway": GatewayConfig,
     "profile": ProfileConfig,
 }

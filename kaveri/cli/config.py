@@ -27,7 +27,7 @@ def _config() -> None:
 @config_app.command(context_settings=PASS_ON)
 def show(
     context: typer.Context,
-    role: Annotated[str, typer.Argument(help="router, prefill, decode, colocated, predictor or profile.")],
+    role: Annotated[str, typer.Argument(help="gateway, router, prefill, decode, colocated, predictor or profile.")],
 ) -> None:
     """Print every setting of a service, its value and where it comes from. Secrets are masked.
 

@@ -60,6 +60,7 @@ app.command(context_settings=PASS_ON, add_help_option=False)(profile)
 app.add_typer(predictor_app, name="predictor")
 app.add_typer(config_app, name="config")
 for _role, _service, _help in (
+    ("gateway", "gateway", "Run one gateway for HTTP; `kaveri gateway --help` lists its flags."),
     ("router", "router", "Run one router; `kaveri router --help` lists its flags."),
     ("prefill", "prefill", "Run one prefill instance; `kaveri prefill --help` lists its flags."),
     ("decode", "decode", "Run one decode instance; `kaveri decode --help` lists its flags."),

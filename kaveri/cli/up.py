@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import secrets
 import signal
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from kaveri.local.config import StackConfig
     from kaveri.local.service_flags import ServiceFlags
 
+_GATEWAY_PACKAGES = ("starlette", "uvicorn", "httptools")
+_GATEWAY_PORT = 8000
 _FILE_KEY = "kaveri.config"
 FLAGS_HELP = (
     "Any flag of a service is passed on, see `kaveri decode --help`: --engine fake to all services that have it, "
@@ -85,8 +88,20 @@ def up(
     port: Annotated[
         int, typer.Option(help="Port of the router, the others' follow; 0: free ones.", min=0, max=65535)
     ] = 50051,
+    gateways: Annotated[
+        int | None,
+        typer.Option(help="Gateways for OpenAI's HTTP API; one by default where kaveri[gateway] is installed.", min=0),
+    ] = None,
+    gateway_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port of the gateway, the others' follow; 0: free ones. 8000 by default, with --port 0 a free one.",
+            min=0,
+            max=65535,
+        ),
+    ] = None,
     host: Annotated[
-        str, typer.Option(help="Address of the routers; 0.0.0.0: all. Everything else stays on loopback.")
+        str, typer.Option(help="Address of routers and gateways; 0.0.0.0: all. Everything else stays on loopback.")
     ] = "127.0.0.1",
     metrics_port: Annotated[
         int,
@@ -133,7 +148,9 @@ def up(
         cluster_name_text(cluster_name)
     except ValueError as error:
         raise ConfigError("--cluster-name", str(error)) from error
+    gateway_count = _gateway_count(gateways)
     counts: dict[ServiceKind, int] = {
+        ServiceKind.GATEWAY: gateway_count,
         ServiceKind.ROUTER: routers,
         ServiceKind.PREFILL: 0 if colocated else prefill or 2,
         ServiceKind.DECODE: 0 if colocated else decode or 2,
@@ -146,6 +163,7 @@ def up(
     engine = _check_settings(flags, running, config)
     stack = StackConfig(
         model=model,
+        gateway_count=gateway_count,
         router_count=routers,
         prefill_count=counts[ServiceKind.PREFILL],
         decode_count=counts[ServiceKind.DECODE],
@@ -154,12 +172,14 @@ def up(
         predictor_count=predictors,
         settings=flags.shared,
         config_file=config,
+        gateway_flags=flags.of_role.get(ServiceKind.GATEWAY, ()),
         router_flags=flags.of_role.get(ServiceKind.ROUTER, ()),
         prefill_flags=flags.of_role.get(ServiceKind.PREFILL, ()),
         decode_flags=flags.of_role.get(ServiceKind.DECODE, ()),
         colocated_flags=flags.of_role.get(ServiceKind.COLOCATED, ()),
         predictor_flags=flags.of_role.get(ServiceKind.PREDICTOR, ()),
         port=port,
+        gateway_port=(_GATEWAY_PORT if port else 0) if gateway_port is None else gateway_port,
         host=host,
         metrics_port=metrics_port,
         redis_url=redis_url,
@@ -171,6 +191,19 @@ def up(
         start_timeout_s=start_timeout_s,
     )
     sys.exit(asyncio.run(_run(stack)))
+
+
+def _gateway_count(asked: int | None) -> int:
+    """How many gateways to start. Raises ConfigError when some are asked for and cannot run here."""
+    missing = [name for name in _GATEWAY_PACKAGES if importlib.util.find_spec(name) is None]
+    if not missing:
+        return 1 if asked is None else asked
+    reason = f"{', '.join(missing)} is not installed: pip install 'kaveri[gateway]'"
+    if asked:
+        raise ConfigError("--gateways", reason)
+    if asked is None:
+        print(f"no HTTP gateway: {reason}", file=sys.stderr)
+    return 0
 
 
 def _redis_url(context: typer.Context, url: str, file: str) -> str:
@@ -250,6 +283,8 @@ async def _run(config: "StackConfig") -> int:
             stack = await resources.enter_async_context(LocalStack(config, console.print))
             ready = True
             spinner.stop()
+            for address in stack.http_targets:
+                console.print(f"OpenAI's HTTP API is at http://{address}/v1")
             print(f"kaveri is ready at {','.join(stack.targets)}", flush=True)
             await stopping.wait()
     except asyncio.CancelledError:

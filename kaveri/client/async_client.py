@@ -69,6 +69,11 @@ class AsyncClient:
         """All routers that it knows: the given ones, then those that the cluster has named."""
         return self._routers.targets.known
 
+    def use_targets(self, target: str | Sequence[str]) -> None:
+        """New requests go to these routers from now on, as if they had been given at first. Raises InvalidArgument."""
+        self._given = check_targets(target)
+        self._routers.targets.replace(self._given)
+
     async def generate(
         self,
         prompt: str | None = None,

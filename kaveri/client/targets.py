@@ -76,6 +76,12 @@ class Targets:
             if is_address(address):
                 self._known[address] = None
 
+    def replace(self, given: tuple[str, ...]) -> None:
+        """New requests go to these from now on. Those learned, and the former ones, stay known behind them."""
+        self._given = given
+        self._known = dict.fromkeys((*given, *self._known)[:MAX_TARGETS])
+        self._rests = {target: rest for target, rest in self._rests.items() if target in self._known}
+
     def choose(self, now_s: float) -> tuple[str, float]:
         """The target to ask next, and the seconds to wait before: 0 while one is known that does not rest."""
         turn = self._turn % len(self._given)

@@ -15,6 +15,7 @@ class ServiceKind(enum.StrEnum):
 
     In the order in which a stack stops: those that send work before those that take it."""
 
+    GATEWAY = "gateway"
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"

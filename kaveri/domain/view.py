@@ -18,6 +18,8 @@ class Role(enum.StrEnum):
     """The entry that clients talk to."""
     PREDICTOR = "predictor"
     """Guesses how long answers will be."""
+    GATEWAY = "gateway"
+    """Answers HTTP: a client of the routers."""
     ENGINE = "engine"
     """Serves phases with an engine."""
 
@@ -52,7 +54,7 @@ class InstanceRecord:
     """One life of it: a random number, new at each start."""
     role: Role
     address: str
-    """Where its gRPC services answer, "host:port"."""
+    """Where its gRPC services answer, or a gateway's HTTP, "host:port"."""
     model: str
     engine: str = ""
     layout: KvLayout | None = None

@@ -77,7 +77,10 @@ class DrainServer(DrainServiceServicer):
         instances = self._store.view().instances
         if instance_id not in instances:
             raise InvalidArgument("instance_id", instance_id, f"one of {', '.join(sorted(instances))}")
-        return instances[instance_id].record
+        record = instances[instance_id].record
+        if record.role is Role.GATEWAY:
+            raise Unavailable(f"{instance_id} is a gateway, which answers HTTP only: end it with SIGTERM")
+        return record
 
 
 async def _passed_on(record: InstanceRecord, ask: Callable[[Any], Awaitable[AnswerT]]) -> AnswerT:

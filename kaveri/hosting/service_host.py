@@ -25,6 +25,25 @@ _STOP_GRACE_S = 1.0
 """Seconds for last messages to leave once nothing is in flight."""
 
 
+class Listener(Protocol):
+    """The server of a process. RpcServer is one."""
+
+    port: int
+    """Where it listens, known after start()."""
+
+    async def start(self) -> None:
+        """Takes its address. Raises ConfigError."""
+
+    async def ready(self) -> None:
+        """Takes requests."""
+
+    async def drain(self) -> None:
+        """Says that it takes no requests, until ready(). Those in flight go on."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses requests, gives those in flight `grace_s` seconds, then ends them. Idempotent."""
+
+
 class HostedService(Protocol):
     """What a process does while it serves. Every method is called on the event loop."""
 
@@ -74,10 +93,12 @@ class ServiceHost:
         store: ClusterStore,
         record: InstanceRecord,
         hosted: HostedService,
-        service_names: Sequence[str],
-        register: Callable[[aio.Server], None],
+        service_names: Sequence[str] = (),
+        register: Callable[[aio.Server], None] | None = None,
+        server: Listener | None = None,
     ) -> None:
-        """service_names: full names of the gRPC services; register adds their servicers. store: connected already."""
+        """service_names: full names of the gRPC services; register adds their servicers. store: connected already.
+        server: instead of a gRPC server with these services and DrainService."""
         self.record = record
         """Its address is known once `started`."""
         self.state = InstanceState.READY
@@ -89,10 +110,7 @@ class ServiceHost:
         self._hosted = hosted
         self._stopping = False
         """Whether a signal, or a break, has begun the end of the process."""
-        self._server = RpcServer(config.host, config.port, (*service_names, drain_server.SERVICE_NAME))
-        self._server.add(register)
-        drains = drain_server.DrainServer(self, store)
-        self._server.add(lambda server: add_DrainServiceServicer_to_server(drains, server))
+        self._server = server or self._rpc_server(service_names, register)
         self._broken: asyncio.Future[str] | None = None
         self._heartbeat: Heartbeat | None = None
 
@@ -174,6 +192,14 @@ class ServiceHost:
         """Asks for a heartbeat at once."""
         if self._heartbeat is not None:
             self._heartbeat.beat_now()
+
+    def _rpc_server(self, service_names: Sequence[str], register: Callable[[aio.Server], None] | None) -> RpcServer:
+        server = RpcServer(self._config.host, self._config.port, (*service_names, drain_server.SERVICE_NAME))
+        if register is not None:
+            server.add(register)
+        drains = drain_server.DrainServer(self, self._store)
+        server.add(lambda added_to: add_DrainServiceServicer_to_server(drains, added_to))
+        return server
 
     def load(self) -> InstanceLoad:
         """What a heartbeat says now."""

@@ -11,11 +11,13 @@ from kaveri.config.services import ServiceKind
 from kaveri.config.settings import MAX_PORT
 from kaveri.config.sources import CONFIG_VARIABLE, FILE_SUFFIX, flag_of, variable_of
 from kaveri.errors import ConfigError
-from kaveri.local.service_flags import ROLES, roles_of, secrets_of
+from kaveri.local.service_flags import ROLES, names_of, roles_of, secrets_of
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.process import ALL_ADDRESSES
 
 LOOPBACK = "127.0.0.1"
+PUBLIC_ROLES = (ServiceKind.ROUTER, ServiceKind.GATEWAY)
+"""Those that clients talk to: they keep their ports over restarts."""
 _MODULES = {role: f"services.{role}" for role in ROLES} | {ServiceKind.COLOCATED: "services.instance"}
 
 
@@ -25,6 +27,8 @@ class StackConfig:
 
     model: str = KAVERI_TINY
     """A path, a hub id or a bundled name."""
+    gateway_count: int = 0
+    """Gateways for HTTP; they need the packages of the extra `gateway`."""
     router_count: int = 1
     prefill_count: int = 2
     decode_count: int = 2
@@ -36,11 +40,13 @@ class StackConfig:
     """Predictor processes, where there is a predictor."""
     port: int = 0
     """The first router's, the others' follow; 0: free ones."""
+    gateway_port: int = 0
+    """The first gateway's, the others' follow; 0: free ones."""
     host: str = LOOPBACK
-    """Where the routers listen; everything else stays on loopback."""
+    """Where the routers and the gateways listen; everything else stays on loopback."""
     metrics_port: int = 0
     """Of the first instance's Prometheus metrics, on loopback; the others follow: routers first, then prefill, decode,
-    colocated instances, predictors, each in the order of their ids. 0: no metrics."""
+    colocated instances, predictors, gateways, each in the order of their ids. 0: no metrics."""
     redis_url: str = ""
     """Empty: a private Redis."""
     cluster_name: str = DEFAULT_CLUSTER
@@ -51,6 +57,7 @@ class StackConfig:
     """Settings of services, by name: {"engine": "fake"}. Each goes to the services that roles_of() names."""
     config_file: str = ""
     """Every service reads it too; see `--config`."""
+    gateway_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     """More flags for the routers: ("--max-requests", "64")."""
     prefill_flags: tuple[str, ...] = ()
@@ -71,9 +78,12 @@ class StackConfig:
         for name in ("model", "host"):
             if not getattr(self, name).strip():
                 raise ConfigError("--" + name.replace("_", "-"), "is empty")
-        if self.port and self.port + self.router_count - 1 > MAX_PORT:
-            reason = f"is {self.port}; {self.router_count} ports follow one another, up to {MAX_PORT}"
-            raise ConfigError("--port", reason)
+        for flag, port, count in (
+            ("--port", self.port, self.router_count),
+            ("--gateway-port", self.gateway_port, self.gateway_count),
+        ):
+            if port and port + count - 1 > MAX_PORT:
+                raise ConfigError(flag, f"is {port}; {count} ports follow one another, up to {MAX_PORT}")
         if self.metrics_port and self.metrics_port + len(self.all_instance_ids) - 1 > MAX_PORT:
             reason = f"is {self.metrics_port}; {len(self.all_instance_ids)} ports follow one another, up to {MAX_PORT}"
             raise ConfigError("--metrics-port", reason)
@@ -93,6 +103,7 @@ class StackConfig:
     def instance_ids(self, role: ServiceKind) -> tuple[str, ...]:
         """The ids of all instances of a role."""
         counts = {
+            ServiceKind.GATEWAY: self.gateway_count,
             ServiceKind.ROUTER: self.router_count,
             ServiceKind.PREFILL: self.prefill_count,
             ServiceKind.DECODE: self.decode_count,
@@ -105,6 +116,7 @@ class StackConfig:
     def flags(self, role: ServiceKind) -> tuple[str, ...]:
         """More flags for the instances of a role."""
         return {
+            ServiceKind.GATEWAY: self.gateway_flags,
             ServiceKind.ROUTER: self.router_flags,
             ServiceKind.PREFILL: self.prefill_flags,
             ServiceKind.DECODE: self.decode_flags,
@@ -113,34 +125,43 @@ class StackConfig:
         }[role]
 
     @property
-    def router_ports(self) -> tuple[int, ...]:
-        """Where the routers listen, in the order of their ids; 0: at free ports."""
-        return tuple(self.port and self.port + number for number in range(self.router_count))
+    def ports(self) -> dict[str, int]:
+        """Where routers and gateways listen, by instance id; 0: at free ports."""
+        firsts = ((ServiceKind.ROUTER, self.port), (ServiceKind.GATEWAY, self.gateway_port))
+        return {
+            name: first and first + number
+            for role, first in firsts
+            for number, name in enumerate(self.instance_ids(role))
+        }
 
     def metrics_port_of(self, instance_id: str) -> int:
         """Where an instance serves its metrics; 0: nowhere."""
-        return self.metrics_port and self.metrics_port + self.all_instance_ids.index(instance_id)
+        # Gateways last: they came last, and the others' ports should stay.
+        gateways = self.instance_ids(ServiceKind.GATEWAY)
+        others = [name for name in self.all_instance_ids if name not in gateways]
+        return self.metrics_port and self.metrics_port + [*others, *gateways].index(instance_id)
 
     @property
-    def router_advertise_host(self) -> str:
-        """Where this machine reaches the routers."""
+    def public_advertise_host(self) -> str:
+        """Where this machine reaches the routers and the gateways."""
         return LOOPBACK if self.host in ALL_ADDRESSES else self.host
 
 
 def service_command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:
     """The command line that runs one service of the stack. port 0: a free one. It holds no secret: every user of the
     machine can read it; see service_environment()."""
-    is_router = role is ServiceKind.ROUTER
-    settings = {
+    is_public = role in PUBLIC_ROLES
+    settings: dict[str, object] = {
         "instance_id": instance_id,
-        "host": config.host if is_router else LOOPBACK,
-        "advertise_host": config.router_advertise_host if is_router else LOOPBACK,
+        "host": config.host if is_public else LOOPBACK,
+        "advertise_host": config.public_advertise_host if is_public else LOOPBACK,
         "port": port,
         "metrics_port": config.metrics_port_of(instance_id),
         "cluster_name": config.cluster_name,
-        "model": config.model,
         "drain_timeout_s": config.drain_timeout_s,
     }
+    if "model" in names_of(role):
+        settings["model"] = config.model
     if role is ServiceKind.PREDICTOR:
         settings["predictor"] = config.predictor
     settings |= {name: value for name, value in _shared(config, role).items() if name not in secrets_of(role)}

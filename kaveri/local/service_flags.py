@@ -12,7 +12,7 @@ from kaveri.rpc.process import ServiceConfig
 
 ROLES = tuple(ServiceKind)
 _WITH_ENGINES = (ServiceKind.PREFILL, ServiceKind.DECODE, ServiceKind.COLOCATED)
-_OF_THE_STACK = frozenset({"instance_id", "advertise_host"})
+_OF_THE_STACK = frozenset({"instance_id", "advertise_host", "routers"})
 """Settings that the stack gives to each instance by itself."""
 
 

@@ -19,7 +19,7 @@ from kaveri.cluster.redis_store import RedisStore
 from kaveri.config.services import ServiceKind
 from kaveri.domain.view import ClusterView, InstanceState
 from kaveri.errors import ConfigError, Unavailable
-from kaveri.local.config import StackConfig, service_command, service_environment, stack_flag
+from kaveri.local.config import PUBLIC_ROLES, StackConfig, service_command, service_environment, stack_flag
 from kaveri.local.folder import stack_folder
 from kaveri.local.process import ChildProcess
 from kaveri.local.redis_server import RedisServer
@@ -50,6 +50,8 @@ class LocalStack:
         self.config = config
         self.targets: tuple[str, ...] = ()
         """The routers, "host:port", known once they have registered. They stay the same over restarts."""
+        self.http_targets: tuple[str, ...] = ()
+        """The same for the gateways."""
         self.redis_url = config.redis_url
         self.log_dir = Path()
         """Holds one log per child."""
@@ -57,8 +59,8 @@ class LocalStack:
         self._started = False
         self._supervisors: dict[str, Supervisor] = {}
         self._roles = {name: role for role in ROLES for name in config.instance_ids(role)}
-        # Of routers, which keep their ports over restarts.
-        self._ports = dict(zip(config.instance_ids(ServiceKind.ROUTER), config.router_ports, strict=True))
+        # Of routers and gateways, which keep their ports over restarts.
+        self._ports = config.ports
         self._former_lives: dict[str, int] = {}
         self._store_access = contextlib.AsyncExitStack()
         self._directory = contextlib.ExitStack()
@@ -155,11 +157,8 @@ class LocalStack:
             missing = still_missing
             self._check_for_dead(missing)
             if not missing:
-                addresses = [
-                    view.instances[name].record.address for name in self.config.instance_ids(ServiceKind.ROUTER)
-                ]
-                self._keep_ports(addresses)
-                if all([await self._knows_everybody(address) for address in addresses]):
+                self._keep_ports(view)
+                if all([await self._knows_everybody(address) for address in self.targets]):
                     return
         raise Unavailable(f"not ready after {timeout_s:g} s: {', '.join(missing) or 'the router'}")
 
@@ -203,8 +202,12 @@ class LocalStack:
         model = self.config.model
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
             raise ConfigError("--model", f"there is no {model}")
-        for port in self.config.router_ports:
-            check_address(self.config.host, port)
+        for name, port in self.config.ports.items():
+            try:
+                check_address(self.config.host, port)
+            except ConfigError as error:
+                flag = "--gateway-port" if self._roles[name] is ServiceKind.GATEWAY else error.field
+                raise ConfigError(flag if error.field == "--port" else error.field, error.reason) from error
 
     async def _end(self) -> None:
         """Leaves nothing behind: what still runs is killed."""
@@ -218,7 +221,7 @@ class LocalStack:
             environment = service_environment(self.config, role, self.redis_url, os.environ)
             # What a killed child leaves in its temporary folder, sockets above all, goes with the stack's.
             environment["TMPDIR"] = str(directory)
-            if role is not ServiceKind.ROUTER:
+            if role not in PUBLIC_ROLES:
                 # Several engines share this machine's cores; threads of each for every core slow all of them down.
                 environment.setdefault("OMP_NUM_THREADS", "1")
             return ChildProcess.start(name, command, self.log_dir / f"{name}.log", environment)
@@ -273,10 +276,12 @@ class LocalStack:
             and status.record.incarnation != self._former_lives.get(name)
         )
 
-    def _keep_ports(self, router_addresses: list[str]) -> None:
-        for name, address in zip(self.config.instance_ids(ServiceKind.ROUTER), router_addresses, strict=True):
-            self._ports[name] = int(address.rpartition(":")[2])
-        self.targets = tuple(router_addresses)
+    def _keep_ports(self, view: ClusterView) -> None:
+        addresses = {name: view.instances[name].record.address for name in self._ports}
+        self._ports = {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
+        self.targets, self.http_targets = (
+            tuple(addresses[name] for name in self.config.instance_ids(role)) for role in PUBLIC_ROLES
+        )
 
     async def _knows_everybody(self, address: str) -> bool:
         """Whether the router at `address` takes requests and has the same instances in its view."""

@@ -34,6 +34,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Guesses how long answers will be."""
     ROLE_ENGINE: _Role.ValueType  # 3
     """Serves phases with an engine."""
+    ROLE_GATEWAY: _Role.ValueType  # 4
+    """Answers HTTP, and asks the routers."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What an instance does."""
@@ -46,6 +48,8 @@ ROLE_PREDICTOR: Role.ValueType  # 2
 """Guesses how long answers will be."""
 ROLE_ENGINE: Role.ValueType  # 3
 """Serves phases with an engine."""
+ROLE_GATEWAY: Role.ValueType  # 4
+"""Answers HTTP, and asks the routers."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _Phase:

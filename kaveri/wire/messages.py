@@ -32,6 +32,7 @@ _ROLE_TO_PROTO = {
     Role.ROUTER: cluster_pb2.ROLE_ROUTER,
     Role.PREDICTOR: cluster_pb2.ROLE_PREDICTOR,
     Role.ENGINE: cluster_pb2.ROLE_ENGINE,
+    Role.GATEWAY: cluster_pb2.ROLE_GATEWAY,
 }
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
 _PHASE_TO_PROTO = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+import services.gateway.metrics
 import services.router.metrics
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.engine.factory import build_engine
@@ -42,12 +43,12 @@ def _registered() -> dict[str, set[Facts]]:
         PredictorMetrics(of["predictor"])
     finally:
         engine.close()
-    routers = {id(metric) for metric in vars(services.router.metrics).values()}
-    router = CollectorRegistry()
-    for collector in set(REGISTRY._collector_to_names):
-        if id(collector) in routers:
-            router.register(collector)
-    of["router"] = router
+    for role, declared in (("router", services.router.metrics), ("gateway", services.gateway.metrics)):
+        collectors = {id(metric) for metric in vars(declared).values()}
+        of[role] = CollectorRegistry()
+        for collector in set(REGISTRY._collector_to_names):
+            if id(collector) in collectors:
+                of[role].register(collector)
     for registry in of.values():
         registry.register(REFUSED_HEARTBEATS)
     return {role: set(_facts(registry)) for role, registry in of.items()}

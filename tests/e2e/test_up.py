@@ -20,7 +20,7 @@ from tests.support.redis_fixture import free_port
 
 _KAVERI = str(Path(sys.executable).parent / "kaveri")
 _READY = re.compile(r"kaveri is ready at (127\.0\.0\.1:\d+(?:,127\.0\.0\.1:\d+)*)\n")
-_SMALL = ("--engine", "fake", "--prefill", "1", "--decode", "1", "--drain-timeout-s", "5")
+_SMALL = ("--engine", "fake", "--prefill", "1", "--decode", "1", "--drain-timeout-s", "5", "--gateways", "0")
 _WITHIN_S = 60.0
 
 

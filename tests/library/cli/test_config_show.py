@@ -44,7 +44,7 @@ def test_it_knows_every_service(role: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["decde"], "kaveri: ROLE: is 'decde'; choose router, prefill, decode, colocated, predictor, profile"),
+        (["decde"], "kaveri: ROLE: is 'decde'; choose router, prefill, decode, colocated, predictor, gateway, profile"),
         (["decode", "--max-btch", "8"], "kaveri: --max-btch: is no flag of kaveri decode; the nearest is --max-batch"),
         (["decode", "--max-batch", "0"], "kaveri: --max-batch: is 0; it must be at least 1"),
     ],

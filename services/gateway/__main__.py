@@ -1,0 +1,26 @@
+"""Starts a gateway: `python -P -m services.gateway --help`."""
+
+import asyncio
+import sys
+
+from kaveri.errors import ConfigError
+from kaveri.rpc.process import run_service
+from services.gateway.config import GatewayConfig
+
+
+def main() -> int:
+    """Runs the gateway with the process's own arguments; returns the exit status."""
+    return run_service("gateway", GatewayConfig, _serve)
+
+
+async def _serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
+    try:
+        # Only here: --help works without the packages of the extra.
+        from services.gateway import service
+    except ModuleNotFoundError as error:
+        raise ConfigError("gateway", f"{error.name} is not installed: pip install 'kaveri[gateway]'") from error
+    return await service.serve(config, stopping)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The answers to one HTTP request: one stream of the SDK for each, read one by one or merged."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+from kaveri.client.answer import Chunk, Completion
+from kaveri.client.async_client import AsyncClient
+from kaveri.client.async_stream import AsyncStream
+from kaveri.domain.sampling import FinishReason
+from kaveri.errors import RequestCancelled, Unavailable
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES
+from services.gateway.asked import Asked
+
+_SUFFIX_BYTES = 5
+
+
+class Answers:
+    """Asks a router for all answers at once. Leaving the context cancels those that have not ended, everywhere."""
+
+    def __init__(self, client: AsyncClient, asked: Asked, request_id: str) -> None:
+        """request_id: stands before the ids that routers get, so that it can be found in their logs. Raises
+        InvalidArgument."""
+        self.streams: list[AsyncStream] = []
+        self._failure = "the answer was closed before its end"
+        # Two requests may have one id: a client's id traces requests, and need not be unique.
+        name = f"{request_id[: MAX_REQUEST_ID_BYTES - 32]}-{secrets.token_hex(_SUFFIX_BYTES)}"
+        try:
+            for number, (prompt, params) in enumerate(asked.answers):
+                self.streams.append(
+                    client.stream(
+                        prompt if isinstance(prompt, str) else None,
+                        prompt_token_ids=prompt if _is_token_ids(prompt) else None,  # type: ignore[arg-type]
+                        messages=prompt if _is_messages(prompt) else None,  # type: ignore[arg-type]
+                        params=params,
+                        model=asked.model,
+                        request_id=f"{name}-{number}" if len(asked.answers) > 1 else name,
+                    )
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def fail(self, reason: str) -> None:
+        """Cancels what has not ended; readers get Unavailable with this reason."""
+        self._failure = reason
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what has not ended. Idempotent."""
+        for stream in self.streams:
+            stream.close()
+
+    async def collect(self) -> list[Completion]:
+        """All answers, whole, in order. Raises the first error of any, and RequestCancelled when another client has
+        cancelled one."""
+        if len(self.streams) == 1:
+            answers = [await self.streams[0].collect()]
+        else:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    reading = [group.create_task(stream.collect()) for stream in self.streams]
+            except BaseExceptionGroup as errors:
+                raise _first(errors) from errors
+            answers = [task.result() for task in reading]
+        for answer in answers:
+            _check_not_cancelled(answer.finish_reason, answer.request_id)
+        return answers
+
+    async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
+        """The chunks of all answers as they come, with the index of the answer. Raises as collect(). Close it."""
+        if len(self.streams) == 1:
+            stream, finish = self.streams[0], None
+            async for chunk in stream:
+                finish = chunk.finish_reason
+                _check_not_cancelled(finish, stream.request_id)
+                yield 0, chunk
+            if finish is None:
+                raise Unavailable(self._failure)
+            return
+        # Full: the streams wait, and the routers join their tokens.
+        merged: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue(len(self.streams))
+        pumps = [asyncio.create_task(self._pump(index, merged)) for index in range(len(self.streams))]
+        try:
+            left = len(pumps)
+            while left:
+                index, found = await merged.get()
+                match found:
+                    case None:
+                        left -= 1
+                    case BaseException():
+                        raise found
+                    case chunk:
+                        _check_not_cancelled(chunk.finish_reason, self.streams[index].request_id)
+                        yield index, chunk
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def _pump(self, index: int, merged: asyncio.Queue[tuple[int, Chunk | BaseException | None]]) -> None:
+        finish = None
+        try:
+            async for chunk in self.streams[index]:
+                finish = chunk.finish_reason
+                await merged.put((index, chunk))
+            if finish is None:
+                raise Unavailable(self._failure)
+        except Exception as error:
+            await merged.put((index, error))
+        else:
+            await merged.put((index, None))
+
+
+def _is_token_ids(prompt: object) -> bool:
+    return isinstance(prompt, tuple) and (not prompt or type(prompt[0]) is int)
+
+
+def _is_messages(prompt: object) -> bool:
+    return isinstance(prompt, tuple) and not _is_token_ids(prompt)
+
+
+def _check_not_cancelled(finish_reason: FinishReason | None, request_id: str) -> None:
+    if finish_reason is FinishReason.CANCELLED:
+        raise RequestCancelled(request_id)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found

@@ -1,0 +1,332 @@
+"""The HTTP API: which path does what, and what becomes of a request that fails."""
+
+import asyncio
+import importlib.metadata
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Any, Protocol
+
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from kaveri.client.answer import ModelInfo
+from kaveri.client.async_client import AsyncClient
+from kaveri.errors import KaveriError, ModelNotFound, SlowReader, Unavailable
+from kaveri.telemetry.logs import get_logger
+from services.gateway import metrics
+from services.gateway.answers import Answers
+from services.gateway.asked import Asked, UsageEvents, read_chat, read_completion
+from services.gateway.body import BodyBudget, ClientGone
+from services.gateway.config import GatewayConfig
+from services.gateway.connection import CONNECTION_KEY
+from services.gateway.departure import UntilGone
+from services.gateway.event_writer import EventWriter
+from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
+from services.gateway.http_errors import Headers, HttpError, http_error_of, retry_headers
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_HEALTH_TIMEOUT_S = 2.0
+_CLIENT_GONE_STATUS = 499
+"""As nginx counts it; no client sees it."""
+_JSON: Headers = [(b"content-type", b"application/json")]
+STATE_KEY = "kaveri.request"
+"""Of an HTTP scope: what the gateway knows of the request."""
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """One request, from its head to its end."""
+
+    request_id: str
+    arrived_s: float
+    path: str = ""
+    status: int = 0
+    """0: nothing was sent."""
+    answers: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Door(Protocol):
+    """What the API needs of its gateway."""
+
+    config: GatewayConfig
+    client: AsyncClient
+    draining: bool
+    answering: set[Answers]
+    """What routers were asked for, and has not ended."""
+
+    def serving(self) -> AbstractContextManager[None]:
+        """One request for answers is in flight while the context lasts."""
+
+
+class Edge:
+    """The ASGI application: names each request, and turns whatever it ends with into an answer, a metric and a log
+    line."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._app = build_api(door)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = HttpRequest(secrets.token_hex(16), time.monotonic())
+        scope[STATE_KEY] = state
+        # Paths and methods that are not served are then raised by the router, not answered.
+        scope["app"] = self
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                state.status = message["status"]
+                date = formatdate(usegmt=True).encode()
+                named = [(b"date", date), (b"x-request-id", state.request_id.encode())]
+                message = {**message, "headers": [*message["headers"], *named]}
+            await send(message)
+
+        try:
+            state.request_id = _request_id(scope) or state.request_id
+            await self._app(scope, receive, send_named)
+        except ClientGone:
+            state.status = _CLIENT_GONE_STATUS
+        except HttpError as error:
+            await _send_error(error, send_named)
+        except HTTPException as error:
+            await _send_error(_not_served(scope, error), send_named)
+        except SlowReader as error:
+            get_logger().warning("client_too_slow", request_id=state.request_id, slow_reader_s=error.limit_s)
+            scope[CONNECTION_KEY].abort()
+        except asyncio.CancelledError:
+            # The gateway ends. The client sees its connection closed.
+            scope[CONNECTION_KEY].abort()
+            raise
+        except Exception:
+            get_logger().exception("request_failed_unexpectedly", request_id=state.request_id, path=state.path)
+            if state.status:
+                scope[CONNECTION_KEY].abort()
+            else:
+                await _send_error(HttpError(500, "the gateway failed", "server_error", "internal_error"), send_named)
+        finally:
+            self._report(state)
+
+    def _report(self, state: HttpRequest) -> None:
+        metrics.REQUESTS.labels(path=state.path or "other", status=str(state.status)).inc()
+        if state.answers:
+            get_logger().info(
+                "http_request_finished",
+                request_id=state.request_id,
+                path=state.path,
+                status=state.status,
+                answers=state.answers,
+                prompt_tokens=state.prompt_tokens,
+                completion_tokens=state.completion_tokens,
+                duration_s=time.monotonic() - state.arrived_s,
+            )
+
+
+Reader = Callable[[Mapping[str, Any], int], Asked]
+
+
+class _Generate:
+    """One of the two paths that generate, as an ASGI application."""
+
+    def __init__(
+        self,
+        door: Door,
+        budget: BodyBudget,
+        path: str,
+        read: Reader,
+        make_format: type[CompletionFormat] | type[ChatFormat],
+        prefix: str,
+    ) -> None:
+        self._door = door
+        self._budget = budget
+        self._path = path
+        self._read = read
+        self._make_format = make_format
+        self._prefix = prefix
+        self._prompt_param = "prompt" if make_format is CompletionFormat else "messages"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state: HttpRequest = scope[STATE_KEY]
+        state.path = self._path
+        door = self._door
+        if door.draining:
+            raise HttpError(
+                503,
+                "this gateway is ending",
+                "service_unavailable",
+                "draining",
+                headers=[*retry_headers(0.0), (b"connection", b"close")],
+            )
+        try:
+            with door.serving(), self._budget.hold() as body:
+                values = await body.read_json(scope, receive)
+                asked = self._read(values, door.config.max_answers)
+                del values
+                async with UntilGone(receive):
+                    await self._answer(asked, state, send)
+        except SlowReader:
+            raise
+        except KaveriError as error:
+            raise http_error_of(error, self._prompt_param) from error
+
+    async def _answer(self, asked: Asked, state: HttpRequest, send: Send) -> None:
+        client = self._door.client
+        model = asked.model or (await _the_model(client)).name
+        made = self._make_format(asked, f"{self._prefix}-{state.request_id}", model, int(time.time()))
+        state.answers = len(asked.answers)
+        metrics.IN_FLIGHT.inc(state.answers)
+        try:
+            async with Answers(client, asked, state.request_id) as answers:
+                self._door.answering.add(answers)
+                try:
+                    if asked.stream:
+                        await self._stream(asked, answers, made, state, send)
+                    else:
+                        await self._collect(answers, made, state, send)
+                finally:
+                    self._door.answering.discard(answers)
+        finally:
+            metrics.IN_FLIGHT.dec(state.answers)
+
+    async def _collect(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
+        whole = await answers.collect()
+        state.prompt_tokens = sum(answer.usage.prompt_tokens for answer in whole)
+        state.completion_tokens = sum(answer.usage.completion_tokens for answer in whole)
+        await send_body(200, made.whole(whole), _JSON, send)
+
+    async def _stream(self, asked: Asked, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
+        chunks = answers.chunks()
+        async with EventWriter(send, self._door.config.slow_reader_s) as writer:
+            try:
+                async for index, chunk in chunks:
+                    if not writer.begun:
+                        metrics.TTFT_S.observe(time.monotonic() - state.arrived_s)
+                    state.completion_tokens += len(chunk.token_ids)
+                    metrics.TOKENS.inc(len(chunk.token_ids))
+                    if chunk.usage is not None:
+                        state.prompt_tokens += chunk.usage.prompt_tokens
+                    await writer.write(made.piece(index, chunk))
+            except KaveriError as error:
+                if not writer.begun:
+                    raise
+                await writer.end(b"data: " + http_error_of(error, self._prompt_param).body() + b"\n\n")
+            else:
+                usage = b"" if asked.usage_events is UsageEvents.NONE else made.usage()
+                await writer.end(usage + DONE)
+            finally:
+                await chunks.aclose()  # type: ignore[attr-defined]
+
+
+def build_api(door: Door) -> Router:
+    """The paths."""
+    config = door.config
+    budget = BodyBudget(config.max_body_bytes, config.max_bodies_bytes, config.slow_sender_s)
+    completions = _Generate(door, budget, "/v1/completions", read_completion, CompletionFormat, "cmpl")
+    chat = _Generate(door, budget, "/v1/chat/completions", read_chat, ChatFormat, "chatcmpl")
+    rendering = asyncio.Lock()
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model_object(one) for one in await door.client.list_models()]})
+
+    async def model(request: Request) -> Response:
+        return JSONResponse(_model_object(await door.client.get_model(request.path_params["model"])))
+
+    async def health(request: Request) -> Response:
+        if door.draining:
+            raise Unavailable("this gateway is ending")
+        if not any(one.ready for one in await door.client.list_models(timeout_s=_HEALTH_TIMEOUT_S)):
+            raise Unavailable("no model takes requests now")
+        return JSONResponse({"status": "ok"})
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": importlib.metadata.version("kaveri")})
+
+    async def scrape(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        # One at a time and on a thread: many concurrent scrapes must not delay requests.
+        async with rendering:
+            return Response(await asyncio.to_thread(encode, REGISTRY), media_type=content_type)
+
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", _named("/v1/models", models), methods=["GET"]),
+        Route("/v1/models/{model:path}", _named("/v1/models", model), methods=["GET"]),
+        Route("/health", _named("/health", health), methods=["GET"]),
+        Route("/version", _named("/version", version), methods=["GET"]),
+        Route("/metrics", _named("/metrics", scrape), methods=["GET"]),
+    ]
+    return Router(routes, redirect_slashes=False)
+
+
+def _named(path: str, handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    async def handle_named(request: Request) -> Response:
+        request.scope[STATE_KEY].path = path
+        try:
+            answer: Response = await handle(request)
+        except KaveriError as error:
+            raise http_error_of(error) from error
+        return answer
+
+    return handle_named
+
+
+def _not_served(scope: Scope, error: HTTPException) -> HttpError:
+    code = {404: "no_such_path", 405: "method_not_allowed"}.get(error.status_code)
+    headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
+    message = f"{scope['method']} {scope['path']:.200} is not served here"
+    return HttpError(error.status_code, message, code=code, headers=headers)
+
+
+def _model_object(model: ModelInfo) -> dict[str, object]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": _STARTED_S,
+        "owned_by": "kaveri",
+        "root": model.name,
+        "max_model_len": model.max_model_len,
+    }
+
+
+_STARTED_S = int(time.time())
+
+
+async def _the_model(client: AsyncClient) -> ModelInfo:
+    """The only model that is served. Raises ModelNotFound when there are several."""
+    models = await client.list_models()
+    if len(models) != 1:
+        raise ModelNotFound("", tuple(one.name for one in models))
+    return models[0]
+
+
+def _request_id(scope: Scope) -> str | None:
+    """The client's own id. Raises HttpError."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            if not _REQUEST_ID.fullmatch(value):
+                message = "X-Request-ID must be 1 to 128 visible ASCII characters without spaces"
+                raise HttpError(400, message, code="invalid_value", param="X-Request-ID")
+            return str(value, "ascii")
+    return None
+
+
+async def send_body(status: int, body: bytes, headers: Headers, send: Send) -> None:
+    """A whole response."""
+    sized = [*headers, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": sized})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _send_error(error: HttpError, send: Send) -> None:
+    await send_body(error.status, error.body(), [*_JSON, *error.headers], send)

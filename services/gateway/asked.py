@@ -1,0 +1,303 @@
+"""What an HTTP request asks for: its JSON object becomes prompts and parameters, or is refused by name. Pure."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kaveri.client.request import Message
+from kaveri.domain.sampling import MAX_LOGPROBS, SamplingParams
+from kaveri.errors import InvalidArgument
+from services.gateway.fields import (
+    Accepts,
+    Fields,
+    any_flag,
+    any_text,
+    check_items,
+    check_object,
+    empty,
+    number,
+    one_of,
+)
+
+Prompt = str | tuple[int, ...] | tuple[Message, ...]
+"""Text, token ids, or a conversation."""
+
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for completions. A chat answer may be as long as fits."""
+_MAX_N = 128
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd, so that the seeds of one request differ; 2**64 divided by the golden ratio, so that they are far apart."""
+_HARMLESS: Mapping[str, Accepts] = {
+    "add_special_tokens": any_flag,
+    "allowed_token_ids": empty,
+    "bad_words": empty,
+    "frequency_penalty": number(0),
+    "include_stop_str_in_output": one_of(False),
+    "length_penalty": number(1),
+    "logit_bias": empty,
+    "metadata": empty,
+    "min_p": number(0),
+    "min_tokens": number(0),
+    "presence_penalty": number(0),
+    "priority": number(0),
+    "repetition_penalty": number(1),
+    "response_format": lambda value: value == {"type": "text"},
+    "return_tokens_as_token_ids": one_of(False),
+    "safety_identifier": any_text,
+    "prompt_cache_key": any_text,
+    "service_tier": one_of("auto", "default"),
+    "skip_special_tokens": one_of(True),
+    "spaces_between_special_tokens": any_flag,
+    "store": one_of(False),
+    "use_beam_search": one_of(False),
+    "user": any_text,
+    **dict.fromkeys(
+        (
+            "cache_salt",
+            "guided_choice",
+            "guided_grammar",
+            "guided_json",
+            "guided_regex",
+            "kv_transfer_params",
+            "logits_processors",
+            "prompt_logprobs",
+            "request_id",
+            "structured_outputs",
+            "truncate_prompt_tokens",
+            "vllm_xargs",
+        ),
+        lambda _value: False,
+    ),
+}
+"""Parameters of OpenAI and of vLLM that are not built, and which of their values change nothing."""
+_HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
+    **_HARMLESS,
+    "add_special_tokens": one_of(True),
+    "prompt_embeds": lambda _value: False,
+    "suffix": one_of(""),
+}
+_HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
+    **_HARMLESS,
+    "add_generation_prompt": one_of(True),
+    "add_special_tokens": one_of(False),
+    "chat_template_kwargs": empty,
+    "continue_final_message": one_of(False),
+    "documents": empty,
+    "echo": one_of(False),
+    "functions": empty,
+    "function_call": one_of("none"),
+    "modalities": lambda value: value == ["text"],
+    "parallel_tool_calls": any_flag,
+    "tool_choice": one_of("none", "auto"),
+    "tools": empty,
+    **dict.fromkeys(
+        (
+            "audio",
+            "chat_template",
+            "mm_processor_kwargs",
+            "prediction",
+            "reasoning_effort",
+            "verbosity",
+            "web_search_options",
+        ),
+        lambda _value: False,
+    ),
+}
+_HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
+    "annotations": empty,
+    "tool_calls": empty,
+    **dict.fromkeys(("audio", "function_call", "name", "refusal", "tool_call_id"), lambda _value: False),
+}
+
+
+class UsageEvents(enum.Enum):
+    """Which events of a stream say how many tokens there are."""
+
+    NONE = enum.auto()
+    LAST = enum.auto()
+    EACH = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A checked request."""
+
+    model: str | None
+    """None: the only one that is served."""
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    n: int = 1
+    """Answers for each prompt."""
+    stream: bool = False
+    usage_events: UsageEvents = UsageEvents.NONE
+    echo: bool = False
+    """Whether the text begins with the prompt."""
+    return_token_ids: bool = False
+
+    @property
+    def answers(self) -> tuple[tuple[Prompt, SamplingParams], ...]:
+        """Prompt and parameters of each answer, in the order of their indices."""
+        variants = [replace(self.params, seed=_derived(self.params.seed, number)) for number in range(self.n)]
+        return tuple((prompt, variant) for prompt in self.prompts for variant in variants)
+
+
+def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
+    """A request for /v1/completions. Raises InvalidArgument."""
+    fields = Fields(body)
+    prompts = _prompts(fields.take("prompt"))
+    n = _n(fields, len(prompts), max_answers)
+    best_of = fields.whole("best_of", 1, _MAX_N)
+    if best_of not in (None, n):
+        raise InvalidArgument("best_of", best_of, f"left out, or {n} as n: Kaveri does not support it")
+    logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
+    max_tokens = fields.take("max_tokens")
+    echo = fields.flag("echo")
+    return _read_rest(
+        fields,
+        _HARMLESS_OF_COMPLETIONS,
+        prompts=prompts,
+        n=n,
+        echo=echo,
+        max_tokens=_COMPLETION_TOKENS if max_tokens is None else max_tokens,
+        logprobs=logprobs,
+    )
+
+
+def read_chat(body: Mapping[str, Any], max_answers: int) -> Asked:
+    """A request for /v1/chat/completions. Raises InvalidArgument."""
+    fields = Fields(body)
+    messages = tuple(
+        _message(each, f"messages[{number}]")
+        for number, each in enumerate(check_items(fields.take("messages"), "messages"))
+    )
+    n = _n(fields, 1, max_answers)
+    max_tokens, newer = fields.take("max_tokens"), fields.take("max_completion_tokens")
+    if max_tokens is not None and newer is not None and newer != max_tokens:
+        raise InvalidArgument("max_tokens", max_tokens, "left out, or equal to max_completion_tokens")
+    wants_logprobs = fields.flag("logprobs")
+    top_logprobs = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
+    if top_logprobs and not wants_logprobs:
+        raise InvalidArgument("top_logprobs", top_logprobs, "left out unless logprobs is true")
+    return _read_rest(
+        fields,
+        _HARMLESS_OF_CHAT,
+        prompts=(messages,),
+        n=n,
+        echo=False,
+        max_tokens=max_tokens if newer is None else newer,
+        logprobs=(top_logprobs or 0) if wants_logprobs else None,
+    )
+
+
+def _read_rest(
+    fields: Fields,
+    harmless: Mapping[str, Accepts],
+    *,
+    prompts: tuple[Prompt, ...],
+    n: int,
+    echo: bool,
+    max_tokens: Any,
+    logprobs: int | None,
+) -> Asked:
+    """What both kinds of requests have in common."""
+    stream = fields.flag("stream")
+    temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
+    stop, stop_token_ids = fields.take("stop"), fields.take("stop_token_ids")
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        # vLLM's word for "all".
+        top_k=0 if top_k is None or top_k == -1 else top_k,
+        seed=_seed(fields),
+        stop=() if stop is None else stop,
+        stop_token_ids=() if stop_token_ids is None else stop_token_ids,
+        ignore_eos=fields.flag("ignore_eos"),
+        logprobs=logprobs,
+    )
+    asked = Asked(
+        model=fields.text("model"),
+        prompts=prompts,
+        params=params,
+        n=n,
+        stream=stream,
+        usage_events=_usage_events(fields, stream),
+        echo=echo,
+        return_token_ids=fields.flag("return_token_ids"),
+    )
+    fields.refuse_rest(harmless)
+    return asked
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    if isinstance(value, str):
+        return (value,)
+    limit = "a text, a list of texts, a list of token ids, or a list of such lists"
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument("prompt", value, limit)
+    if all(type(each) is int for each in value):
+        return (tuple(value),)
+    if all(type(each) is str for each in value):
+        return tuple(value)
+    prompts = [tuple(each) for each in value if type(each) is list and all(type(item) is int for item in each)]
+    if len(prompts) < len(value):
+        raise InvalidArgument("prompt", value, limit)
+    return tuple(prompts)
+
+
+def _n(fields: Fields, prompt_count: int, max_answers: int) -> int:
+    n = fields.whole("n", 1, _MAX_N) or 1
+    if n * prompt_count > max_answers:
+        value = f"{prompt_count} prompts with n = {n}" if prompt_count > 1 else n
+        raise InvalidArgument("prompt" if prompt_count > 1 else "n", value, f"at most {max_answers} answers together")
+    return n
+
+
+def _seed(fields: Fields) -> int | None:
+    seed = fields.whole("seed", -(2**63), 2**64 - 1)
+    return None if seed is None else seed % 2**64
+
+
+def _derived(seed: int | None, number: int) -> int | None:
+    """The seed of the answer with this number to one prompt; the first one has the request's own."""
+    return None if seed is None else (seed + number * _SEED_STEP) % 2**64
+
+
+def _usage_events(fields: Fields, stream: bool) -> UsageEvents:
+    value = fields.take("stream_options")
+    if value is None:
+        return UsageEvents.NONE
+    if not stream:
+        raise InvalidArgument("stream_options", value, "left out unless stream is true")
+    options = Fields(check_object(value, "stream_options"), "stream_options.")
+    last, each = options.flag("include_usage"), options.flag("continuous_usage_stats")
+    options.refuse_rest({"include_obfuscation": one_of(False)})
+    if each and not last:
+        raise InvalidArgument("stream_options.continuous_usage_stats", each, "left out unless include_usage is true")
+    return UsageEvents.EACH if each else UsageEvents.LAST if last else UsageEvents.NONE
+
+
+def _message(value: Any, path: str) -> Message:
+    fields = Fields(check_object(value, path), path + ".")
+    role, content = fields.text("role"), fields.take("content")
+    fields.refuse_rest(_HARMLESS_OF_MESSAGE)
+    if role is None:
+        raise InvalidArgument(f"{path}.role", None, "a text")
+    if isinstance(content, list):
+        parts = [_text_part(part, f"{path}.content[{number}]") for number, part in enumerate(content)]
+        content = "\n".join(parts)
+    if not isinstance(content, str):
+        raise InvalidArgument(f"{path}.content", content, "a text, or a list of text parts")
+    return Message(role, content)
+
+
+def _text_part(value: Any, path: str) -> str:
+    fields = Fields(check_object(value, path), path + ".")
+    kind, text = fields.text("type"), fields.text("text")
+    if kind != "text":
+        raise InvalidArgument(f"{path}.type", kind, "text: Kaveri takes no other parts")
+    fields.refuse_rest({})
+    if text is None:
+        raise InvalidArgument(f"{path}.text", None, "a text")
+    return text

@@ -1,0 +1,61 @@
+"""The gateway's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
+
+from dataclasses import dataclass
+
+from kaveri.client.targets import check_targets
+from kaveri.config.settings import MAX_PORT, setting, size_bytes
+from kaveri.errors import InvalidArgument
+from kaveri.rpc.process import ServiceConfig
+
+DEFAULT_PORT = 8000
+
+
+def router_addresses(text: str) -> tuple[str, ...]:
+    """For `setting`: "host:port", several with commas between them; empty: none. Raises ValueError."""
+    if not text.strip():
+        return ()
+    try:
+        return check_targets([word.strip() for word in text.split(",")])
+    except InvalidArgument as error:
+        raise ValueError(f"is {error.value!r:.140}; write {error.limit}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(ServiceConfig):
+    """Answers OpenAI's HTTP API: asks the routers of one cluster, and streams their answers."""
+
+    port: int = setting("port to listen on for HTTP; 0: a free one", DEFAULT_PORT, least=0, most=MAX_PORT)
+    routers: tuple[str, ...] = setting(
+        "routers to ask, HOST:PORT with commas between them; then Redis is not used, and `kaveri status` does "
+        "not show this gateway. Empty: those that Redis names",
+        (),
+        router_addresses,
+    )
+    request_timeout_s: float = setting(
+        "seconds that an answer may take, from the request's arrival", 600.0, above=0, most=7 * 86_400.0
+    )
+    slow_reader_s: float = setting(
+        "seconds that a client may take to read what was written for it; then its request is cancelled and its "
+        "connection closed",
+        30.0,
+        above=0,
+        most=3600.0,
+    )
+    slow_sender_s: float = setting(
+        "seconds that the head of a request may take to arrive, and as many again for its body",
+        30.0,
+        above=0,
+        most=3600.0,
+    )
+    idle_s: float = setting("seconds that a connection may wait for its next request", 75.0, above=0, most=86_400.0)
+    max_connections: int = setting("open connections; more are refused with 503", 4096, least=1)
+    max_header_bytes: int = setting(
+        "size of a request's line and headers; more are refused with 431", 32 * 1024, size_bytes, least=1024
+    )
+    max_body_bytes: int = setting(
+        "size of a request's body; more is refused with 413", 4 * 2**20, size_bytes, least=1024
+    )
+    max_bodies_bytes: int = setting(
+        "size of the bodies of all requests in flight; more are refused with 429", 256 * 2**20, size_bytes, least=1024
+    )
+    max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)

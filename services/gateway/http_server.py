@@ -1,0 +1,133 @@
+"""Listens for HTTP and ends: what RpcServer is for gRPC. uvicorn's connections around one ASGI application."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import time
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from kaveri.errors import ConfigError
+from kaveri.rpc.server import check_address
+from kaveri.telemetry.readiness import set_ready
+from services.gateway.connection import ConnectionLimits, connection_factory
+
+_SEND_BUFFER_BYTES = 256 * 1024
+"""Of the kernel, for each connection. With the 64 KiB of its transport all that a client that does not read costs."""
+_BACKLOG = 2048
+_OTHER_FILES = 512
+"""Descriptors beside those of connections."""
+_POLL_S = 0.02
+
+
+class HttpServer:
+    """Accepts connections from ready() to drain(). For one event loop."""
+
+    def __init__(self, host: str, port: int, app: Any, limits: ConnectionLimits, idle_s: float) -> None:
+        """port 0: a free one. app: the ASGI application. idle_s: seconds that a connection may wait for a request."""
+        self.port = 0
+        """Where it listens, known after start()."""
+        self.state = ServerState()
+        self._host = host
+        self._asked_port = port
+        self._limits = limits
+        self._config = Config(
+            app,
+            http=connection_factory(limits),
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=idle_s,  # type: ignore[arg-type]
+        )
+        self._socket: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Takes the address. Raises ConfigError when it cannot be bound."""
+        # uvicorn says on stderr what clients do wrong: they would fill our logs.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
+        _allow_files(self._limits.max_connections)
+        self._config.load()
+        self._bind()
+
+    async def ready(self) -> None:
+        """Accepts connections."""
+        if self._server is not None:
+            return
+        if self._socket is None:
+            self._bind()
+        assert self._socket is not None
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connection, sock=self._socket, backlog=_BACKLOG)
+        set_ready(True)
+
+    async def drain(self) -> None:
+        """Accepts no more connections, closes idle ones, and the others once their request is answered."""
+        set_ready(False)
+        if self._server is not None:
+            self._server.close()
+            self._server = self._socket = None
+        for connection in tuple(self.state.connections):
+            connection.shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """As drain(); connections that are left after `grace_s` seconds are closed at once."""
+        await self.drain()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        give_up_s = time.monotonic() + grace_s
+        while self.state.connections and time.monotonic() < give_up_s:  # noqa: ASYNC110 - uvicorn's own set
+            await asyncio.sleep(_POLL_S)
+        for connection in tuple(self.state.connections):
+            connection.transport.abort()
+        tasks = tuple(self.state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _connection(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self._config.http_protocol_class(
+            config=self._config, server_state=self.state, app_state={}
+        )  # type: ignore[call-arg]
+        return made
+
+    def _bind(self) -> None:
+        check_address(self._host, self._asked_port)
+        found = socket.getaddrinfo(self._host.strip("[]"), self.port or self._asked_port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Accepted connections inherit these. The event loop adds TCP_NODELAY.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            listening.bind(address)
+            listening.setblocking(False)
+        except OSError as error:
+            listening.close()
+            raise ConfigError(
+                "--port", f"cannot listen on {self._host}:{self._asked_port}: {error.strerror}"
+            ) from error
+        self._socket = listening
+        self.port = listening.getsockname()[1]
+
+
+def _allow_files(connection_count: int) -> None:
+    """Raises the process's limit of open files, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connection_count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

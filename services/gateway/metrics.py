@@ -1,0 +1,14 @@
+"""The Prometheus metrics of a gateway process. Global, as Prometheus clients are."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
+
+REQUESTS = Counter("kaveri_gateway_requests", "HTTP requests by path and status.", ["path", "status"])
+IN_FLIGHT = Gauge("kaveri_gateway_in_flight_answers", "Answers that routers were asked for and that have not ended.")
+BODY_BYTES = Gauge("kaveri_gateway_body_bytes", "Size of the bodies of the requests in flight.")
+CONNECTIONS = Gauge("kaveri_gateway_connections", "Open HTTP connections.")
+TOKENS = Counter("kaveri_gateway_streamed_tokens", "Tokens of answers that were written as events.")
+TTFT_S = Histogram(
+    "kaveri_gateway_ttft_seconds", "From an HTTP request's arrival to its first token.", buckets=LATENCY_BUCKETS_S
+)

@@ -1,0 +1,115 @@
+"""Builds a gateway from its settings and runs it: find routers, register, serve, drain."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from kaveri.client.async_client import AsyncClient
+from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.view import InstanceLoad, Role
+from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
+from kaveri.hosting.store import open_store
+from kaveri.telemetry.logs import get_logger
+from services.gateway import metrics
+from services.gateway.answers import Answers
+from services.gateway.app import Edge
+from services.gateway.config import GatewayConfig
+from services.gateway.connection import ConnectionLimits
+from services.gateway.http_server import HttpServer
+from services.gateway.router_targets import router_targets, wait_for_routers
+
+_WATCH_TIMEOUT_S = 1.0
+
+
+async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
+    """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
+    async with _open_store(config, stopping) as store:
+        if store is None:
+            return 0
+        targets = config.routers or await wait_for_routers(store, stopping)
+        if not targets:
+            return 0
+        async with AsyncClient(targets, timeout_s=config.request_timeout_s) as client:
+            return await gateway_host(Gateway(config, client, store)).serve(stopping)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _open_store(config: GatewayConfig, stopping: asyncio.Event) -> AsyncIterator[ClusterStore | None]:
+    if not config.routers:
+        async with open_store(config, stopping) as store:
+            yield store
+        return
+    # A cluster of its own: all else is as with Redis.
+    async with MemoryStore(MemoryCluster()) as own:
+        yield own
+
+
+class Gateway:
+    """The HostedService of a gateway."""
+
+    def __init__(self, config: GatewayConfig, client: AsyncClient, store: ClusterStore) -> None:
+        self.config = config
+        self.client = client
+        self.draining = False
+        self.in_flight = 0
+        """HTTP requests for answers that are not answered."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.answering: set[Answers] = set()
+        self.store = store
+        limits = ConnectionLimits(
+            max_connections=config.max_connections,
+            max_header_bytes=config.max_header_bytes,
+            slow_sender_s=config.slow_sender_s,
+            slow_reader_s=config.slow_reader_s,
+        )
+        self.server = HttpServer(config.host, config.port, Edge(self), limits, config.idle_s)
+
+    async def run(self) -> None:
+        """Follows the routers that the cluster has, until cancelled."""
+        metrics.CONNECTIONS.set_function(lambda: len(self.server.state.connections))
+        targets: tuple[str, ...] = ()
+        while True:
+            view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)
+            found = router_targets(view)
+            # The last ones known are better than none.
+            if not self.config.routers and found and found != targets:
+                targets = found
+                self.client.use_targets(targets)
+                get_logger().info("routers_changed", routers=", ".join(targets))
+
+    def load(self) -> InstanceLoad:
+        return InstanceLoad(running_requests=self.in_flight)
+
+    def drain(self) -> None:
+        self.draining = True
+
+    def undrain(self) -> None:
+        self.draining = False
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """One request for answers is in flight while the context lasts."""
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    def fail_all(self, reason: str) -> None:
+        for answers in tuple(self.answering):
+            answers.fail(f"this gateway is ending: {reason}")
+
+
+def gateway_host(gateway: Gateway) -> ServiceHost:
+    """Everything around a gateway's own work."""
+    record = service_record(gateway.config, Role.GATEWAY, "", new_incarnation())
+    return ServiceHost(gateway.config, gateway.store, record, gateway, server=gateway.server)
