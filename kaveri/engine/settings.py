@@ -7,7 +7,7 @@ from typing import Any
 from kaveri.config.settings import MAX_PORT, hidden, present, setting, size_bytes
 from kaveri.engine.copier import ReplicaOptions
 from kaveri.engine.limits import SHORTEST_MODEL_LEN
-from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.engine.stepwise.fake import KV_UNIT_BYTES, FakeModel
 from kaveri.engine.vllm.options import parse_engine_args
 from kaveri.errors import ConfigError
 from kaveri.kv.transfer.digest import Digests
@@ -48,6 +48,14 @@ def _profile_at(path: str) -> Profile | None:
         raise ValueError(error.reason) from error
 
 
+def _kv_token_bytes(text: str) -> int:
+    """For `setting`. Raises ValueError."""
+    count = size_bytes(text)
+    if count % KV_UNIT_BYTES:
+        raise ValueError(f"is {text}; it must be a multiple of {KV_UNIT_BYTES} bytes")
+    return count
+
+
 @dataclass(frozen=True, kw_only=True)
 class MadeUpSettings:
     """Settings of the engines without a model: fake and timed."""
@@ -59,14 +67,20 @@ class MadeUpSettings:
     fake_prefill_token_s: float = setting("fake engine: seconds that a prompt token adds to its step", 0.0, least=0)
     fake_eos_probability: float = setting("fake engine: chance of each token to end its answer", 0.0, least=0, most=1)
     fake_verify_kv: bool = setting("fake engine: check all earlier KV in every step", True)
+    fake_kv_token_bytes: int = setting(
+        f"fake and timed engine: KV of a token, 64KiB or another multiple of {KV_UNIT_BYTES} bytes; 0: 256 bytes",
+        0,
+        _kv_token_bytes,
+    )
     fake_shape: FakeModel = FakeModel()  # noqa: RUF009 - it is frozen
     """What no flag says of the model that they pretend to have: its layers, heads and positions."""
 
     @property
     def fake_model(self) -> FakeModel:
         """The model that they pretend to have."""
+        shape = self.fake_shape.of_kv(self.fake_kv_token_bytes) if self.fake_kv_token_bytes else self.fake_shape
         return replace(
-            self.fake_shape,
+            shape,
             eos_probability=self.fake_eos_probability,
             step_s=self.fake_step_s,
             prefill_token_s=self.fake_prefill_token_s,

@@ -31,6 +31,11 @@ class ReplicaMetrics:
             "Most tokens of one request here whose copy lacks them.",
             registry=registry,
         )
+        self.copied_tokens = Counter(
+            "kaveri_replica_copied_tokens",
+            "Tokens of requests here whose KV has been copied to holders; again, where a holder was replaced.",
+            registry=registry,
+        )
         self.opens = Counter(
             "kaveri_replica_opens",
             "Copies of requests here that a holder was asked for, by outcome: granted, refused or failed.",

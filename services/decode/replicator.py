@@ -119,7 +119,7 @@ class Replicator:
                     # Adopted requests do not land.
                     self._changed.set()
                 case Replicated(key, token_count):
-                    self._take(key, copying.CopyGrew(token_count))
+                    self._grown(key, token_count)
                 case ReplicaEnded(key, reason):
                     self._lost(key, reason)
 
@@ -248,6 +248,12 @@ class Replicator:
             # The holder knows a newer owner: this one has been frozen or cut off, and has lost the request.
             self._instance.lose(request, error)
         self._take(request.key, copying.CopyLost(self._pause_s()))
+
+    def _grown(self, key: EngineKey, token_count: int) -> None:
+        owned = self._owned.get(key)
+        if owned is not None and isinstance(owned.copy, Copied):
+            self._metrics.copied_tokens.inc(max(0, token_count - owned.copy.token_count))
+        self._take(key, copying.CopyGrew(token_count))
 
     def _lost(self, key: EngineKey, reason: str) -> None:
         """The engine copies the request no more."""

@@ -115,6 +115,7 @@ async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(
     cluster: Any, by_hand: Any, begin: Any
 ) -> None:
     owned = await begin()
+    assert owned.owner.metric("kaveri_replica_copied_tokens_total") >= 48
     message = owned.message()
     generated_count = message.generated_count
     resumed = await owned.resume(message)

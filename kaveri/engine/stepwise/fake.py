@@ -12,7 +12,7 @@ row. So a block that is stale, swapped, misplaced, of another layer or of anothe
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,10 @@ _INVERSE = pow(_MULTIPLIER, -1, 2**64)
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _WORD_BYTES = 8
 _DRAWN_TOKEN_IDS = 1000
+KV_LAYERS = 32
+"""Of a model whose KV has a given size."""
+KV_UNIT_BYTES = 2 * KV_LAYERS * 2 * _WORD_BYTES
+"""Sizes of a token's KV are multiples of it: K and V of each layer, a record in each."""
 
 Words = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
@@ -56,7 +60,8 @@ class FakeModel:
     prefill_token_s: float = 0.0
     """Seconds more for each token of a slice of several tokens (a prompt, or a recomputation)."""
     verify: bool = True
-    """Check the KV of all earlier positions in every step. Off: cheap enough for high token rates."""
+    """Check the KV of all earlier positions in every step. Off: only what the next step reads is written, which is
+    cheap enough for high token rates and large KV."""
 
     def __post_init__(self) -> None:
         if self.vocab_size < 2 or not 0 <= self.eos_token_id < self.drawn_size:
@@ -77,6 +82,10 @@ class FakeModel:
         return KvLayout(
             fingerprint, self.layer_count, self.block_tokens, self.kv_head_count, self.head_dim, dtype="float32"
         )
+
+    def of_kv(self, token_bytes: int) -> "FakeModel":
+        """The same with one KV head and this much KV for each token, a multiple of KV_UNIT_BYTES."""
+        return replace(self, layer_count=KV_LAYERS, kv_head_count=1, head_dim=token_bytes // (2 * KV_LAYERS * 4))
 
     def next_token(self, token_ids: Sequence[int], draw_index: int) -> int:
         """The token that follows `token_ids`, drawn at `draw_index` of the answer. The reference for tests."""
@@ -255,10 +264,13 @@ class FakeRunner:
         layer_s = (self.model.step_s + prefill_tokens * self.model.prefill_token_s) / layer_count
         if on_layer is None and layer_s > 0:
             time.sleep(layer_s * layer_count)
-        rows = np.tile(records, (1, row_words // 2))
+        rows = np.tile(records, (1, row_words // 2)) if self.model.verify else records
         for layer in range(layer_count):
             if on_layer is not None and layer_s > 0:
                 time.sleep(layer_s)
-            self._cache[layer, blocks, :, slots] = rows[:, None] ^ self._masks[layer]
+            if self.model.verify:
+                self._cache[layer, blocks, :, slots] = rows[:, None] ^ self._masks[layer]
+            elif layer == 0:
+                self._cache[0, blocks, 0, slots, :2] = rows ^ self._masks[0, 0, :2]
             if on_layer is not None:
                 on_layer(layer)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from kaveri.config.settings import read_settings
 from kaveri.engine import limits
 from kaveri.engine.factory import build_engine
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
+from services.decode.config import DecodeConfig
 
 _FAKE = EngineSettings(receives=True, engine="fake", kv_cache_memory=2**20)
 
@@ -112,6 +114,19 @@ def test_pool_that_holds_no_request_is_refused() -> None:
         build_engine(replace(_FAKE, block_tokens=1, kv_cache_memory=one_block))
     assert raised.value.field == "kv_cache_memory"
     build_engine(replace(_FAKE, block_tokens=1, kv_cache_memory=2 * one_block)).close()
+
+
+def test_made_up_kv_takes_the_bytes_that_were_asked_for() -> None:
+    engine = build_engine(replace(_FAKE, fake_kv_token_bytes=64 * 2**10, max_model_len=16))
+    assert engine.info.layout.token_bytes == 64 * 2**10
+    assert engine.info.total_blocks == 1
+    engine.close()
+
+
+def test_size_of_made_up_kv_that_no_records_fill_is_refused_with_the_unit() -> None:
+    with pytest.raises(ConfigError, match="is 1500; it must be a multiple of 1024 bytes") as raised:
+        read_settings(DecodeConfig, "kaveri decode", ["--fake-kv-token-bytes", "1500"], {})
+    assert raised.value.field == "--fake-kv-token-bytes"
 
 
 def test_model_length_beyond_every_pool_costs_no_memory() -> None:

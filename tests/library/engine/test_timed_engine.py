@@ -11,7 +11,7 @@ from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.factory import build_engine
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
-from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
@@ -117,6 +117,19 @@ def test_a_step_takes_the_models_time_and_draws_the_fake_models_tokens(tmp_path:
     assert layers_s[1] >= expected_s
     assert drawn[0] is not None
     assert drawn[0].token_id == model.next_token((1,) * 30, 0)
+
+
+def test_large_kv_changes_no_token() -> None:
+    model = FakeModel(verify=False).of_kv(64 * 2**10)
+    assert model.layout.token_bytes == 64 * 2**10
+    runner = FakeRunner(model)
+    runner.attach(KvPool(model.layout, 3))
+    answer = model.answer((1,) * 30, 0, 4)
+    drawn = runner.run([part(0, 30, (2, 1))], None)
+    for index, token_id in enumerate(answer[:-1]):
+        # The second of these is the first of a block.
+        drawn += runner.run([SequenceSlice((token_id,), 30 + index, (2, 1, 0), True, 1 + index, _PARAMS)], None)
+    assert [token.token_id for token in drawn if isinstance(token, DrawnToken)] == answer
 
 
 def test_the_flag_reaches_the_engine() -> None:

@@ -1,0 +1,161 @@
+"""How long a request pauses when its decode instance drains, and how long the drain takes.
+
+Real processes: a router, a prefill and two decode instances, each of which holds the copies of the other's requests.
+The fake engine takes the same time for each step whatever the context, so that what grows with the context is the
+migration's. All requests run on one instance; it drains until none is left there, takes requests again, and then the
+other one drains. The pause of a request is its longest time between two pieces around the drain.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from benchmarks.support.answer_streams import (
+    TIMEOUT_S,
+    Stream,
+    busiest,
+    go_on,
+    percentile,
+    prompt_of,
+    replicas_of,
+    wait_until,
+)
+from benchmarks.support.harness import Options, Report, run
+from kaveri import AsyncClient
+from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.local.config import StackConfig
+from kaveri.local.stack import LocalStack
+from kaveri.rpc.server import open_channel
+from kaveri.v1 import cluster_pb2
+from kaveri.v1.cluster_pb2_grpc import DrainServiceStub
+
+REQUESTS = 32
+CONTEXTS = (256, 4_096)
+STEP_S = 0.025
+RECOMPUTED_TOKEN_S = 140e-6
+"""What DistServe's fit of OPT-13B on an A100 takes for a prompt token in a chunk of 512."""
+KV_TOKEN_BYTES = 4096
+MODEL_LEN = 10_240
+MAX_TOKENS = 6_000
+METRICS_PORT = 19_400
+DECODES = ("decode-0", "decode-1")
+DRAIN_S = 60.0
+RPC_S = 10.0
+LOOK_S = 0.02
+PAUSE_STEPS, PAUSE_S = 3, 0.02
+ASKED_DRAIN_S = 2.0
+GROWTH = 1.3
+MODEL = FakeModel(max_model_len=MODEL_LEN, verify=False)
+
+
+@dataclass
+class Drains:
+    """What the drains with one length of prompts took."""
+
+    pauses_s: list[float] = field(default_factory=list)
+    drains_s: list[float] = field(default_factory=list)
+    recomputed: list[int] = field(default_factory=list)
+    """Tokens, of each request in all drains."""
+    attempts: list[int] = field(default_factory=list)
+    wrong: int = 0
+
+
+async def drained_s(target: str, name: str) -> float:
+    """Drains an instance; the seconds until it has no request left."""
+    async with open_channel(target) as channel:
+        stub = DrainServiceStub(channel)
+        began_s = time.monotonic()
+        async with asyncio.timeout(DRAIN_S):
+            request = cluster_pb2.DrainRequest(instance_id=name)
+            while (await stub.Drain(request, timeout=RPC_S)).requests:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+        return time.monotonic() - began_s
+
+
+async def undrain(target: str, name: str) -> None:
+    """Lets it take requests again."""
+    async with open_channel(target) as channel:
+        await DrainServiceStub(channel).Undrain(cluster_pb2.UndrainRequest(instance_id=name), timeout=RPC_S)
+
+
+async def measure_context(context: int, count: int) -> Drains:
+    found = Drains()
+    config = StackConfig.of(
+        engine="fake",
+        fake_verify_kv=False,
+        fake_kv_token_bytes=KV_TOKEN_BYTES,
+        max_model_len=MODEL_LEN,
+        kv_cache_memory="640MiB",
+        replication="pair",
+        replica_memory="640MiB",
+        max_batch=64,
+        decode_placement="imbalance",
+        prefill_count=1,
+        decode_count=len(DECODES),
+        metrics_port=METRICS_PORT,
+        restart=False,
+        drain_timeout_s=2.0,
+        decode_flags=("--fake-step-s", str(STEP_S), "--fake-prefill-token-s", str(RECOMPUTED_TOKEN_S)),
+    )
+    async with LocalStack(config) as stack, AsyncClient(stack.targets, timeout_s=TIMEOUT_S) as client:
+        streams = [Stream(f"long-{number}", prompt_of(context, number)) for number in range(REQUESTS)]
+        reading = [asyncio.create_task(stream.read(client, MAX_TOKENS)) for stream in streams]
+        await wait_until(lambda: min(len(stream.token_ids) for stream in streams) >= 20, DRAIN_S)
+        for _ in range(count):
+            await replicas_of(stack, DECODES, REQUESTS)
+            owner = busiest(stack, DECODES)
+            began_s = time.monotonic()
+            found.drains_s.append(await drained_s(stack.target, owner))
+            await go_on(streams, time.monotonic(), DRAIN_S)
+            found.pauses_s += [stream.pause_s(began_s) for stream in streams]
+            await undrain(stack.target, owner)
+        left = MAX_TOKENS - max(len(stream.token_ids) for stream in streams)
+        assert left >= 1_000, f"the last drain had requests with {left} tokens to go"
+        for stream in streams:
+            await client.cancel(stream.request_id)
+        await asyncio.gather(*reading)
+    timings = [stream.timing for stream in streams if stream.timing is not None]
+    found.recomputed = [timing.recomputed_tokens for timing in timings]
+    found.attempts = [timing.attempts for timing in timings]
+    found.wrong = sum(not stream.is_exact(MODEL) for stream in streams)
+    return found
+
+
+async def measure_async(options: Options, report: Report) -> None:
+    count = options.choose(6, 2)
+    report.workload = {
+        "engine": "fake",
+        "requests": REQUESTS,
+        "contexts": list(CONTEXTS),
+        "step_s": STEP_S,
+        "recomputed_token_s": RECOMPUTED_TOKEN_S,
+        "kv_token_bytes": KV_TOKEN_BYTES,
+        "drains": count,
+    }
+    found = {context: await measure_context(context, count) for context in CONTEXTS}
+    asked_s = PAUSE_STEPS * STEP_S + PAUSE_S
+    for context, drains in found.items():
+        report.row("pause of a request", [1e3 * pause_s for pause_s in drains.pauses_s], "ms", context=context)
+        report.row("drain, until no request is left", drains.drains_s, "s", context=context)
+        recomputed = [tokens / count for tokens in drains.recomputed]
+        report.row("tokens computed again per migration", recomputed, "tokens", context=context)
+        report.row("attempts of a request", drains.attempts, "", context=context)
+        p99_s = percentile(drains.pauses_s, 99)
+        report.note(
+            f"context {context}: pause p99 {1e3 * p99_s:.0f} ms, asked for {1e3 * asked_s:.0f} ms; slowest drain "
+            f"{max(drains.drains_s):.2f} s; answers that were wrong: {drains.wrong}"
+        )
+        report.ratio(f"asked for (3 steps + 20 ms) / pause p99, context {context}", asked_s / p99_s, 1.0)
+        report.ratio(f"asked for (2 s) / slowest drain, context {context}", ASKED_DRAIN_S / max(drains.drains_s), 1.0)
+        report.ratio(f"answers exact, of all, context {context}", 1 - drains.wrong / REQUESTS, 1.0)
+    short, long = (percentile(found[context].pauses_s, 99) for context in CONTEXTS)
+    report.ratio(f"{GROWTH} x pause p99, context {CONTEXTS[0]} / {CONTEXTS[1]}", GROWTH * short / long, 1.0)
+
+
+def measure(options: Options, report: Report) -> None:
+    """Drains two decode instances in turn, with requests of two lengths."""
+    asyncio.run(measure_async(options, report))
+
+
+if __name__ == "__main__":
+    run("serving.migration", measure, description=__doc__)
