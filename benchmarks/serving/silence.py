@@ -95,10 +95,11 @@ def broken_at_s(stack: LocalStack, from_s: float) -> float | None:
     return None
 
 
-def is_back(stack: LocalStack, name: str) -> bool:
-    """Whether the instance is in the view, ready, and has nothing of what it lost."""
-    status = stack.view().instances.get(name)
-    return status is not None and status.load.state is InstanceState.READY and not status.load.running_requests
+def is_back(stack: LocalStack) -> bool:
+    """Whether all instances are in the view, ready, and each request runs at one of them only."""
+    found = [stack.view().instances.get(name) for name in DECODES]
+    loads = [status.load for status in found if status is not None and status.load.state is InstanceState.READY]
+    return len(loads) == len(DECODES) and sum(load.running_requests for load in loads) == REQUESTS
 
 
 async def one_fault(
@@ -117,7 +118,7 @@ async def one_fault(
         faults.noticed_s.append(at_s - clock_s)
     hit = [stream for stream in streams if stream.pause_s(began_s) >= PAUSED_S]
     faults.going_on_s += [stream.next_s(began_s) for stream in hit]
-    await wait_until(lambda: is_back(stack, name), BACK_WITHIN_S)
+    await wait_until(lambda: is_back(stack), BACK_WITHIN_S)
     await replicas_of(stack, DECODES, REQUESTS)
 
 
