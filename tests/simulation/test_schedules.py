@@ -31,6 +31,8 @@ FAULTS = {
     FaultKind.DRAIN: Fault(kind=FaultKind.DRAIN, at_s=0.3, target="decode-0", lasts_s=0.5),
     FaultKind.UNDRAIN: Fault(kind=FaultKind.UNDRAIN, at_s=0.3, target="decode-0", lasts_s=0.5),
     FaultKind.ENGINE: Fault(kind=FaultKind.ENGINE, at_s=0.3, target="decode-0", lasts_s=0.5),
+    FaultKind.STUCK: Fault(kind=FaultKind.STUCK, at_s=0.3, target="decode-0", lasts_s=0.5),
+    FaultKind.DAMAGE: Fault(kind=FaultKind.DAMAGE, at_s=0.0, target="prefill-0", other="decode-0", lasts_s=1.0),
     FaultKind.CLIENT: Fault(kind=FaultKind.CLIENT, at_s=0.3, target="client-0"),
     FaultKind.SWITCH: Fault(kind=FaultKind.SWITCH, at_s=0.3, target="colocated-0", other="decode", lasts_s=0.5),
 }

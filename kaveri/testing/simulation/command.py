@@ -45,6 +45,7 @@ class Account:
             "schedules": self.schedules,
             "violations": {str(seed): found for seed, found in sorted(self.violations.items())},
             "faults": shown,
+            "rows": {n.removeprefix("row:"): c for n, c in sorted(self.counts.items()) if n.startswith("row:")},
             "reached_phase": {phase: self.counts[f"phase:{phase}"] for phase in _PHASES},
             "requests": self.requests,
             "outcomes": {

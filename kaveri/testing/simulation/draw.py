@@ -21,8 +21,8 @@ _TOKENIZER = make_tokenizer()
 VOCAB_SIZE = len(_TOKENIZER)
 LAST_TOKEN_ID = int(_TOKENIZER.convert_tokens_to_ids("a"))
 """Prompts end with a whole character, so that the text of an answer does not depend on its prompt."""
-_DRAWN_ELSEWHERE = (FaultKind.SWITCH, FaultKind.UNDRAIN)
-"""A switch is no accident. For the other see _with_undrains."""
+_DRAWN_ELSEWHERE = (FaultKind.SWITCH, FaultKind.UNDRAIN, FaultKind.STUCK, FaultKind.DAMAGE)
+"""A switch is no accident. For the others see _with_undrains and _with_losses."""
 _WORDS = ("the", "hot", "band", "steps", "on", "a", "sand", "bed", "née", "漢", "😀", "habe", "not")
 
 
@@ -68,9 +68,11 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
         **_replication(seed),
     )
     # Seeds below stand in the table of planted bugs, and keep their plans.
-    if seed < _FIRST_WITH_LOSSES or plan.replication is ReplicationMode.OFF:
+    if seed < _FIRST_WITH_LOSSES:
         return plan
-    return _with_losses(plan, random.Random(f"losses {seed}"), faults=faults)
+    if plan.replication is not ReplicationMode.OFF:
+        plan = _with_losses(plan, random.Random(f"losses {seed}"), faults=faults)
+    return _with_rare_faults(plan, random.Random(f"rare {seed}")) if faults else plan
 
 
 def _replication(seed: int) -> dict[str, Any]:
@@ -110,6 +112,49 @@ def _with_losses(plan: Plan, rng: random.Random, *, faults: bool) -> Plan:
     if faults and rng.random() < 0.7:
         all_faults = tuple(sorted((*all_faults, lost), key=lambda fault: fault.at_s))
     return replace(plan, instances=instances, requests=requests, faults=all_faults)
+
+
+def _with_rare_faults(plan: Plan, rng: random.Random) -> Plan:
+    """The plan with faults that hit two processes at once, an engine alone, or a block of KV: in a third of all."""
+    if rng.random() < 0.67:
+        return plan
+    routers = [instance.name for instance in plan.routers]
+    decodes = [instance.name for instance in plan.serving(Phase.DECODE)]
+    engines = [instance.name for instance in plan.instances if instance.phases]
+    at_s, lasts_s = rng.uniform(0.5, 3.0), rng.choice((0.3, 1.0, 3.0))
+    match rng.choice(("pair", "pair", "stuck", "damage", "link")):
+        case "pair":
+            pair = (rng.choice(decodes), rng.choice((*decodes, *decodes, *routers, *plan.clients)))
+            added = [
+                _of_a_pair(rng, target, plan, at_s + rng.choice((0.0, 0.1, 0.7)), lasts_s)
+                for target in dict.fromkeys(pair)
+            ]
+        case "stuck":
+            added = [Fault(kind=FaultKind.STUCK, at_s=at_s, target=rng.choice(engines), lasts_s=lasts_s)]
+        case "damage":
+            added = [
+                Fault(
+                    kind=FaultKind.DAMAGE,
+                    at_s=rng.uniform(0.0, 3.0),
+                    target=source,
+                    other=rng.choice(decodes),
+                    lasts_s=1.0,
+                )
+                for source in engines
+            ]
+        case _:
+            kind = rng.choice((FaultKind.CUT, FaultKind.RESET))
+            others = [name for name in (*decodes, *routers) if name != decodes[0]] or [routers[0]]
+            lasts_s = 0.0 if kind is FaultKind.RESET else lasts_s
+            added = [Fault(kind=kind, at_s=at_s, target=decodes[0], other=rng.choice(others), lasts_s=lasts_s)]
+    return replace(plan, faults=tuple(sorted((*plan.faults, *added), key=lambda fault: fault.at_s)))
+
+
+def _of_a_pair(rng: random.Random, target: str, plan: Plan, at_s: float, lasts_s: float) -> Fault:
+    if target in plan.clients:
+        return Fault(kind=FaultKind.CLIENT, at_s=at_s, target=target)
+    kind = rng.choice((FaultKind.KILL, FaultKind.RESTART, FaultKind.FREEZE, FaultKind.ISOLATE))
+    return Fault(kind=kind, at_s=at_s, target=target, lasts_s=0.0 if kind is FaultKind.KILL else lasts_s)
 
 
 def draw_prompt(rng: random.Random, token_count: int) -> tuple[int, ...]:

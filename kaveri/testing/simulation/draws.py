@@ -30,6 +30,8 @@ class DrawRecord:
         """KV that was not what had been written for the request."""
         self.last_s: dict[DrawRun, float] = {}
         """When each run drew its last token."""
+        self.last_run: dict[tuple[str, int], DrawRun] = {}
+        """Who drew each token of each request last, by request id and index."""
         self.computed: dict[DrawRun, None] = {}
         """Every run of which something was computed."""
         self._runs: dict[tuple[str, int, int, int], list[DrawRun]] = {}
@@ -37,6 +39,7 @@ class DrawRecord:
     def add(self, run: DrawRun, draw_index: int, chain: int, token_id: int) -> None:
         """`run` drew `token_id` as token `draw_index` of the answer, on KV of the tokens behind `chain`."""
         self.last_s[run] = self._clock()
+        self.last_run[run.key.request_id, draw_index] = run
         runs = self._runs.setdefault((run.key.request_id, draw_index, chain, token_id), [])
         if run not in runs:
             runs.append(run)

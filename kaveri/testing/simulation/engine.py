@@ -88,7 +88,7 @@ class SimulatedEngine:
         self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, self._outbox.put, on_work=self._wake)
         now_s = asyncio.get_running_loop().time
         self._transfers = Transfers(info, self._shared, self._lifecycle, now_s=now_s, token_bytes=rng.randbytes)
-        make_receiver = partial(SimulatedReceiver, self._memory, layout, wire, info.epoch)
+        make_receiver = partial(SimulatedReceiver, self._memory, layout, wire, info.epoch, report=self.draws.report)
         make_sender = partial(SimulatedSender, self._memory, layout, wire)
         plane = PoolPlane(layout, make_sender, make_receiver if receives else None, self._hear)
         self._transfers.attach(plane)
@@ -111,6 +111,7 @@ class SimulatedEngine:
         """Of all tickets granted."""
         # Tickets that wait for the engine's next look at its commands.
         self._granted: set[asyncio.TimerHandle] = set()
+        self._stalled = False
         # The step that comes next or is under way; None: there is nothing to do.
         self._next: asyncio.Handle | None = None
 
@@ -123,6 +124,16 @@ class SimulatedEngine:
     def close(self) -> None:
         self._shared.close()
         self._end()
+
+    def stall(self) -> None:
+        """An injected fault: the engine makes no step until go_on()."""
+        self._stalled = True
+
+    def go_on(self) -> None:
+        """Ends stall()."""
+        self._stalled = False
+        if self._next is not None and not self._shared.closing:
+            self._next = asyncio.get_running_loop().call_soon(self._begin_step, context=self._context)
 
     def fail(self, reason: str) -> None:
         """An injected fault: the engine breaks, every request is lost, and EngineStopped is the last event."""
@@ -210,7 +221,7 @@ class SimulatedEngine:
             self._next = asyncio.get_running_loop().call_soon(self._begin_step, context=self._context)
 
     def _begin_step(self) -> None:
-        if self._shared.closing:
+        if self._shared.closing or self._stalled:
             return
         self._shared.turn_count += 1
         planned = self._lifecycle.plan()

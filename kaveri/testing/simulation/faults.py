@@ -3,17 +3,20 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kaveri.domain.view import BOTH_PHASES, Phase, Role
 from kaveri.errors import Unavailable
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import ServiceHost
+from kaveri.testing.simulation.fault_rows import FaultRows
 from kaveri.testing.simulation.plan import Fault, FaultKind
 from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.world import Life, World
 
+_STUCK_FOR_S = 6.0
+"""An engine stands still for so long, unless its process ends before."""
 _LOAD_TAIL_S = 0.5
 """The last request is under way for so long before the faults end."""
 
@@ -23,6 +26,7 @@ class Faults:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._rows = FaultRows(world)
         self._tasks: list[asyncio.Task[None]] = []
         self._seen: dict[Fault, asyncio.Future[float | None]] = {}
         # When what faults wait for has happened; None: it will not.
@@ -80,6 +84,8 @@ class Faults:
             since_s = world.ready_s
         await asyncio.sleep(max(0.0, since_s + fault.at_s - world.now()))
         world.trace.note(f"fault:{fault.kind}", str(fault))
+        for row in self._rows.rows(fault):
+            world.trace.note(f"row:{row}", fault.target)
         await self._act(fault)
         if fault.lasts_s:
             world.trace.note("fault_end", str(fault))
@@ -108,8 +114,10 @@ class Faults:
                 return self._drain(fault)
             case FaultKind.UNDRAIN:
                 return self._undrain(fault)
-            case FaultKind.ENGINE:
+            case FaultKind.ENGINE | FaultKind.STUCK:
                 return self._engine(fault)
+            case FaultKind.DAMAGE:
+                return self._damage(fault)
             case FaultKind.CLIENT:
                 return self._client(fault)
             case FaultKind.SWITCH:
@@ -198,6 +206,11 @@ class Faults:
         if not life.ended and not life.stopping.is_set():
             world.loop.spawn(life.process, _put_back(life.serving))
 
+    async def _wait_until(self, condition: Callable[[], bool], within_s: float) -> None:
+        until_s = self._world.now() + within_s
+        while not condition() and self._world.now() < until_s:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.05)
+
     async def _wait_for_end(self, life: Life) -> None:
         """SIGTERM, then SIGKILL when the drain takes too long, as a process manager does."""
         world = self._world
@@ -217,10 +230,22 @@ class Faults:
         if life.ended or life.engine is None or life.host is None or life.planned.role is Role.ROUTER:
             return
         world.expected_errors = True
-        world.loop.schedule(life.process, 0.0, life.engine.fail, "an injected fault")
-        await self._wait_for_end(life)
+        if fault.kind is FaultKind.STUCK:
+            life.engine.stall()
+            # An engine with nothing to do is not stuck, and goes on as one that has.
+            await self._wait_until(lambda: life.ended, _STUCK_FOR_S)
+            life.engine.go_on()
+        else:
+            world.loop.schedule(life.process, 0.0, life.engine.fail, "an injected fault")
+            await self._wait_for_end(life)
         await asyncio.sleep(fault.lasts_s)
         world.start_again(fault.target)
+
+    async def _damage(self, fault: Fault) -> None:
+        network = self._world.network
+        network.damage(fault.target, fault.other)
+        await self._wait_until(lambda: not network.has_to_damage(fault.target, fault.other), fault.lasts_s)
+        network.damages(fault.target, fault.other)
 
     async def _switch(self, fault: Fault) -> None:
         host = self._world.lives[fault.target].host

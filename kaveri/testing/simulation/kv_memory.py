@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
-from kaveri.testing.simulation.kv_wire import KvBlock
+from kaveri.testing.simulation.kv_wire import DAMAGED, KvBlock
 
 
 class KvMemory:
@@ -26,6 +26,11 @@ class KvMemory:
         """Overwrites a block."""
         self._blocks[block_id] = block
 
+    def is_damaged(self, block_ids: Sequence[int]) -> bool:
+        """Whether one of the blocks was damaged on its way here."""
+        blocks = (self._blocks[block_id] for block_id in block_ids)
+        return any(block is not None and block.chain == DAMAGED for block in blocks)
+
     def read(self, block_ids: Sequence[int], token_count: int) -> int:
         """The chain behind the first `token_count` tokens of a request with these blocks.
 
@@ -37,6 +42,8 @@ class KvMemory:
             held = min(self._block_tokens, token_count - position)
             if block is None or (block.start, block.chain_before, len(block.token_ids)) != (position, chain, held):
                 raise StaleKv(f"block {block_id} holds {block}, not {held} tokens from {position} behind {chain:#x}")
+            if block.chain == DAMAGED:
+                raise StaleKv(f"block {block_id} was damaged on its way")
             chain, position = block.chain, position + held
         return chain
 

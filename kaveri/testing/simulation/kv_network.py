@@ -6,7 +6,7 @@ Messages are passed as they are: they are frozen, and the engine's own transfers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kaveri.testing.simulation.kv_wire import KvEnd, KvLink, KvMessage
+from kaveri.testing.simulation.kv_wire import DAMAGED, KvEnd, KvLink, KvMessage, WriteBlocks
 from kaveri.testing.simulation.loop import SimulatedProcess, current_process
 from kaveri.testing.simulation.network import Network, Pipe
 
@@ -117,6 +117,9 @@ class _KvConnection:
     def send(self, side: int, message: KvMessage) -> None:
         """Carries a message of that end to the other one."""
         if side in self._ends:
+            pipe = self._pipe(side)
+            if isinstance(message, WriteBlocks) and self.network.damages(pipe.source.name, pipe.target.name):
+                message = _damaged(message)
             kind = type(message).__name__
             self.network.trace.note("kv", kind, repr(message).encode(), lambda: self._pipe(side).target)
             self._pipe(side).send(self._receive, _other(side), message)
@@ -172,6 +175,11 @@ class _KvConnection:
 
     def _sides(self, of: SimulatedProcess) -> list[int]:
         return [side for side in (_CLIENT, _SERVER) if self._pipe(side).source is of]
+
+
+def _damaged(message: WriteBlocks) -> WriteBlocks:
+    (block_id, block), *others = message.blocks
+    return WriteBlocks(((block_id, block._replace(chain=DAMAGED)), *others))
 
 
 def _other(side: int) -> int:

@@ -7,7 +7,7 @@ quarantined until the sender has confirmed that it writes no more, or until its 
 import asyncio
 import contextvars
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -66,7 +66,10 @@ class SimulatedReceiver:
         wire: KvWire,
         epoch: int,
         listener: LandingListener,
+        report: Callable[[str], object] = str,
     ) -> None:
+        """report: takes blocks that are not what they must be, and were not damaged on their way."""
+        self._report = report
         self._memory = memory
         self._layout = layout
         self._wire = wire
@@ -265,6 +268,9 @@ class SimulatedReceiver:
             else:
                 self._memory.read(block_ids, token_count)
         except StaleKv as error:
+            if not self._memory.is_damaged(block_ids):
+                # A sender has marked or finished what it has not written, or not yet.
+                self._report(f"a push of {len(block_ids)} blocks is not what its sender says: {error}")
             return f"wrong digest: {error}"
         return None
 

@@ -43,6 +43,10 @@ class KvBlock(NamedTuple):
     """Digest of all tokens up to the block's last one."""
 
 
+DAMAGED = -1
+"""The chain of a block that was damaged on its way. No tokens lead to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class WriteBlocks:
     """Sender: blocks of KV for the receiver's pool. Written without looking at the transfer, as RDMA writes are."""

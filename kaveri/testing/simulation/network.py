@@ -96,6 +96,8 @@ class Network:
         self.trace = trace
         self._quality = quality
         self._links: dict[tuple[str, str], Link] = {}
+        self._to_damage: set[tuple[str, str]] = set()
+        """Source and target of links whose next block of KV arrives damaged."""
         self.connections: dict[Breakable, None] = {}
         """Those that stand, in the order in which they were made."""
         self.listeners: dict[str, Any] = {}
@@ -124,6 +126,20 @@ class Network:
     def is_cut(self, source: str, target: str) -> bool:
         """Whether nothing arrives that way."""
         return self.link(source, target).cut_since_s is not None
+
+    def damage(self, source: str, target: str) -> None:
+        """The next block of KV that is sent that way arrives damaged."""
+        self._to_damage.add((source, target))
+
+    def has_to_damage(self, source: str, target: str) -> bool:
+        """Whether no block has been sent since."""
+        return (source, target) in self._to_damage
+
+    def damages(self, source: str, target: str) -> bool:
+        """Whether this block is the one. Those behind it are not."""
+        is_due = self.has_to_damage(source, target)
+        self._to_damage.discard((source, target))
+        return is_due
 
     def cut(self, source: str, target: str) -> None:
         """From now on nothing arrives that way until heal(). Connections over it break after KEEPALIVE_S."""

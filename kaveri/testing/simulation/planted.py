@@ -370,6 +370,24 @@ def late_placement_not_attached() -> Iterator[None]:
 
 
 @planted
+def hint_trusted_without_incarnation() -> Iterator[None]:
+    """The router waits for a request at whichever life of the named instance there is, and does not ask it."""
+
+    def make(original: Any) -> Any:
+        def tie(self: Any, tie: Any) -> None:
+            original(self, tie)
+            tie.needs_attach = False
+
+        return tie
+
+    with (
+        replaced(token_feeds._Subscription, "_check_life", lambda _: nothing),
+        replaced(token_feeds._Subscription, "tie", make),
+    ):
+        yield
+
+
+@planted
 def two_instances_in_one_attempt() -> Iterator[None]:
     """The router takes the tokens of two decode instances that both have the KV of one attempt."""
 

@@ -71,6 +71,20 @@ PLANS: dict[str, Plan] = {
         [_reset("decode-0", "decode-1", at_s=0.5 + 0.01 * number, after=_COPIED) for number in range(6)],
         orphan_grace_s=60.0,
     ),
+    "watermark_one_block_too_far": _replicated(2, []),
+    "mark_answered_before_its_digest": _replicated(
+        2,
+        [Fault(kind=FaultKind.DAMAGE, target="decode-0", other="decode-1", at_s=0.2, lasts_s=2.0, after=_COPIED)],
+    ),
+    "hint_trusted_without_incarnation": story(
+        cluster(),
+        [_BEFORE, request("late", 0.6, max_tokens=100)],
+        [
+            # The name of the place comes late, and the place has restarted by then.
+            _slow("prefill-0", "router-0", 2.0, 0.3, after=_RESERVED, after_count=2),
+            Fault(kind=FaultKind.RESTART, after=_RESERVED, after_count=2, at_s=0.3, target="decode-0", lasts_s=0.05),
+        ],
+    ),
     "orphaned_replicas_kept": story(
         cluster(decodes=2, step_s=0.02),
         [_BEFORE, replace(request("moved", 0.5, prompt_tokens=100, max_tokens=120), cancel_after_s=0.91)],

@@ -1,8 +1,11 @@
 """Planted bugs of copies: see planted.py."""
 
 from collections.abc import Iterator
+from typing import Any
 
+from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.kv.replicas.replicas import Replicas
+from kaveri.testing.simulation.kv_receiver import SimulatedReceiver
 from kaveri.testing.simulation.planting import nothing, nothing_async, planted, replaced
 from services.decode.holder import ReplicaHolder
 from services.decode.replicator import Replicator
@@ -26,4 +29,36 @@ def old_holder_not_closed() -> Iterator[None]:
 def orphaned_replicas_kept() -> Iterator[None]:
     """A holder keeps the copies of lost owners that no router resumes."""
     with replaced(ReplicaHolder, "_drop_expired", lambda _: nothing):
+        yield
+
+
+@planted
+def watermark_one_block_too_far() -> Iterator[None]:
+    """An owner copies and marks the block under way as if its last token were computed."""
+
+    def make(original: Any) -> Any:
+        def whole_blocks(self: Any, owner: Any) -> int:
+            count: int = original(self, owner)
+            is_begun = owner.computed > count * self._info.layout.block_tokens
+            return count + 1 if count and is_begun else count
+
+        return whole_blocks
+
+    with replaced(Lifecycle, "whole_blocks", make):
+        yield
+
+
+@planted
+def mark_answered_before_its_digest() -> Iterator[None]:
+    """A receiver keeps what is marked before it has verified it."""
+
+    def make(original: Any) -> Any:
+        def problem(self: Any, landing: Any, block_ids: Any, token_count: int | None) -> str | None:
+            is_mark = landing.ticket.is_open and token_count is not None
+            found: str | None = original(self, landing, block_ids, token_count)
+            return None if is_mark else found
+
+        return problem
+
+    with replaced(SimulatedReceiver, "_problem", make):
         yield

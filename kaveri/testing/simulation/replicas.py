@@ -29,7 +29,7 @@ class SimulatedReplicas(Replicas):
         super().__init__(
             layout,
             block_count,
-            partial(SimulatedReceiver, self._memory, layout, wire, rng.getrandbits(63)),
+            partial(SimulatedReceiver, self._memory, layout, wire, rng.getrandbits(63), report=draws.report),
             partial(SimulatedSender, self._memory, layout, wire),
             token_bytes=rng.randbytes,
         )

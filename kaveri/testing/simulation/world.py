@@ -41,6 +41,7 @@ MODEL_NAME = "simulated"
 PROBER = "prober"
 """The client that asks once the faults have ended. No fault touches it."""
 _START_AGAIN_S = 0.2
+_STUCK_AFTER_S = 1.0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -222,6 +223,7 @@ class World:
             "max_batch": planned.max_batch,
             "drain_timeout_s": plan.drain_timeout_s,
             "orphan_grace_s": plan.orphan_grace_s,
+            "stuck_after_s": _STUCK_AFTER_S,
             "lease_ttl_s": plan.lease_ttl_s,
             "heartbeat_interval_s": plan.heartbeat_interval_s,
         }
