@@ -10,6 +10,7 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import ViewedInstance
 from kaveri.engine.contract import EngineKey
 from kaveri.errors import (
+    DeadlineExceeded,
     InvalidArgument,
     KaveriError,
     LayoutMismatch,
@@ -125,11 +126,15 @@ class RoomFinder:
         """Waits for room, and holds no other place or room for the request when it returns.
 
         Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch when no instance can ever take
-        the request, and Unavailable when there is none. Cancelled, or with an error, the caller calls give_up().
+        the request, Unavailable when there is none, and DeadlineExceeded. Cancelled, or with an error, the caller calls
+        give_up().
         """
         none_since_s: float | None = None
         while True:
             now_s = time.monotonic()
+            # Its caller may end it later than that: until then it would ask on, without a pause.
+            if now_s >= seeking.request.deadline_s:
+                raise DeadlineExceeded
             wake_s = now_s + _LONGEST_WAIT_S
             patient_until_s = max((question.patient_until_s for question in seeking.questions.values()), default=now_s)
             if now_s < patient_until_s:

@@ -13,6 +13,7 @@ from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.engine.contract import EngineKey, EngineRequest, KvPushFailed
 from kaveri.errors import (
+    DeadlineExceeded,
     EngineError,
     InvalidArgument,
     KaveriError,
@@ -193,6 +194,23 @@ async def test_an_instance_that_is_asked_beside_the_line_must_answer_within_a_ti
     await eventually(lambda: silent.aborted == [("a", 3)])
     assert world.outcome("unavailable") == 1
     assert first.waiting == ["a"]
+
+
+@pytest.mark.timeout(30)
+async def test_a_request_whose_deadline_passes_while_two_instances_are_silent_fails_and_nothing_stands_still(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked again and again without a pause: the process stood still, and its memory grew."""
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(decode_peers.DecodePeers, "reserve", never)
+    for _ in range(2):
+        await world.decode()
+    world.begin("a", timeout_s=0.3)
+    await eventually(lambda: "a" in world.failed)
+    assert isinstance(world.failed["a"], DeadlineExceeded)
 
 
 async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
