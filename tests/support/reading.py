@@ -1,6 +1,7 @@
 """An answer that is read as it comes, and compared with that of an undisturbed run."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -13,6 +14,8 @@ class Reading:
 
     def __init__(self, stream: AsyncStream) -> None:
         self.chunks: list[Chunk] = []
+        self.times_s: list[float] = []
+        """When each chunk came."""
         self._grown = asyncio.Condition()
         self.task = asyncio.create_task(self._read(stream))
 
@@ -20,9 +23,9 @@ class Reading:
     def token_count(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
-    async def has(self, token_count: int) -> None:
+    async def has(self, token_count: int, within_s: float = 60.0) -> None:
         """Waits until so many tokens have come."""
-        async with asyncio.timeout(60), self._grown:
+        async with asyncio.timeout(within_s), self._grown:
             await self._grown.wait_for(lambda: self.token_count >= token_count)
 
     @property
@@ -38,6 +41,7 @@ class Reading:
                 assert chunk.index == self.token_count, "a token is missing, or came twice"
                 async with self._grown:
                     self.chunks.append(chunk)
+                    self.times_s.append(time.monotonic())
                     self._grown.notify_all()
 
     def check(self, expected: Completion, reattaches: int | None = None, logprob_tolerance: float = 0.0) -> None:
