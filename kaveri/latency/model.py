@@ -54,8 +54,14 @@ class LatencyModel:
 
         spans: of each sequence in the batch, the first position that the step computes and the number of positions.
         """
+        return self.mixed_step_s(spans, 0, 0)
+
+    def mixed_step_s(self, spans: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
+        """Seconds of a step of `spans` and of `decodes` more requests that draw one token each.
+
+        context_tokens: of those requests together, with the tokens that this step computes.
+        """
         constant_s = variable_s = 0.0
-        decodes = context_tokens = 0
         for start, count in spans:
             stop = start + count
             if count == 1 and start > 0:
@@ -66,10 +72,14 @@ class LatencyModel:
                 squared = stop * stop - start * start
                 variable_s += count * self.prefill.token_s + squared * self.prefill.token_squared_s
         if decodes:
-            fit = self.decode[bisect_right(self.decode, decodes, key=lambda entry: entry.min_batch) - 1]
+            fit = self.decode_fit(decodes)
             constant_s = max(constant_s, fit.step_s)
             variable_s += context_tokens * fit.context_token_s + decodes * fit.request_s
         return constant_s + variable_s
+
+    def decode_fit(self, decodes: int) -> DecodeLatency:
+        """The coefficients of a step in which so many requests draw a token."""
+        return self.decode[bisect_right(self.decode, decodes, key=lambda entry: entry.min_batch) - 1]
 
 
 def bundled_latency_models() -> tuple[str, ...]:

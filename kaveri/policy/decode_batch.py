@@ -1,5 +1,6 @@
 """What a decode instance's batch takes in next, and the blocks that it keeps for that. Pure: no clock, no I/O."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from kaveri.domain.length import RangeEnd, TokenRange
@@ -63,6 +64,11 @@ class DecodeBatch:
     def step(self, drawn: set[int]) -> None:
         """The running requests `drawn` have drawn one token each, the others none."""
         self._running.step(drawn)
+
+    def run(self, steps: int, resting: Collection[int] = ()) -> None:
+        """As `steps` calls of step(), in each of which all running requests draw but those `resting`. No other one may
+        be preempted."""
+        self._running.run(steps, resting)
 
     def leave(self, number: int) -> None:
         """The request has ended, or has no room after all. Idempotent."""

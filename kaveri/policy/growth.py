@@ -1,6 +1,7 @@
 """How many blocks a batch will want beyond those that it holds. Pure: no clock, no I/O."""
 
 import heapq
+from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -92,16 +93,29 @@ class BatchGrowth:
         self._steps += 1
         # These have filled a block, and took the next one.
         self._wanted_to_end -= self._counts_with_end[-self._steps % self._block_tokens]
-        while self._ends and self._ends[0][0] <= self._steps:
-            end = heapq.heappop(self._ends)
-            if self._is_current(end):
-                holder = self._holders[end[1]]
-                self._count_end(holder, -1)
-                holder.end_step = 0
+        self._drop_ends_reached()
         for number, member in resumed.items():
             del self._preempted[number]
             left = max(0, member.remaining_tokens - 1)
             self.add(number, BatchMember(member.context_tokens + 1, left))
+        for number, member in still.items():
+            self.add(number, member)
+
+    def run(self, steps: int, resting: Collection[int] = ()) -> None:
+        """As `steps` calls of step(), in each of which every member draws but those `resting`. No other member may be
+        preempted."""
+        still = {number: self._take(number) for number in resting if number in self._holders}
+        size, last_step = self._block_tokens, self._steps + steps
+        while self._steps < last_step:
+            # Up to the next predicted end the members with one do not change.
+            stop = max(self._steps + 1, min(last_step, self._ends[0][0])) if self._ends else last_step
+            whole, rest = divmod(stop - self._steps, size)
+            if whole:
+                self._wanted_to_end -= whole * sum(self._counts_with_end)
+            for step in range(stop - rest + 1, stop + 1):
+                self._wanted_to_end -= self._counts_with_end[-step % size]
+            self._steps = stop
+            self._drop_ends_reached()
         for number, member in still.items():
             self.add(number, member)
 
@@ -125,6 +139,15 @@ class BatchGrowth:
             if count:
                 total += count * (((offset + shift) % size + steps - 1) // size)
         return total
+
+    def _drop_ends_reached(self) -> None:
+        """From now on the ends of members that have outlived their predictions are unknown."""
+        while self._ends and self._ends[0][0] <= self._steps:
+            end = heapq.heappop(self._ends)
+            if self._is_current(end):
+                holder = self._holders[end[1]]
+                self._count_end(holder, -1)
+                holder.end_step = 0
 
     def _steps_to_first_end(self) -> int:
         while self._ends and not self._is_current(self._ends[0]):

@@ -46,6 +46,7 @@ from kaveri.policy.decode_room import DecodeRoom, FreeRoom, RequestCounts
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.policy.room_line import Place
+from kaveri.policy.waits import LINE_LOOK_S as _LOOK_AGAIN_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
 from services.decode import lifecycle
@@ -60,8 +61,6 @@ _ATTEMPTS_REMEMBERED_S = 5.0
 """Longer than a Reserve can be on its way; not much longer, since a client may use a request id again."""
 _ATTEMPTS_REMEMBERED_COUNT = 65_536
 _LONGEST_REQUEST_S = 86_400.0
-_LOOK_AGAIN_S = 0.002
-"""Blocks of aborted requests come free without an event: while requests wait, free blocks are looked at this often."""
 
 
 class DecodeInstance:

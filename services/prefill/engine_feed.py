@@ -6,10 +6,8 @@ from collections.abc import Callable, Collection
 from kaveri.engine.contract import PrefillEngine
 from kaveri.errors import EngineError, InvalidArgument, NoCapacity
 from kaveri.policy.prompt_queue import PromptQueue
+from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S as _BLOCKS_RETRY_S
 from services.prefill.requests import Failed, PrefillRequest
-
-_BLOCKS_RETRY_S = 0.02
-"""Blocks of an aborted request come back without an event, once no transfer can touch them: look again after this."""
 
 HasRoom = Callable[[PrefillRequest, Collection[PrefillRequest]], bool]
 """Whether a prompt may be submitted beside those that are being computed, the earliest submitted first."""

@@ -24,6 +24,7 @@ from kaveri.errors import (
 from kaveri.hosting.kept import Kept, kept_bytes
 from kaveri.policy.place_search import draws_more, place_search
 from kaveri.policy.prompt_queue import PromptQueue
+from kaveri.policy.waits import QUEUE_FULL_RETRY_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
 from services.prefill.engine_feed import EngineFeed, HasRoom
@@ -144,7 +145,7 @@ class PrefillRole:
         if not self._queue.room:
             self._metrics.requests.labels(Outcome.REFUSED).inc()
             reason = f"{self._queue.max_waiting} requests are queued already"
-            raise NoCapacity("prefill", retry_after_s=0.5, reason=reason)
+            raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
         sent = EngineRequest(key, token_ids, generated_count, params)
         timeout_s = LONGEST_REQUEST_S if timeout_s is None else min(timeout_s, LONGEST_REQUEST_S)

@@ -22,19 +22,16 @@ from kaveri.errors import (
 from kaveri.policy.placement import HeavyThresholds
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
+from kaveri.policy.waits import NO_DECODE_INSTANCE_S as _NO_INSTANCE_S
+from kaveri.policy.waits import ROOM_LOOK_S as _LONGEST_WAIT_S
+from kaveri.policy.waits import ROOM_PATIENCE_S as _PATIENCE_S
+from kaveri.policy.waits import ROOM_REST_WHEN_FAILED_S as _REST_WHEN_FAILED_S
 from kaveri.telemetry.logs import get_logger
 from services.prefill.decode_peers import DecodePeers, Reservation
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import PrefillRequest
 
-_PATIENCE_S = 0.1
-"""An instance that showed room has so long to answer before others are asked as well."""
-_REST_WHEN_FAILED_S = 0.5
-_LONGEST_WAIT_S = 0.25
-"""Between two looks at a view that does not change."""
 _VIEW_TIMEOUT_S = 1.0
-_NO_INSTANCE_S = 2.0
-"""A request fails when there was no decode instance at all for this long; its router may know of others."""
 
 
 @dataclass(eq=False, slots=True)

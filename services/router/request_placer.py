@@ -29,6 +29,7 @@ from kaveri.errors import (
 from kaveri.policy.placement import PlacementPolicy, choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.policy.waits import PREFILL_LOOK_S as _LONGEST_WAIT_S
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
@@ -73,8 +74,6 @@ from services.router.take_over import Found, Missing, PrefillSteps, TakeOver
 from services.router.token_feeds import ABORT_TIMEOUT_S, TokenFeeds
 from services.router.waiting_prompts import WaitingPrompts
 
-_LONGEST_WAIT_S = 1.0
-"""Between two looks for an instance, when nothing wakes the request."""
 _MOST_STREAMS = 8
 """Of one attempt at a prefill instance, when they break again and again."""
 _HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.policy.admission import AdmissionPolicy, admitted_count, kept_blocks
@@ -59,6 +59,15 @@ class BatchLives(RuleBasedStateMachine):
     def all_draw(self, count: int) -> None:
         for _ in range(count):
             self._draw({number for number, request in self.requests.items() if request.has_blocks})
+
+    @precondition(lambda self: all(request.has_blocks for request in self.requests.values()))
+    @rule(count=st.integers(1, 40), data=st.data())
+    def most_draw_in_a_run(self, count: int, data: st.DataObject) -> None:
+        resting = data.draw(st.sets(st.integers(1, self.numbers + 1), max_size=3))
+        self.batch.run(count, resting)
+        for request in (request for number, request in self.requests.items() if number not in resting):
+            request.context_tokens += count
+            request.drawn += count
 
     @rule(data=st.data())
     def some_draw(self, data: st.DataObject) -> None:

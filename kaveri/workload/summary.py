@@ -1,0 +1,139 @@
+"""Sums up a run: latencies, SLO attainment, goodput, resource time. Real and simulated runs alike. Pure."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kaveri.workload.latencies import Outcome, tpot_s, ttft_s
+from kaveri.workload.requests import HEAVY_OUTPUT_TOKENS, HEAVY_PROMPT_TOKENS, WorkloadClass
+from kaveri.workload.resource_time import Phases, resource_times
+from kaveri.workload.run_columns import SERVER_PHASES, Floats, RunColumns, Whole
+
+LATE_S = 0.02
+"""The client missed its schedule if 1 % of requests were sent later than this, or its loop was delayed by more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The limits that a request must meet. None: no limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether any limit is set."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    def met_by(self, record: Outcome) -> bool:
+        """False for a failed request. A request without a second token has no TPOT and meets that limit."""
+        if record.error is not None:
+            return False
+        ttft, tpot = ttft_s(record), tpot_s(record)
+        ttft_met = self.ttft_s is None or (ttft is not None and ttft <= self.ttft_s)
+        return ttft_met and (self.tpot_s is None or tpot is None or tpot <= self.tpot_s)
+
+    def met(self, run: RunColumns) -> npt.NDArray[np.bool_]:
+        """met_by() of every request."""
+        met = run.answered
+        if self.ttft_s is not None:
+            met &= run.ttft_s() <= self.ttft_s
+        if self.tpot_s is not None:
+            # NaN is not above any limit.
+            met &= ~(run.tpot_s() > self.tpot_s)
+        return met
+
+
+def summarize(run: RunColumns, slo: Slo, phases: Mapping[str, Phases] | None = None) -> dict[str, Any]:
+    """One run as JSON values. Latencies are those of answered requests; SLO attainment counts all requests.
+
+    phases: those of each instance, by its id, for the resource time.
+    """
+    answered = run.answered
+    met_count = int(slo.met(run).sum())
+    late = spread(run.sent_s - run.due_s)
+    delay = spread(run.loop_delays_s)
+    failed = run.error[~answered]
+    return {
+        "requests": len(run.due_s),
+        "answered": int(answered.sum()),
+        "errors": dict(Counter(run.error_names[code - 1] for code in failed.tolist())),
+        "duration_s": run.duration_s,
+        "offered_per_s": offered_per_s(run.sent_s),
+        "requests_per_s": int(answered.sum()) / run.duration_s,
+        "output_tokens_per_s": int(run.received_tokens.sum()) / run.duration_s,
+        "ttft_s": spread(run.ttft_s()[answered]),
+        "tpot_s": spread(run.tpot_s()[answered]),
+        "itl_s": spread(run.gaps_s, run.gap_counts),
+        "jct_s": spread(run.jct_s()[answered]),
+        "slo_attainment": met_count / len(run.due_s) if slo.is_set else None,
+        "goodput_requests_per_s": met_count / run.duration_s if slo.is_set else None,
+        "server_s": {phase: spread(run.server[phase][answered]) for phase in SERVER_PHASES},
+        "resource_time": {"+".join(key): asdict(times) for key, times in resource_times(run, phases or {}).items()},
+        "classes": _classes(run),
+        "client": {
+            "sent_late_s": late,
+            "loop_delay_s": delay,
+            "kept_schedule": all(entry is None or entry["p99"] <= LATE_S for entry in (late, delay)),
+        },
+    }
+
+
+def offered_per_s(sent_s: Floats) -> float | None:
+    """Requests per second as actually sent. None: a single request has no rate."""
+    span_s = float(sent_s.max() - sent_s.min())
+    return (len(sent_s) - 1) / span_s if span_s > 0 else None
+
+
+def over_runs(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of at least one run: the median, smallest and largest value of each.
+
+    Runs that lack a figure are ignored for that figure. Values that are not numbers are left out.
+    """
+    spreads: dict[str, Any] = {}
+    for name in dict.fromkeys(name for summary in summaries for name in summary):
+        values = [summary[name] for summary in summaries if summary.get(name) is not None]
+        nested = [value for value in values if isinstance(value, Mapping)]
+        numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+        if nested:
+            spreads[name] = over_runs(nested)
+        elif numbers:
+            spreads[name] = {"median": median(numbers), "min": min(numbers), "max": max(numbers)}
+    return spreads
+
+
+def spread(values: Sequence[float] | Floats, counts: Whole | None = None) -> dict[str, float] | None:
+    """Mean, percentiles (nearest rank) and maximum; None without values. NaN is left out.
+
+    counts: how often each value occurred; None: once.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    order = np.argsort(array, kind="stable")[: int((~np.isnan(array)).sum())]  # NaN comes last
+    if not len(order):
+        return None
+    ordered = array[order]
+    if counts is None:
+        count, total = len(ordered), math.fsum(ordered.tolist())
+        ranks = {percent: math.ceil(percent / 100 * count) - 1 for percent in (50, 90, 99)}
+    else:
+        weights = counts[order]
+        until = np.cumsum(weights)
+        count, total = int(until[-1]), math.fsum((ordered * weights).tolist())
+        ranks = {percent: int(np.searchsorted(until, math.ceil(percent / 100 * count))) for percent in (50, 90, 99)}
+    percentiles = {f"p{percent}": float(ordered[rank]) for percent, rank in ranks.items()}
+    return {"mean": total / count, **percentiles, "max": float(ordered[-1])}
+
+
+def _classes(run: RunColumns) -> dict[str, int]:
+    heavy_prompt = run.prompt_tokens > HEAVY_PROMPT_TOKENS
+    heavy_output = run.output_tokens > HEAVY_OUTPUT_TOKENS
+    codes, firsts, counts = np.unique(heavy_prompt * 2 + heavy_output, return_index=True, return_counts=True)
+    names = (WorkloadClass.LPLD, WorkloadClass.LPHD, WorkloadClass.HPLD, WorkloadClass.HPHD)
+    # In the order in which they came.
+    return {names[int(codes[index])].value: int(counts[index]) for index in np.argsort(firsts)}
