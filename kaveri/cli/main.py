@@ -14,6 +14,7 @@ from kaveri.cli.health import health
 from kaveri.cli.predictor import predictor_app
 from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON, launcher
+from kaveri.cli.simulate import simulate
 from kaveri.cli.status import status
 from kaveri.cli.up import FLAGS_HELP, up
 from kaveri.config.commands import run_commands
@@ -55,6 +56,7 @@ app.command()(undrain)
 app.command()(generate)
 app.command()(chat)
 app.command()(bench)
+app.command()(simulate)
 app.command()(health)
 app.command(context_settings=PASS_ON, add_help_option=False)(profile)
 app.add_typer(predictor_app, name="predictor")

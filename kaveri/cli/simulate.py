@@ -1,0 +1,193 @@
+"""kaveri simulate: what a cluster would do with a workload, in virtual time."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kaveri.errors import ConfigError
+from kaveri.workload.requests import (
+    PlannedRequest,
+    Workload,
+    WorkloadClass,
+    draw_lengths,
+    gamma_arrivals,
+    plan_requests,
+)
+
+
+def simulate(
+    spec: Annotated[Path, typer.Argument(help="The file of `kaveri up --config`, with a latency_model.")],
+    workload: Annotated[
+        WorkloadClass, typer.Option(help="Light or heavy (L, H) in prefill and decode (P, D).")
+    ] = WorkloadClass.MIXED,
+    trace: Annotated[
+        Path | None, typer.Option(help="Lengths and times from a trace: Azure 2023 CSV or Mooncake JSON lines.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a trace.", min=1)] = 1000,
+    rate: Annotated[
+        float | None, typer.Option(help="Open loop: requests per second. With --trace: replaces its times.")
+    ] = None,
+    burstiness: Annotated[
+        float, typer.Option(help="--rate: squared coefficient of variation of the gaps; 1: Poisson.")
+    ] = 1.0,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Closed loop: so many requests at once, without a schedule.", min=1)
+    ] = None,
+    max_prompt: Annotated[int, typer.Option(help="Longest heavy prompt, in tokens.", min=1)] = 1024,
+    max_output: Annotated[int, typer.Option(help="Longest heavy answer, in tokens.", min=1)] = 512,
+    natural_length: Annotated[
+        bool, typer.Option("--natural-length", help="The cluster does not know how long answers will be.")
+    ] = False,
+    repeats: Annotated[
+        int, typer.Option(help="Runs of the same workload with other draws of the policies.", min=1)
+    ] = 1,
+    slo_ttft_s: Annotated[float | None, typer.Option(help="Seconds to the first token that count as met.")] = None,
+    slo_tpot_s: Annotated[float | None, typer.Option(help="Seconds per further token that count as met.")] = None,
+    overheads: Annotated[
+        Path | None, typer.Option(help="TOML file of what the services take: hop_s, prefill_step_s and others.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="The model's: KV is pushed layer by layer. Timed engine: 2.", min=1)] = 2,
+    compare: Annotated[
+        Path | None, typer.Option(help="File of `kaveri bench --json`: its requests, and the differences from it.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and policies.", min=0, max=2**32 - 1)] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON object of `kaveri bench --json`, and no table.")
+    ] = False,
+) -> None:
+    """Simulate a cluster under a workload, and report what `kaveri bench` reports.
+
+    Decisions are those of the services, times those of a latency model. Without --overheads the services themselves
+    take no time.
+    """
+    from kaveri.config.services import setting_sections
+    from kaveri.simulator.report import differences, report_of, requests_of
+    from kaveri.simulator.simulate import simulate as run
+    from kaveri.simulator.spec import Overheads
+    from kaveri.simulator.spec_file import read_overheads, read_spec
+    from kaveri.workload.summary import Slo
+
+    for flag, value in (
+        ("--rate", rate),
+        ("--burstiness", burstiness),
+        ("--slo-ttft-s", slo_ttft_s),
+        ("--slo-tpot-s", slo_tpot_s),
+    ):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(flag, f"is {value:g}; it must be more than 0")
+    if rate is not None and concurrency is not None:
+        raise ConfigError("--concurrency", "is a closed loop and --rate an open one; give one of them")
+    taken = Overheads() if overheads is None else read_overheads(overheads)
+    read = read_spec(spec, setting_sections(), taken, seed, not natural_length, layers)
+    cluster = read.spec
+    slo, measured, too_long = Slo(slo_ttft_s, slo_tpot_s), None, 0
+    if compare is not None:
+        measured = _bench_file(compare)
+        planned = requests_of(measured["runs"][0])
+        if not slo.is_set and measured.get("slo"):
+            slo = Slo(**measured["slo"])
+    else:
+        longest = min(cluster.prefill.engine.max_model_len, cluster.decode.engine.max_model_len)
+        planned, too_long = _plan(
+            workload, trace, requests, rate, burstiness, concurrency, max_prompt, max_output, longest, seed
+        )
+    tables = [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
+    phases = {f"prefill-{number}": ("prefill",) for number in range(cluster.prefill_count)}
+    phases |= {f"decode-{number}": ("decode",) for number in range(cluster.decode_count)}
+    report = report_of(
+        tables,
+        slo,
+        phases,
+        model=cluster.decode.engine.latency.name,
+        seed=seed,
+        rate_per_s=rate,
+        lengths_known=cluster.lengths_known,
+        too_long=too_long,
+        all_rows=as_json,
+    )
+    report["simulated"] = {"overheads_given": taken.are_known, "not_simulated": list(read.not_simulated)}
+    if measured is not None:
+        report["differences"] = differences(measured["over_runs_medians"], _medians(report["over_runs"]))
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show(report)
+    raise typer.Exit(0 if any(entry["answered"] for entry in report["runs"]) else 1)
+
+
+def _plan(
+    workload: WorkloadClass,
+    trace: Path | None,
+    count: int,
+    rate: float | None,
+    burstiness: float,
+    concurrency: int | None,
+    max_prompt: int,
+    max_output: int,
+    longest: int,
+    seed: int,
+) -> tuple[list[PlannedRequest], int]:
+    """The requests, and how many were left out because they are too long."""
+    if trace is not None:
+        from kaveri.workload.traces import read_trace
+
+        entries = read_trace(trace, count)
+        load = Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
+    else:
+        if rate is None and concurrency is None:
+            raise ConfigError("--rate", "is not given; give --rate, --concurrency, --trace or --compare")
+        load = Workload(lengths=draw_lengths(workload, count, random.Random(seed), max_prompt, max_output))
+    fitting = load.fitting(longest)
+    if not fitting.lengths:
+        raise ConfigError("--trace" if trace else "--max-prompt", f"no request fits into {longest} tokens")
+    if rate is not None:
+        arrivals_s = gamma_arrivals(len(fitting.lengths), rate, burstiness, random.Random(seed))
+    elif concurrency is not None:
+        arrivals_s = [0.0] * len(fitting.lengths)
+    else:
+        arrivals_s = list(fitting.times_s)
+    return plan_requests(fitting.lengths, arrivals_s), len(load.lengths) - len(fitting.lengths)
+
+
+def _bench_file(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+        runs, over_runs = document["runs"], document["over_runs"]
+        if not isinstance(runs, list) or not runs:
+            raise ValueError("it has no runs")
+        document["over_runs_medians"] = _medians(over_runs)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError("--compare", f"{path} is no file of `kaveri bench --json`: {error}") from error
+    result: dict[str, Any] = document
+    return result
+
+
+def _medians(figures: dict[str, Any]) -> dict[str, Any]:
+    """Each figure's median over the runs."""
+    if set(figures) == {"median", "min", "max"}:
+        return figures["median"]  # type: ignore[no-any-return]
+    return {name: _medians(value) for name, value in figures.items() if isinstance(value, dict)}
+
+
+def _show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from kaveri.loadgen.show import show_report, show_warnings
+
+    console = Console(highlight=False, soft_wrap=True)
+    show_report(console, report)
+    for entry in report.get("differences", ()):
+        change = f"{entry['difference']:+.1%}" if entry["unit"] == "share" else f"{entry['difference']:+.1f} points"
+        console.print(
+            f"{entry['figure']}: measured {entry['measured']:.4g}, simulated {entry['simulated']:.4g}, {change}"
+        )
+    show_warnings(Console(stderr=True, highlight=False, soft_wrap=True), report)
+    simulated = report["simulated"]
+    if not simulated["overheads_given"]:
+        console.print("no --overheads: the services themselves were taken to need no time")
+    if simulated["not_simulated"]:
+        console.print(f"not simulated: {', '.join(simulated['not_simulated'])}", markup=False)

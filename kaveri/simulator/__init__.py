@@ -1,0 +1,1 @@
+"""Simulates a cluster in virtual time, with the decisions of the services: see docs/planning.md."""

@@ -1,0 +1,96 @@
+"""One request of a simulation, and one placement of it. Pure."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from kaveri.domain.length import TokenRange
+from kaveri.policy.retry import RetryState
+from kaveri.simulator.sequence import CountedSequence
+
+if TYPE_CHECKING:
+    from kaveri.simulator.decode import DecodeInstance
+    from kaveri.simulator.prefill import PrefillInstance
+
+
+class SimulatedRequest:
+    """What its client and its router know of it. Times are seconds of the timeline."""
+
+    __slots__ = (
+        "attempt_count",
+        "due_s",
+        "first_s",
+        "generated",
+        "length",
+        "number",
+        "output_tokens",
+        "prompt_tokens",
+        "retry",
+        "router_s",
+    )
+
+    def __init__(
+        self, number: int, due_s: float, prompt_tokens: int, output_tokens: int, length: TokenRange | None
+    ) -> None:
+        """length: what the cluster knows of the answer's length."""
+        self.number = number
+        self.due_s = due_s
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.length = length
+        self.generated = 0
+        """Tokens of the answer that the router has."""
+        self.first_s = math.nan
+        """When prefill drew the first one."""
+        self.router_s = 0.0
+        self.attempt_count = 0
+        self.retry = RetryState()
+
+
+class Attempt:
+    """One placement of a request on a prefill instance, and what follows. Hashed by identity."""
+
+    __slots__ = (
+        "arrived_s",
+        "decode",
+        "first_token_s",
+        "generated",
+        "heavy",
+        "is_over",
+        "key",
+        "landed_s",
+        "link_free_s",
+        "place_search",
+        "prefill",
+        "prefill_s",
+        "pushed_tokens",
+        "pushing_since_s",
+        "queue_s",
+        "request",
+        "seeking",
+        "sequence",
+        "started_s",
+        "token_count",
+    )
+
+    def __init__(self, request: SimulatedRequest, prefill: "PrefillInstance") -> None:
+        request.attempt_count += 1
+        self.request = request
+        self.prefill = prefill
+        self.key = f"{request.number}.{request.attempt_count}"
+        self.generated = request.generated
+        self.token_count = request.prompt_tokens + request.generated
+        """Tokens to compute. The policies' Prompt."""
+        self.is_over = False
+        self.decode: DecodeInstance | None = None
+        self.sequence: CountedSequence | None = None
+        """At prefill."""
+        self.seeking: Any = None
+        self.place_search: Any = None
+        self.heavy = False
+        self.arrived_s = self.started_s = self.first_token_s = self.landed_s = -1.0
+        self.queue_s = self.prefill_s = 0.0
+        self.pushing_since_s = -1.0
+        self.pushed_tokens = 0
+        """Those that link_free_s counts."""
+        self.link_free_s = 0.0
+        """When the link has sent their KV."""

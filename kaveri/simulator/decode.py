@@ -1,0 +1,237 @@
+"""A simulated decode instance: the services' decisions about room, line and batch around a counted engine. Pure.
+
+It goes the way of services/decode/instance.py, event by event.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kaveri.domain.view import InstanceLoad, InstanceRecord
+from kaveri.engine.stepwise.phase import Phase
+from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom, RequestCounts
+from kaveri.policy.growth import BatchMember
+from kaveri.simulator.attempt import Attempt
+from kaveri.simulator.engine import CountedEngine
+from kaveri.simulator.member import BeatingMember
+from kaveri.simulator.sequence import CountedSequence
+from kaveri.simulator.spec import ClusterSpec
+from kaveri.simulator.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kaveri.simulator.router import Router
+
+_LINE_LOOK_S = 0.05
+"""While requests wait for room. Whatever frees blocks looks at once, so this only finds blocks that are no longer kept
+for requests that do not land."""
+
+
+class Reserved:
+    """One request at decode, from its Reserve call on."""
+
+    __slots__ = ("answer", "attempt", "first_step_s", "member", "number", "preemptions", "sequence")
+
+    def __init__(self, number: int, attempt: Attempt, answer: Callable[["Reserved | KaveriError"], object]) -> None:
+        self.number = number
+        self.attempt = attempt
+        self.answer = answer
+        """Called once, with itself when it has room."""
+        self.member: BatchMember
+        self.sequence: CountedSequence
+        self.first_step_s = -1.0
+        self.preemptions = 0
+
+
+class DecodeInstance:
+    """The EngineListener of its engine."""
+
+    def __init__(
+        self, timeline: Timeline, spec: ClusterSpec, record: InstanceRecord, first_beat_s: float, router: "Router"
+    ) -> None:
+        pool = spec.decode.engine
+        layout = record.layout
+        assert isinstance(layout, KvLayout)
+        self._timeline = timeline
+        self._spec = spec
+        self._router = router
+        batch = DecodeBatch(spec.decode.decode_policy, pool.block_tokens, pool.max_batch)
+        self.room = DecodeRoom(pool.total_blocks, pool.block_tokens, batch)
+        overheads = spec.overheads
+        self.engine = CountedEngine(
+            timeline,
+            pool.latency,
+            layout,
+            pool.total_blocks,
+            pool.chunk_tokens,
+            pool.max_batch,
+            self,
+            prefill_overhead_s=overheads.prefill_step_s,
+            decode_overhead_s=overheads.decode_step_s,
+        )
+        self._serial = 0
+        self._in_line: dict[str, Reserved] = {}
+        self._by_serial: dict[int, Reserved] = {}
+        """Those past the line."""
+        self._heavy_count = 0
+        self._looks_again = False
+        self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
+
+    # Calls of prefill instances.
+
+    def reserve(self, attempt: Attempt, waits: bool, answer: Callable[[Reserved | KaveriError], object]) -> Reserved:
+        """Asks for room. `answer` is called when there is some, or with the refusal; with `waits` perhaps later."""
+        self._touch()
+        self._serial += 1
+        reserved = Reserved(self._serial, attempt, answer)
+        try:
+            needed_blocks = self.room.needed_blocks(attempt.token_count)
+        except InvalidArgument as error:
+            answer(error)
+            return reserved
+        request = attempt.request
+        expected = expected_answer(
+            request.length, request.prompt_tokens, request.output_tokens, self._spec.decode.engine.max_model_len
+        )
+        reserved.member = member_of(
+            attempt.token_count, attempt.generated, expected, self._spec.decode.decode_range_end
+        )
+        self._in_line[attempt.key] = reserved
+        self.room.line.join(attempt.key, needed_blocks, attempt.token_count)
+        self._give_room()
+        if attempt.key in self._in_line and (not waits or self.room.line.is_over_limit()):
+            refusal = self.room.refusal(self._free_room(), self._timeline.now_s)
+            self.leave_line(attempt)
+            answer(refusal)
+        return reserved
+
+    def leave_line(self, attempt: Attempt) -> None:
+        """The request wants no room any more. Idempotent."""
+        if self._in_line.pop(attempt.key, None) is not None:
+            self.room.line.leave(attempt.key)
+
+    def give_back(self, reserved: Reserved) -> None:
+        """The request does not want the room that it has."""
+        if reserved.number in self._by_serial:
+            self._touch()
+            self._forget(reserved)
+            self.room.batch.leave(reserved.number)
+            self.engine.end(reserved.sequence)
+            self._give_room()
+
+    def land(self, reserved: Reserved) -> None:
+        """Its KV is here."""
+        self._touch()
+        reserved.attempt.landed_s = self._timeline.now_s
+        self.engine.land(reserved.sequence)
+        self.room.batch.land(reserved.number)
+        self._admit()
+        self._give_room()
+
+    # What the engine tells.
+
+    def before_step_ends(self) -> None:
+        self.member.take_beats(self._timeline.now_s)
+
+    def prefill_started(self, sequence: CountedSequence) -> None: ...
+
+    def prefill_advanced(self, sequence: CountedSequence) -> None: ...
+
+    def first_token(self, sequence: CountedSequence) -> None: ...
+
+    def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
+        self.room.batch.run(steps, [sequence.number for sequence in resting] if resting else ())
+        self._router.table.gaps(step_s, gap_count)
+
+    def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None:
+        self.room.batch.step({sequence.number for sequence in sequences})
+        self._router.table.gaps(step_s, gap_count)
+
+    def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
+        reserved = self._by_serial[sequence.number]
+        reserved.first_step_s = time_s
+        self._router.table.gaps(time_s - reserved.attempt.first_token_s, 1)
+
+    def ended(self, sequence: CountedSequence) -> None:
+        reserved = self._by_serial[sequence.number]
+        self._forget(reserved)
+        self.room.batch.leave(sequence.number)
+        self._router.finished(reserved.attempt, self._timeline.now_s, reserved.first_step_s, reserved.preemptions)
+
+    def preempted(self, sequence: CountedSequence) -> None:
+        self._by_serial[sequence.number].preemptions += 1
+        self.room.batch.preempt(sequence.number)
+
+    def stepped(self) -> None:
+        self._admit()
+        self._give_room()
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left here."""
+        is_whole = self.engine.free_blocks == self.engine.blocks.total
+        return is_whole and not self._in_line and not self._by_serial
+
+    def _touch(self) -> None:
+        now_s = self._timeline.now_s
+        self.member.take_beats(now_s)
+        self.engine.sync(now_s)
+
+    def _give_room(self) -> None:
+        line = self.room.line
+        while line.length:
+            request_id = self.room.next_to_ask(self._free_room(), self._timeline.now_s)
+            if request_id is None or not self._ask(self._in_line[request_id]):
+                break
+        if line.length and not self._looks_again:
+            self._looks_again = True
+            self._timeline.after(_LINE_LOOK_S, self._look)
+
+    def _look(self, _: None) -> None:
+        self._looks_again = False
+        if self._in_line:
+            self._touch()
+            self._give_room()
+
+    def _ask(self, reserved: Reserved) -> bool:
+        attempt = reserved.attempt
+        request = attempt.request
+        self.room.line.asked(attempt.key)
+        self.room.batch.expect(reserved.number, reserved.member, self._timeline.now_s)
+        # Prefill draws the next token.
+        remaining = request.output_tokens - attempt.generated - 1
+        sequence = CountedSequence(reserved.number, reserved, attempt.token_count, remaining, Phase.RESERVED)
+        if not self.engine.open(sequence, attempt.token_count + 1):
+            self.room.line.refused(attempt.key)
+            self.room.batch.leave(reserved.number)
+            return False
+        reserved.sequence = sequence
+        self._by_serial[reserved.number] = reserved
+        self._heavy_count += attempt.heavy
+        self.leave_line(attempt)
+        reserved.answer(reserved)
+        return True
+
+    def _admit(self) -> None:
+        batch = self.room.batch
+        if not batch.ready_count:
+            return
+        for serial in batch.admissible(self.engine.free_blocks):
+            self.engine.admit(self._by_serial[serial].sequence)
+            batch.admit(serial)
+
+    def _forget(self, reserved: Reserved) -> None:
+        del self._by_serial[reserved.number]
+        self._heavy_count -= reserved.attempt.heavy
+
+    def _free_room(self) -> FreeRoom:
+        residency = self.engine.residency
+        return FreeRoom(self.engine.free_blocks, 0, len(residency.running) + len(residency.waiting))
+
+    def _load_at(self, time_s: float, sequence_number: int) -> InstanceLoad:
+        self.engine.sync(time_s)
+        placed = len(self._by_serial)
+        counts = RequestCounts(placed + len(self._in_line), self._heavy_count, placed - self._heavy_count)
+        load = self.room.load(self._free_room(), self.engine.context_tokens(), counts, time_s)
+        return replace(load, sequence_number=sequence_number)

@@ -1,0 +1,559 @@
+"""An engine that computes in steps, with blocks that are counted and seconds that a latency model gives. Pure.
+
+A batch that cannot change takes all its steps as one event, a run, in closed form: the seconds of its steps are an
+arithmetic series. An arrival in the batch, an end, or blocks that run short cut the run at the right step. Steps with
+chunks of prompts are one event each. While a request that lost its blocks waits or is recomputed, the engine goes step
+by step with kaveri.engine.stepwise's own Residency and form_step.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol, cast
+
+from kaveri.engine.stepwise.batch import form_step
+from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.residency import Residency
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.latency.model import LatencyModel
+from kaveri.simulator.sequence import CountedBlocks, CountedSequence
+from kaveri.simulator.timeline import Timeline
+
+_ALMOST = 1e-9
+"""Part of a step by which the end of one may be missed in floating point."""
+
+
+class EngineListener(Protocol):
+    """Hears what happens, at the time at which it happens."""
+
+    def before_step_ends(self) -> None:
+        """What follows is told at the end of a step, and changes the engine."""
+
+    def prefill_started(self, sequence: CountedSequence) -> None:
+        """Its first chunk begins."""
+
+    def prefill_advanced(self, sequence: CountedSequence) -> None:
+        """A chunk that was not the last has been computed."""
+
+    def first_token(self, sequence: CountedSequence) -> None:
+        """Its prompt is computed. The last token as well when none remains."""
+
+    def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
+        """The running requests have drawn a token in each of so many steps, of `step_s` on average: so many tokens that
+        followed another one. resting: admitted, and not among them."""
+
+    def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None:
+        """Only these have drawn a token in one step: so many tokens that followed another one."""
+
+    def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
+        """Its first decode step ended at that time."""
+
+    def ended(self, sequence: CountedSequence) -> None:
+        """It has drawn its last token."""
+
+    def preempted(self, sequence: CountedSequence) -> None:
+        """It has given its blocks up."""
+
+    def stepped(self) -> None:
+        """A step is over, and all that it brought has been told."""
+
+
+class CountedEngine:
+    """Both sides of a stepwise engine (kaveri.engine.stepwise.lifecycle)."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        latency: LatencyModel,
+        layout: KvLayout,
+        total_blocks: int,
+        chunk_tokens: int,
+        max_batch: int,
+        listener: EngineListener,
+        *,
+        prefill_overhead_s: float = 0.0,
+        decode_overhead_s: float = 0.0,
+    ) -> None:
+        """prefill_overhead_s, decode_overhead_s: what a step takes beyond the model, with chunks and without."""
+        self._timeline = timeline
+        self._latency = latency
+        self._block_tokens = layout.block_tokens
+        self._chunk_tokens = chunk_tokens
+        self._max_batch = max_batch
+        self._listener = listener
+        self._prefill_overhead_s = prefill_overhead_s
+        self._decode_overhead_s = decode_overhead_s
+        self.blocks = CountedBlocks(total_blocks)
+        self.residency = Residency(cast(Any, self.blocks), layout, max_batch)
+        self.prefilling: deque[CountedSequence] = deque()
+        self._by_steps = False
+        """A request lacks blocks, or computes its tokens again."""
+        # The running requests, while they are not looked at one by one.
+        self._steps = 0
+        self._offset_sum = 0
+        self._counts = [0] * self._block_tokens
+        self._ends: list[tuple[int, int, CountedSequence]] = []
+        self._joined: list[CountedSequence] = []
+        self._ended_outside: list[CountedSequence] = []
+        # The run or step under way.
+        self._busy = False
+        self._version = 0
+        self._began_s = 0.0
+        self._run_steps = 0
+        self._first_step_s = 0.0
+        self._more_s = 0.0
+        self._chunks: list[tuple[CountedSequence, int]] = []
+        self._planned: list[tuple[CountedSequence, int]] = []
+        self._dead = False
+        self.last_step_began_s = 0.0
+        """When the step whose end is told began; of a run any of its steps."""
+
+    # Blocks.
+
+    @property
+    def free_blocks(self) -> int:
+        """After the last step that sync() knows of."""
+        return self.blocks.free_count
+
+    def block_count(self, token_count: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-token_count // self._block_tokens)
+
+    def context_tokens(self) -> int:
+        """KV of all requests that decode here."""
+        residency = self.residency
+        tokens = sum(cast(CountedSequence, sequence).computed for sequence in (*residency.landed, *residency.waiting))
+        if self._by_steps:
+            return tokens + sum(cast(CountedSequence, sequence).computed for sequence in residency.running)
+        return tokens + self._offset_sum + len(residency.running) * (self._steps - 1)
+
+    def open(self, sequence: CountedSequence, token_count: int) -> bool:
+        """Takes the blocks of so many tokens. False: there is no room now."""
+        wanted = self.block_count(token_count)
+        if wanted > self.blocks.free_count or self.residency.short_of_blocks:
+            return False
+        sequence.block_ids = self.blocks.allocate(sequence, wanted)
+        if self._busy and not self._chunks and not self._by_steps:
+            self._shorten()
+        return True
+
+    # Requests.
+
+    def prefill(self, sequence: CountedSequence) -> None:
+        """Queues a prompt whose blocks are open."""
+        self.prefilling.append(sequence)
+        self._work_came()
+
+    def land(self, sequence: CountedSequence) -> None:
+        """The KV of a request whose blocks are open is here, and its first token is drawn."""
+        sequence.computed = sequence.tokens
+        sequence.tokens += 1
+        self.residency.land(cast(Any, sequence))
+
+    def adopt(self, sequence: CountedSequence) -> bool:
+        """A computed prompt becomes a landed request. False: it had to give its blocks up."""
+        self.residency.land(cast(Any, sequence))
+        preempted = self.residency.make_whole(cast(Any, sequence))
+        if not preempted and self._busy and not self._by_steps:
+            self._shorten()
+        return not preempted
+
+    def admit(self, sequence: CountedSequence) -> None:
+        """A landed request may run from the next step on."""
+        self.residency.admit(cast(Any, sequence))
+        self._work_came()
+
+    def end(self, sequence: CountedSequence) -> None:
+        """The request is done here; its blocks come free as soon as nothing can touch them."""
+        if sequence.done:
+            return
+        sequence.done = True
+        match sequence.phase:
+            case Phase.PREFILLING:
+                self.prefilling.remove(sequence)
+            case Phase.RUNNING if not self._by_steps:
+                # It leaves with the step under way.
+                self._ended_outside.append(sequence)
+                self._cut()
+                return
+            case Phase.LANDED | Phase.WAITING | Phase.RUNNING:
+                self.residency.remove(cast(Any, sequence))
+        self.settle(sequence)
+
+    def settle(self, sequence: CountedSequence) -> None:
+        """Frees the blocks of a request that has ended, unless something can still touch them."""
+        if sequence.done and not sequence.touched:
+            self.blocks.release(sequence)
+            if self.residency.waiting and not self._busy:
+                self._begin()
+
+    def stop(self) -> None:
+        """The engine dies: nothing happens any more."""
+        self._dead = True
+        self._version += 1
+
+    # Steps.
+
+    def sync(self, time_s: float) -> None:
+        """Takes in the steps of the run that have ended by then; not the last one, which is an event."""
+        if self._run_steps <= 1 or not self._busy or self._by_steps:
+            return
+        elapsed_s = time_s - self._began_s
+        if elapsed_s < self._first_step_s:
+            return
+        steps = min(self._steps_within(elapsed_s), self._run_steps - 1)
+        if steps > 0:
+            self._commit(steps)
+
+    def _work_came(self) -> None:
+        if self._dead:
+            return
+        if not self._busy:
+            self._begin()
+        elif not self._by_steps and not self._chunks:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Ends the run with the step under way."""
+        if self._run_steps > 1:
+            self.sync(self._timeline.now_s)
+            if self._run_steps > 1:
+                self._run_steps = 1
+                self._schedule()
+
+    def _shorten(self) -> None:
+        """Blocks were taken: the run may end sooner."""
+        if self._run_steps > 1:
+            # sync() was called before blocks were taken.
+            steps = self._steps_with_blocks(self._run_steps)
+            if steps < self._run_steps:
+                self._run_steps = max(1, steps)
+                self._schedule()
+
+    def _schedule(self) -> None:
+        self._version += 1
+        self._timeline.at(self._began_s + self._seconds(self._run_steps), self._over, self._version)
+
+    def _begin(self) -> None:
+        """Forms the next run or step, if there is anything to do."""
+        if self._by_steps or any(not sequence.block_ids for sequence in self.residency.waiting):
+            self._begin_step()
+            return
+        waiting = cast(list[CountedSequence], self.residency.waiting)
+        while waiting and len(self.residency.running) < self._max_batch:
+            self._join(waiting.pop(0))
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        count = len(self.residency.running)
+        if self.prefilling:
+            self._plan_chunks()
+        elif not count:
+            self._busy = False
+            return
+        self._busy = True
+        self._began_s = self._timeline.now_s
+        if self._chunks:
+            spans = [(sequence.computed, tokens) for sequence, tokens in self._chunks]
+            context = self._offset_sum + count * self._steps
+            step_s = self._latency.mixed_step_s(spans, count, context)
+            self._first_step_s, self._more_s, self._run_steps = step_s + self._prefill_overhead_s, 0.0, 1
+        else:
+            self._time_steps()
+            self._run_steps = self._steps_with_blocks(self._ends[0][0] - self._steps)
+        self._schedule()
+
+    def _plan_chunks(self) -> None:
+        for sequence, tokens in form_step((), cast(Any, self.prefilling), self._chunk_tokens):
+            counted = cast(CountedSequence, sequence)
+            counted.in_step = True
+            self._chunks.append((counted, tokens))
+            if not counted.started:
+                counted.started = True
+                self._listener.prefill_started(counted)
+
+    def _join(self, sequence: CountedSequence) -> None:
+        sequence.phase = Phase.RUNNING
+        running = cast(list[CountedSequence], self.residency.running)
+        # Those that joined before were admitted before, unless they came back.
+        if running and running[-1].admission > sequence.admission:
+            place = next(index for index, other in enumerate(running) if other.admission > sequence.admission)
+            running.insert(place, sequence)
+        else:
+            running.append(sequence)
+        self._count_in(sequence)
+        if sequence.first_step_s < 0:
+            self._joined.append(sequence)
+
+    def _count_in(self, sequence: CountedSequence) -> None:
+        sequence.offset_tokens = sequence.tokens - self._steps
+        sequence.end_step = self._steps + sequence.remaining
+        self._offset_sum += sequence.offset_tokens
+        self._counts[sequence.offset_tokens % self._block_tokens] += 1
+        heapq.heappush(self._ends, (sequence.end_step, sequence.admission, sequence))
+
+    def _count_out(self, sequence: CountedSequence) -> None:
+        self._offset_sum -= sequence.offset_tokens
+        self._counts[sequence.offset_tokens % self._block_tokens] -= 1
+
+    # Closed form. Step j of a run of n requests takes first + j * more seconds.
+
+    def _time_steps(self) -> None:
+        count = len(self.residency.running)
+        fit = self._latency.decode_fit(count)
+        context = self._offset_sum + count * self._steps
+        self._more_s = count * fit.context_token_s
+        self._first_step_s = (
+            fit.step_s + (context * fit.context_token_s + count * fit.request_s) + self._decode_overhead_s
+        )
+
+    def _seconds(self, steps: int) -> float:
+        return steps * self._first_step_s + self._more_s * (steps * (steps - 1) // 2)
+
+    def _steps_within(self, elapsed_s: float) -> int:
+        first, half = self._first_step_s, self._more_s / 2
+        if half * self._run_steps < first * _ALMOST:
+            steps = int(elapsed_s / first)
+        else:
+            linear = first - half
+            steps = int((math.sqrt(linear * linear + 4 * half * elapsed_s) - linear) / (2 * half))
+        while self._seconds(steps + 1) <= elapsed_s:
+            steps += 1
+        while self._seconds(steps) > elapsed_s:
+            steps -= 1
+        return steps
+
+    def _crossing(self, step: int) -> int:
+        """Running requests that need another block when step `step` from here has ended."""
+        return self._counts[-(self._steps + step - 1) % self._block_tokens]
+
+    def _growth(self, steps: int) -> int:
+        """Blocks that the running requests take with the ends of so many steps."""
+        whole, rest = divmod(steps, self._block_tokens)
+        blocks = whole * len(self.residency.running)
+        for step in range(1, rest + 1):
+            blocks += self._crossing(step)
+        return blocks
+
+    def _steps_with_blocks(self, most: int) -> int:
+        """Steps of at most `most` that can be taken before blocks run short: only after the last may there be too
+        few."""
+        count, free, size = len(self.residency.running), self.blocks.free_count, self._block_tokens
+        if not count or count * ((most - 1) // size + 1) <= free:
+            return most
+        whole = min((most - 1) // size, free // count)
+        free -= whole * count
+        steps = whole * size
+        while steps < most - 1:
+            free -= self._crossing(steps + 1)
+            if free < 0:
+                break
+            steps += 1
+        return steps + 1
+
+    def _commit(self, steps: int) -> None:
+        """So many steps of the run are over, and others follow."""
+        self.blocks.free_count -= self._growth(steps)
+        first_count = self._note_first_steps()
+        self._pass(steps, steps * len(self.residency.running) - first_count)
+        self._run_steps -= steps
+
+    def _note_first_steps(self) -> int:
+        """The step that has ended is the first one of those that joined the batch. Returns how many these are."""
+        if not self._joined:
+            return 0
+        time_s = self._began_s + self._first_step_s
+        joined = [sequence for sequence in self._joined if sequence not in self._ended_outside]
+        self._joined.clear()
+        for sequence in joined:
+            sequence.first_step_s = time_s
+            self._listener.drew_first(sequence, time_s)
+        return len(joined)
+
+    def _pass(self, steps: int, gap_count: int) -> None:
+        """The running requests have drawn so many tokens each."""
+        seconds = self._seconds(steps)
+        resting = cast(list[CountedSequence], self.residency.waiting)
+        self._listener.drew(steps, gap_count, seconds / steps, resting)
+        self._steps += steps
+        self._began_s += seconds
+        self._first_step_s += steps * self._more_s
+
+    def _over(self, version: int) -> None:
+        """The run or step is over."""
+        if version != self._version:
+            return
+        self._listener.before_step_ends()
+        self.last_step_began_s = self._began_s
+        if self._by_steps:
+            self._end_step()
+            return
+        steps = self._run_steps
+        if self.residency.running:
+            if steps > 1:
+                self._commit(steps - 1)
+            first_count = self._note_first_steps()
+            gap_count = len(self.residency.running) - len(self._ended_outside) - first_count
+            self._leave_batch()
+            self._pass(1, gap_count)
+        computed = self._end_chunks() if self._chunks else ()
+        self._grow()
+        self._begin()
+        self._tell(computed)
+
+    def _tell(self, computed: Iterable[CountedSequence]) -> None:
+        listener = self._listener
+        for sequence in computed:
+            if sequence.phase is Phase.COMPUTED:
+                listener.first_token(sequence)
+            else:
+                listener.prefill_advanced(sequence)
+        listener.stepped()
+
+    def _leave_batch(self) -> None:
+        """Takes out of the batch those that draw their last token in this step, or were ended from outside."""
+        running = cast(list[CountedSequence], self.residency.running)
+        leaving: list[CountedSequence] = []
+        last_step = self._steps + 1
+        while self._ends[0][0] <= last_step:
+            sequence = heapq.heappop(self._ends)[2]
+            if sequence.phase is Phase.RUNNING and sequence.end_step == last_step and not sequence.done:
+                leaving.append(sequence)
+            if not self._ends:
+                break
+        if self._ended_outside:
+            leaving += self._ended_outside
+            self._ended_outside = []
+        for sequence in leaving:
+            self._count_out(sequence)
+            running.remove(sequence)
+            sequence.phase = Phase.COMPUTED
+            sequence.in_step = False
+            sequence.block_ids = []
+            # Those of its tokens before this step.
+            self.blocks.free_count += self.block_count(sequence.offset_tokens + self._steps)
+            if not sequence.done:
+                sequence.done = True
+                self._listener.ended(sequence)
+
+    def _end_chunks(self) -> list[CountedSequence]:
+        """Those whose chunks are computed."""
+        computed: list[CountedSequence] = []
+        for sequence, tokens in self._chunks:
+            sequence.in_step = False
+            if sequence.done:
+                self.settle(sequence)
+                continue
+            sequence.computed += tokens
+            if not sequence.pending:
+                self.prefilling.remove(sequence)
+                self._draw_first(sequence)
+            computed.append(sequence)
+        self._chunks = []
+        return computed
+
+    def _draw_first(self, sequence: CountedSequence) -> None:
+        sequence.phase = Phase.COMPUTED
+        sequence.tokens += 1
+        sequence.remaining -= 1
+        if not sequence.remaining:
+            sequence.done = True
+            self.settle(sequence)
+
+    def _grow(self) -> None:
+        """Those that go on take the blocks of their next tokens, or the engine goes on step by step."""
+        wanted = self._counts[-(self._steps - 1) % self._block_tokens]
+        if wanted <= self.blocks.free_count:
+            self.blocks.free_count -= wanted
+        else:
+            self._look_at_each(1)
+
+    # Step by step.
+
+    def _look_at_each(self, missing: int) -> None:
+        """Leaves the closed form. missing: tokens of each running request that it has no block for yet."""
+        self._by_steps = True
+        for sequence in cast(list[CountedSequence], self.residency.running):
+            sequence.tokens = sequence.offset_tokens + self._steps
+            sequence.computed = sequence.tokens - 1
+            sequence.remaining = sequence.end_step - self._steps
+            sequence.block_ids = [0] * self.block_count(sequence.tokens - missing)
+
+    def _begin_step(self) -> None:
+        if not self._by_steps:
+            self._look_at_each(0)
+        for preempted in self.residency.prepare_step():
+            self._listener.preempted(cast(CountedSequence, preempted))
+        running = cast(list[CountedSequence], self.residency.running)
+        waiting = cast(list[CountedSequence], self.residency.waiting)
+        if all(sequence.block_ids for sequence in waiting) and all(sequence.pending == 1 for sequence in running):
+            self._return_to_runs(running)
+            self._begin_run()
+            return
+        planned = form_step(self.residency.running, cast(Any, self.prefilling), self._chunk_tokens)
+        self._planned = cast(list[tuple[CountedSequence, int]], planned)
+        if not self._planned:
+            self._busy = False
+            return
+        has_chunks = False
+        for sequence, _ in self._planned:
+            sequence.in_step = True
+            if sequence.phase is Phase.PREFILLING and not sequence.started:
+                sequence.started = True
+                self._listener.prefill_started(sequence)
+            has_chunks = has_chunks or sequence.phase is Phase.PREFILLING or sequence.pending > 1
+        step_s = self._latency.step_s([(sequence.computed, tokens) for sequence, tokens in self._planned])
+        step_s += self._prefill_overhead_s if has_chunks else self._decode_overhead_s
+        self._busy = True
+        self._began_s = self._timeline.now_s
+        self._first_step_s, self._run_steps = step_s, 1
+        self._version += 1
+        self._timeline.at(self._began_s + step_s, self._over, self._version)
+
+    def _return_to_runs(self, running: list[CountedSequence]) -> None:
+        self._by_steps = False
+        self._offset_sum = 0
+        self._counts = [0] * self._block_tokens
+        self._ends = []
+        self._joined = []
+        for sequence in running:
+            self._count_in(sequence)
+            if sequence.first_step_s < 0:
+                self._joined.append(sequence)
+
+    def _end_step(self) -> None:
+        drawn: list[CountedSequence] = []
+        computed: list[CountedSequence] = []
+        gap_count = 0
+        for sequence, tokens in self._planned:
+            sequence.in_step = False
+            if sequence.done:
+                self.settle(sequence)
+                continue
+            sequence.computed += tokens
+            if sequence.phase is Phase.PREFILLING:
+                computed.append(sequence)
+                if not sequence.pending:
+                    self.prefilling.remove(sequence)
+                    self._draw_first(sequence)
+            elif not sequence.pending:
+                drawn.append(sequence)
+                gap_count += sequence.first_step_s >= 0
+                self._draw(sequence)
+        self._planned = []
+        self._listener.drew_some(drawn, gap_count, self._first_step_s)
+        self._begin()
+        self._tell(computed)
+
+    def _draw(self, sequence: CountedSequence) -> None:
+        sequence.tokens += 1
+        sequence.remaining -= 1
+        if sequence.first_step_s < 0:
+            sequence.first_step_s = self._timeline.now_s
+            self._listener.drew_first(sequence, sequence.first_step_s)
+        if not sequence.remaining:
+            sequence.done = True
+            self.residency.remove(cast(Any, sequence))
+            self.blocks.release(sequence)
+            self._listener.ended(sequence)

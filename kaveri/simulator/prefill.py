@@ -1,0 +1,406 @@
+"""A simulated prefill instance: queue, engine, and the search for room at decode. Pure.
+
+It goes the way of services/prefill: role.py, engine_feed.py, room_finder.py and decode_placer.py, event by event.
+"""
+
+import random
+from typing import TYPE_CHECKING
+
+from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, ViewedInstance
+from kaveri.engine.stepwise.phase import Phase
+from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy.place_search import PlaceSearch, draws_more, place_search
+from kaveri.policy.prompt_queue import PromptQueue
+from kaveri.policy.retry import bounded_retry_s
+from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
+from kaveri.policy.waits import (
+    NO_DECODE_INSTANCE_S,
+    PROMPT_BLOCKS_RETRY_S,
+    QUEUE_FULL_RETRY_S,
+    ROOM_LOOK_S,
+    ROOM_PATIENCE_S,
+)
+from kaveri.simulator.attempt import Attempt
+from kaveri.simulator.decode import DecodeInstance, Reserved
+from kaveri.simulator.engine import CountedEngine
+from kaveri.simulator.member import BeatingMember
+from kaveri.simulator.sequence import CountedSequence
+from kaveri.simulator.spec import ClusterSpec
+from kaveri.simulator.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kaveri.simulator.router import Router
+
+
+class _Question:
+    """A Reserve call under way."""
+
+    __slots__ = ("attempt", "is_dropped", "patient_until_s", "reserved", "target", "waits")
+
+    def __init__(self, attempt: Attempt, target: ViewedInstance, waits: bool, patient_until_s: float) -> None:
+        self.attempt = attempt
+        self.target = target
+        self.waits = waits
+        self.patient_until_s = patient_until_s
+        self.reserved: Reserved | None = None
+        self.is_dropped = False
+
+
+class Seeking:
+    """One request that looks for room."""
+
+    __slots__ = ("attempt", "none_since_s", "questions", "reserved", "unfit", "version")
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.questions: dict[str, _Question] = {}
+        self.unfit: dict[str, KaveriError] = {}
+        self.none_since_s = -1.0
+        self.version = 0
+        self.reserved: Reserved | None = None
+        """The room that it has."""
+
+    def seeker(self) -> Seeker[str]:
+        """What the policy has to know."""
+        attempt = self.attempt
+        waits_at = None
+        for name, question in self.questions.items():
+            if question.waits:
+                waits_at = name
+        request = attempt.request
+        predicted_tokens = 0 if request.length is None else request.prompt_tokens + request.length.low
+        return Seeker(attempt.key, attempt.token_count, predicted_tokens, attempt.heavy, waits_at, self.unfit)
+
+
+class PrefillInstance:
+    """The EngineListener of its engine."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        spec: ClusterSpec,
+        record: InstanceRecord,
+        first_beat_s: float,
+        router: "Router",
+        rng: random.Random,
+    ) -> None:
+        settings, pool = spec.prefill, spec.prefill.engine
+        layout = record.layout
+        assert isinstance(layout, KvLayout)
+        self.record = record
+        self._timeline = timeline
+        self._spec = spec
+        self._router = router
+        self._queue: PromptQueue[Attempt] = PromptQueue(
+            settings.prefill_policy, pool.chunk_tokens, settings.max_queue, settings.prefill_sched_batch
+        )
+        self._search: RoomSearch[str] = RoomSearch(record.model, layout, settings.decode_placement, rng)
+        self.engine = CountedEngine(
+            timeline,
+            pool.latency,
+            layout,
+            pool.total_blocks,
+            pool.chunk_tokens,
+            pool.max_batch,
+            self,
+            prefill_overhead_s=spec.overheads.prefill_step_s,
+            decode_overhead_s=spec.overheads.decode_step_s,
+        )
+        self._live: set[Attempt] = set()
+        self._waiting_count = 0
+        self._retries = False
+        self._serial = 0
+        self._seeking: dict[Seeking, None] = {}
+        """Those that wait for an answer or a change of the view."""
+        self.view = ClusterView()
+        """As the monitor's broadcasts show it."""
+        self.peers: dict[str, DecodeInstance] = {}
+        self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
+
+    # Calls of the router.
+
+    def accept(self, attempt: Attempt) -> None:
+        """Queues a request, or refuses it."""
+        now_s = self._timeline.now_s
+        self.member.take_beats(now_s)
+        if not self._queue.room:
+            reason = f"{self._queue.max_waiting} requests are queued already"
+            self._router.refused(attempt, NoCapacity("prefill", QUEUE_FULL_RETRY_S, reason))
+            return
+        request, pool = attempt.request, self._spec.prefill.engine
+        attempt.arrived_s = now_s
+        more = draws_more(attempt.token_count, attempt.generated, request.output_tokens, pool.max_model_len)
+        attempt.place_search = place_search(attempt.token_count, pool.chunk_tokens, more, at_first_token=False)
+        attempt.heavy = self._spec.thresholds.is_heavy(request.length, request.prompt_tokens)
+        self._live.add(attempt)
+        self._waiting_count += 1
+        self._queue.hold(attempt)
+        self._queue.release(attempt)
+        self._submit()
+
+    def _submit(self) -> None:
+        """Gives the engine what it needs now."""
+        while (attempt := self._queue.next()) is not None:
+            self._serial += 1
+            remaining = attempt.request.output_tokens - attempt.generated
+            sequence = CountedSequence(self._serial, attempt, attempt.token_count, remaining, Phase.PREFILLING)
+            if not self.engine.open(sequence, attempt.token_count):
+                if not self._retries:
+                    self._retries = True
+                    self._timeline.after(PROMPT_BLOCKS_RETRY_S, self._submit_again)
+                return
+            attempt.sequence = sequence
+            self._queue.submitted(attempt)
+            self.engine.prefill(sequence)
+
+    def _submit_again(self, _: None) -> None:
+        self._retries = False
+        self.member.take_beats(self._timeline.now_s)
+        self._submit()
+
+    # What the engine tells.
+
+    def before_step_ends(self) -> None:
+        self.member.take_beats(self._timeline.now_s)
+
+    def prefill_started(self, sequence: CountedSequence) -> None:
+        attempt: Attempt = sequence.owner
+        attempt.started_s = self._timeline.now_s
+        attempt.queue_s = attempt.started_s - attempt.arrived_s
+        self._waiting_count -= 1
+        self._router.started(attempt)
+        if attempt.place_search is PlaceSearch.AT_START:
+            self._begin_search(attempt)
+
+    def prefill_advanced(self, sequence: CountedSequence) -> None:
+        attempt: Attempt = sequence.owner
+        self._queue.advance(attempt, sequence.computed)
+        if attempt.pushing_since_s >= 0:
+            self._push_chunk(attempt)
+        if attempt.seeking is None and attempt.place_search is PlaceSearch.AFTER_FIRST_CHUNK:
+            self._begin_search(attempt)
+
+    def first_token(self, sequence: CountedSequence) -> None:
+        attempt: Attempt = sequence.owner
+        now_s = self._timeline.now_s
+        self._queue.advance(attempt, attempt.token_count)
+        attempt.first_token_s = now_s
+        attempt.prefill_s = now_s - attempt.started_s
+        self._router.drew_first(attempt, now_s)
+        if sequence.done:
+            self._live.discard(attempt)
+            self._router.finished(attempt, now_s, -1.0, 0)
+            return
+        if attempt.seeking is None:
+            self._begin_search(attempt)
+        elif attempt.pushing_since_s >= 0:
+            self._push_chunk(attempt)
+            self._finish_push(attempt)
+
+    def stepped(self) -> None:
+        self._submit()
+
+    def preempted(self, sequence: CountedSequence) -> None:
+        raise AssertionError("a prefill engine preempts nothing")
+
+    def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
+        raise AssertionError("a prefill engine decodes nothing")
+
+    def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None: ...
+
+    def drew_first(self, sequence: CountedSequence, time_s: float) -> None: ...
+
+    def ended(self, sequence: CountedSequence) -> None: ...
+
+    # The search for room.
+
+    def _begin_search(self, attempt: Attempt) -> None:
+        attempt.seeking = Seeking(attempt)
+        self._look(attempt.seeking)
+
+    def broadcast_heard(self) -> None:
+        """The view has changed: all that wait look again, in the order in which they began to wait."""
+        waiting, self._seeking = self._seeking, {}
+        self._search.retain(self.view)
+        for seeking in waiting:
+            if seeking.reserved is None and not seeking.attempt.is_over:
+                self._look(seeking)
+
+    def _look(self, seeking: Seeking) -> None:
+        now_s = self._timeline.now_s
+        wake_s = now_s + ROOM_LOOK_S
+        while True:
+            patient_until_s = max((one.patient_until_s for one in seeking.questions.values()), default=now_s)
+            if now_s < patient_until_s:
+                wake_s = min(wake_s, patient_until_s)
+                break
+            seeker = seeking.seeker()
+            found = self._search.look(seeker, self.view, now_s)
+            match found:
+                case Ask():
+                    self._ask(seeking, found, now_s)
+                    if seeking.reserved is not None or seeking.attempt.is_over:
+                        return
+                    continue
+                case StopWaiting():
+                    assert seeker.waits_at is not None
+                    self._drop(seeking, seeker.waits_at)
+                    continue
+                case Hopeless():
+                    self._fail(seeking.attempt, found.error)
+                    return
+                case NoInstance():
+                    seeking.none_since_s = now_s if seeking.none_since_s < 0 else seeking.none_since_s
+                    if now_s - seeking.none_since_s > NO_DECODE_INSTANCE_S:
+                        self._fail(seeking.attempt, Unavailable(found.reason, retry_after_s=1.0))
+                        return
+                case None:
+                    seeking.none_since_s = -1.0
+            rest_ends_s = self._search.next_rest_ends_s()
+            wake_s = wake_s if rest_ends_s is None else min(wake_s, rest_ends_s)
+            break
+        seeking.version += 1
+        self._seeking[seeking] = None
+        self._router.wake_at_broadcast()
+        self._timeline.at(max(wake_s, now_s), self._wake, (seeking, seeking.version))
+
+    def _wake(self, waiting: tuple[Seeking, int]) -> None:
+        seeking, version = waiting
+        if seeking.version == version and seeking.reserved is None and not seeking.attempt.is_over:
+            self._seeking.pop(seeking, None)
+            self._look(seeking)
+
+    def _ask(self, seeking: Seeking, ask: Ask, now_s: float) -> None:
+        attempt = seeking.attempt
+        patience_s = ROOM_PATIENCE_S if ask.shows_room else 0.0
+        patient_until_s = now_s + patience_s if ask.waits else float("inf")
+        question = _Question(attempt, ask.target, ask.waits, patient_until_s)
+        seeking.questions[ask.target.record.instance_id] = question
+        if self._spec.overheads.hop_s:
+            self._timeline.after(self._spec.overheads.hop_s, self._reserve_arrives, question)
+        else:
+            self._reserve_arrives(question)
+
+    def _reserve_arrives(self, question: _Question) -> None:
+        if question.is_dropped:
+            return
+        decode = self.peers[question.target.record.instance_id]
+        hop_s = self._spec.overheads.hop_s
+
+        def answer(result: Reserved | KaveriError) -> None:
+            if isinstance(result, Reserved):
+                question.reserved = result
+            if hop_s:
+                self._timeline.after(hop_s, self._answered, (question, result))
+            else:
+                self._answered((question, result))
+
+        decode.reserve(question.attempt, question.waits, answer)
+
+    def _answered(self, answer: tuple[_Question, Reserved | KaveriError]) -> None:
+        question, result = answer
+        seeking: Seeking = question.attempt.seeking
+        instance_id = question.target.record.instance_id
+        if question.is_dropped:
+            return  # the room was given back with it
+        if isinstance(result, Reserved):
+            del seeking.questions[instance_id]
+            for other in list(seeking.questions):
+                self._drop(seeking, other)
+            seeking.reserved = result
+            self._seeking.pop(seeking, None)
+            self._placed(question.attempt, self.peers[instance_id])
+            return
+        del seeking.questions[instance_id]
+        self._search.forget(question.attempt.key, instance_id)
+        if isinstance(result, NoCapacity):
+            self._search.rest(instance_id, self._timeline.now_s + bounded_retry_s(result.retry_after_s))
+        elif isinstance(result, InvalidArgument):
+            seeking.unfit = {**seeking.unfit, instance_id: result}
+        if seeking in self._seeking:
+            self._seeking.pop(seeking)
+            self._look(seeking)
+
+    def _drop(self, seeking: Seeking, instance_id: str) -> None:
+        """Gives up a question, and the room that its answer may have brought."""
+        question = seeking.questions.pop(instance_id)
+        question.is_dropped = True
+        self._search.forget(seeking.attempt.key, instance_id)
+        decode = self.peers[instance_id]
+        decode.leave_line(seeking.attempt)
+        if question.reserved is not None:
+            decode.give_back(question.reserved)
+
+    def _fail(self, attempt: Attempt, error: KaveriError) -> None:
+        self.member.take_beats(self._timeline.now_s)
+        self._live.discard(attempt)
+        attempt.is_over = True
+        if attempt.sequence is not None:
+            if attempt.first_token_s < 0:
+                self._queue.remove(attempt)
+            self.engine.end(attempt.sequence)
+        self._router.lost(attempt, error)
+        self._submit()
+
+    # The push. What a step computes is sent layer by layer while it is computed.
+
+    def _placed(self, attempt: Attempt, decode: DecodeInstance) -> None:
+        sequence = attempt.sequence
+        assert sequence is not None
+        attempt.decode = decode
+        attempt.pushing_since_s = attempt.link_free_s = self._timeline.now_s
+        sequence.transfer_open = True
+        attempt.pushed_tokens = min(sequence.computed, attempt.token_count)
+        attempt.link_free_s += self._link_s(attempt.pushed_tokens)
+        if attempt.first_token_s >= 0:
+            self._finish_push(attempt)
+
+    def _push_chunk(self, attempt: Attempt) -> None:
+        """The step that ends now has computed more of a prompt whose push is open."""
+        assert attempt.sequence is not None
+        now_s, layers = self._timeline.now_s, self._spec.layer_count
+        computed = min(attempt.sequence.computed, attempt.token_count)
+        chunk_s = self._link_s(computed - attempt.pushed_tokens)
+        attempt.pushed_tokens = computed
+        began_s = max(self.engine.last_step_began_s, attempt.pushing_since_s)
+        first_layer_s = max(attempt.link_free_s, began_s + (now_s - began_s) / layers)
+        attempt.link_free_s = max(first_layer_s + chunk_s, now_s + chunk_s / layers)
+
+    def _link_s(self, token_count: int) -> float:
+        link = self._spec.link
+        return token_count * (link.token_bytes or 0) / link.bytes_per_s if link is not None else 0.0
+
+    def _finish_push(self, attempt: Attempt) -> None:
+        link, now_s = self._spec.link, self._timeline.now_s
+        latency_s = link.latency_s if link is not None else 0.0
+        lands_s = max(now_s, attempt.link_free_s) + latency_s + self._spec.overheads.push_tail_s
+        self._timeline.at(lands_s, self._landed, attempt)
+
+    def _landed(self, attempt: Attempt) -> None:
+        self.member.take_beats(self._timeline.now_s)
+        sequence, seeking, decode = attempt.sequence, attempt.seeking, attempt.decode
+        assert sequence is not None
+        assert decode is not None
+        assert seeking.reserved is not None
+        self._router.handed_over(attempt, self._timeline.now_s)
+        decode.land(seeking.reserved)
+        self._live.discard(attempt)
+        sequence.transfer_open = False
+        self.engine.end(sequence)
+        self._submit()
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left here."""
+        return self.engine.free_blocks == self.engine.blocks.total and not self._live and not self._seeking
+
+    def _load_at(self, _: float, sequence_number: int) -> InstanceLoad:
+        return InstanceLoad(
+            sequence_number=sequence_number,
+            waiting_requests=self._waiting_count,
+            running_requests=len(self._live) - self._waiting_count,
+            queued_prefill_tokens=self._queue.queued_tokens,
+            queue_room=self._queue.room,
+            free_blocks=self.engine.free_blocks,
+            total_blocks=self.engine.blocks.total,
+        )

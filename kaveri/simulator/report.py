@@ -1,0 +1,116 @@
+"""A simulated run as the JSON of `kaveri bench`, and its differences from a real run."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kaveri.errors import ConfigError
+from kaveri.simulator.table import RunTable
+from kaveri.workload.requests import PlannedRequest, RequestLengths
+from kaveri.workload.run_columns import SERVER_PHASES
+from kaveri.workload.summary import Slo, over_runs, summarize
+
+_COMPARED = ("ttft_s", "tpot_s", "jct_s")
+_FIGURES = ("mean", "p50", "p90")
+
+
+def report_of(
+    tables: Sequence[RunTable],
+    slo: Slo,
+    phases: Mapping[str, tuple[str, ...]],
+    *,
+    model: str,
+    seed: int,
+    rate_per_s: float | None,
+    lengths_known: bool,
+    too_long: int,
+    all_rows: bool,
+) -> dict[str, Any]:
+    """What `kaveri bench --json` prints of the same runs. all_rows: else the rows are those of failed requests."""
+    summaries = [summarize(table.columns(), slo, phases) for table in tables]
+    return {
+        "target": "simulated",
+        "model": model,
+        "seed": seed,
+        "slo": asdict(slo) if slo.is_set else None,
+        "lengths": {"forced": True, "known_to_the_cluster": lengths_known},
+        "interrupted": False,
+        "too_long": too_long,
+        "over_runs": over_runs(summaries),
+        "goodput": None,
+        "runs": [
+            {"rate_per_s": rate_per_s, **summary, "rows": list(rows(table, all_rows))}
+            for table, summary in zip(tables, summaries, strict=True)
+        ],
+    }
+
+
+def rows(table: RunTable, all_rows: bool = True) -> Iterator[dict[str, Any]]:
+    """Each request as JSON values, with the names of `kaveri bench`."""
+    run = table.columns()
+    ttft_s, tpot_s, jct_s = run.ttft_s(), run.tpot_s(), run.jct_s()
+    for number in range(len(run.due_s)):
+        code = int(run.error[number])
+        if not all_rows and not code:
+            continue
+        server: dict[str, Any] | None = None
+        if not code:
+            server = {phase: float(run.server[phase][number]) for phase in SERVER_PHASES}
+            server["prefill_instance_id"] = _name(run.instance_ids, int(run.prefill_instance[number]))
+            server["decode_instance_id"] = _name(run.instance_ids, int(run.decode_instance[number]))
+            server["attempts"] = table.attempts[number]
+        yield {
+            "number": number,
+            "prompt_tokens": int(run.prompt_tokens[number]),
+            "output_tokens": int(run.planned_tokens[number]),
+            "received_tokens": int(run.received_tokens[number]),
+            "due_s": float(run.due_s[number]),
+            "sent_s": float(run.sent_s[number]),
+            "ttft_s": _number(ttft_s[number]),
+            "tpot_s": _number(tpot_s[number]),
+            "jct_s": _number(jct_s[number]),
+            "error": run.error_names[code - 1] if code else None,
+            "reason": table.reason(number),
+            "server": server,
+        }
+
+
+def requests_of(run: Mapping[str, Any]) -> list[PlannedRequest]:
+    """The requests of a run in the JSON of `kaveri bench`, at the times at which they were due. Raises ConfigError."""
+    try:
+        found = [
+            (float(row["due_s"]), RequestLengths(int(row["prompt_tokens"]), int(row["output_tokens"])))
+            for row in run["rows"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError("--compare", f"has no rows of `kaveri bench --json`: {error!r}") from error
+    if not found:
+        raise ConfigError("--compare", "has a run without requests")
+    found.sort(key=lambda entry: entry[0])
+    start_s = found[0][0]
+    return [PlannedRequest(number, due_s - start_s, lengths) for number, (due_s, lengths) in enumerate(found)]
+
+
+def differences(measured: Mapping[str, Any], simulated: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Figure by figure: measured, simulated, and the relative difference; of attainment, the difference in points."""
+    found: list[dict[str, Any]] = []
+    for name in _COMPARED:
+        for figure in _FIGURES:
+            real, ours = ((run.get(name) or {}).get(figure) for run in (measured, simulated))
+            if real and ours is not None:
+                entry = {"figure": f"{name} {figure}", "measured": real, "simulated": ours}
+                found.append({**entry, "difference": ours / real - 1, "unit": "share"})
+    real, ours = measured.get("slo_attainment"), simulated.get("slo_attainment")
+    if real is not None and ours is not None:
+        entry = {"figure": "slo_attainment", "measured": real, "simulated": ours}
+        found.append({**entry, "difference": (ours - real) * 100, "unit": "points"})
+    return found
+
+
+def _name(names: Sequence[str], index: int) -> str:
+    return names[index] if index >= 0 else ""
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)

@@ -1,0 +1,208 @@
+"""The simulated router: places requests on prefill instances, places them again, and notes how they end. Pure.
+
+It goes the way of services/router/request_placer.py, event by event.
+"""
+
+import random
+from collections.abc import Callable
+
+from kaveri.domain.length import TokenRange
+from kaveri.domain.view import ClusterView, InstanceRecord
+from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch, NoCapacity, Unavailable
+from kaveri.policy.placement import choose_prefill, missing_phases
+from kaveri.policy.retry import RetryLimits, Setback, after_setback
+from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.policy.waits import PREFILL_LOOK_S
+from kaveri.simulator.attempt import Attempt, SimulatedRequest
+from kaveri.simulator.member import Broadcasts
+from kaveri.simulator.prefill import PrefillInstance
+from kaveri.simulator.spec import ClusterSpec
+from kaveri.simulator.table import RunTable
+from kaveri.simulator.timeline import Timeline
+
+_HOPELESS = (InvalidArgument, LayoutMismatch)
+
+
+class Router:
+    """The only one of its cluster, and so the cluster monitor."""
+
+    def __init__(self, timeline: Timeline, spec: ClusterSpec, model: str, table: RunTable, rng: random.Random) -> None:
+        self._timeline = timeline
+        self._spec = spec
+        self._model = model
+        self._rng = rng
+        self._limits = RetryLimits(spec.router.max_attempts, spec.router.unavailable_after_s)
+        self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
+        self._turn = 0
+        self._line: dict[SimulatedRequest, None] = {}
+        self._line_looks = False
+        self.table = table
+        self.view = ClusterView()
+        self.prefills: dict[str, PrefillInstance] = {}
+        self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
+        self._wakes_at_s = -1.0
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a request has ended."""
+
+    # From clients.
+
+    def generate(self, request: SimulatedRequest) -> None:
+        """A client has sent a request."""
+        self.table.planned(request)
+        longest = min(self._spec.prefill.engine.max_model_len, self._spec.decode.engine.max_model_len)
+        if request.prompt_tokens + request.output_tokens > longest:
+            tokens = f"{request.prompt_tokens} + {request.output_tokens} tokens"
+            self._fail(request, InvalidArgument("prompt", tokens, f"at most {longest} tokens together"))
+            return
+        if self._spec.lengths_known:
+            request.length = TokenRange(request.output_tokens, request.output_tokens + 1)
+        hop_s = self._spec.overheads.hop_s
+        if hop_s:
+            self._timeline.after(hop_s, self._place, request)
+        else:
+            self._place(request)
+
+    def _place(self, request: SimulatedRequest) -> None:
+        """Looks for an instance, unless others have waited longer."""
+        if self._line and request not in self._line:
+            self._line[request] = None
+        elif not self._send(request):
+            self._line[request] = None
+            self._look_at_line_later()
+
+    def _send(self, request: SimulatedRequest) -> bool:
+        now_s = self._timeline.now_s
+        if missing_phases(self.view, self._model):
+            return False
+        retry = request.retry
+        resting = retry.resting(self.view, now_s) if retry.lost_attempts or request.attempt_count else {}
+        failed = retry.failed(self.view) if request.attempt_count else ()
+        self._turn += 1
+        target = choose_prefill(
+            self.view,
+            self._model,
+            self._unconfirmed,
+            self._spec.router.placement_policy,
+            self._rng,
+            turn=self._turn,
+            avoid=failed,
+            exclude=resting,
+        )
+        if target is None:
+            return False
+        attempt = Attempt(request, self.prefills[target.record.instance_id])
+        self._unconfirmed.add(attempt.key, target, attempt.token_count)
+        hop_s = self._spec.overheads.hop_s
+        if request.attempt_count == 1:
+            request.router_s = now_s - request.due_s - hop_s
+        if hop_s:
+            self._timeline.after(hop_s, attempt.prefill.accept, attempt)
+        else:
+            attempt.prefill.accept(attempt)
+        return True
+
+    def _look_at_line_later(self) -> None:
+        if not self._line_looks:
+            self._line_looks = True
+            # Each heartbeat wakes the first in line.
+            pause_s = min(PREFILL_LOOK_S, self._spec.heartbeat_interval_s / len(self.prefills))
+            self._timeline.after(pause_s, self._look_at_line)
+
+    def _look_at_line(self, _: None) -> None:
+        self._line_looks = False
+        while self._line:
+            request = next(iter(self._line))
+            if not self._send(request):
+                self._look_at_line_later()
+                return
+            del self._line[request]
+
+    # From instances.
+
+    def started(self, attempt: Attempt) -> None:
+        """Its first chunk has begun."""
+        hop_s = self._spec.overheads.hop_s
+        if hop_s:
+            self._timeline.after(hop_s, self._confirm, attempt)
+        else:
+            self._confirm(attempt)
+
+    def _confirm(self, attempt: Attempt) -> None:
+        self._unconfirmed.remove(attempt.key, attempt.prefill.record.instance_id)
+        if self._line:
+            self._look_at_line(None)
+
+    def drew_first(self, attempt: Attempt, drawn_s: float) -> None:
+        """Prefill has drawn a token."""
+        request = attempt.request
+        request.generated = attempt.generated + 1
+        if not attempt.generated:
+            request.first_s = drawn_s + 2 * self._spec.overheads.hop_s
+
+    def handed_over(self, attempt: Attempt, landed_s: float) -> None:
+        """Decode has the request."""
+
+    def finished(self, attempt: Attempt, end_s: float, first_step_s: float, preemptions: int) -> None:
+        """It has drawn its last token."""
+        attempt.is_over = True
+        attempt.request.generated = attempt.request.output_tokens
+        self.table.answered(attempt, end_s + 2 * self._spec.overheads.hop_s, first_step_s, end_s, preemptions)
+        self.on_end()
+
+    def refused(self, attempt: Attempt, error: NoCapacity) -> None:
+        """The prefill instance's queue is full."""
+        self._confirm(attempt)
+        attempt.is_over = True
+        self._set_back(attempt, Setback.FULL, attempt.prefill.record, error, error.retry_after_s)
+
+    def lost(self, attempt: Attempt, error: KaveriError) -> None:
+        """The attempt has ended without an answer."""
+        self._confirm(attempt)
+        if isinstance(error, _HOPELESS):
+            self._fail(attempt.request, error)
+        else:
+            self._set_back(attempt, Setback.LOST, attempt.prefill.record, error)
+
+    def _set_back(
+        self,
+        attempt: Attempt,
+        setback: Setback,
+        at_fault: InstanceRecord | None,
+        error: KaveriError,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        request, now_s = attempt.request, self._timeline.now_s
+        after = after_setback(request.retry, self._limits, setback, at_fault, now_s, self._rng.random(), retry_after_s)
+        if after is None:
+            self._fail(request, error)
+            return
+        request.retry = after
+        self._timeline.at(max(now_s, after.pause_until_s), self._place, request)
+
+    def _fail(self, request: SimulatedRequest, error: KaveriError) -> None:
+        self.table.failed(request, type(error).__name__, str(error))
+        self.on_end()
+
+    # As the cluster monitor.
+
+    def wake_at_broadcast(self) -> None:
+        """A prefill instance waits for the next broadcast."""
+        next_s = self.broadcasts.next_s()
+        if self._wakes_at_s < self._timeline.now_s:
+            self._wakes_at_s = next_s
+            self._timeline.at(next_s, self._broadcast)
+
+    def _broadcast(self, _: None) -> None:
+        self._wakes_at_s = -1.0
+        self.broadcasts.make()
+        for prefill in self.prefills.values():
+            prefill.broadcast_heard()
+
+    def is_empty(self) -> bool:
+        """Whether no request is left."""
+        return not self._line and not len(self._unconfirmed)
+
+
+def unavailable(reason: str) -> Unavailable:
+    """What a request is told whose instance has died."""
+    return Unavailable(reason)

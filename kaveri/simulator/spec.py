@@ -1,0 +1,129 @@
+"""What is simulated: the cluster, its engines, its links, its overheads. Pure.
+
+The names and defaults of settings are those of the services.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+
+from kaveri.domain.length import RangeEnd
+from kaveri.errors import ConfigError
+from kaveri.kv.transports.link_speed import LinkSpeed
+from kaveri.latency.model import LatencyModel
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
+from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds, PlacementPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """An engine and its pool."""
+
+    latency: LatencyModel
+    total_blocks: int = 32_768
+    block_tokens: int = 16
+    chunk_tokens: int = 512
+    max_batch: int = 64
+    max_model_len: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSpec:
+    """Instances that compute prompts."""
+
+    engine: PoolSpec
+    max_queue: int = 256
+    prefill_policy: OrderingPolicy = OrderingPolicy.FCFS
+    prefill_sched_batch: int = DEFAULT_SCHEDULING_BATCH
+    decode_placement: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSpec:
+    """Instances that draw tokens."""
+
+    engine: PoolSpec
+    decode_policy: AdmissionPolicy = AdmissionPolicy.GREEDY
+    decode_range_end: RangeEnd = RangeEnd.LOW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """The router."""
+
+    placement_policy: PlacementPolicy = PlacementPolicy.POWER_OF_TWO
+    max_attempts: int = 8
+    unavailable_after_s: float = 10.0
+    monitor_interval_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """What the services take beyond the engines' steps, in seconds. All 0: they take no time."""
+
+    hop_s: float = 0.0
+    """A message from one process to another."""
+    prefill_step_s: float = 0.0
+    """A step with chunks, beyond the latency model."""
+    decode_step_s: float = 0.0
+    """A step without chunks, beyond the latency model."""
+    push_tail_s: float = 0.0
+    """From a push's last byte to the landing."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"overheads.{entry.name}", f"is {value!r}; it must be a number of at least 0")
+
+    @property
+    def are_known(self) -> bool:
+        """Whether any was given."""
+        return any(getattr(self, entry.name) > 0 for entry in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """A cluster of one router."""
+
+    prefill_count: int
+    decode_count: int
+    prefill: PrefillSpec
+    decode: DecodeSpec
+    router: RouterSpec = field(default_factory=RouterSpec)
+    link: LinkSpeed | None = None
+    """Between any two instances; None: pushes take no time."""
+    overheads: Overheads = field(default_factory=Overheads)
+    thresholds: HeavyThresholds = DEFAULT_THRESHOLDS
+    heartbeat_interval_s: float = 0.1
+    layer_count: int = 2
+    """Of the model: KV is pushed layer by layer while a chunk is computed. The timed engine has 2."""
+    lengths_known: bool = True
+    """Whether the length of an answer can be read in its request, as with `kaveri bench` without --natural-length."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field, its value and the limit."""
+        for name, count in (("prefill", self.prefill_count), ("decode", self.decode_count)):
+            if count < 1:
+                raise ConfigError(name, f"is {count}; there must be at least 1 instance")
+        for name, value in (
+            ("monitor_interval_s", self.router.monitor_interval_s),
+            ("heartbeat_interval_s", self.heartbeat_interval_s),
+        ):
+            if not 0 < value < math.inf:
+                raise ConfigError(name, f"is {value!r}; it must be a number above 0")
+        for role, pool in (("prefill", self.prefill.engine), ("decode", self.decode.engine)):
+            for name in ("total_blocks", "block_tokens", "chunk_tokens", "max_batch", "max_model_len"):
+                if getattr(pool, name) < 1:
+                    raise ConfigError(f"{role}.{name}", f"is {getattr(pool, name)}; it must be at least 1")
+            needed = -(-pool.max_model_len // pool.block_tokens)
+            if needed > pool.total_blocks:
+                reason = f"is {pool.max_model_len}, which takes {needed} blocks; the pool has {pool.total_blocks}"
+                raise ConfigError(f"{role}.max_model_len", reason)
+        if self.layer_count < 1:
+            raise ConfigError("layer_count", f"is {self.layer_count}; it must be at least 1")
+        if self.link is not None and self.link.token_bytes is None:
+            raise ConfigError("kv_link", "does not say how large a token is; write 200Gbps,800KiB/token")
+        if self.prefill.max_queue < 1:
+            raise ConfigError("prefill.max_queue", f"is {self.prefill.max_queue}; it must be at least 1")

@@ -1,0 +1,213 @@
+"""Reads what is simulated from the file that `kaveri up --config` reads. Raises ConfigError, naming file and key.
+
+Of the sections [up], [router], [prefill] and [decode], and the settings for all of them in front, it takes those that a
+simulation knows. The engine is the timed one, whatever `engine` says: a simulation takes its time from `latency_model`.
+"""
+
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kaveri.config.settings import size_bytes
+from kaveri.domain.length import RangeEnd
+from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.errors import ConfigError
+from kaveri.kv.transports.link_speed import LinkSpeed, parse_link_speed
+from kaveri.latency.model import load_latency_model
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.ordering import OrderingPolicy
+from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds, PlacementPolicy
+from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
+
+ValueT = TypeVar("ValueT")
+_SECTIONS = ("up", "router", "prefill", "decode")
+_POOL_KEYS = ("latency_model", "kv_cache_memory", "block_tokens", "chunk_tokens", "max_batch", "max_model_len")
+_THRESHOLDS = ("heavy_output_tokens", "heavy_prompt_tokens")
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "up": ("prefill", "decode", "colocated", "routers"),
+    "router": ("placement_policy", "max_attempts", "unavailable_after_s", "monitor_interval_s"),
+    "prefill": (
+        *_POOL_KEYS,
+        "max_queue",
+        "prefill_policy",
+        "prefill_sched_batch",
+        "decode_placement",
+        "kv_link",
+        *_THRESHOLDS,
+    ),
+    "decode": (*_POOL_KEYS, "decode_policy", "decode_range_end", *_THRESHOLDS),
+}
+_FOLLOWED_ENGINE = ("engine", "timed")
+_KV_CACHE_MEMORY = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpec:
+    """A spec, and what its file says that a simulation does not follow."""
+
+    spec: ClusterSpec
+    not_simulated: tuple[str, ...]
+    """Settings as "[section] key"."""
+
+
+def read_spec(
+    path: Path,
+    known: Mapping[str, Collection[str]],
+    overheads: Overheads,
+    seed: int,
+    lengths_known: bool,
+    layer_count: int,
+) -> ReadSpec:
+    """known: section to the settings that its service has; others are refused. The rest is as of ClusterSpec."""
+    table = _read_toml(path, "SPEC")
+    shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    not_simulated: list[str] = []
+    for section, values in table.items():
+        if not isinstance(values, dict):
+            continue
+        if section not in known:
+            raise ConfigError(f"{path} [{section}]", f"is no section; there are {', '.join(sorted(known))}")
+        for key in values:
+            if section in _SECTIONS and key in _KEYS[section]:
+                continue
+            if section != "up" and key not in known[section]:
+                raise ConfigError(f"{path} [{section}] {key}", "is no setting of Kaveri")
+            if (key, values[key]) != _FOLLOWED_ENGINE:
+                not_simulated.append(f"[{section}] {key}")
+    simulated = {key for keys in _KEYS.values() for key in keys}
+    for key in shared:
+        if not any(key in names for names in known.values()):
+            raise ConfigError(f"{path} {key}", "is no setting of Kaveri")
+        if key not in simulated and (key, shared[key]) != _FOLLOWED_ENGINE:
+            not_simulated.append(key)
+    sections = {section: _Section(path, section, {**shared, **table.get(section, {})}) for section in _SECTIONS}
+    up, router, prefill, decode = (sections[section] for section in _SECTIONS)
+    if up.whole("colocated", 0):
+        raise ConfigError(f"{path} [up] colocated", "is not 0; only prefill and decode instances are simulated")
+    if up.whole("routers", 1) != 1:
+        raise ConfigError(f"{path} [up] routers", f"is {up.values['routers']}; one router is simulated")
+    kv_link = prefill.text("kv_link", "")
+    spec = ClusterSpec(
+        prefill_count=up.whole("prefill", 2),
+        decode_count=up.whole("decode", 2),
+        prefill=PrefillSpec(
+            engine=_pool(prefill),
+            max_queue=prefill.whole("max_queue", 256),
+            prefill_policy=prefill.one_of("prefill_policy", OrderingPolicy.FCFS, OrderingPolicy),
+            prefill_sched_batch=prefill.whole("prefill_sched_batch", 16),
+            decode_placement=prefill.one_of(
+                "decode_placement", DecodePlacementPolicy.POWER_OF_TWO, DecodePlacementPolicy
+            ),
+        ),
+        decode=DecodeSpec(
+            engine=_pool(decode),
+            decode_policy=decode.one_of("decode_policy", AdmissionPolicy.GREEDY, AdmissionPolicy),
+            decode_range_end=decode.one_of("decode_range_end", RangeEnd.LOW, RangeEnd),
+        ),
+        router=RouterSpec(
+            placement_policy=router.one_of("placement_policy", PlacementPolicy.POWER_OF_TWO, PlacementPolicy),
+            max_attempts=router.whole("max_attempts", 8),
+            unavailable_after_s=router.number("unavailable_after_s", 10.0),
+            monitor_interval_s=router.number("monitor_interval_s", 0.1),
+        ),
+        link=prefill.read("kv_link", _link) if kv_link else None,
+        overheads=overheads,
+        layer_count=layer_count,
+        lengths_known=lengths_known,
+        thresholds=HeavyThresholds(
+            prefill.whole("heavy_output_tokens", DEFAULT_THRESHOLDS.output_tokens),
+            prefill.whole("heavy_prompt_tokens", DEFAULT_THRESHOLDS.prompt_tokens),
+        ),
+        seed=seed,
+    )
+    return ReadSpec(spec, tuple(dict.fromkeys(not_simulated)))
+
+
+def read_overheads(path: Path) -> Overheads:
+    """A TOML file with some of the fields of Overheads, in seconds."""
+    table = _read_toml(path, "--overheads")
+    names = [entry.name for entry in fields(Overheads)]
+    for key, value in table.items():
+        if key not in names:
+            raise ConfigError(f"{path} {key}", f"is no overhead; there are {', '.join(names)}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path} {key}", f"is {value!r}; it must be a number of seconds")
+    return Overheads(**table)
+
+
+def _read_toml(path: Path, flag: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(flag, f"cannot read {path}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    path: Path
+    name: str
+    values: Mapping[str, Any]
+
+    def whole(self, key: str, default: int) -> int:
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._error(key, value, "a whole number of at least 0")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._error(key, value, "a number")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        value = self.values.get(key, default)
+        if not isinstance(value, str):
+            raise self._error(key, value, "a text")
+        return value
+
+    def one_of(self, key: str, default: ValueT, kind: type[ValueT]) -> ValueT:
+        value = self.values.get(key, default)
+        try:
+            return kind(value)  # type: ignore[call-arg]
+        except ValueError as error:
+            names = ", ".join(str(member.value) for member in kind)  # type: ignore[attr-defined]
+            raise self._error(key, value, f"one of {names}") from error
+
+    def read(self, key: str, parse: Callable[[str], ValueT]) -> ValueT:
+        try:
+            return parse(str(self.values[key]))
+        except ValueError as error:
+            raise ConfigError(f"{self.path} [{self.name}] {key}", str(error)) from error
+
+    def _error(self, key: str, value: object, limit: str) -> ConfigError:
+        return ConfigError(f"{self.path} [{self.name}] {key}", f"is {value!r}; it must be {limit}")
+
+
+def _link(text: str) -> LinkSpeed:
+    return parse_link_speed(text)
+
+
+def _pool(section: _Section) -> PoolSpec:
+    name = section.text("latency_model", "")
+    if not name:
+        reason = "is not given; name a bundled model, or a file of `kaveri profile`"
+        raise ConfigError(f"{section.path} [{section.name}] latency_model", reason)
+    block_tokens = section.whole("block_tokens", 16)
+    if block_tokens < 1:
+        raise ConfigError(f"{section.path} [{section.name}] block_tokens", "is 0; it must be at least 1")
+    pool_bytes = section.read("kv_cache_memory", size_bytes) if "kv_cache_memory" in section.values else None
+    # As in the timed engine, whose tokens have the size of the fake model's.
+    token_bytes = FakeModel().layout.token_bytes
+    total_blocks = (_KV_CACHE_MEMORY if pool_bytes is None else pool_bytes) // (token_bytes * block_tokens)
+    longest = min(FakeModel().max_model_len, total_blocks * block_tokens)
+    return PoolSpec(
+        latency=load_latency_model(name),
+        total_blocks=total_blocks,
+        block_tokens=block_tokens,
+        chunk_tokens=section.whole("chunk_tokens", 512) or 512,
+        max_batch=section.whole("max_batch", 64),
+        max_model_len=section.whole("max_model_len", 0) or longest,
+    )

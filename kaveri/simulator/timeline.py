@@ -1,0 +1,36 @@
+"""The simulator's clock and its events. Pure."""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+
+class Timeline:
+    """Calls in the order of their times; those of one time in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._calls: list[tuple[float, int, Callable[[Any], object], Any]] = []
+        self._count = 0
+
+    def at(self, time_s: float, call: Callable[[Any], object], argument: Any = None) -> None:
+        """Calls `call(argument)` at a time that is not past."""
+        self._count += 1
+        heapq.heappush(self._calls, (time_s, self._count, call, argument))
+
+    def after(self, delay_s: float, call: Callable[[Any], object], argument: Any = None) -> None:
+        """Calls `call(argument)` so many seconds from now."""
+        self._count += 1
+        heapq.heappush(self._calls, (self.now_s + delay_s, self._count, call, argument))
+
+    @property
+    def next_s(self) -> float:
+        """When the next call is due; infinite when there is none."""
+        return self._calls[0][0] if self._calls else float("inf")
+
+    def step(self) -> None:
+        """Makes the next call. There must be one. The clock never runs back."""
+        time_s, _, call, argument = heapq.heappop(self._calls)
+        assert time_s >= self.now_s, f"{time_s} is before {self.now_s}"
+        self.now_s = time_s
+        call(argument)

@@ -1,0 +1,131 @@
+"""A simulated engine tells what the stepwise engine's own lifecycle tells, to a microsecond."""
+
+import random
+
+import pytest
+
+from kaveri.engine.stepwise.phase import Phase
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.latency.model import load_latency_model
+from kaveri.simulator.engine import CountedEngine
+from kaveri.simulator.sequence import CountedSequence
+from kaveri.simulator.timeline import Timeline
+from tests.library.simulator.reference_engine import ReferenceEngine, Told
+
+_CLOSE_S = 1e-6
+
+
+class _Listener:
+    """Notes the times of tokens, from what the engine tells of runs."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.told = Told()
+        self.drawn = 0
+
+    def before_step_ends(self) -> None: ...
+
+    def prefill_started(self, sequence: CountedSequence) -> None: ...
+
+    def prefill_advanced(self, sequence: CountedSequence) -> None: ...
+
+    def first_token(self, sequence: CountedSequence) -> None:
+        self.told.tokens[sequence.number] = [self.timeline.now_s]
+
+    def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
+        self.drawn += gap_count
+
+    def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None:
+        self.drawn += gap_count
+
+    def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
+        self.told.tokens.setdefault(sequence.number, []).append(time_s)
+
+    def ended(self, sequence: CountedSequence) -> None:
+        self.told.ended[sequence.number] = self.timeline.now_s
+
+    def preempted(self, sequence: CountedSequence) -> None:
+        self.told.preempted.append((sequence.number, self.timeline.now_s))
+
+    def stepped(self) -> None: ...
+
+
+class _Both:
+    """The same schedule for a simulated engine and for its reference."""
+
+    def __init__(self, rng: random.Random, decodes: bool, prefills: bool, is_tight: bool) -> None:
+        self.rng = rng
+        block_tokens = rng.choice((1, 4, 16))
+        layout = KvLayout("test", 1, block_tokens, 1, 4, "float32")
+        latency = load_latency_model(rng.choice(("opt-13b-a100-tp1", "opt-66b-a100-tp4")))
+        total = -(-200 // block_tokens) + rng.randrange(1, 20) if is_tight else 100_000
+        chunk_tokens, max_batch = rng.choice((7, 64, 512)), rng.choice((1, 3, 64))
+        self.timeline = Timeline()
+        self.listener = _Listener(self.timeline)
+        self.engine = CountedEngine(self.timeline, latency, layout, total, chunk_tokens, max_batch, self.listener)
+        self.reference = ReferenceEngine(latency, layout, total, chunk_tokens, max_batch)
+        self.sequences: dict[int, CountedSequence] = {}
+        self.kinds = [kind for kind, wanted in (("decode", decodes), ("prefill", prefills)) if wanted]
+        self.number = 0
+
+    def go_to(self, time_s: float) -> None:
+        while self.timeline.next_s <= time_s:
+            self.timeline.step()
+        self.timeline.now_s = time_s
+        self.reference.advance(time_s)
+        self.engine.sync(time_s)
+        assert self.engine.free_blocks == self.reference.lifecycle.stats().free_blocks, time_s
+
+    def ask(self) -> None:
+        rng, now_s = self.rng, self.timeline.now_s
+        if rng.random() < 0.1 and self.sequences:
+            number = rng.choice(list(self.sequences))
+            self.engine.end(self.sequences.pop(number))
+            self.reference.end(number, now_s)
+            return
+        self.number += 1
+        prompt_tokens, answer_tokens = rng.randrange(1, 100), rng.randrange(2, 90)
+        kind = rng.choice(self.kinds)
+        if kind == "decode":
+            sequence = CountedSequence(self.number, None, prompt_tokens, answer_tokens - 1, Phase.RESERVED)
+            fits = self.engine.open(sequence, prompt_tokens + 1)
+            assert fits == self.reference.decode(self.number, prompt_tokens, answer_tokens, now_s)
+            if fits:
+                self.engine.land(sequence)
+                self.engine.admit(sequence)
+        else:
+            sequence = CountedSequence(self.number, None, prompt_tokens, answer_tokens, Phase.PREFILLING)
+            fits = self.engine.open(sequence, prompt_tokens)
+            assert fits == self.reference.prefill(self.number, prompt_tokens, answer_tokens, now_s)
+            if fits:
+                self.engine.prefill(sequence)
+        if fits:
+            self.sequences[self.number] = sequence
+
+    def compare(self) -> None:
+        ours, theirs = self.listener.told, self.reference.told
+        assert ours.tokens.keys() == theirs.tokens.keys()
+        for number, times in ours.tokens.items():
+            assert times[0] == pytest.approx(theirs.tokens[number][0], abs=_CLOSE_S), number
+        assert ours.ended == pytest.approx(theirs.ended, abs=_CLOSE_S)
+        assert [number for number, _ in ours.preempted] == [number for number, _ in theirs.preempted]
+        for (_, our_s), (_, their_s) in zip(ours.preempted, theirs.preempted, strict=True):
+            assert our_s == pytest.approx(their_s, abs=_CLOSE_S)
+
+
+@pytest.mark.parametrize("is_tight", [False, True], ids=["ample", "tight"])
+@pytest.mark.parametrize(("decodes", "prefills"), [(True, False), (False, True), (True, True)])
+def test_every_token_comes_when_the_stepwise_engine_draws_it(decodes: bool, prefills: bool, is_tight: bool) -> None:
+    preemptions = 0
+    for seed in range(25):
+        both = _Both(random.Random(seed), decodes, prefills, is_tight)
+        now_s = 0.0
+        for _ in range(40):
+            now_s += both.rng.expovariate(1 / both.rng.choice((0.001, 0.05, 0.4)))
+            both.go_to(now_s)
+            both.ask()
+        both.go_to(now_s + 1000.0)
+        both.compare()
+        preemptions += len(both.listener.told.preempted)
+    if decodes and is_tight:
+        assert preemptions > 20, "the schedules are not tight"

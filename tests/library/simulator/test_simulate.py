@@ -1,0 +1,224 @@
+"""Simulated clusters: what is conserved, what they share with the services, what they refuse."""
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kaveri.errors import ConfigError
+from kaveri.kv.transports.link_speed import parse_link_speed
+from kaveri.latency.model import load_latency_model
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.candidates import Candidates
+from kaveri.policy.ordering import OrderingPolicy
+from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy, choose_prefill
+from kaveri.policy.room_search import RoomSearch
+from kaveri.simulator import prefill, router
+from kaveri.simulator.report import report_of, requests_of, rows
+from kaveri.simulator.simulate import Simulation, simulate
+from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
+from kaveri.simulator.table import RunTable
+from kaveri.workload.requests import (
+    PlannedRequest,
+    RequestLengths,
+    WorkloadClass,
+    draw_lengths,
+    gamma_arrivals,
+    plan_requests,
+)
+from kaveri.workload.summary import Slo
+from services.prefill import decode_placer
+from services.router import request_placer
+
+LATENCY = load_latency_model("opt-13b-a100-tp2")
+
+
+def spec_of(total_blocks: int = 9000, **changes: Any) -> ClusterSpec:
+    pool = PoolSpec(latency=LATENCY, total_blocks=total_blocks, max_model_len=min(4096, total_blocks * 16))
+    spec = ClusterSpec(
+        prefill_count=2, decode_count=2, prefill=PrefillSpec(engine=pool), decode=DecodeSpec(engine=pool)
+    )
+    return replace(spec, **changes)
+
+
+def poisson(count: int, rate_per_s: float, seed: int = 1) -> list[PlannedRequest]:
+    rng = random.Random(seed)
+    lengths = draw_lengths(WorkloadClass.MIXED, count, rng, 1024, 512)
+    return plan_requests(lengths, gamma_arrivals(count, rate_per_s, 1.0, rng))
+
+
+def run_whole(spec: ClusterSpec, requests: list[PlannedRequest], concurrency: int | None = None) -> Simulation:
+    """Runs a simulation in which every request must be answered, and checks that all is conserved."""
+    simulation = Simulation(spec, requests, concurrency)
+    run = simulation.run().columns()
+    simulation.check_conservation()
+    assert run.answered.all()
+    assert (run.received_tokens == run.planned_tokens).all(), "tokens drawn are not those asked for"
+    assert (run.first_s >= run.due_s).all()
+    assert (run.last_s >= run.first_s).all()
+    drawn_after_another = int(run.planned_tokens.sum()) - len(requests)
+    assert run.gap_counts is not None
+    assert int(run.gap_counts.sum()) == drawn_after_another
+    return simulation
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_request_ends_once_and_every_block_comes_free(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = PoolSpec(
+        latency=LATENCY,
+        total_blocks=rng.choice((110, 300, 9000)),
+        chunk_tokens=rng.choice((64, 512)),
+        max_batch=rng.choice((4, 64)),
+        max_model_len=1600,
+    )
+    spec = ClusterSpec(
+        prefill_count=rng.randrange(1, 4),
+        decode_count=rng.randrange(1, 4),
+        prefill=PrefillSpec(
+            engine=pool,
+            max_queue=rng.choice((3, 256)),
+            prefill_policy=rng.choice(list(OrderingPolicy)),
+            decode_placement=rng.choice(list(DecodePlacementPolicy)),
+        ),
+        decode=DecodeSpec(engine=pool, decode_policy=rng.choice(list(AdmissionPolicy))),
+        router=RouterSpec(placement_policy=rng.choice(list(PlacementPolicy))),
+        link=parse_link_speed("10Gbps,50us,800KiB/token") if rng.random() < 0.5 else None,
+        overheads=Overheads(hop_s=0.002, decode_step_s=0.001) if rng.random() < 0.5 else Overheads(),
+        lengths_known=rng.random() < 0.7,
+        seed=seed,
+    )
+    run_whole(spec, poisson(80, rng.choice((3.0, 40.0)), seed))
+
+
+def test_a_closed_loop_has_no_more_requests_at_once_than_asked_for() -> None:
+    run = run_whole(spec_of(), poisson(60, 1.0), concurrency=3).table.columns()
+    for due_s in run.due_s:
+        assert ((run.due_s <= due_s) & (run.last_s > due_s)).sum() <= 3
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
+    requests = poisson(80, 20.0)
+
+    def report(seed: int) -> str:
+        tables = [simulate(spec_of(seed=seed), requests)]
+        slo = Slo(1.0, 0.1)
+        return json.dumps(
+            report_of(
+                tables,
+                slo,
+                {},
+                model="m",
+                seed=seed,
+                rate_per_s=20.0,
+                lengths_known=True,
+                too_long=0,
+                all_rows=True,
+            )
+        )
+
+    assert report(1) == report(1)
+    assert report(1).replace('"seed": 1', "") != report(2).replace('"seed": 2', "")
+
+
+def test_a_lone_request_takes_what_the_latency_model_says() -> None:
+    run = run_whole(spec_of(), [PlannedRequest(0, 1.0, RequestLengths(600, 3))]).table.columns()
+    chunks_s = LATENCY.step_s([(0, 512)]) + LATENCY.step_s([(512, 88)])
+    steps_s = LATENCY.step_s([(600, 1)]) + LATENCY.step_s([(601, 1)])
+    assert run.ttft_s()[0] == pytest.approx(chunks_s)
+    assert run.jct_s()[0] == pytest.approx(chunks_s + steps_s)
+    assert run.tpot_s()[0] == pytest.approx(steps_s / 2)
+
+
+def test_a_push_that_is_slower_than_prefill_delays_the_second_token_only() -> None:
+    link = parse_link_speed("1Gbps,1ms,1MiB/token")
+    request = [PlannedRequest(0, 0.0, RequestLengths(500, 2))]
+    run = run_whole(spec_of(link=link, layer_count=40), request).table.columns()
+    prefill_s, link_s = LATENCY.step_s([(0, 500)]), 500 * 2**20 * 8 / 1e9
+    assert run.ttft_s()[0] == pytest.approx(prefill_s)
+    # The first layer's KV can be sent when that layer is computed.
+    arrives_s = prefill_s / 40 + link_s + 0.001
+    assert run.jct_s()[0] == pytest.approx(arrives_s + LATENCY.step_s([(500, 1)]))
+
+
+def test_overheads_are_paid_at_every_hop_and_step() -> None:
+    request = [PlannedRequest(0, 0.0, RequestLengths(100, 3))]
+    plain = run_whole(spec_of(), request).table.columns()
+    costs = Overheads(hop_s=0.001, prefill_step_s=0.01, decode_step_s=0.002, push_tail_s=0.005)
+    run = run_whole(spec_of(overheads=costs), request).table.columns()
+    # To the router, to prefill, and the token's way back.
+    assert run.ttft_s()[0] - plain.ttft_s()[0] == pytest.approx(4 * 0.001 + 0.01)
+    assert run.jct_s()[0] - plain.jct_s()[0] == pytest.approx(4 * 0.001 + 0.01 + 0.005 + 2 * 0.002)
+
+
+def test_services_and_simulator_call_the_same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert router.choose_prefill is request_placer.choose_prefill is choose_prefill  # type: ignore[attr-defined]
+    assert router.after_setback is request_placer.after_setback  # type: ignore[attr-defined]
+    assert prefill.RoomSearch is decode_placer.RoomSearch is RoomSearch  # type: ignore[attr-defined]
+    requests = poisson(40, 20.0)
+
+    def places(spec: ClusterSpec) -> tuple[set[int], set[int]]:
+        run = simulate(spec, requests).columns()
+        return set(run.prefill_instance.tolist()), set(run.decode_instance.tolist())
+
+    before = places(spec_of())
+    assert [len(found) for found in before] == [2, 2]
+
+    def first_one(self: Candidates, *_: object) -> object:
+        return self.first()
+
+    monkeypatch.setattr(Candidates, "better_of_two", first_one)
+    assert places(spec_of()) == ({0}, {2})
+
+
+def test_a_request_that_fits_nowhere_fails_alone() -> None:
+    requests = [PlannedRequest(0, 0.0, RequestLengths(5000, 10)), PlannedRequest(1, 0.0, RequestLengths(50, 10))]
+    table = simulate(spec_of(), requests)
+    failed, answered = rows(table)
+    assert (failed["error"], answered["error"]) == ("InvalidArgument", None)
+    assert "5000 + 10 tokens" in failed["reason"]
+    assert failed["ttft_s"] is None
+
+
+def test_the_requests_of_a_measured_run_are_simulated_at_their_times() -> None:
+    table: RunTable = simulate(spec_of(), poisson(20, 5.0))
+    again = requests_of({"rows": list(rows(table))})
+    assert [(one.arrival_s, one.lengths) for one in again] == [(one.arrival_s, one.lengths) for one in poisson(20, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reason"),
+    [
+        ({"prefill_count": 0}, "prefill", "is 0; there must be at least 1"),
+        ({"decode_count": 0}, "decode", "is 0"),
+        ({"heartbeat_interval_s": 0.0}, "heartbeat_interval_s", "above 0"),
+        ({"heartbeat_interval_s": float("nan")}, "heartbeat_interval_s", "nan"),
+        ({"link": parse_link_speed("1Gbps")}, "kv_link", "how large a token is"),
+        ({"layer_count": 0}, "layer_count", "at least 1"),
+        (
+            {"decode": DecodeSpec(engine=PoolSpec(latency=LATENCY, total_blocks=3))},
+            "decode.max_model_len",
+            "takes 256 blocks; the pool has 3",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_name_and_limit(changes: dict[str, Any], name: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        spec_of(**changes)
+    assert error.value.field == name
+    assert reason in error.value.reason
+
+
+def test_overheads_must_be_seconds() -> None:
+    with pytest.raises(ConfigError, match="hop_s"):
+        Overheads(hop_s=-1.0)
+
+
+def test_requests_must_come_in_order_and_there_must_be_one() -> None:
+    late_first = [PlannedRequest(0, 2.0, RequestLengths(5, 5)), PlannedRequest(1, 1.0, RequestLengths(5, 5))]
+    with pytest.raises(ConfigError, match="before the one in front of it"):
+        simulate(spec_of(), late_first)
+    with pytest.raises(ConfigError, match="at least 1"):
+        simulate(spec_of(), [])

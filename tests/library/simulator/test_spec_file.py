@@ -1,0 +1,115 @@
+"""`kaveri simulate` reads the cluster's own file, and refuses what it cannot follow."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kaveri.config.services import setting_sections
+from kaveri.errors import ConfigError
+from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.placement import DecodePlacementPolicy
+from kaveri.simulator.spec import Overheads
+from kaveri.simulator.spec_file import ReadSpec, read_overheads, read_spec
+
+GOOD = """
+engine = "timed"
+latency_model = "opt-13b-a100-tp2"
+max_batch = 32
+[up]
+prefill = 3
+decode = 1
+[prefill]
+chunk_tokens = 256
+decode_placement = "heavy-light"
+kv_link = "200Gbps,800KiB/token"
+[decode]
+max_batch = 128
+kv_cache_memory = "1MiB"
+max_model_len = 2048
+decode_policy = "reserve-dynamic"
+"""
+
+
+def read(tmp_path: Path, text: str) -> ReadSpec:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return read_spec(path, setting_sections(), Overheads(), 0, True, 2)
+
+
+def test_sections_win_over_what_stands_in_front_of_them(tmp_path: Path) -> None:
+    found = read(tmp_path, GOOD)
+    spec = found.spec
+    assert (spec.prefill_count, spec.decode_count) == (3, 1)
+    assert (spec.prefill.engine.max_batch, spec.decode.engine.max_batch) == (32, 128)
+    assert (spec.prefill.engine.chunk_tokens, spec.decode.engine.chunk_tokens) == (256, 512)
+    # 256 bytes a token, 16 tokens a block: as in the timed engine.
+    assert spec.decode.engine.total_blocks == 256
+    assert spec.prefill.decode_placement is DecodePlacementPolicy.HEAVY_LIGHT
+    assert spec.decode.decode_policy is AdmissionPolicy.RESERVE_DYNAMIC
+    assert spec.link is not None
+    assert spec.link.token_bytes == 800 * 1024
+    assert found.not_simulated == ()
+
+
+def test_a_setting_that_a_simulation_does_not_follow_is_named(tmp_path: Path) -> None:
+    found = read(tmp_path, 'log_level = "info"\nengine = "vllm"\n' + GOOD.replace('engine = "timed"\n', ""))
+    assert found.not_simulated == ("log_level", "engine")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (GOOD.replace("chunk_tokens", "chunk_size"), "chunk_size: is no setting"),
+        (GOOD + "[gate]\n", r"\[gate\]: is no section"),
+        (GOOD.replace('"reserve-dynamic"', '"lazy"'), "is 'lazy'; it must be one of greedy"),
+        (GOOD.replace("prefill = 3", "prefill = 0"), "prefill: is 0; there must be at least 1"),
+        (GOOD.replace("prefill = 3", 'prefill = "three"'), "is 'three'; it must be a whole number"),
+        (GOOD.replace("prefill = 3", "colocated = 2"), "colocated: is not 0"),
+        (GOOD.replace("latency_model", "#"), "latency_model: is not given"),
+        (GOOD.replace("opt-13b-a100-tp2", "opt-1b"), "opt-1b"),
+        (GOOD.replace("200Gbps", "fast"), "'fast' is no part of a link"),
+        (GOOD.replace(",800KiB/token", ""), "how large a token is"),
+        (GOOD.replace("2048", "100000"), "takes 6250 blocks; the pool has 256"),
+        ("]", "cannot read"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_place(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("hop = 1", "hop: is no overhead"), ("hop_s = -1", "hop_s"), ('hop_s = "1"', "hop_s"), ("hop_s = nan", "hop_s")],
+)
+def test_overheads_are_refused_alike(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "overheads.toml"
+    path.write_text("hop_s = 0.001\npush_tail_s = 0.002\n")
+    assert read_overheads(path) == Overheads(hop_s=0.001, push_tail_s=0.002)
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        read_overheads(path)
+
+
+def test_the_command_prints_the_json_of_bench_and_compares_with_one(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(GOOD)
+    (tmp_path / "overheads.toml").write_text("hop_s = 0.001\n")
+    first = _simulate(tmp_path, "--rate", "5", "--requests", "20", "--max-output", "200", "--json")
+    (run,) = first["runs"]
+    assert run["answered"] == len(run["rows"]) == 20
+    assert not first["simulated"]["overheads_given"]
+    (tmp_path / "bench.json").write_text(json.dumps(first))
+    again = _simulate(tmp_path, "--compare", "bench.json", "--overheads", "overheads.toml", "--json")
+    assert again["simulated"]["overheads_given"]
+    slower = {entry["figure"]: entry["difference"] for entry in again["differences"]}
+    assert 0 < slower["ttft_s mean"] < 0.2, "four hops of a millisecond"
+
+
+def _simulate(folder: Path, *arguments: str) -> Any:
+    command = [sys.executable, "-c", "from kaveri.cli.main import main; main()", "simulate", "cluster.toml", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=100)
+    return json.loads(done.stdout)
