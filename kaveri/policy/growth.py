@@ -116,8 +116,8 @@ class BatchGrowth:
                 self._wanted_to_end -= self._counts_with_end[-step % size]
             self._steps = stop
             self._drop_ends_reached()
-        for number, member in still.items():
-            self.add(number, member)
+        for number in still:
+            self.add(number, still[number])
 
     def until_all_end(self) -> int:
         """Blocks that the batch will want until every member has ended as predicted. For a member with an unknown end
