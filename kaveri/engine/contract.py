@@ -15,7 +15,8 @@ Life of a request on the decode side::
 
 A request whose owner was lost is resumed by the same calls: reserve(request, held_tokens=...) takes the KV that a
 replica has, and the engine computes the rest. Such a replica grows by replicate(key, ticket), while the request is on
-the decode side: Replicated* ── ReplicaEnded, or the request's own end.
+the decode side: Replicated* ── ReplicaEnded, or the request's own end. A request moves to the holder of its replica
+without loss by release(key): LetGo (done) | ReleaseFailed, and it goes on.
 
 `adopt(key)` takes a request from the one side to the other where an engine plays both, and nothing is pushed.
 `abort(key)` ends either in any phase; `RequestFailed` is the engine's own way to end one. After a request is done its
@@ -93,9 +94,9 @@ class EngineInfo:
 
     def require_held_tokens(self, request: EngineRequest, held_tokens: int) -> None:
         """Raises InvalidArgument unless a request may be resumed from the KV of so many of its tokens."""
-        block_tokens, longest = self.layout.block_tokens, len(request.token_ids) - 1
-        if not 1 <= held_tokens <= longest or held_tokens % block_tokens:
-            raise InvalidArgument("held_tokens", held_tokens, f"a multiple of {block_tokens}, 1 to {longest}")
+        longest = len(request.token_ids) - 1
+        if not 1 <= held_tokens <= longest:
+            raise InvalidArgument("held_tokens", held_tokens, f"1 to {longest}, all tokens but the last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,24 @@ class ReplicaEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class LetGo:
+    """The holder of the request's replica has the KV of all tokens but the last. The request is done here, and its
+    blocks are free."""
+
+    key: EngineKey
+    token_count: int
+    """Tokens whose KV the holder has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseFailed:
+    """The request was not released, and goes on here. When its replica has ended, ReplicaEnded comes before."""
+
+    key: EngineKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailed:
     """The engine cannot go on with this request. It is done and its blocks are free."""
 
@@ -256,6 +275,8 @@ EngineEvent = (
     | Preempted
     | Replicated
     | ReplicaEnded
+    | LetGo
+    | ReleaseFailed
     | RequestFailed
     | EngineStopped
 )
@@ -322,9 +343,9 @@ class DecodeEngine(Engine, Protocol):
     ) -> "Future[Ticket]":
         """Takes the blocks that the prompt and one more token need, and grants a ticket for the prompt's KV.
 
-        held_tokens: resumes a request. The ticket is for the KV of that many of its tokens: whole blocks, at least one,
-        and fewer than all tokens. Once admitted, the engine computes the other tokens in chunks, as it does after a
-        preemption, and draws the token of index generated_count next. The note of the push is not read.
+        held_tokens: resumes a request. The ticket is for the KV of that many of its tokens: at least one, and fewer
+        than all. Once admitted, the engine computes the other tokens in chunks, as it does after a preemption, and
+        draws the token of index generated_count next. The note of the push is not read.
 
         source: the layout of the engine that will push it; None where it is this engine's own. The ticket lists a part
         for each pair of tensor-parallel ranks that have heads in common. The future fails with LayoutMismatch where
@@ -365,4 +386,17 @@ class DecodeEngine(Engine, Protocol):
         earlier copy of the request has not ended and where EngineInfo.can_replicate is false, and EngineError once the
         engine has stopped. Every other failure is a ReplicaEnded. Of an unknown key, whose request may have just ended,
         the holder hears that the replica is given up.
+        """
+
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        """Lets a request of the decode side go to the holder of its replica, with the KV of all tokens but the last.
+
+        The request stops behind the step under way. Its last blocks are copied, the part-full one too, and the push is
+        finished with the ids of the tokens in that one. LetGo follows when the holder has taken all, behind the
+        request's last token. The request is computed no more from then on.
+
+        ReleaseFailed follows instead, and the request goes on here, when it has no replica, is being computed again
+        after a preemption, its replica ends first, or the holder has not taken all after timeout_s seconds. No event
+        follows when the request ends first: by its last token, or by abort(). Unknown keys are ignored, and so is a
+        second call. Raises EngineError once the engine has stopped.
         """

@@ -8,7 +8,8 @@ messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
 
     block computed ── staged ── pushed ── marked ── the holder keeps it: Replicated, and the slot is free
 
-A holder that is silent is given up, so that another one takes its place.
+A holder that is silent is given up, so that another one takes its place. A request that is released stops between two
+steps; its last block goes out part-full, and the push is finished with the tokens of that block.
 """
 
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kaveri.engine.contract import EngineKey, ReplicaEnded, Replicated
+from kaveri.engine.contract import EngineKey, LetGo, ReleaseFailed, ReplicaEnded, Replicated
 from kaveri.engine.pace import Pace
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError, InvalidArgument, KaveriError
@@ -43,6 +44,8 @@ _YIELD_S = 0.005
 """Between two blocks while prompts are pushed from the same instance."""
 _LONGEST_WAIT_S = 1.0
 """Before a block, however low the rate: holders hear no later than that of requests that have ended."""
+_LOOK_EVERY_S = 0.1
+"""While there are copies, time limits are looked at this often, also when nothing else happens."""
 _SILENT_S = 10.0
 """A holder that answers no mark for so long is as good as gone: a live one answers at once."""
 
@@ -93,10 +96,23 @@ class CopyAccount(Protocol[OwnerT]):
         """Its first blocks whose last token is computed, and whose KV can be read. None after a preemption."""
 
     def place_of(self, owner: OwnerT, index: int) -> BlockPlace:
-        """One of its whole blocks."""
+        """One of its whole blocks, or the part-full one behind them when it has stopped."""
 
     def tokens_of(self, owner: OwnerT, start: int, stop: int) -> Sequence[int]:
         """Its tokens [start, stop)."""
+
+    def stop(self, owner: OwnerT) -> str | None:
+        """No further step computes it. Returns why it cannot be stopped, if so."""
+
+    def stopped_tokens(self, owner: OwnerT) -> int | None:
+        """Of one that was stopped: its tokens whose KV can be read, all but the last. None: not yet. 0: it has lost its
+        blocks meanwhile, and goes on."""
+
+    def go_on(self, owner: OwnerT) -> None:
+        """One that was stopped goes on."""
+
+    def end(self, owner: OwnerT) -> None:
+        """The request is done."""
 
 
 class CopySender(Protocol):
@@ -111,6 +127,9 @@ class CopySender(Protocol):
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
         """See KvSender.mark."""
 
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        """See KvSender.finish."""
+
     def abort(self, transfer_id: bytes) -> None:
         """See KvSender.abort."""
 
@@ -121,6 +140,17 @@ class CopySender(Protocol):
 Staging = Callable[[int, int], None]
 """Copies a block of the engine's pool, all layers, to a slot. Called without a lock: what it reads may change
 meanwhile, and is thrown away then."""
+
+
+@dataclass(eq=False, slots=True)
+class _Release:
+    """The request has stopped, or is about to, and its push is to be finished."""
+
+    until_s: float
+    token_count: int = 0
+    """Tokens whose KV the holder will have. 0 until it has stopped."""
+    is_finished: bool = False
+    """All is queued; the holder's answer decides."""
 
 
 @dataclass(eq=False, slots=True)
@@ -141,6 +171,7 @@ class _Copy(Generic[OwnerT]):
     is_aborted: bool = False
     silent_since_s: float | None = None
     """When the holder answered last, or when the first mark since was due; None: it has answered all."""
+    release: _Release | None = None
 
     @property
     def holder(self) -> tuple[tuple[tuple[KvEndpoint, ...], ...], int]:
@@ -165,8 +196,15 @@ class _Mark(NamedTuple):
     note: bytes
 
 
+class _Finish(NamedTuple):
+    """All is queued: the push is to be finished."""
+
+    transfer_id: bytes
+    note: bytes
+
+
 class _Abort(NamedTuple):
-    """The request has ended, or the holder is silent: it is to drop its copy."""
+    """The request has ended, or the holder takes too long: it is to drop its copy."""
 
     transfer_id: bytes
 
@@ -208,6 +246,11 @@ class Copier(Generic[OwnerT]):
         """Whether any request is copied. Cheap enough for every step."""
         return bool(self._copies)
 
+    @property
+    def is_releasing(self) -> bool:
+        """Whether a request is on its way to the holder of its replica."""
+        return any(copy.release is not None for copy in self._line)
+
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         """See DecodeEngine.replicate()."""
         self._require_copyable(ticket)
@@ -230,6 +273,24 @@ class Copier(Generic[OwnerT]):
             self._on_work()
         self._shared.outbox.publish()
 
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        """See DecodeEngine.release()."""
+        with self._shared.lock:
+            self._shared.require_alive()
+            owner = self._account.find_decode(key)
+            if owner is None:
+                return
+            copy = next((copy for copy in self._line if copy.owner is owner and not copy.is_aborted), None)
+            if copy is not None and copy.release is not None:
+                return
+            problem = "it has no replica" if copy is None else self._account.stop(owner)
+            if copy is None or problem is not None:
+                self._shared.outbox.put(ReleaseFailed(key, problem or ""))
+            else:
+                copy.release = _Release(self._now_s() + timeout_s)
+        self._on_work()
+        self._shared.outbox.publish()
+
     def advance(self) -> bool:
         """Does one thing that is due, and takes no longer than one block's copy. False: nothing is due."""
         with self._shared.lock:
@@ -241,6 +302,8 @@ class Copier(Generic[OwnerT]):
                 self._stage(due)
             case _Mark(transfer_id, block_count, note):
                 self._sender.mark(transfer_id, block_count, note)
+            case _Finish(transfer_id, note):
+                self._sender.finish(transfer_id, note)
             case _Abort(transfer_id):
                 self._sender.abort(transfer_id)
         return True
@@ -276,7 +339,7 @@ class Copier(Generic[OwnerT]):
         self._line.append(copy)
         return copy
 
-    def _next(self) -> "_Stage[OwnerT] | _Mark | _Abort | None":
+    def _next(self) -> "_Stage[OwnerT] | _Mark | _Finish | _Abort | None":
         """Under the lock. Copies take turns, so that a long prompt does not keep the others waiting."""
         for _ in range(len(self._line)):
             copy = self._line[0]
@@ -285,27 +348,61 @@ class Copier(Generic[OwnerT]):
                 return due
         return None
 
-    def _due(self, copy: _Copy[OwnerT]) -> "_Stage[OwnerT] | _Mark | _Abort | None":
-        if copy.owner.done or self._is_silent(copy):
+    def _due(self, copy: _Copy[OwnerT]) -> "_Stage[OwnerT] | _Mark | _Finish | _Abort | None":
+        if copy.owner.done or self._is_late(copy):
             copy.is_aborted = True
             return _Abort(copy.ticket.transfer_id)
+        if copy.release is not None:
+            self._look_whether_stopped(copy, copy.release)
         block_tokens = self._layout.block_tokens
-        ready = min(self._account.whole_blocks(copy.owner), copy.granted)
+        ready = min(self._readable_blocks(copy), copy.granted)
         is_note_full = (copy.written - copy.marked + 1) * block_tokens > NOTE_TOKENS_MAX
         if copy.written < ready and not is_note_full and self._may_stage(copy):
             slot = self._free_slots.pop()
             self._held_slots[copy.holder] = self._held_slots.get(copy.holder, 0) + 1
             return _Stage(copy, copy.written, self._account.place_of(copy.owner, copy.written), slot)
-        if copy.marked < copy.written:
-            start, copy.marked = copy.marked * block_tokens, copy.written
+        whole = min(copy.written, copy.release.token_count // block_tokens) if copy.release else copy.written
+        if copy.marked < whole:
+            start, copy.marked = copy.marked * block_tokens, whole
             if copy.silent_since_s is None:
                 copy.silent_since_s = self._now_s()
-            note = token_note(self._account.tokens_of(copy.owner, start, copy.written * block_tokens))
-            return _Mark(copy.ticket.transfer_id, copy.written, note)
+            note = token_note(self._account.tokens_of(copy.owner, start, whole * block_tokens))
+            return _Mark(copy.ticket.transfer_id, whole, note)
+        if copy.release is not None and copy.release.token_count and not copy.release.is_finished:
+            return self._finish(copy, copy.release)
         return None
 
-    def _is_silent(self, copy: _Copy[OwnerT]) -> bool:
-        return copy.silent_since_s is not None and self._now_s() - copy.silent_since_s >= _SILENT_S
+    def _look_whether_stopped(self, copy: _Copy[OwnerT], release: _Release) -> None:
+        if not release.token_count:
+            stopped_tokens = self._account.stopped_tokens(copy.owner)
+            if stopped_tokens == 0:
+                copy.release = None
+                self._shared.outbox.put(ReleaseFailed(copy.owner.key, "it was preempted"))
+            release.token_count = stopped_tokens or 0
+
+    def _readable_blocks(self, copy: _Copy[OwnerT]) -> int:
+        """Its first blocks that may be staged."""
+        if copy.release is not None and copy.release.token_count:
+            return self._layout.block_count(copy.release.token_count)
+        return self._account.whole_blocks(copy.owner)
+
+    def _finish(self, copy: _Copy[OwnerT], release: _Release) -> _Finish | None:
+        if copy.written < self._layout.block_count(release.token_count):
+            return None
+        release.is_finished = True
+        tail = self._account.tokens_of(copy.owner, copy.marked * self._layout.block_tokens, release.token_count)
+        return _Finish(copy.ticket.transfer_id, token_note(tail))
+
+    def _is_late(self, copy: _Copy[OwnerT]) -> bool:
+        """Whether the holder is silent, or takes too long for what is released to it."""
+        now_s = self._now_s()
+        is_silent = copy.silent_since_s is not None and now_s - copy.silent_since_s >= _SILENT_S
+        return is_silent or (copy.release is not None and now_s >= copy.release.until_s)
+
+    def _why_given_up(self, copy: _Copy[OwnerT]) -> str:
+        if copy.release is not None and self._now_s() >= copy.release.until_s:
+            return "the holder has not taken all in time"
+        return f"the holder has answered nothing for {_SILENT_S:g} s"
 
     def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
         """Each holder may have as many slots as it leaves free: one that has stopped reading never takes all (dynamic
@@ -317,16 +414,16 @@ class Copier(Generic[OwnerT]):
         self._staging(place.block_id, slot)
         with self._shared.lock:
             live = not copy.owner.done and self._copies.get(copy.ticket.transfer_id) is copy
-            whole = live and index < self._account.whole_blocks(copy.owner)
-            if not whole or self._account.place_of(copy.owner, index) != place:
+            readable = live and index < self._readable_blocks(copy)
+            if not readable or self._account.place_of(copy.owner, index) != place:
                 # Its blocks were given up, and others may have written what was read.
-                self._release(copy, slot)
+                self._free_slot(copy, slot)
                 return
             copy.staged.append((index, slot))
             copy.written = index + 1
         self._sender.write_layers(copy.ticket.transfer_id, range(self._layout.layer_count), index, (slot,))
 
-    def _release(self, copy: _Copy[OwnerT], slot: int) -> None:
+    def _free_slot(self, copy: _Copy[OwnerT], slot: int) -> None:
         """Under the lock."""
         self._free_slots.append(slot)
         self._held_slots[copy.holder] -= 1
@@ -347,7 +444,7 @@ class Copier(Generic[OwnerT]):
             case PushFailed(transfer_id, reason):
                 self._end(transfer_id, reason)
             case PushAccepted(transfer_id):
-                self._end(transfer_id, "the holder has taken it")
+                self._end(transfer_id, "the holder has taken it", is_accepted=True)
         self._on_work()
         self._shared.outbox.publish()
 
@@ -357,23 +454,32 @@ class Copier(Generic[OwnerT]):
             if copy is None:
                 return
             while copy.staged and copy.staged[0][0] < block_count:
-                self._release(copy, copy.staged.popleft()[1])
+                self._free_slot(copy, copy.staged.popleft()[1])
             copy.silent_since_s = self._now_s() if block_count < copy.marked else None
             if not copy.owner.done:
                 self._shared.outbox.put(Replicated(copy.owner.key, block_count * self._layout.block_tokens))
 
-    def _end(self, transfer_id: bytes, reason: str) -> None:
+    def _end(self, transfer_id: bytes, reason: str, *, is_accepted: bool = False) -> None:
         with self._shared.lock:
             copy = self._copies.pop(transfer_id, None)
             if copy is None:
                 return
             self._line.remove(copy)
             while copy.staged:
-                self._release(copy, copy.staged.popleft()[1])
-            if not copy.owner.done:
-                if copy.is_aborted:
-                    reason = f"the holder has answered nothing for {_SILENT_S:g} s"
-                self._shared.outbox.put(ReplicaEnded(copy.owner.key, reason))
+                self._free_slot(copy, copy.staged.popleft()[1])
+            if copy.owner.done:
+                return
+            key, release = copy.owner.key, copy.release
+            if release is not None and is_accepted:
+                self._account.end(copy.owner)
+                self._shared.outbox.put(LetGo(key, release.token_count))
+                return
+            if copy.is_aborted:
+                reason = self._why_given_up(copy)
+            self._shared.outbox.put(ReplicaEnded(key, reason))
+            if release is not None:
+                self._account.go_on(copy.owner)
+                self._shared.outbox.put(ReleaseFailed(key, reason))
 
 
 def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
@@ -442,6 +548,12 @@ class CopierThread(Generic[OwnerT]):
             self._shared.require_alive()
         self._started().replicate(key, ticket)
 
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        """See DecodeEngine.release()."""
+        with self._shared.lock:
+            self._shared.require_alive()
+        self._started().release(key, timeout_s)
+
     def wake(self) -> None:
         """Blocks may have been completed, or requests have ended. Any thread, any lock."""
         if self._copier is not None and self._copier.has_copies:
@@ -498,11 +610,13 @@ class CopierThread(Generic[OwnerT]):
     def _run(self) -> None:
         assert self._copier is not None
         while not self._ending.is_set():
-            self._work.wait()
+            self._work.wait(_LOOK_EVERY_S if self._copier.has_copies else None)
             self._work.clear()
             try:
                 while not self._ending.is_set() and self._copier.advance():
                     pass
+                # A release that has failed without a word of the holder.
+                self._shared.outbox.publish()
             except Exception as error:
                 self._shared.stop(f"the copier failed: {error!r}")
                 get_logger().exception("copier_failed", error=repr(error))

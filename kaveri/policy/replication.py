@@ -12,7 +12,7 @@ import bisect
 import enum
 import heapq
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
@@ -62,11 +62,12 @@ def choose_holder(
     unconfirmed: UnconfirmedWork[KeyT],
     rng: random.Random,
     avoid: Collection[str] = (),
+    is_fit: Callable[[ViewedInstance], bool] = lambda _: True,
 ) -> ViewedInstance | None:
     """The instance to hold a copy of `needed_bytes` of one of the owner's requests, or None when there is none now.
 
     It is ready, serves the same model with the same layout, has so much memory for copies free beside what is
-    `unconfirmed`, and is never the owner. avoid: ids of instances that are not taken.
+    `unconfirmed`, and is never the owner. avoid: ids of instances that are not taken. is_fit: what else it must be.
     """
     if mode is ReplicationMode.OFF or owner.layout is None:
         return None
@@ -74,7 +75,8 @@ def choose_holder(
     def takes(instance: ViewedInstance) -> bool:
         instance_id = instance.record.instance_id
         free_bytes = instance.load.replica_free_bytes - unconfirmed.at(instance).amount
-        return instance_id != owner.instance_id and instance_id not in avoid and free_bytes >= needed_bytes
+        is_other = instance_id != owner.instance_id and instance_id not in avoid
+        return is_other and free_bytes >= needed_bytes and is_fit(instance)
 
     def load(instance: ViewedInstance) -> tuple[float, ...]:
         load, sent = instance.load, unconfirmed.at(instance)

@@ -85,7 +85,10 @@ class Holder:
         held = self.store.token_ids(replica_key(request.key))
         assert held == token_ids[: len(held)], "the replica's tokens are not the request's"
         block_tokens = self.store.layout.block_tokens
-        usable = min(len(held), (len(token_ids) - 1) // block_tokens * block_tokens)
+        usable = len(held)
+        if usable >= len(token_ids):
+            # The tokens of the last steps were not reported.
+            usable = (len(token_ids) - 1) // block_tokens * block_tokens
         reserve = partial(pair.decode.reserve, resumed, 60.0, self.store.layout, usable)
         ticket = when_there_is_room(lambda: reserve().result(SOON_S))
         self.store.push(replica_key(request.key), ticket).result(SOON_S)
@@ -97,7 +100,8 @@ def replica_key(key: EngineKey) -> ReplicaKey:
 
 
 @contextmanager
-def _holder(harness: ReplicationHarness, pair: Pair, block_count: int = _STORE_BLOCKS) -> Iterator[Holder]:
+def open_holder(harness: ReplicationHarness, pair: Pair, block_count: int = _STORE_BLOCKS) -> Iterator[Holder]:
+    """A holder of replicas of so many blocks, closed at the end."""
     holder = Holder(harness.replica_store(pair.decode.info.layout, block_count))
     try:
         yield holder
@@ -118,7 +122,9 @@ def _require_watermarks_behind_tokens(recorder: EngineRecorder, request: EngineR
     return watermarks[1:]
 
 
-def _grown_to(recorder: EngineRecorder, key: EngineKey, token_count: int) -> None:
+def wait_until_grown(recorder: EngineRecorder, key: EngineKey, token_count: int) -> None:
+    """Until the engine has reported a replica of at least so many tokens."""
+
     def has_grown() -> bool:
         return any(event.token_count >= token_count for event in recorder.of(Replicated, key))
 
@@ -143,14 +149,14 @@ class ReplicationConformance:
         with (
             running_pair(harness) as survivor,
             running_pair(harness, admit=False) as pair,
-            _holder(harness, survivor) as holder,
+            open_holder(harness, survivor) as holder,
         ):
             for request in requests:
                 pair.hand_over(request)
                 pair.decoded.wait_for(Landed, request.key)
                 holder.replicate(pair.decode, request)
             for request in requests:
-                _grown_to(pair.decoded, request.key, len(request.token_ids) // block_tokens * block_tokens)
+                wait_until_grown(pair.decoded, request.key, len(request.token_ids) // block_tokens * block_tokens)
             if moment != "landed":
                 for request in requests:
                     pair.decode.admit(request.key)
@@ -173,14 +179,14 @@ class ReplicationConformance:
     def test_block_counts_when_its_last_token_is_computed_not_when_it_is_drawn(
         self, harness: ReplicationHarness
     ) -> None:
-        with running_pair(harness, admit=False) as pair, _holder(harness, pair) as holder:
+        with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as holder:
             block_tokens = pair.decode.info.layout.block_tokens
             # With the token that prefill draws it fills three blocks, but that token's KV is not there yet.
             request = make_request(pair.prefill, "r", 3 * block_tokens - 1, block_tokens)
             pair.hand_over(request)
             pair.decoded.wait_for(Landed, request.key)
             holder.replicate(pair.decode, request)
-            _grown_to(pair.decoded, request.key, 2 * block_tokens)
+            wait_until_grown(pair.decoded, request.key, 2 * block_tokens)
             pair.decode.admit(request.key)
             pair.decoded.wait_for_finish(request.key)
             watermarks = _require_watermarks_behind_tokens(pair.decoded, request)
@@ -190,7 +196,7 @@ class ReplicationConformance:
 
     @pytest.mark.parametrize("end", ["finish", "abort"])
     def test_replica_is_dropped_when_its_request_ends(self, harness: ReplicationHarness, end: str) -> None:
-        with running_pair(harness, admit=False) as pair, _holder(harness, pair) as holder:
+        with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as holder:
             request = make_request(pair.prefill, "r", 60, 40)
             pair.hand_over(request)
             pair.decoded.wait_for(Landed, request.key)
@@ -208,14 +214,14 @@ class ReplicationConformance:
             assert holder.store.usage().used_bytes == 0
 
     def test_holder_that_is_gone_is_replaced(self, harness: ReplicationHarness) -> None:
-        with running_pair(harness, admit=False) as pair, _holder(harness, pair) as second:
+        with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as second:
             block_tokens = pair.decode.info.layout.block_tokens
             request = make_request(pair.prefill, "r", 60, 60)
             pair.hand_over(request)
             pair.decoded.wait_for(Landed, request.key)
-            with _holder(harness, pair) as first:
+            with open_holder(harness, pair) as first:
                 first.replicate(pair.decode, request)
-                _grown_to(pair.decoded, request.key, 60 // block_tokens * block_tokens)
+                wait_until_grown(pair.decoded, request.key, 60 // block_tokens * block_tokens)
             pair.decoded.wait_for(ReplicaEnded, request.key)
             second.replicate(pair.decode, request)
             second.heard.wait_for(ReplicaGrew, lambda event: event.token_count == 60 // block_tokens * block_tokens)
@@ -227,7 +233,7 @@ class ReplicationConformance:
     def test_preempted_requests_keep_their_replicas(self, harness: ReplicationHarness) -> None:
         with running_pair(harness) as probe:
             blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
-        with running_pair(harness, decode_blocks=blocks) as pair, _holder(harness, pair) as holder:
+        with running_pair(harness, decode_blocks=blocks) as pair, open_holder(harness, pair) as holder:
             layout = pair.decode.info.layout
             length = max(1, MAX_MODEL_LEN // 4 - layout.block_tokens)
             requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(5)]
@@ -249,7 +255,7 @@ class ReplicationConformance:
     def test_full_holder_does_not_hold_the_request_up(self, harness: ReplicationHarness) -> None:
         with running_pair(harness, admit=False) as pair:
             layout = pair.decode.info.layout
-            with _holder(harness, pair, block_count=2) as holder:
+            with open_holder(harness, pair, block_count=2) as holder:
                 request = make_request(pair.prefill, "r", layout.block_tokens + 1, 90)
                 pair.hand_over(request)
                 pair.decoded.wait_for(Landed, request.key)
@@ -283,7 +289,7 @@ class ReplicationConformance:
             holder.store.close()
 
     def test_bad_calls_are_refused_by_name_and_the_request_goes_on(self, harness: ReplicationHarness) -> None:
-        with running_pair(harness, admit=False) as pair, _holder(harness, pair) as holder:
+        with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as holder:
             assert pair.decode.info.can_replicate
             layout = pair.decode.info.layout
             request = make_request(pair.prefill, "r", 40, 20)

@@ -659,6 +659,7 @@ class RequestTokens(_message.Message):
     REPLACED_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     attempt: _builtins.int
@@ -668,13 +669,17 @@ class RequestTokens(_message.Message):
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Set when the request has ended; its KV cache is free."""
     error: _builtins.str
-    """Set when the request could not go on (an engine fault, say); the router places it again."""
+    """Set when the request could not go on (an engine fault, say) or was moved; the router places it again, or resumes it."""
     replaced: _builtins.bool
     """Set with error when another request with the same id has begun, or a later session of this one was attached: the
     router must not place it again.
     """
     session: _builtins.int
     """The owner's session."""
+    moved: _builtins.bool
+    """Set with error when the holder of `replica` has the KV of all tokens but the last: this instance drains, and has let
+    the request go. The router resumes it there, and nothing is computed again.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One token per engine step; several when the stream was slower than the engine. None, with index 0, when the request
@@ -707,10 +712,11 @@ class RequestTokens(_message.Message):
         replaced: _builtins.bool = ...,
         session: _builtins.int = ...,
         replica: Global___Replica | None = ...,
+        moved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "replaced", b"replaced", "replica", b"replica", "request_id", b"request_id", "session", b"session", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moved", b"moved", "replaced", b"replaced", "replica", b"replica", "request_id", b"request_id", "session", b"session", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

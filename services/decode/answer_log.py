@@ -17,6 +17,7 @@ class End:
     times: RequestTimes | None = None
     error: str = ""
     replaced: bool = False
+    moved: bool = False
 
 
 GOING_ON = End()
@@ -104,8 +105,8 @@ class AnswerLog:
         """What was not sent, which counts as sent from now on."""
         start = self.sent - self.first_index
         gained = GainedTokens(request_id, owner, self.sent, self.token_ids[start:], self.logprobs[start:], self.end)
-        # The copy of a request that has ended is gone.
-        if not self.replica_sent and self.end is GOING_ON:
+        # The copy of a request that has ended is gone, unless the request was moved to it.
+        if not self.replica_sent and (self.end is GOING_ON or self.end.moved):
             gained.replica, self.replica_sent = self.replica, True
         self.sent = self.next_index
         self.end_sent = self.end is not GOING_ON

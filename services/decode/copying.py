@@ -1,11 +1,12 @@
 """The life of the copy of one request, as its owner sees it. Pure: no clock, no waiting, no I/O.
 
     Alone <-> Opening -> Copied -> Alone        until the request ends
+                         Copied <-> Moving -> gone
 
 step() returns the next state and what the service has to carry out, in order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kaveri.domain.replica import Replica
@@ -59,7 +60,17 @@ class Copied:
     """The watermark: tokens whose KV the holder has verified."""
 
 
-Copy = Alone | Opening | Copied
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """The engine lets the request go to the holder."""
+
+    holder: Holder
+    failures: int
+    token_count: int
+    """The watermark."""
+
+
+Copy = Alone | Opening | Copied | Moving
 
 # ---- events ----
 
@@ -96,11 +107,28 @@ class CopyGrew:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveAsked:
+    """The request is to go on at the holder."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFailed:
+    """The request goes on here."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveDone:
+    """The holder has the KV of all tokens but the last, and the engine has ended the request."""
+
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestEnded:
     """The request is not here any more. Its engine has ended the push."""
 
 
-Event = HolderChosen | RoomGranted | CopyLost | CopyGrew | RequestEnded
+Event = HolderChosen | RoomGranted | CopyLost | CopyGrew | MoveAsked | MoveFailed | MoveDone | RequestEnded
 
 # ---- actions ----
 
@@ -133,7 +161,19 @@ class TellRouter:
     replica: Replica
 
 
-Action = AskHolder | BeginCopy | CloseCopy | TellRouter
+@dataclass(frozen=True, slots=True)
+class LetGoInEngine:
+    """Have the engine let the request go to the holder."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndAsMoved:
+    """End the request here. Its router resumes it from this replica."""
+
+    replica: Replica
+
+
+Action = AskHolder | BeginCopy | CloseCopy | TellRouter | LetGoInEngine | EndAsMoved
 Step = tuple[Copy, tuple[Action, ...]]
 
 
@@ -146,17 +186,29 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
             return _granted(copy, ticket, copy.holder._replace(incarnation=incarnation))
         case CopyLost(pause_s), Opening():
             return _alone(copy.failures, pause_s, copy.former, now_s), ()
-        case CopyLost(pause_s), Copied():
+        case CopyLost(pause_s), Copied() | Moving():
             return _alone(copy.failures, pause_s, copy.holder, now_s), ()
-        case CopyGrew(token_count), Copied() if token_count > copy.token_count:
-            holder = copy.holder
-            replica = Replica(holder.instance_id, holder.incarnation, token_count)
+        case CopyGrew(token_count), Copied() | Moving() if token_count > copy.token_count:
             # What has grown was no failure.
-            return Copied(holder, 0, token_count), (TellRouter(replica),)
+            grown = replace(copy, failures=0, token_count=token_count)
+            return grown, (TellRouter(_replica(copy.holder, token_count)),)
+        case MoveAsked(), Copied():
+            return Moving(copy.holder, copy.failures, copy.token_count), (LetGoInEngine(),)
+        case MoveFailed(), Moving():
+            return Copied(copy.holder, copy.failures, copy.token_count), ()
+        case MoveDone(token_count), Moving():
+            return Alone(), (EndAsMoved(_replica(copy.holder, token_count)),)
+        case RequestEnded(), Moving():
+            # The holder may have taken all just before.
+            return Alone(), (CloseCopy(copy.holder),)
         case RequestEnded(), Alone() | Opening() if copy.former is not None:
             return Alone(), (CloseCopy(copy.former),)
         case _:
             return copy, ()
+
+
+def _replica(holder: Holder, token_count: int) -> Replica:
+    return Replica(holder.instance_id, holder.incarnation, token_count)
 
 
 def _granted(copy: Opening, ticket: Ticket, holder: Holder) -> Step:

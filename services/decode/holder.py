@@ -342,7 +342,9 @@ class ReplicaHolder:
             raise InvalidArgument(f"token_ids[{common}]", token_ids[common], "the token whose KV is held here")
         # The last token is computed here in any case: the next one is drawn on it.
         usable = min(common, len(token_ids) - 1)
-        usable -= usable % held.offer.layout.block_tokens
+        if usable < len(ours):
+            # Only the end of a copy may lie within a block: where its owner has let the request go.
+            usable -= usable % held.offer.layout.block_tokens
         if not usable:
             raise RequestNotFound(resumption.request_id, "no whole block of it is held here")
         return usable

@@ -209,6 +209,11 @@ class DecodeInstance:
         if not isinstance(request.state, Released):
             self.streams.announce(request)
 
+    def move(self, request: DecodeRequest, replica: Replica) -> None:
+        """The engine has let the request go: its router resumes it at the holder of the replica."""
+        request.log.note_replica(replica)
+        self._take(request, lifecycle.Moved(replica.holder_id))
+
     def lose(self, request: DecodeRequest, error: KaveriError) -> None:
         """The request has a newer owner elsewhere, as `error` says: it ends here."""
         self._take(request, lifecycle.RivalCame(Rival.NEWER_OWNER, error))
@@ -621,8 +626,8 @@ class DecodeInstance:
                 self._room.line.refused(request.request_id)
             case lifecycle.AbortInEngine():
                 self._engine.abort(request.key)
-            case lifecycle.TellRouter(error, replaced):
-                self.streams.fail(request, error, replaced)
+            case lifecycle.TellRouter(error, replaced, moved):
+                self.streams.fail(request, End(error=error, replaced=replaced, moved=moved))
                 self._keep(request, now_s)
             case lifecycle.KeepTokens(error):
                 self.streams.drop(request)

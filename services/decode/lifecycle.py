@@ -80,6 +80,8 @@ class Outcome(enum.StrEnum):
     REFUSED = "refused"
     NOT_LANDED = "not_landed"
     ROUTER_GONE = "router_gone"
+    MOVED = "moved"
+    """The holder of its copy goes on with it."""
     FAILED = "failed"
 
 
@@ -199,6 +201,13 @@ class RouterLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """The engine has let it go: the holder of its copy has the KV of all tokens but the last."""
+
+    holder_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Broken:
     """The engine has failed it, or the instance ends."""
 
@@ -221,6 +230,7 @@ Event = (
     | RivalCame
     | TimeOver
     | RouterLost
+    | Moved
     | Broken
 )
 
@@ -257,6 +267,8 @@ class TellRouter:
     error: str
     replaced: bool = False
     """Another request with the same id has begun."""
+    moved: bool = False
+    """It is to be resumed from its copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +366,9 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case RouterLost(), InLine():
             # It has no tokens yet: its router may open a stream before it has.
             return state, ()
+        case Moved(holder_id), Ready() | Running():
+            tell = TellRouter(f"it goes on at {holder_id}", moved=True)
+            return _ended(state, Outcome.MOVED, tell=tell, aborts=False)
         case ((CallEnded() | AbortAsked() | RivalCame() | TimeOver() | RouterLost() | Broken()), live) if (
             not isinstance(live, Released)
         ):

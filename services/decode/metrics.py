@@ -68,7 +68,7 @@ class DecodeMetrics:
         self.requests = Counter(
             "kaveri_decode_requests",
             "Requests by outcome: finished, aborted, replaced, deadline, no_room, left_line, refused, not_landed, "
-            "router_gone or failed.",
+            "router_gone, moved or failed.",
             ["outcome"],
             registry=registry,
         )

@@ -45,6 +45,11 @@ class ReplicaMetrics:
         self.losses = Counter(
             "kaveri_replica_losses", "Copies of requests here that ended before their requests.", registry=registry
         )
+        self.moves = Counter(
+            "kaveri_replica_moves",
+            "Requests that this instance has let go while it drained, with all their KV at the holder.",
+            registry=registry,
+        )
         self.drops = Counter(
             "kaveri_replica_drops",
             "Copies dropped here, by cause: given_up, closed, resumed, replaced, full, orphaned, unused, "

@@ -50,10 +50,12 @@ class ReplicatedDecode:
     def drain(self) -> None:
         self._instance.drain()
         self._holder.drain()
+        self._replicator.drain()
 
     def undrain(self) -> None:
         self._instance.undrain()
         self._holder.undrain()
+        self._replicator.undrain()
 
     @property
     def is_idle(self) -> bool:

@@ -13,17 +13,27 @@ from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.replica import ReplicaOffer
-from kaveri.domain.view import InstanceRecord
+from kaveri.domain.view import InstanceRecord, InstanceState, ViewedInstance
 from kaveri.engine.contract import (
     DecodeEngine,
     EngineEvent,
     EngineKey,
     Landed,
+    LetGo,
+    ReleaseFailed,
     ReplicaEnded,
     Replicated,
     StepTokens,
 )
-from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
+from kaveri.errors import (
+    DeadlineExceeded,
+    EngineError,
+    KaveriError,
+    NoCapacity,
+    RequestAlreadyExists,
+    StaleAttempt,
+    Unavailable,
+)
 from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
@@ -36,7 +46,7 @@ from kaveri.wire.messages import ticket_from_proto
 from kaveri.wire.replicas import offer_to_proto
 from kaveri.wire.status import error_of
 from services.decode import copying
-from services.decode.copying import Alone, Copied, Copy, Holder
+from services.decode.copying import Alone, Copied, Copy, Holder, Moving
 from services.decode.instance import DecodeInstance
 from services.decode.lifecycle import Ready, Running
 from services.decode.replica_metrics import ReplicaMetrics
@@ -48,6 +58,14 @@ _ANSWER_TIMEOUT_S = 2.0
 _MOST_ASKED = 32
 """Holders that are asked at once."""
 _NONE_FOUND_S = 0.3
+_RELEASE_TIMEOUT_S = 2.0
+"""For the holder to take the rest of a request that has stopped. Then it goes on here."""
+_MOST_MOVING = 4
+"""Requests that stand still at once: each shares the way to the holders with so many others at most."""
+_MOST_LACKING_BLOCKS = 2
+"""Of a copy whose request is let go. The others run on until their copies are as good."""
+_LEAST_REST_TOKENS = 4
+"""A request with fewer to draw has ended before it would go on elsewhere."""
 _REST_S = 1.0
 """A holder that has refused, or has lost a copy, is not asked again for so long."""
 
@@ -96,6 +114,9 @@ class Replicator:
         self._tasks = asyncio.TaskGroup()
         self._asked_count = 0
         self._changed = asyncio.Event()
+        self._draining = False
+        self._moved: UnconfirmedWork[EngineKey] = UnconfirmedWork()
+        """Blocks of requests that go on at holders, and that no heartbeat shows yet."""
 
     async def run(self) -> None:
         """Works until cancelled."""
@@ -122,6 +143,22 @@ class Replicator:
                     self._grown(key, token_count)
                 case ReplicaEnded(key, reason):
                     self._lost(key, reason)
+                case ReleaseFailed(key, reason):
+                    get_logger().info("release_failed", request_id=key.request_id, reason=reason)
+                    self._take(key, copying.MoveFailed())
+                case LetGo(key, token_count):
+                    self._take(key, copying.MoveDone(token_count))
+                    self._move_some()
+
+    def drain(self) -> None:
+        """Moves all requests that run here to the holders of their copies, as far as those have room, a few at a time.
+        Requests without a copy get one first."""
+        self._draining = True
+        self._changed.set()
+
+    def undrain(self) -> None:
+        """Requests stay here again, but those on their way."""
+        self._draining = False
 
     async def _look(self) -> None:
         """Looks for holders, and forgets requests that have ended."""
@@ -133,16 +170,56 @@ class Replicator:
         for key, request in here.items():
             owned = self._owned.setdefault(key, _Owned(request, Alone()))
             match owned.copy:
-                case Alone(until_s) if until_s <= now_s and self._is_worth_a_copy(request):
+                case Alone(until_s) if until_s <= now_s and (self._is_worth_a_copy(request) or self._moves(request)):
                     self._choose(owned, now_s)
+        self._move_some()
         self._count()
         view = self._store.view()
         self._unconfirmed.retain(view)
+        self._moved.retain(view)
         self._resting_until_s = {name: until_s for name, until_s in self._resting_until_s.items() if until_s > now_s}
         await self._channels.retain({instance.record.address for instance in view.instances.values()})
 
     def _is_worth_a_copy(self, request: DecodeRequest) -> bool:
         return self._settings.rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
+
+    def _moves(self, request: DecodeRequest) -> bool:
+        """Whether the request is to go on elsewhere. One whose router has no token stream waits for that here."""
+        rest_tokens, state = request.rest_tokens, request.state
+        is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
+        # Its router must have a token of this instance: before that, prefill is in it as well.
+        has_begun = isinstance(state, Running) and state.drawn > 0
+        return self._draining and has_begun and not is_ending and self._instance.streams.has(request.router_id)
+
+    def _move_some(self) -> None:
+        """Lets go requests whose copies are nearly whole."""
+        if not self._draining:
+            return
+        moving_count = sum(isinstance(owned.copy, Moving) for owned in self._owned.values())
+        view, most_lacking = self._store.view(), _MOST_LACKING_BLOCKS * self._engine.info.layout.block_tokens
+        for owned in tuple(self._owned.values()):
+            if moving_count >= _MOST_MOVING:
+                return
+            request, copy = owned.request, owned.copy
+            if not isinstance(copy, Copied) or request.context_tokens - copy.token_count > most_lacking:
+                continue
+            holder = view.instances.get(copy.holder.instance_id)
+            if holder is None or holder.record.incarnation != copy.holder.incarnation:
+                continue
+            if self._moves(request) and self._has_room(holder, request):
+                moving_count += 1
+                self._moved.add(request.key, holder, self._needed_blocks(request))
+                self._take(request.key, copying.MoveAsked())
+
+    def _needed_blocks(self, request: DecodeRequest) -> int:
+        """For the request to run."""
+        return self._engine.info.layout.block_count(request.context_tokens + 1)
+
+    def _has_room(self, instance: ViewedInstance, request: DecodeRequest) -> bool:
+        """Whether the instance would resume the request now."""
+        # Each request that runs there may take a block before the next heartbeat.
+        free_blocks = instance.load.free_blocks - instance.load.running_requests - self._moved.at(instance).amount
+        return instance.load.state is InstanceState.READY and free_blocks >= self._needed_blocks(request)
 
     def _choose(self, owned: _Owned, now_s: float) -> None:
         if self._asked_count >= _MOST_ASKED or now_s < self._none_until_s:
@@ -151,8 +228,19 @@ class Replicator:
         blocks = owned.request.context_tokens // layout.block_tokens + 1
         needed_bytes = blocks * layout.layer_count * layout.block_bytes
         key, avoid = owned.request.key, self._resting_until_s
+
+        def is_fit(instance: ViewedInstance) -> bool:
+            return not self._draining or self._has_room(instance, owned.request)
+
         found = choose_holder(
-            self._settings.mode, self._store.view(), self._own, needed_bytes, self._unconfirmed, self._rng, avoid
+            self._settings.mode,
+            self._store.view(),
+            self._own,
+            needed_bytes,
+            self._unconfirmed,
+            self._rng,
+            avoid,
+            is_fit,
         )
         if found is None:
             # Most likely the others find none, either. A choice that finds none looks at the whole cluster.
@@ -185,6 +273,22 @@ class Replicator:
                 self._tasks.create_task(self._close(owned.request, holder))
             case copying.TellRouter(replica):
                 self._instance.tell_replica(owned.request, replica)
+            case copying.LetGoInEngine():
+                try:
+                    self._engine.release(owned.request.key, _RELEASE_TIMEOUT_S)
+                except EngineError:
+                    return  # it stopped; EngineStopped follows and ends every request
+            case copying.EndAsMoved(replica):
+                self._metrics.moves.inc()
+                get_logger().info(
+                    "request_let_go",
+                    request_id=owned.request.request_id,
+                    attempt=owned.request.owner.attempt,
+                    session=owned.request.owner.session,
+                    holder_id=replica.holder_id,
+                    tokens=replica.token_count,
+                )
+                self._instance.move(owned.request, replica)
 
     async def _ask(self, owned: _Owned, holder: Holder) -> None:
         try:
@@ -258,7 +362,7 @@ class Replicator:
     def _lost(self, key: EngineKey, reason: str) -> None:
         """The engine copies the request no more."""
         owned = self._owned.get(key)
-        if owned is None or not isinstance(owned.copy, Copied):
+        if owned is None or not isinstance(owned.copy, Copied | Moving):
             return
         request, holder = owned.request, owned.copy.holder
         self._metrics.losses.inc()
@@ -294,7 +398,7 @@ class Replicator:
         unprotected_count = 0
         for owned in self._owned.values():
             match owned.copy:
-                case Copied(token_count=token_count) if token_count:
+                case Copied(token_count=token_count) | Moving(token_count=token_count) if token_count:
                     lags.append(owned.request.context_tokens - token_count)
                 case _ if self._is_worth_a_copy(owned.request):
                     unprotected_count += 1

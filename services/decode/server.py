@@ -162,6 +162,7 @@ def _to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
     if end.error:
         message.error = end.error
         message.replaced = end.replaced
+        message.moved = end.moved
     if end.finish is not None:
         message.finish_reason = finish_to_proto(end.finish)
         if end.times is not None:

@@ -74,6 +74,10 @@ class TokenStreams:
         """The routers without a stream that requests are, or were, here for: those requests are orphans."""
         return tuple(self._grace)
 
+    def has(self, router_id: str) -> bool:
+        """Whether the router has a stream."""
+        return router_id in self._streams
+
     def open(self, router_id: str) -> TokenStream:
         """A stream for the router. An older one of the same router ends; what it has not sent goes here."""
         self._end_grace(router_id)
@@ -126,12 +130,9 @@ class TokenStreams:
         if stream is not None:
             stream.unsent[request] = None
 
-    def fail(self, request: DecodeRequest, reason: str, replaced: bool = False) -> None:
-        """Sends the router, behind the tokens gained, that the request cannot go on here.
-
-        replaced: the router must not place it again.
-        """
-        request.log.end = End(error=reason, replaced=replaced)
+    def fail(self, request: DecodeRequest, end: End) -> None:
+        """Sends the router, behind the tokens gained, that the request cannot go on here."""
+        request.log.end = end
         self.send(request)
 
     def notify(self, router_id: str, notice: GainedTokens) -> None:

@@ -1,7 +1,8 @@
-"""Moves requests off decode instances that drain: their replicas' holders go on with them, as after a loss.
+"""Moves requests off decode instances that drain and do not let them go by themselves for a while.
 
-Nothing counts as a failure. What the replica lacks, two blocks at most, is computed again. Requests without such a
-replica, and those whose holder has no room, go on where they are.
+Their replicas' holders go on with them, as after a loss. Nothing counts as a failure. What the replica lacks, two
+blocks at most, is computed again. Requests without such a replica, and those whose holder has no room, go on where
+they are.
 """
 
 import time
@@ -15,6 +16,8 @@ from services.router.lifecycle_values import Decoding, Life, PlaceLost
 from services.router.requests import RequestEntry, RequestTable
 from services.router.token_feeds import TokenFeeds
 
+_OWNER_TIME_S = 3.0
+"""An instance that drains lets its requests go with all their KV. Only what is still there then is moved from here."""
 _MOST_LACKING_BLOCKS = 2
 """Of a replica from which a request is moved. One that lacks more soon will not."""
 
@@ -28,15 +31,20 @@ class Departures:
         self._feeds = feeds
         self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
         """Blocks of requests that were moved to holders and that no heartbeat shows yet."""
+        self._since_s: dict[Life, float] = {}
+        """time.monotonic() when each was first seen to drain."""
 
     def update(self, view: ClusterView) -> None:
         """Moves what can be moved now. Called with each view, also when only loads have changed."""
         draining = view.derive("draining decode instances", _draining, view)
-        if not draining:
+        now_s = time.monotonic()
+        self._since_s = {life: self._since_s.get(life, now_s) for life in draining}
+        overdue = {life for life, since_s in self._since_s.items() if now_s - since_s >= _OWNER_TIME_S}
+        if not overdue:
             return
         self._unconfirmed.retain(view)
         for entry in self._table.entries():
-            if isinstance(entry.state, Decoding) and entry.state.place in draining:
+            if isinstance(entry.state, Decoding) and entry.state.place in overdue:
                 self._move(entry, entry.state.place, view)
 
     def _move(self, entry: RequestEntry, place: Life, view: ClusterView) -> None:

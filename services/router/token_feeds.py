@@ -22,6 +22,7 @@ from kaveri.errors import (
     DeadlineExceeded,
     InternalError,
     KaveriError,
+    NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
     Unavailable,
@@ -36,7 +37,16 @@ from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import Attempt, Decoding, GivenUp, Life, PlaceLost, ReplicaNamed, Tokens
+from services.router.lifecycle_values import (
+    Attempt,
+    Decoding,
+    GivenUp,
+    Life,
+    Lost,
+    PlaceLost,
+    ReplicaNamed,
+    Tokens,
+)
 from services.router.requests import RequestEntry, RequestTable
 
 CONNECT_GRACE_S = 2.0
@@ -358,6 +368,8 @@ class TokenFeeds:
             if update.HasField("replica"):
                 entry.note_replica(ReplicaNamed(update.attempt, life, _replica_of(update)), now_s)
             entry.handle(_event_of(life, update), now_s)
+            if update.moved and isinstance(entry.state, Lost) and entry.state.place == life:
+                entry.note_loss(f"decode instance {life.instance_id} drains", life)
         except Exception:  # One bad answer must not end the stream of all others.
             get_logger().exception(
                 "request_failed_unexpectedly",
@@ -379,6 +391,9 @@ def _event_of(life: Life, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
         return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:
         return GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
+    if update.moved:
+        # No failure: nothing waits before the request is resumed.
+        return GivenUp(update.attempt, life, NoCapacity("decode", 0.0, update.error))
     if update.error or finish is FinishReason.CANCELLED:
         # Only this router cancels its requests: an instance that did has given the request up.
         reason = update.error or "gave the request up"

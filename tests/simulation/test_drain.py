@@ -97,6 +97,61 @@ def test_requests_of_a_draining_decode_instance_go_on_from_their_replicas(
     assert len(handed_over) == 5 + 2, "a prompt was computed twice"
 
 
+@pytest.mark.parametrize("replica_min_tokens", [32, 1000])
+@pytest.mark.parametrize("mode", [ReplicationMode.RING, ReplicationMode.SPREAD])
+def test_a_draining_decode_instance_lets_its_requests_go_with_all_their_kv(
+    run: Run, mode: ReplicationMode, replica_min_tokens: int
+) -> None:
+    """Those that are not worth a copy get one first."""
+    requests = [request("before", max_tokens=2)]
+    requests += [request(f"r{number}", 0.5, prompt_tokens=20 * number + 3, max_tokens=200) for number in range(5)]
+    drain = Fault(kind=FaultKind.DRAIN, at_s=1.6, target="decode-0", lasts_s=10.0)
+    plan = story(
+        cluster(decodes=3, step_s=0.02),
+        requests,
+        [drain],
+        max_model_len=320,
+        replication=mode,
+        replica_min_tokens=replica_min_tokens,
+        divergent=True,
+        drain_timeout_s=30.0,
+    )
+    result = run(plan)
+    assert result.counts["outcome:length"] == 6 + 2
+    assert not _lines(result, "attempt_lost")
+    assert not _lines(result, "resume_refused")
+    let_go = _lines(result, "decode-0", "request_let_go")
+    assert let_go, "nothing was on the instance that drains"
+    changed = _lines(result, "owner_changed")
+    assert len(changed) == len(let_go)
+    # The newest token, which no instance has computed, and no other.
+    assert all("outcome=resumed" in line and "recomputed_tokens=1 " in f"{line} " for line in changed), changed
+    assert len(_lines(result, "request_ended", "outcome=handed_over")) == 6 + 2, "a prompt was computed twice"
+
+
+def test_a_request_whose_holder_is_lost_while_it_is_let_go_goes_on(run: Run) -> None:
+    requests = [request("before", max_tokens=2)]
+    requests += [request(f"r{number}", 0.5, prompt_tokens=100, max_tokens=200) for number in range(4)]
+    faults = [
+        Fault(kind=FaultKind.DRAIN, at_s=1.6, target="decode-0", lasts_s=10.0),
+        Fault(kind=FaultKind.CUT, at_s=1.62, target="decode-0", other="decode-1", lasts_s=4.0),
+        Fault(kind=FaultKind.CUT, at_s=1.62, target="decode-0", other="decode-2", lasts_s=4.0),
+    ]
+    plan = story(
+        cluster(decodes=3, step_s=0.02),
+        requests,
+        faults,
+        max_model_len=320,
+        replication=ReplicationMode.RING,
+        replica_min_tokens=32,
+        divergent=True,
+        drain_timeout_s=30.0,
+    )
+    result = run(plan)
+    assert result.counts["outcome:length"] == 5 + 2
+    assert len(_lines(result, "request_ended", "outcome=handed_over")) == 5 + 2, "a prompt was computed twice"
+
+
 def test_requests_whose_holder_has_no_room_stay_where_they_are(run: Run) -> None:
     requests = [request(f"r{number}", 0.5, prompt_tokens=100, max_tokens=100) for number in range(6)]
     drain = Fault(kind=FaultKind.UNDRAIN, at_s=1.5, target="decode-0", lasts_s=4.0)

@@ -200,6 +200,9 @@ class RemoteEngine:
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         self._call("replicate", key, ticket)
 
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        self._call("release", key, timeout_s)
+
     def _call(self, method: str, *arguments: object) -> Any:
         return self.process.call(method, *arguments).result(_ANSWER_TIMEOUT_S)
 

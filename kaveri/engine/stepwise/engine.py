@@ -21,6 +21,7 @@ from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.batch import PlannedSlice
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import ModelRunner
+from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -189,6 +190,9 @@ class StepwiseEngine:
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         self._copier.replicate(key, ticket)
 
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        self._copier.release(key, timeout_s)
+
     # The engine thread.
 
     def _loop(self) -> None:
@@ -202,13 +206,16 @@ class StepwiseEngine:
                     self._shared.turn_count += 1
                     put_count = self._shared.outbox.put_count
                     planned = self._lifecycle.plan()
+                    stopping = self._lifecycle.last_blocks()
                     news = news or self._shared.outbox.put_count > put_count
-                    if not planned and not news:
+                    if not planned and not news and not stopping:
                         # Whatever makes work notifies, close() too.
                         self._shared.sleep()
                         continue
                 self._shared.outbox.publish()
                 news = bool(planned)
+                if stopping:
+                    self._stop(stopping)
                 if planned:
                     began_s = time.monotonic()
                     self._step(planned)
@@ -222,6 +229,13 @@ class StepwiseEngine:
             if self._shared.broken is not None:
                 self._transfers.close()
                 self._copier.close()
+
+    def _stop(self, stopping: list[tuple[Sequence, list[int]]]) -> None:
+        self._runner.completed([block for _, block_ids in stopping for block in block_ids])
+        with self._shared.lock:
+            for sequence, _ in stopping:
+                self._lifecycle.stopped(sequence)
+        self._copier.wake()
 
     def _step(self, planned: list[PlannedSlice]) -> None:
         advances = []

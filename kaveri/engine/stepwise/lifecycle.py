@@ -138,6 +138,38 @@ class Lifecycle:
     def tokens_of(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         return sequence.token_ids[start:stop]
 
+    def stop(self, sequence: Sequence) -> str | None:
+        if sequence.phase not in (Phase.LANDED, Phase.WAITING, Phase.RUNNING):
+            return "its KV is not here"
+        if not sequence.block_ids or sequence.pending != 1:
+            return "it is being computed again"
+        self._account.residency.stop(sequence)
+        # The engine's thread brings the last block to the pool.
+        self._on_work()
+        return None
+
+    def stopped_tokens(self, sequence: Sequence) -> int | None:
+        return sequence.computed if sequence.phase is Phase.STOPPED else None
+
+    def go_on(self, sequence: Sequence) -> None:
+        for preempted in self._account.residency.go_on(sequence):
+            self._put(Preempted(preempted.key))
+        self._on_work()
+
+    def last_blocks(self) -> list[tuple[Sequence, list[int]]]:
+        """Of each request that is being stopped and is in no step, the blocks that are not in the pool yet."""
+        stopping, block_count = self._account.residency.stopping, self._info.layout.block_count
+        return [
+            (sequence, sequence.block_ids[sequence.mirrored : block_count(sequence.computed)])
+            for sequence in stopping
+            if not sequence.in_step
+        ]
+
+    def stopped(self, sequence: Sequence) -> None:
+        """Its last blocks are in the pool now."""
+        if sequence.phase is Phase.STOPPING:
+            self._account.residency.stopped(sequence)
+
     def unmirrored_blocks(self, planned: list[PlannedSlice]) -> list[tuple[Sequence, list[int]]]:
         """Of each request that is copied, the blocks that this step completes."""
         block_tokens = self._info.layout.block_tokens

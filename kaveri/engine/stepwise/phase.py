@@ -18,3 +18,7 @@ class Phase(enum.Enum):
     """Admitted, not in the running batch: the batch is full, or the blocks were given up."""
     RUNNING = enum.auto()
     """In the running batch: drawing tokens, or recomputing."""
+    STOPPING = enum.auto()
+    """To be released: it joins no further step. Its last block is not in the pool yet."""
+    STOPPED = enum.auto()
+    """All its KV is in the pool, for the holder of its replica."""

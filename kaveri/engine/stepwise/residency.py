@@ -6,6 +6,7 @@ What each container holds, in the order in which it gives blocks up::
     waiting   admitted, outside the batch        the latest admission first
     running   in the batch                       the latest admission first
     reserved  leased to a transfer               never: it lands, fails or expires
+    stopped   on its way to another instance     never: it leaves, or goes on after a while
 
 No request waits without end: the earliest admitted sequence is the last to give its blocks up and the first to get
 them back; while any admitted sequence lacks blocks no new reservation is taken, so the ones before it are finitely
@@ -28,6 +29,7 @@ class Residency:
         self.landed: dict[Sequence, None] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.stopping: dict[Sequence, None] = {}
         self._allocator = allocator
         self._layout = layout
         self._max_batch = max_batch
@@ -44,7 +46,7 @@ class Residency:
         self.landed[sequence] = None
 
     def make_whole(self, sequence: Sequence) -> list[Sequence]:
-        """Gives a landed sequence the block of its next token, or takes all that it has and returns it."""
+        """Gives a sequence outside the batch the block of its next token, or takes all that it has and returns it."""
         wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
         preempted: list[Sequence] = []
         if wanted > self._allocator.free_count:
@@ -61,6 +63,33 @@ class Residency:
         self._admission_count += 1
         self.waiting.append(sequence)
 
+    def stop(self, sequence: Sequence) -> None:
+        """It joins no further step. Its blocks stay its own."""
+        self.remove(sequence)
+        sequence.phase = Phase.STOPPING
+        self.stopping[sequence] = None
+
+    def stopped(self, sequence: Sequence) -> None:
+        """Nothing has to be done for it any more."""
+        del self.stopping[sequence]
+        sequence.phase = Phase.STOPPED
+
+    def go_on(self, sequence: Sequence) -> list[Sequence]:
+        """A stopped sequence takes its place again. Returns it when it had to give up its blocks, since there was none
+        for its next token."""
+        self.remove(sequence)
+        if sequence.in_step:
+            # Its seat is free still: the batch changes between steps only.
+            sequence.phase = Phase.RUNNING
+            insort(self.running, sequence, key=_admission)
+            return []
+        if sequence.admission < 0:
+            self.land(sequence)
+        else:
+            sequence.phase = Phase.WAITING
+            insort(self.waiting, sequence, key=_admission)
+        return self.make_whole(sequence)
+
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence; its blocks are the caller's to release."""
         if sequence.phase is Phase.LANDED:
@@ -69,6 +98,8 @@ class Residency:
             self.waiting.remove(sequence)
         elif sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
+        elif sequence.phase is Phase.STOPPING:
+            del self.stopping[sequence]
 
     def prepare_step(self) -> list[Sequence]:
         """Makes the running batch able to take one step, and returns those that gave up their blocks for it.
@@ -85,6 +116,7 @@ class Residency:
         self.landed.clear()
         self.waiting.clear()
         self.running.clear()
+        self.stopping.clear()
 
     def check_integrity(self, decodes: Iterable[Sequence]) -> None:
         """Asserts that each of these, and no other, is reserved or in the one container that its phase names."""
@@ -94,8 +126,10 @@ class Residency:
             assert (sequence in self.landed) == (phase is Phase.LANDED), f"{sequence.key}: {phase}"
             assert (sequence in self.waiting) == (phase is Phase.WAITING), f"{sequence.key}: {phase}"
             assert (sequence in self.running) == (phase is Phase.RUNNING), f"{sequence.key}: {phase}"
-            counted += phase is not Phase.RESERVED
-        assert counted == len(self.landed) + len(self.waiting) + len(self.running), "an ended sequence is still here"
+            assert (sequence in self.stopping) == (phase is Phase.STOPPING), f"{sequence.key}: {phase}"
+            counted += phase not in (Phase.RESERVED, Phase.STOPPED)
+        containers = (self.landed, self.waiting, self.running, self.stopping)
+        assert counted == sum(map(len, containers)), "an ended sequence is still here"
 
     def _grow(self, preempted: list[Sequence]) -> None:
         """Every running sequence has blocks for all of its tokens afterwards; the latest admitted leave if need be."""

@@ -63,6 +63,11 @@ class SchedulerSide:
         self._landed_block_ids: list[int] = []
         self._released: list[str] = []
         self._completed_block_ids: list[int] = []
+        self._left_block_ids: list[int] = []
+
+    def left(self, block_ids: Sequence[int]) -> None:
+        """With the next step the ranks make these blocks readable, which no step computes any more."""
+        self._left_block_ids += block_ids
 
     def landed(self, block_ids: Sequence[int]) -> None:
         """The next step may read these blocks, which a transfer has written."""
@@ -80,7 +85,7 @@ class SchedulerSide:
     @property
     def has_reports(self) -> bool:
         """Whether the next step has something to report to vLLM."""
-        return bool(self._released)
+        return bool(self._released or self._left_block_ids)
 
     def requested(self, request: Any) -> None:
         """vLLM has taken a request in."""
@@ -91,7 +96,7 @@ class SchedulerSide:
             if ours.held_tokens is not None:
                 # vLLM looks for these blocks in its prefix cache. At least one is left for the transfer to bring, so
                 # that the request waits for it; VllmCore.begin_answer adds the hashes of the others.
-                del request.block_hashes[ours.held_tokens // self._block_tokens - 1 :]
+                del request.block_hashes[(ours.held_tokens - 1) // self._block_tokens :]
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond its own cache's a transfer will bring, and that vLLM shall wait for them.
@@ -118,8 +123,9 @@ class SchedulerSide:
         """vLLM has decided what the next step computes."""
         chunks = self._tell_hooks(scheduler_output)
         completed = tuple(self._completed_block_ids)
-        orders = StepOrders(tuple(chunks), tuple(self._landed_block_ids), tuple(self._released), completed)
-        self._landed_block_ids, self._released, self._completed_block_ids = [], [], []
+        left = tuple(self._left_block_ids)
+        orders = StepOrders(tuple(chunks), tuple(self._landed_block_ids), tuple(self._released), completed, left)
+        self._landed_block_ids, self._released, self._completed_block_ids, self._left_block_ids = [], [], [], []
         return orders
 
     def _tell_hooks(self, scheduler_output: Any) -> Sequence[Chunk]:

@@ -70,6 +70,7 @@ class WorkerSide:
         """The model is about to make a step."""
         self._orders = orders
         if self._mirror is not None:
+            self._mirror.take_out(orders.left_block_ids)
             self._mirror.bring_in(orders.landed_block_ids)
         if self._plane is not None:
             self._plane.begin_step(orders.chunks)

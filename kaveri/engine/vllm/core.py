@@ -77,6 +77,11 @@ class VllmCore:
         """Whether vLLM knows the request, be it only for its blocks."""
         return vllm_id in self._scheduler.requests
 
+    def blocks_of(self, vllm_id: str) -> list[int]:
+        """The blocks of a request, in the order of its tokens."""
+        block_ids: list[int] = self._scheduler.kv_cache_manager.get_block_ids(vllm_id)[0]
+        return block_ids
+
     @property
     def unfinished_count(self) -> int:
         """Requests that run or wait, for a transfer too."""

@@ -174,6 +174,9 @@ class VllmEngine:
             raise InvalidArgument("engine", "of more ranks than KV heads", "one that copies KV to replicas")
         self._copier.replicate(key, ticket)
 
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        self._copier.release(key, timeout_s)
+
     def admit(self, key: EngineKey) -> None:
         """As the contract; also ignores a request that is not landed."""
         with self._shared.lock:

@@ -3,6 +3,7 @@
     prefill   Submitted ── Prefilling ── Computed ── pushed
                                             │ adopted
     decode    Reserved ─────── landed ─── Arrived ── Waiting ── Joining ── Running ⇄ Evicted
+    released  Running ── Leaving ── Left ── let go, or Returning ── Joining;   Arrived ⇄ Left
 
 Every state may become Ended. An ended request causes no event; its blocks follow when no transfer touches them.
 What vLLM itself keeps for a request is an entry (request.py).
@@ -145,14 +146,49 @@ class Evicted(_State):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving(_State):
+    """To be released. vLLM may be computing it; the next step leaves it out."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left(_State):
+    """vLLM computes it no more, and keeps its blocks."""
+
+    former: "Arrived | Leaving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returning(_State):
+    """It goes on after all: vLLM is to be given it again."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(_Touched):
     """Done. vLLM frees its blocks as soon as no transfer touches them."""
 
 
-State = Submitted | Prefilling | Computed | Reserved | Arrived | Waiting | Joining | Running | Evicted | Ended
+State = (
+    Submitted
+    | Prefilling
+    | Computed
+    | Reserved
+    | Arrived
+    | Waiting
+    | Joining
+    | Running
+    | Evicted
+    | Leaving
+    | Left
+    | Returning
+    | Ended
+)
 OF_PREFILL = (Submitted, Prefilling, Computed)
 """States of the prefill side. The others, but Ended, are of the decode side."""
-IN_BATCH = (Joining, Running, Evicted)
+IN_BATCH = (Joining, Running, Evicted, Leaving, Returning)
 
 
 # Events.
@@ -195,6 +231,21 @@ class Joined:
 @dataclass(frozen=True, slots=True)
 class JoinedAnew:
     """The running batch has room for it, and vLLM is given it as another request."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    """It is to be released."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBatch:
+    """vLLM computes it no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WentOn:
+    """It is not released after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +314,9 @@ Event = (
     | Joined
     | JoinedAnew
     | Placed
+    | LeaveAsked
+    | LeftBatch
+    | WentOn
     | Scheduled
     | Stepped
     | Drawn
@@ -298,6 +352,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _ended(state, event)
         case KvLanded() | Adopted() | Admitted() | Joined() | JoinedAnew() | Placed():
             return _advanced(state, event), ()
+        case LeaveAsked() | LeftBatch() | WentOn():
+            return _released(state, event)
         case BlocksGivenUp():
             if isinstance(state, Arrived | Waiting):
                 return replace(state, computed=0, promised=0), (Preempted(state.facts.key),)
@@ -332,11 +388,11 @@ def _ended(state: State, event: Stopped | Failed | BlocksTaken) -> tuple[State, 
             pass
         case (_, Stopped()):
             return ended, ()
-        case (Submitted() | Prefilling() | Joining() | Running() | Evicted(), Failed()):
+        case (Submitted() | Prefilling() | Joining() | Running() | Evicted() | Leaving(), Failed()):
             return ended, (RequestFailed(facts.key, event.reason), *abort)
         case (Submitted() | Prefilling() | Computed(), BlocksTaken()):
             return ended, (RequestFailed(facts.key, "vLLM took back the blocks that it was promised"), *abort)
-        case (Joining() | Running() | Evicted(), BlocksTaken()):
+        case (Joining() | Running() | Evicted() | Leaving(), BlocksTaken()):
             return Evicted(facts=facts, index=state.index), (Preempted(facts.key),)
     raise _impossible(state, event)
 
@@ -360,6 +416,26 @@ def _advanced(state: State, event: KvLanded | Adopted | Admitted | Joined | Join
             return Joining(facts=facts, computed=state.computed, promised=promised, index=index)
         case (Waiting(), JoinedAnew()):
             return Joining(facts=facts, index=_next_index(state))
+        case (Returning(), JoinedAnew()):
+            return Joining(facts=facts, index=state.index)
+    raise _impossible(state, event)
+
+
+def _released(state: State, event: LeaveAsked | LeftBatch | WentOn) -> tuple[State, tuple[Action, ...]]:
+    facts, computed, promised = state.facts, state.computed, state.promised
+    match state, event:
+        case (Arrived(), LeaveAsked()):
+            return Left(facts=facts, computed=computed, promised=promised, former=state), ()
+        case (Running(), LeaveAsked()):
+            return Leaving(facts=facts, computed=computed, promised=promised, index=state.index), ()
+        case (Leaving(), LeftBatch()):
+            return Left(facts=facts, computed=computed, former=state), ()
+        case (Leaving(), WentOn()):
+            return Running(facts=facts, computed=computed, promised=promised, index=state.index), ()
+        case (Left(former=Arrived() as former), WentOn()):
+            return former, ()
+        case (Left(former=Leaving() as former), WentOn()):
+            return Returning(facts=facts, index=former.index), (Preempted(facts.key),)
     raise _impossible(state, event)
 
 
@@ -379,6 +455,8 @@ def _scheduled(state: State, event: Scheduled) -> tuple[State, tuple[Action, ...
             return prefilling, started
         case Joining() | Running() | Evicted():
             return Running(facts=facts, computed=state.computed, index=state.index), ()
+        case Leaving():
+            return replace(state, promised=0), ()
     raise _impossible(state, event)
 
 
@@ -390,6 +468,8 @@ def _stepped(state: State, event: Stepped) -> tuple[State, tuple[Action, ...]]:
             return replace(state, computed=computed), progress
         case Running():
             return Running(facts=facts, computed=computed, promised=facts.next_block(computed), index=state.index), ()
+        case Leaving():
+            return replace(state, computed=computed, promised=facts.next_block(computed)), ()
     raise _impossible(state, event)
 
 
@@ -410,6 +490,11 @@ def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
                 return Ended(facts=facts), (token,)
             index = state.index + 1
             return Running(facts=facts, computed=state.computed, promised=state.promised, index=index), (token,)
+        case Leaving():
+            token = TokenStep(facts.key, state.index, token_id, event.logprobs, finish)
+            if finish is not None:
+                return Ended(facts=facts), (token,)
+            return replace(state, index=state.index + 1), (token,)
     raise _impossible(state, event)
 
 

@@ -30,3 +30,5 @@ class StepOrders:
     """vLLM's ids of requests that have ended and whose blocks nothing touches any more."""
     completed_block_ids: tuple[int, ...] = ()
     """Blocks that the step completes and that are copied to replicas behind it."""
+    left_block_ids: tuple[int, ...] = ()
+    """Blocks that no step computes any more, and that are copied to replicas."""

@@ -113,6 +113,14 @@ class MarkCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishCopy:
+    """All blocks of a replica are written: finish its push. PushAccepted or PushFailed follows."""
+
+    transfer_id: bytes
+    note: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class AbortCopy:
     """Give the push of a replica up. PushFailed follows, unless it has ended."""
 
@@ -121,7 +129,7 @@ class AbortCopy:
     """See KvSender.abort."""
 
 
-CopyCall = StageBlock | OpenCopy | WriteCopy | MarkCopy | AbortCopy
+CopyCall = StageBlock | OpenCopy | WriteCopy | MarkCopy | FinishCopy | AbortCopy
 RankCall = GrantTicket | RevokeTicket | BeginPush | AbortPush | PassFirstToken | ForgetPrompt | CopyCall
 
 

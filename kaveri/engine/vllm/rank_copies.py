@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kaveri.engine.copier import CopySender
 from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.rank import AbortCopy, MarkCopy, WriteCopy
+from kaveri.engine.vllm.rank import AbortCopy, FinishCopy, MarkCopy, WriteCopy
 from kaveri.kv.transfer.push import PushListener
 from kaveri.kv.transfer.ticket import Ticket
 
@@ -32,6 +32,9 @@ class RankCopies:
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
         self._plane.do(MarkCopy(transfer_id, block_count, note))
+
+    def finish(self, transfer_id: bytes, note: bytes) -> None:
+        self._plane.do(FinishCopy(transfer_id, note))
 
     def abort(self, transfer_id: bytes) -> None:
         self._plane.do(AbortCopy(transfer_id, keep_marked=False))

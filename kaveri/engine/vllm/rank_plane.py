@@ -15,6 +15,7 @@ from kaveri.engine.vllm.rank import (
     AbortCopy,
     AbortPush,
     BeginPush,
+    FinishCopy,
     ForgetPrompt,
     GrantTicket,
     LostListener,
@@ -105,7 +106,7 @@ class RankPlane:
             case ForgetPrompt(engine_id):
                 with self._lock:
                     self._sources.pop(engine_id, None)
-            case StageBlock() | OpenCopy() | WriteCopy() | MarkCopy() | AbortCopy():
+            case StageBlock() | OpenCopy() | WriteCopy() | MarkCopy() | FinishCopy() | AbortCopy():
                 with self._lock:
                     if self._copies is None and self._make_copies is not None:
                         self._copies = self._make_copies()

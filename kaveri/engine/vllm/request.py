@@ -23,6 +23,8 @@ class VllmRequest:
     whole_block_ids: tuple[int, ...] = ()
     """Its first blocks whose last token is computed and whose KV is in the pool. Known from its landing, and from the
     steps that compute it while it is copied."""
+    tail_block_ids: tuple[int, ...] | None = None
+    """Of one that has left: the part-full block behind the whole ones, if there is one. None: not in the pool yet."""
     generation: int = 0
     """How often it has given its blocks up."""
 
@@ -56,6 +58,11 @@ class VllmRequest:
     @property
     def transfer_id(self) -> bytes | None:
         return self.state.transfer_id
+
+    def give_up_blocks(self) -> None:
+        """Its blocks are others' from now on."""
+        self.whole_block_ids = ()
+        self.generation += 1
 
     def enter(self, vllm_id: str, record: Any) -> "Entry":
         """vLLM has taken it in."""

@@ -20,13 +20,19 @@ from kaveri.engine.vllm.life import (
     Event,
     Evicted,
     KvLanded,
+    LeaveAsked,
+    Leaving,
+    Left,
     Prefilling,
+    Returning,
+    Running,
     State,
     Stopped,
     Submitted,
     TransferEnded,
     TransferOpened,
     Waiting,
+    WentOn,
     reserved,
     step,
     submitted,
@@ -112,8 +118,11 @@ class Requests:
             case Drawn(token_id):
                 request.drawn.append(token_id)
             case BlocksTaken() | BlocksGivenUp():
-                request.whole_block_ids = ()
-                request.generation += 1
+                request.give_up_blocks()
+            case WentOn():
+                request.tail_block_ids = None
+                if isinstance(request.state, Returning):
+                    request.give_up_blocks()
         if isinstance(request.state, Ended) and not isinstance(before, Ended):
             self._retire(request, before)
         rest: list[TokenStep | AbortPush | PassFirstToken] = []
@@ -236,10 +245,50 @@ class Requests:
         return len(request.whole_block_ids)
 
     def place_of(self, request: VllmRequest, index: int) -> BlockPlace:
-        return BlockPlace(request.whole_block_ids[index], request.generation)
+        block_ids = request.whole_block_ids
+        if index == len(block_ids) and request.tail_block_ids:
+            return BlockPlace(request.tail_block_ids[0], request.generation)
+        return BlockPlace(block_ids[index], request.generation)
 
     def tokens_of(self, request: VllmRequest, start: int, stop: int) -> Sequence[int]:
         return [*request.request.token_ids, *request.drawn][start:stop]
+
+    def stop(self, request: VllmRequest) -> str | None:
+        state, entry = request.state, request.entry
+        if state.computed != request.prompt_tokens + len(request.drawn) - 1:
+            return "it is being computed again"
+        match state:
+            case Running():
+                self.apply(request, LeaveAsked())
+                self._on_work()
+                return None
+            case Arrived() if entry is not None and isinstance(entry.state, AwaitingKv):
+                block_ids, facts = entry.state.landing_blocks, state.facts
+                if len(block_ids) == facts.block_count(state.computed):
+                    self.apply(request, LeaveAsked())
+                    request.tail_block_ids = tuple(block_ids[len(request.whole_block_ids) :])
+                    return None
+        return "it has not begun to draw, or is about to"
+
+    def stopped_tokens(self, request: VllmRequest) -> int | None:
+        match request.state:
+            case Left():
+                return request.state.computed if request.tail_block_ids is not None else None
+            case Leaving():
+                return None
+            case _:
+                return 0
+
+    def go_on(self, request: VllmRequest) -> None:
+        if isinstance(request.state, Leaving | Left):
+            self.apply(request, WentOn())
+            self._on_work()
+
+    def left(self, request: VllmRequest, block_ids: Sequence[int]) -> None:
+        """All KV of one that has left its batch is in the pool, in these blocks."""
+        if isinstance(request.state, Left):
+            whole = request.state.computed // self._layout.block_tokens
+            request.whole_block_ids, request.tail_block_ids = tuple(block_ids[:whole]), tuple(block_ids[whole:])
 
     def goes_on(self, request: VllmRequest) -> bool:
         """Whether there is room for a token behind the one that prefill draws."""

@@ -7,6 +7,7 @@ from kaveri.engine.vllm.rank import (
     AbortCopy,
     BlockStaged,
     CopyCall,
+    FinishCopy,
     MarkCopy,
     OpenCopy,
     RankListener,
@@ -55,6 +56,8 @@ class StagedCopies:
                 self._sender.write_layers(transfer_id, self._layers, block_index, (slot,))
             case MarkCopy(transfer_id, block_count, note):
                 self._sender.mark(transfer_id, block_count, note)
+            case FinishCopy(transfer_id, note):
+                self._sender.finish(transfer_id, note)
             case AbortCopy(transfer_id, keep_marked):
                 self._sender.abort(transfer_id, keep_marked=keep_marked)
 

@@ -22,14 +22,19 @@ from kaveri.engine.vllm.life import (
     BlocksGivenUp,
     BlocksTaken,
     Drawn,
+    Ended,
     Failed,
     Joined,
     JoinedAnew,
     Joining,
+    Leaving,
+    Left,
+    LeftBatch,
     LeftOut,
     Placed,
     Prefilling,
     Reserved,
+    Returning,
     Running,
     Scheduled,
     Stepped,
@@ -92,6 +97,7 @@ class Steps:
         for request in added:
             self._add(request)
         self._release_ended()
+        left = self._take_leaving()
         self._admit_waiting(stalled)
         reporting = self.has_reports
         with self._shared.lock:
@@ -101,6 +107,9 @@ class Steps:
         if reporting or runnable:
             outputs = self._core.step()
         advanced = bool(self._advances)
+        with self._shared.lock:
+            for request, block_ids in left:
+                self._requests.left(request, block_ids)
         self._apply_step(outputs)
         # Nothing waits for room inside vLLM: room would come when it is not needed any more.
         for request in added:
@@ -159,7 +168,7 @@ class Steps:
             # vLLM itself keeps those of a request that still waits for its KV.
             return False
         with self._shared.lock:
-            if entry.owner.transfer_id is not None:
+            if entry.owner.transfer_id is not None or isinstance(entry.owner.state, Left):
                 return True
             is_prompt = isinstance(entry.owner.state, Prefilling)
             return is_prompt and token_id is not None and self._finish(entry.owner, token_id) is None
@@ -207,6 +216,34 @@ class Steps:
                 self._requests.forget(request)
         for request in gone:
             self._plane.do(ForgetPrompt(request.engine_id))
+
+    def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
+        """Has vLLM compute no more of requests that are to be released, and keep their blocks; those that go on after
+        all are given to it again. Returns the former with their blocks, which can be read behind the next step."""
+        with self._shared.lock:
+            decodes = tuple(self._requests.decodes.values())
+            leaving = [request for request in decodes if isinstance(request.state, Leaving)]
+            for request in leaving:
+                self._requests.apply(request, LeftBatch())
+            returning = [request for request in decodes if isinstance(request.state, Returning)]
+            for request in returning:
+                self._part(request)
+                self._requests.apply(request, JoinedAnew())
+        left: list[tuple[VllmRequest, Sequence[int]]] = []
+        for request in leaving:
+            assert request.entry is not None, "vLLM has a request that it computes"
+            computed = request.state.computed
+            block_ids = self._core.blocks_of(request.entry.vllm_id)[: request.state.facts.block_count(computed)]
+            self._core.abort(request.entry.vllm_id)
+            self._core.scheduler_side.left(block_ids[len(request.whole_block_ids) :])
+            left.append((request, block_ids))
+        for request in returning:
+            given = request.request
+            token_ids = (*given.token_ids, *request.drawn)
+            generated_count = given.generated_count + len(request.drawn)
+            again = replace(given, token_ids=token_ids, generated_count=generated_count)
+            self._give(request, token_ids, decode_params(again, self._info.eos_token_ids))
+        return left
 
     def _admit_waiting(self, stalled: bool) -> None:
         """Lets vLLM compute admitted requests, as far as the batch has room."""
@@ -283,14 +320,14 @@ class Steps:
                 request = advance.entry.owner
                 if not request.done:
                     actions += apply(request, Stepped(advance.computed))
-                    if advance.block_ids and isinstance(request.state, Running):
+                    if advance.block_ids and isinstance(request.state, Running | Leaving):
                         block_tokens = request.state.facts.block_tokens
                         request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
             for output in outputs:
                 found = self._requests.by_id.get(output.request_id)
-                if found is not None and not found.done:
+                if found is not None and not isinstance(found.state, Ended | Left | Returning):
                     actions += apply(found, self._outcome(found, output))
-                    if isinstance(found.state, Running) and output.finished:
+                    if isinstance(found.state, Running | Leaving) and output.finished:
                         actions += apply(found, Failed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
                 if isinstance(request.state, Joining) and _is_queued(request):
@@ -320,7 +357,7 @@ class Steps:
     def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
         """Why the request ends with this token, its next; None when it goes on."""
         state, first_index = request.state, request.request.generated_count
-        index = state.index if isinstance(state, Running) else first_index
+        index = state.index if isinstance(state, Running | Leaving) else first_index
         context_tokens = request.prompt_tokens + index - first_index + 1
         eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
         return finish_reason(request.request.params, eos_token_ids, token_id, index, context_tokens, max_model_len)

@@ -43,7 +43,8 @@ class Replica:
     key: ReplicaKey
     state: Receiving | Sealed | Kept | Dropped
     block_ids: list[int] = field(default_factory=list)
-    """[0, whole blocks of token_ids) are verified; the others are granted ahead."""
+    """[0, blocks of token_ids) are verified; the others are granted ahead. The last one may be part-full once the owner
+    has let the request go."""
     token_ids: list[int] = field(default_factory=list)
     reading: set[bytes] = field(default_factory=set)
     """Pushes of ours that read its blocks."""

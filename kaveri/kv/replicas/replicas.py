@@ -271,7 +271,12 @@ class Replicas:
     def _end_owner(self, replica: Replica, event: TransferLanded | TransferReleased) -> ReplicaEvent | None:
         """The owner's push has ended, and cannot write any more."""
         self._starved.pop(replica, None)
-        reason = event.reason if isinstance(event, TransferReleased) else "the owner has ended its push"
+        if isinstance(event, TransferLanded):
+            reason = "the owner has let it go"
+            if isinstance(replica.state, Receiving):
+                self._add_tail(replica, event)
+        else:
+            reason = event.reason
         match replica.state:
             case Dropped():
                 replica.state = Dropped(None)
@@ -287,6 +292,18 @@ class Replicas:
                     return ReplicaDropped(replica.key, reason)
                 self._free_ahead(replica)
                 return ReplicaOrphaned(replica.key, reason)
+
+    def _add_tail(self, replica: Replica, landed: TransferLanded) -> None:
+        """The tokens behind the last mark, less than a block, that the owner names at the end of its push."""
+        token_ids = noted_tokens(landed.note)
+        whole = len(replica.token_ids) // self._layout.block_tokens
+        block_bytes = self._layout.layer_count * self._layout.block_bytes
+        due_count = whole + bool(token_ids)
+        if landed.kv_bytes == due_count * block_bytes and len(token_ids) < self._layout.block_tokens:
+            replica.token_ids += token_ids
+        else:
+            # Nothing can be said of tokens that are not named; those before are right.
+            get_logger().warning("replica_tail_refused", request_id=replica.key.request_id, named=len(token_ids))
 
     def _hear_push(self, event: PushEvent) -> None:
         """The sender's listener."""
@@ -332,10 +349,10 @@ class Replicas:
 
     def _free_ahead(self, replica: Replica) -> None:
         """The blocks behind the watermark are not needed any more."""
-        whole = len(replica.token_ids) // self._layout.block_tokens
-        if whole < len(replica.block_ids):
-            self._allocator.release_last(replica, len(replica.block_ids) - whole)
-            del replica.block_ids[whole:]
+        used = self._layout.block_count(len(replica.token_ids))
+        if used < len(replica.block_ids):
+            self._allocator.release_last(replica, len(replica.block_ids) - used)
+            del replica.block_ids[used:]
             self._feed_starved()
 
     def _feed_starved(self) -> None:

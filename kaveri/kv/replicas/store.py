@@ -6,7 +6,9 @@ When the owner is gone the replica stays up to its watermark, until drop(). Déj
 appendix E) keeps such copies on the next worker of a ring; a store leaves it to others which copies it keeps.
 
     open ── ReplicaGrew* ──┬── seal ─────────────────────────┐
-                           ├── owner lost: ReplicaOrphaned ──┴── push* ── drop
+                           ├── owner lost: ReplicaOrphaned ──┼── push* ── drop
+                           ├── owner let the request go: ────┘
+                           │   ReplicaOrphaned, tail included
                            └── owner gave it up: ReplicaDropped
 """
 
@@ -48,7 +50,8 @@ class ReplicaGrew:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOrphaned:
-    """The owner's push has ended against its will: it is lost, or was sealed off. The replica is kept until drop()."""
+    """The owner's push has ended, and the replica is kept until drop(). The owner is lost, was sealed off, or has let
+    the request go: then the replica has a tail, the tokens behind its last whole block."""
 
     key: ReplicaKey
     reason: str
@@ -91,7 +94,7 @@ class ReplicaStore(Protocol):
         """
 
     def watermark(self, key: ReplicaKey) -> int:
-        """Tokens that have come and are verified: whole blocks."""
+        """Tokens that have come and are verified: whole blocks, and the tail once the owner has let the request go."""
 
     def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
         """The ids of those tokens."""

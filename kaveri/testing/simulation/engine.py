@@ -32,6 +32,7 @@ from kaveri.testing.simulation.kv_sender import SimulatedSender
 from kaveri.testing.simulation.kv_wire import KvWire
 
 _STAGING_BLOCKS = 4
+_LOOK_EVERY_S = 0.1
 
 
 class SimulatedEngine:
@@ -193,6 +194,9 @@ class SimulatedEngine:
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         self._copier.replicate(key, ticket)
 
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        self._copier.release(key, timeout_s)
+
     def _wake_copier(self) -> None:
         if self._next_copy is None and not self._shared.closing and self._copier.has_copies:
             delay_s = self._rng.random() * self._step_s
@@ -203,6 +207,11 @@ class SimulatedEngine:
         self._next_copy = None
         while not self._shared.closing and self._copier.advance():
             pass
+        self._outbox.publish()
+        if self._next_copy is None and not self._shared.closing and self._copier.is_releasing:
+            # Its time limits pass without an event.
+            loop = asyncio.get_running_loop()
+            self._next_copy = loop.call_later(_LOOK_EVERY_S, self._copy, context=self._context)
 
     def _hear(self, event: PlaneEvent) -> None:
         """The engine reports a ticket when it next reads its commands."""
@@ -225,6 +234,9 @@ class SimulatedEngine:
             return
         self._shared.turn_count += 1
         planned = self._lifecycle.plan()
+        for sequence, _ in self._lifecycle.last_blocks():
+            self._lifecycle.stopped(sequence)
+            self._wake_copier()
         if planned:
             step_s = self._step_s * (0.5 + self._rng.random())
             self._shared.stepped(step_s)

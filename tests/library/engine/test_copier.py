@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.engine.contract import EngineEvent, EngineKey, Landed, ReplicaEnded, Replicated
+from kaveri.engine.contract import EngineEvent, EngineKey, Landed, LetGo, ReleaseFailed, ReplicaEnded, Replicated
 from kaveri.engine.copier import BlockPlace, Copier, ReplicaOptions
 from kaveri.engine.pace import Pace
 from kaveri.engine.shared import Shared
@@ -18,7 +18,7 @@ from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, noted_tokens
-from kaveri.kv.transfer.push import PushExtended, PushFailed, PushListener, PushMarked
+from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import make_request
@@ -35,6 +35,10 @@ class _Request:
     done: bool = False
     whole: int = 0
     generation: int = 0
+    refusal: str | None = None
+    """Why it cannot be stopped."""
+    is_stopped: bool = False
+    stopped_tokens: int | None = None
 
     def places(self, index: int) -> BlockPlace:
         return BlockPlace(100 + index, self.generation)
@@ -54,11 +58,26 @@ class _Account:
         return owner.whole
 
     def place_of(self, owner: _Request, index: int) -> BlockPlace:
-        assert index < owner.whole
+        assert index < max(owner.whole, _LAYOUT.block_count(owner.stopped_tokens or 0))
         return owner.places(index)
 
     def tokens_of(self, owner: _Request, start: int, stop: int) -> Sequence[int]:
         return range(start, stop)
+
+    def stop(self, owner: _Request) -> str | None:
+        owner.is_stopped = not owner.refusal
+        return owner.refusal
+
+    def stopped_tokens(self, owner: _Request) -> int | None:
+        assert owner.is_stopped
+        return owner.stopped_tokens
+
+    def go_on(self, owner: _Request) -> None:
+        assert owner.is_stopped
+        owner.is_stopped = False
+
+    def end(self, owner: _Request) -> None:
+        owner.done = True
 
 
 class _Sender:
@@ -69,6 +88,7 @@ class _Sender:
         self.opened: list[bytes] = []
         self.written: list[tuple[bytes, int, int, tuple[int, ...]]] = []
         self.marks: list[tuple[bytes, int, tuple[int, ...]]] = []
+        self.finished: list[tuple[bytes, tuple[int, ...]]] = []
         self.aborted: list[bytes] = []
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
@@ -85,7 +105,7 @@ class _Sender:
         self.marks.append((transfer_id, block_count, noted_tokens(note)))
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        raise AssertionError("a copy is never finished")
+        self.finished.append((transfer_id, noted_tokens(note)))
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         self.aborted.append(transfer_id)
@@ -270,6 +290,83 @@ def test_failed_copy_may_be_made_again_elsewhere() -> None:
     again = bench.replicate(request, 10, "b")
     bench.run()
     assert bench.sender.marks[-1] == (again, 2, tuple(range(8)))
+
+
+# Requests that are let go.
+
+
+def test_released_request_ends_its_push_with_its_part_full_block() -> None:
+    request = _Request(_KEY, whole=2)
+    bench = _Bench(request)
+    push = bench.replicate(request, 10)
+    bench.run()
+    bench.copier.release(_KEY, 2.0)
+    bench.run()
+    assert request.is_stopped
+    assert not bench.sender.finished, "a step is under way"
+    request.whole, request.stopped_tokens = 3, 14
+    bench.run()
+    assert [index for _, layer, index, _ in bench.sender.written if layer == 0] == [0, 1, 2, 3]
+    assert bench.sender.marks[-1] == (push, 3, tuple(range(8, 12))), "the part-full block is not marked"
+    assert bench.sender.finished == [(push, (12, 13))]
+    bench.sender.tell(PushAccepted(push, 1, "unix"))
+    assert bench.events == [LetGo(_KEY, 14)]
+    assert request.done
+    assert not bench.copier.has_copies
+
+
+def test_released_request_without_a_part_full_block_names_no_token() -> None:
+    request = _Request(_KEY, whole=2, stopped_tokens=8)
+    bench = _Bench(request)
+    push = bench.replicate(request, 10)
+    bench.copier.release(_KEY, 2.0)
+    bench.run()
+    assert bench.sender.marks == [(push, 2, tuple(range(8)))]
+    assert bench.sender.finished == [(push, ())]
+
+
+def test_request_goes_on_when_its_holder_does_not_take_the_rest_in_time() -> None:
+    request = _Request(_KEY, whole=2, stopped_tokens=9)
+    bench = _Bench(request)
+    push = bench.replicate(request, 2)
+    bench.copier.release(_KEY, 2.0)
+    bench.run()
+    bench.sender.tell(PushMarked(push, 2))
+    bench.now_s += 1.9
+    bench.run()
+    assert not bench.sender.aborted
+    bench.now_s += 0.1
+    bench.run()
+    assert bench.sender.aborted == [push]
+    bench.sender.tell(PushFailed(push, "aborted"))
+    reason = "the holder has not taken all in time"
+    assert bench.events == [Replicated(_KEY, 8), ReplicaEnded(_KEY, reason), ReleaseFailed(_KEY, reason)]
+    assert not request.is_stopped
+    assert not request.done
+
+
+def test_request_that_loses_its_blocks_is_not_released_and_keeps_its_replica() -> None:
+    request = _Request(_KEY, whole=2)
+    bench = _Bench(request)
+    push = bench.replicate(request, 10)
+    bench.run()
+    bench.copier.release(_KEY, 2.0)
+    request.whole, request.generation, request.stopped_tokens = 0, 1, 0
+    bench.run()
+    bench.sender.tell(PushMarked(push, 2))
+    assert bench.events == [ReleaseFailed(_KEY, "it was preempted"), Replicated(_KEY, 8)]
+    assert not bench.sender.finished
+    assert not bench.sender.aborted
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_request_that_cannot_be_released_hears_why(copied: bool) -> None:
+    request = _Request(_KEY, whole=2, refusal="not now")
+    bench = _Bench(request)
+    if copied:
+        bench.replicate(request, 10)
+    bench.copier.release(_KEY, 2.0)
+    assert bench.events == [ReleaseFailed(_KEY, "not now" if copied else "it has no replica")]
 
 
 # Copies leave room for others.

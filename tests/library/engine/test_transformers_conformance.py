@@ -16,6 +16,7 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
 from tests.support.plain_transformers import PlainTransformers
@@ -95,13 +96,13 @@ def reference(model_folder: Path) -> PlainTransformers:
     return PlainTransformers(model_folder, ignore_eos=True)
 
 
-class TestStepwiseOnTransformers(EngineConformance, ResumptionConformance, ReplicationConformance):
+class TestStepwiseOnTransformers(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
     @pytest.fixture
     def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> _Harness:
         return _Harness(model_folder, tmp_path, reference)
 
 
-class TestStepwiseOnDeviceMemory(ResumptionConformance, ReplicationConformance):
+class TestStepwiseOnDeviceMemory(ResumptionConformance, ReplicationConformance, ReleaseConformance):
     @pytest.fixture
     def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> _DeviceHarness:
         return _DeviceHarness(model_folder, tmp_path, reference)

@@ -17,6 +17,7 @@ from kaveri.kv.replicas.store import ReplicaKey, ReplicaListener, ReplicaUsage
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_conformance import EngineConformance
+from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
 from kaveri.testing.simulation.engine import SimulatedEngine
@@ -107,6 +108,9 @@ class _EngineOnThread:
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         self._thread.call(lambda: self._engine.replicate(key, ticket))
+
+    def release(self, key: EngineKey, timeout_s: float) -> None:
+        self._thread.call(lambda: self._engine.release(key, timeout_s))
 
 
 class _ReplicasOnThread:
@@ -209,7 +213,7 @@ class _Harness:
         return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
 
 
-class TestSimulatedEngine(EngineConformance, ResumptionConformance, ReplicationConformance):
+class TestSimulatedEngine(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
     def harness(self, request: pytest.FixtureRequest) -> Iterator[_Harness]:
         thread = _LoopThread()

@@ -20,9 +20,14 @@ from services.decode.copying import (
     Copy,
     CopyGrew,
     CopyLost,
+    EndAsMoved,
     Event,
     Holder,
     HolderChosen,
+    LetGoInEngine,
+    MoveAsked,
+    MoveDone,
+    MoveFailed,
     Opening,
     RequestEnded,
     RoomGranted,
@@ -61,6 +66,28 @@ def test_the_life_that_granted_the_room_is_the_holder_not_the_one_of_the_view() 
     assert isinstance(copy, Copied)
     assert copy.holder.incarnation == 7
     assert done[-1] == TellRouter(Replica("d1", 7, 16))
+
+
+def test_a_request_is_moved_once_the_engine_has_let_it_go() -> None:
+    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16))
+    _, done = after(*copied, MoveAsked(), CopyGrew(32), MoveDone(37))
+    assert done[-3:] == [LetGoInEngine(), TellRouter(Replica("d1", 1, 32)), EndAsMoved(Replica("d1", 1, 37))]
+    _, done = after(*copied, MoveAsked(), MoveDone(37), RequestEnded())
+    assert not any(isinstance(action, CloseCopy) for action in done), "the request goes on from that copy"
+
+
+def test_a_request_that_could_not_be_let_go_keeps_its_copy_or_looks_for_another() -> None:
+    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), MoveAsked())
+    copy, _ = after(*copied, MoveFailed())
+    assert copy == Copied(ONE, 0, 16)
+    copy, _ = after(*copied, LOST, MoveFailed())
+    assert isinstance(copy, Alone)
+    assert copy.former == ONE
+
+
+def test_a_request_that_ends_while_it_is_let_go_leaves_no_copy() -> None:
+    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), MoveAsked(), RequestEnded(), MoveDone(37))
+    assert done[-1] == CloseCopy(ONE)
 
 
 def test_a_former_holder_is_closed_once_another_one_has_granted_room() -> None:

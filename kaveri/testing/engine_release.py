@@ -1,0 +1,230 @@
+"""What every engine that lets requests go must do. Subclass ReleaseConformance beside ReplicationConformance.
+
+The holder is a ReplicaStore. That it has all KV is proved by going on from it. The suite does not verify how long a
+request stands still.
+"""
+
+from typing import Any
+
+import pytest
+
+from kaveri.engine.contract import (
+    EngineKey,
+    EngineRequest,
+    FirstToken,
+    Landed,
+    LetGo,
+    ReleaseFailed,
+    ReplicaEnded,
+)
+from kaveri.kv.replicas.store import ReplicaOrphaned
+from kaveri.testing.engine_conformance import MAX_MODEL_LEN, Pair, make_request, running_pair
+from kaveri.testing.engine_recorder import SOON_S, wait_until_free
+from kaveri.testing.engine_replication import (
+    Holder,
+    ReplicationHarness,
+    open_holder,
+    replica_key,
+    wait_until_grown,
+)
+
+
+def _begin(pair: Pair, holder: Holder, request: EngineRequest) -> None:
+    """Brings the request to the decode engine, and begins its replica."""
+    pair.hand_over(request)
+    pair.decoded.wait_for(Landed, request.key)
+    holder.replicate(pair.decode, request)
+
+
+def _drawn(pair: Pair, key: EngineKey) -> list[int]:
+    first = pair.prefilled.wait_for(FirstToken, key).token_id
+    return [first, *pair.decoded.token_ids.get(key, ())]
+
+
+def _release(pair: Pair, holder: Holder, request: EngineRequest) -> list[int]:
+    """Releases the request, and returns the tokens that were drawn for it. Asserts that the holder lacks none."""
+    pair.decode.release(request.key, SOON_S)
+    let_go = pair.decoded.wait_for(LetGo, request.key)
+    drawn = _drawn(pair, request.key)
+    tokens = (*request.token_ids, *drawn)
+    assert let_go.token_count == len(tokens) - 1
+    holder.wait_for(ReplicaOrphaned, request.key)
+    assert holder.store.token_ids(replica_key(request.key)) == tokens[:-1]
+    return drawn
+
+
+def _wait_until_released(pair: Pair, key: EngineKey) -> None:
+    """Until the request has left, goes on for sure, or has ended."""
+
+    def is_decided() -> bool:
+        told = (*pair.decoded.of(LetGo, key), *pair.decoded.of(ReleaseFailed, key))
+        return key in pair.decoded.finished or bool(told)
+
+    pair.decoded.wait_until(is_decided, f"release of {key}")
+
+
+class ReleaseConformance:
+    """The suite. Every test makes engines and holders of its own from the `harness` fixture."""
+
+    @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
+    def test_released_request_goes_on_at_its_holder_with_nothing_computed_again(
+        self, harness: ReplicationHarness, moment: str
+    ) -> None:
+        params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if moment == "drawing sampled" else {}
+        with running_pair(harness) as pair:
+            block_tokens = pair.decode.info.layout.block_tokens
+            # Shorter than a block, at its end and behind it, and longer.
+            lengths = (2, block_tokens - 1, block_tokens, 2 * block_tokens + 1, 60)
+            requests = [make_request(pair.prefill, f"r{n}", n, 90, **params) for n in lengths]
+            for request in requests:
+                pair.hand_over(request)
+            answers = [pair.answer(request) for request in requests]
+        with (
+            running_pair(harness) as target,
+            running_pair(harness, admit=False) as pair,
+            open_holder(harness, target) as holder,
+        ):
+            for request in requests:
+                _begin(pair, holder, request)
+            if moment != "landed":
+                for request in requests:
+                    pair.decode.admit(request.key)
+                for request in requests[:3]:
+                    pair.decoded.wait_for_tokens(request.key, 3)
+            let_go = []
+            for request in requests:
+                pair.decode.release(request.key, SOON_S)
+            for request, answer in zip(requests, answers, strict=True):
+                _wait_until_released(pair, request.key)
+                if request.key in pair.decoded.finished:
+                    continue
+                let_go.append(request)
+                drawn = _drawn(pair, request.key)
+                tokens = (*request.token_ids, *drawn)
+                assert pair.decoded.of(LetGo, request.key) == [LetGo(request.key, len(tokens) - 1)]
+                holder.wait_for(ReplicaOrphaned, request.key)
+                assert holder.store.token_ids(replica_key(request.key)) == tokens[:-1]
+                if drawn == answer:
+                    continue
+                holder.resume(target, request, drawn)
+                target.decoded.wait_for_finish(request.key)
+                assert drawn + target.decoded.token_ids[request.key] == answer, len(request.token_ids)
+            assert let_go, "all have finished before they were released"
+            assert not pair.decoded.of(ReleaseFailed)
+            wait_until_free(pair.prefill, pair.decode, target.decode)
+
+    def test_others_run_on_while_a_request_is_released(self, harness: ReplicationHarness) -> None:
+        with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as holder:
+            requests = [make_request(pair.prefill, f"r{i}", 30 + i, 60) for i in range(4)]
+            for request in requests:
+                _begin(pair, holder, request)
+                pair.decode.admit(request.key)
+            pair.decoded.wait_for_tokens(requests[0].key, 2)
+            pair.decode.release(requests[0].key, SOON_S)
+            for request in requests[1:]:
+                assert pair.answer(request) == harness.answer(request.token_ids, 60)
+            if requests[0].key not in pair.decoded.finished:
+                pair.decoded.wait_for(LetGo, requests[0].key)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_request_without_a_replica_is_not_released_and_goes_on(self, harness: ReplicationHarness) -> None:
+        with running_pair(harness, admit=False) as pair:
+            request = make_request(pair.prefill, "r", 40, 20)
+            pair.hand_over(request)
+            pair.decoded.wait_for(Landed, request.key)
+            pair.decode.release(EngineKey("unknown", 1), SOON_S)
+            pair.decode.release(request.key, SOON_S)
+            pair.decoded.wait_for(ReleaseFailed, request.key)
+            pair.decode.admit(request.key)
+            assert pair.answer(request) == harness.answer(request.token_ids, 20)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_request_goes_on_when_its_holder_does_not_take_all_and_may_be_released_elsewhere(
+        self, harness: ReplicationHarness
+    ) -> None:
+        with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as other:
+            block_tokens = pair.decode.info.layout.block_tokens
+            with open_holder(harness, pair, block_count=3) as full:
+                request = make_request(pair.prefill, "r", 2 * block_tokens + 1, 50)
+                rival = make_request(pair.prefill, "rival", block_tokens - 1, 50)
+                for each in (request, rival):
+                    pair.hand_over(each)
+                    pair.decoded.wait_for(Landed, each.key)
+                # The rival has a block, so that one of this request is always missing.
+                full.replicate(pair.decode, rival)
+                ticket = full.store.open(replica_key(request.key), pair.decode.info.layout, block_tokens - 1, 60.0)
+                pair.decode.replicate(request.key, ticket)
+                wait_until_grown(pair.decoded, request.key, block_tokens)
+                pair.decode.release(request.key, 0.5)
+                pair.decode.release(request.key, SOON_S)
+                pair.decoded.wait_for(ReleaseFailed, request.key)
+                assert len(pair.decoded.of(ReplicaEnded, request.key)) == 1
+                assert len(pair.decoded.of(ReleaseFailed, request.key)) == 1
+            assert not pair.decoded.of(LetGo)
+            other.replicate(pair.decode, request)
+            drawn = _release(pair, other, request)
+            assert drawn == harness.answer(request.token_ids, 1)
+            pair.decode.admit(rival.key)
+            assert pair.answer(rival) == harness.answer(rival.token_ids, 50)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_request_whose_release_has_failed_draws_the_same_answer(self, harness: ReplicationHarness) -> None:
+        with running_pair(harness, admit=False) as pair:
+            block_tokens = pair.decode.info.layout.block_tokens
+            request = make_request(pair.prefill, "r", 2 * block_tokens + 1, 60)
+            with open_holder(harness, pair, block_count=1) as full:
+                pair.hand_over(request)
+                pair.decoded.wait_for(Landed, request.key)
+                ticket = full.store.open(replica_key(request.key), pair.decode.info.layout, block_tokens - 1, 60.0)
+                pair.decode.replicate(request.key, ticket)
+                pair.decode.admit(request.key)
+                pair.decoded.wait_for_tokens(request.key, 2)
+                pair.decode.release(request.key, 0.2)
+                pair.decoded.wait_for(ReleaseFailed, request.key)
+            assert pair.answer(request) == harness.answer(request.token_ids, 60)
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_abort_of_a_request_that_is_being_released_frees_all_blocks(self, harness: ReplicationHarness) -> None:
+        with running_pair(harness, admit=False) as pair, open_holder(harness, pair, block_count=1) as full:
+            block_tokens = pair.decode.info.layout.block_tokens
+            request = make_request(pair.prefill, "r", 2 * block_tokens + 1, 60)
+            pair.hand_over(request)
+            pair.decoded.wait_for(Landed, request.key)
+            ticket = full.store.open(replica_key(request.key), pair.decode.info.layout, block_tokens - 1, 60.0)
+            pair.decode.replicate(request.key, ticket)
+            wait_until_grown(pair.decoded, request.key, block_tokens)
+            pair.decode.release(request.key, SOON_S)
+            pair.decode.abort(request.key)
+            pair.prefill.abort(request.key)
+            wait_until_free(pair.prefill, pair.decode)
+            assert not pair.decoded.of(LetGo)
+            assert not pair.decoded.of(ReleaseFailed)
+
+    def test_requests_released_while_blocks_are_short_are_neither_lost_nor_doubled(
+        self, harness: ReplicationHarness
+    ) -> None:
+        with running_pair(harness) as probe:
+            blocks = probe.decode.info.layout.block_count(MAX_MODEL_LEN)
+        with (
+            running_pair(harness) as target,
+            running_pair(harness, decode_blocks=blocks) as pair,
+            open_holder(harness, target) as holder,
+        ):
+            length = max(1, MAX_MODEL_LEN // 4 - pair.decode.info.layout.block_tokens)
+            requests = [make_request(pair.prefill, f"r{i}", length, MAX_MODEL_LEN // 2) for i in range(4)]
+            for request in requests:
+                _begin(pair, holder, request)
+            for request in requests:
+                pair.decode.release(request.key, SOON_S)
+            for request in requests:
+                _wait_until_released(pair, request.key)
+                answer = harness.answer(request.token_ids, MAX_MODEL_LEN // 2)
+                if pair.decoded.of(LetGo, request.key):
+                    holder.wait_for(ReplicaOrphaned, request.key)
+                    drawn = _drawn(pair, request.key)
+                    holder.resume(target, request, drawn)
+                    target.decoded.wait_for_finish(request.key)
+                    assert drawn + target.decoded.token_ids[request.key] == answer
+                else:
+                    assert pair.answer(request) == answer
+            wait_until_free(pair.prefill, pair.decode, target.decode)
