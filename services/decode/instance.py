@@ -55,7 +55,7 @@ from services.decode.attaching import Awaited, attached_of, prompt_tokens
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts, ResumedHere
-from services.decode.token_streams import TokenStream, TokenStreams
+from services.decode.token_streams import BEAT_S, TokenStream, TokenStreams
 
 _ATTEMPTS_REMEMBERED_S = 5.0
 """Longer than a Reserve can be on its way; not much longer, since a client may use a request id again."""
@@ -373,8 +373,14 @@ class DecodeInstance:
         return self._idle.is_set()
 
     async def wait_idle(self) -> None:
-        # What the streams have not sent yet they send when they are closed.
-        await self._idle.wait()
+        while True:
+            await self._idle.wait()
+            if not self.streams.count:
+                return
+            # Routers hear of the last tokens before they hear that this instance has left.
+            await asyncio.sleep(BEAT_S)
+            if self._idle.is_set():
+                return
 
     def fail_all(self, reason: str) -> None:
         for request in list(self._requests):

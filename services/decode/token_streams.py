@@ -74,6 +74,11 @@ class TokenStreams:
         """The routers without a stream that requests are, or were, here for: those requests are orphans."""
         return tuple(self._grace)
 
+    @property
+    def count(self) -> int:
+        """Routers that have a stream."""
+        return len(self._streams)
+
     def has(self, router_id: str) -> bool:
         """Whether the router has a stream."""
         return router_id in self._streams

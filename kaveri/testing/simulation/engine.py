@@ -198,9 +198,15 @@ class SimulatedEngine:
         self._copier.release(key, timeout_s)
 
     def _wake_copier(self) -> None:
-        if self._next_copy is None and not self._shared.closing and self._copier.has_copies:
+        if self._shared.closing or not self._copier.has_copies:
+            return
+        loop = asyncio.get_running_loop()
+        if self._next_copy is not None and self._next_copy.when() > loop.time() + self._step_s:
+            # It only looks at time limits.
+            self._next_copy.cancel()
+            self._next_copy = None
+        if self._next_copy is None:
             delay_s = self._rng.random() * self._step_s
-            loop = asyncio.get_running_loop()
             self._next_copy = loop.call_later(delay_s, self._copy, context=self._context)
 
     def _copy(self) -> None:

@@ -4,7 +4,7 @@ from kaveri.domain.owner import Owner
 from kaveri.domain.replica import Replica
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import EngineKey, TokenStep
-from services.decode.answer_log import AnswerLog
+from services.decode.answer_log import AnswerLog, End
 
 OWNER = Owner(0, 1)
 
@@ -27,6 +27,19 @@ def test_no_copy_is_named_of_a_request_that_has_ended() -> None:
     log.send_from(0)
     gained = log.take("r", OWNER)
     assert (gained.token_ids, gained.replica) == ([42], None)
+
+
+def test_the_copy_of_a_moved_request_is_named_with_its_end() -> None:
+    log = AnswerLog.drawn_here(0)
+    log.note_replica(Replica("d1", 1, 16))
+    log.take("r", OWNER)
+    log.note_replica(Replica("d1", 1, 21))
+    log.end = End(error="it goes on at d1", moved=True)
+    for _ in range(2):
+        gained = log.take("r", OWNER)
+        assert (gained.end.moved, gained.replica) == (True, Replica("d1", 1, 21))
+        # Another router attaches.
+        log.send_from(0)
 
 
 def test_a_resumed_request_draws_its_next_token_here() -> None:
