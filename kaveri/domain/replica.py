@@ -34,6 +34,8 @@ class ReplicaOffer:
     """Tokens of the request now. The copy may grow beyond them."""
     timeout_s: float
     """What is left until the request's deadline."""
+    number: int = 0
+    """Of the copy, among those that the owner has asked for, from 1 on. 0: not counted."""
 
 
 @dataclass(frozen=True, slots=True)

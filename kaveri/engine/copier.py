@@ -308,6 +308,15 @@ class Copier(Generic[OwnerT]):
                 self._sender.abort(transfer_id)
         return True
 
+    def fail(self, reason: str) -> None:
+        """Ends all copies. Their requests go on."""
+        with self._shared.lock:
+            transfer_ids = tuple(self._copies)
+        for transfer_id in transfer_ids:
+            self._end(transfer_id, reason)
+            self._sender.abort(transfer_id)
+        self._shared.outbox.publish()
+
     def close(self) -> None:
         """Ends all copies. Idempotent."""
         self._sender.close()
@@ -411,7 +420,16 @@ class Copier(Generic[OwnerT]):
 
     def _stage(self, due: "_Stage[OwnerT]") -> None:
         copy, index, place, slot = due
-        self._staging(place.block_id, slot)
+        try:
+            self._staging(place.block_id, slot)
+        except Exception as error:  # A copy must never end the engine, and with it its requests.
+            get_logger().warning("copy_failed", request_id=copy.owner.key.request_id, error=repr(error))
+            # Calls to a rank are carried out in order: whatever it still writes to the slot, the next use overwrites.
+            with self._shared.lock:
+                self._free_slot(copy, slot)
+            self._end(copy.ticket.transfer_id, str(error))
+            self._sender.abort(copy.ticket.transfer_id)
+            return
         with self._shared.lock:
             live = not copy.owner.done and self._copies.get(copy.ticket.transfer_id) is copy
             readable = live and index < self._readable_blocks(copy)
@@ -617,7 +635,6 @@ class CopierThread(Generic[OwnerT]):
                     pass
                 # A release that has failed without a word of the holder.
                 self._shared.outbox.publish()
-            except Exception as error:
-                self._shared.stop(f"the copier failed: {error!r}")
+            except Exception as error:  # As above.
                 get_logger().exception("copier_failed", error=repr(error))
-                return
+                self._copier.fail(f"the copier failed: {error!r}")

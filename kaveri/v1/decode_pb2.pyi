@@ -37,6 +37,7 @@ class OpenReplicaRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     session: _builtins.int
@@ -55,6 +56,10 @@ class OpenReplicaRequest(_message.Message):
     """Tokens of the request now, prompt and answer. The copy may grow beyond them."""
     timeout_s: _builtins.float
     """Seconds that are left until the request's deadline."""
+    replica: _builtins.int
+    """The number of this copy among those that the owner has asked for, rising from 1. An earlier one that comes late is
+    refused with UNAVAILABLE. 0: not counted.
+    """
     @_builtins.property
     def layout(self) -> _kv_pb2.KvLayout:
         """The owner's layout. It must be the holder's own."""
@@ -72,14 +77,56 @@ class OpenReplicaRequest(_message.Message):
         layout: _kv_pb2.KvLayout | None = ...,
         token_count: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        replica: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "layout", b"layout", "owner_id", b"owner_id", "owner_incarnation", b"owner_incarnation", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "layout", b"layout", "owner_id", b"owner_id", "owner_incarnation", b"owner_incarnation", "replica", b"replica", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenReplicaRequest: _TypeAlias = OpenReplicaRequest  # noqa: Y015
+
+@_typing.final
+class UpdateReplicaRequest(_message.Message):
+    """The request of a copy belongs to a newer owner, at the same instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def owner(self) -> Global___AttemptId:
+        """The new owner, and the number of the copy."""
+
+    def __init__(
+        self,
+        *,
+        owner: Global___AttemptId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateReplicaRequest: _TypeAlias = UpdateReplicaRequest  # noqa: Y015
+
+@_typing.final
+class UpdateReplicaResponse(_message.Message):
+    """The outcome of UpdateReplica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateReplicaResponse: _TypeAlias = UpdateReplicaResponse  # noqa: Y015
 
 @_typing.final
 class OpenReplicaResponse(_message.Message):
@@ -495,6 +542,7 @@ class AttemptId(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     RESERVATION_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     attempt: _builtins.int
@@ -509,6 +557,10 @@ class AttemptId(_message.Message):
     """Of a prefill instance that gives room back: the last of the attempt's reservations that this concerns. A later
     one stays. 0: all.
     """
+    replica: _builtins.int
+    """Of the owner of a request, to the holder of its copy: only that copy is meant, and none that the owner has asked for
+    later. 0: the request, and whatever copy of it is here.
+    """
     def __init__(
         self,
         *,
@@ -518,10 +570,11 @@ class AttemptId(_message.Message):
         session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
         reservation: _builtins.int = ...,
+        replica: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "replica", b"replica", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -742,7 +795,9 @@ class DecodeTiming(_message.Message):
     held_tokens: _builtins.int
     """Of a resumed request: tokens whose KV came from a copy."""
     recomputed_tokens: _builtins.int
-    """Of a resumed request: tokens that the copy lacked, and that were computed here."""
+    """Of a resumed request: tokens that the copy lacked, and that were computed here. The newest one counts, which no
+    instance has computed before.
+    """
     def __init__(
         self,
         *,

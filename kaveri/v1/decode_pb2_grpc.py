@@ -60,6 +60,11 @@ class DecodeServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaResponse.FromString,
                 _registered_method=True)
+        self.UpdateReplica = channel.unary_unary(
+                '/kaveri.v1.DecodeService/UpdateReplica',
+                request_serializer=kaveri_dot_v1_dot_decode__pb2.UpdateReplicaRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_decode__pb2.UpdateReplicaResponse.FromString,
+                _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/kaveri.v1.DecodeService/Resume',
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.ResumeRequest.SerializeToString,
@@ -128,6 +133,14 @@ class DecodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateReplica(self, request, context):
+        """The request of a copy was attached: its owner is newer from now on, and older ones cannot close or resume it any
+        more. Sent by the instance that pushes the copy. Ignored when the copy is not here, or belongs to a newer owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Resume(self, request, context):
         """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
         bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
@@ -167,6 +180,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.OpenReplica,
                     request_deserializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaResponse.SerializeToString,
+            ),
+            'UpdateReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateReplica,
+                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.UpdateReplicaRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_decode__pb2.UpdateReplicaResponse.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
@@ -310,6 +328,33 @@ class DecodeService(object):
             '/kaveri.v1.DecodeService/OpenReplica',
             kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.SerializeToString,
             kaveri_dot_v1_dot_decode__pb2.OpenReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.DecodeService/UpdateReplica',
+            kaveri_dot_v1_dot_decode__pb2.UpdateReplicaRequest.SerializeToString,
+            kaveri_dot_v1_dot_decode__pb2.UpdateReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

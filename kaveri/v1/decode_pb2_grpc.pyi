@@ -70,6 +70,10 @@ class DecodeServiceStub:
     FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
     known), INVALID_ARGUMENT, UNAVAILABLE (draining).
     """
+    UpdateReplica: _grpc.UnaryUnaryMultiCallable[_decode_pb2.UpdateReplicaRequest, _decode_pb2.UpdateReplicaResponse]
+    """The request of a copy was attached: its owner is newer from now on, and older ones cannot close or resume it any
+    more. Sent by the instance that pushes the copy. Ignored when the copy is not here, or belongs to a newer owner.
+    """
     Resume: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ResumeRequest, _decode_pb2.ResumeResponse]
     """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
     bytes of its former owner from now on. What it lacks of token_ids is computed here. Returns once the request has
@@ -120,6 +124,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
     FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
     known), INVALID_ARGUMENT, UNAVAILABLE (draining).
+    """
+    UpdateReplica: _aio.UnaryUnaryMultiCallable[_decode_pb2.UpdateReplicaRequest, _decode_pb2.UpdateReplicaResponse]  # type: ignore[assignment]
+    """The request of a copy was attached: its owner is newer from now on, and older ones cannot close or resume it any
+    more. Sent by the instance that pushes the copy. Ignored when the copy is not here, or belongs to a newer owner.
     """
     Resume: _aio.UnaryUnaryMultiCallable[_decode_pb2.ResumeRequest, _decode_pb2.ResumeResponse]  # type: ignore[assignment]
     """Goes on here with a request whose owner was lost, from the copy that this instance holds. The copy takes no more
@@ -198,6 +206,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         same owner may ask again: the former copy is dropped first. Errors: RESOURCE_EXHAUSTED (no memory for replicas now),
         FAILED_PRECONDITION (the layouts differ, or replicas are off here), ABORTED or ALREADY_EXISTS (a newer owner is
         known), INVALID_ARGUMENT, UNAVAILABLE (draining).
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateReplica(
+        self,
+        request: _decode_pb2.UpdateReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.UpdateReplicaResponse, _abc.Awaitable[_decode_pb2.UpdateReplicaResponse]]:
+        """The request of a copy was attached: its owner is newer from now on, and older ones cannot close or resume it any
+        more. Sent by the instance that pushes the copy. Ignored when the copy is not here, or belongs to a newer owner.
         """
 
     @_abc_1.abstractmethod

@@ -37,6 +37,7 @@ def offer_to_proto(offer: ReplicaOffer) -> decode_pb2.OpenReplicaRequest:
         layout=layout_to_proto(offer.layout),
         token_count=offer.token_count,
         timeout_s=offer.timeout_s,
+        replica=offer.number,
     )
 
 
@@ -56,6 +57,7 @@ def offer_from_proto(message: decode_pb2.OpenReplicaRequest) -> ReplicaOffer:
         layout_from_proto(message.layout),
         message.token_count,
         message.timeout_s,
+        message.replica,
     )
 
 

@@ -24,6 +24,8 @@ class Holder(NamedTuple):
     instance_id: str
     incarnation: int
     address: str
+    number: int = 0
+    """Of the copy, among all that this instance has asked for."""
 
 
 # ---- states ----

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kaveri.domain.owner import Ownership
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
 from kaveri.domain.view import InstanceLoad
 from kaveri.errors import (
@@ -40,6 +40,8 @@ _QUIET_S = 120.0
 """An owner that marks nothing for so long counts as lost. Requests that wait for a seat grow no longer."""
 _UNUSED_S = 5.0
 """A copy of which no block has come for so long is dropped: its owner may not know that it has room."""
+_FULL_S = 3.0
+"""A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
 _LOOK_EVERY_S = 0.25
 _RETRY_AFTER_S = 1.0
 _SOON_S = 0.1
@@ -76,7 +78,15 @@ class HeldReplica:
     token_count: int
     """Tokens that it has blocks for."""
     watermark: int = 0
+    starved_since_s: float | None = None
+    """Since when there is no block for what its owner draws."""
     state: Growing | Orphan | Resuming = Growing()
+
+    @property
+    def newest(self) -> Owner:
+        """The newest owner of the request that is known here."""
+        owner = self.offer.ownership.owner
+        return max(owner, self.state.ownership.owner) if isinstance(self.state, Resuming) else owner
 
     @property
     def ends_s(self) -> float:
@@ -136,11 +146,10 @@ class ReplicaHolder:
             held = offer.ownership.comparable(former.offer.ownership)
             if held is None:
                 raise Unavailable("a copy of another request with this id is here", retry_after_s=_RETRY_AFTER_S)
-            newest = former.offer.ownership.owner
-            if isinstance(former.state, Resuming):
-                newest = max(newest, former.state.ownership.owner)
-            if held < newest:
-                raise held.stale(request_id, newest)
+            if held < former.newest:
+                raise held.stale(request_id, former.newest)
+            if held == former.offer.ownership.owner and 0 < offer.number < former.offer.number:
+                raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)
         self._instance.note_owner(request_id, offer.ownership)
         if former is not None:
             self._drop(former, "replaced")
@@ -179,15 +188,29 @@ class ReplicaHolder:
             raise
         return resumed
 
-    def close(self, request_id: str, ownership: Ownership) -> None:
-        """The owner, its router, or a newer owner wants no copy of the request here. Ignored while a newer owner
-        resumes from it."""
+    def update(self, request_id: str, ownership: Ownership, number: int) -> None:
+        """The request of a copy belongs to a newer owner from now on, at the same instance. Ignored when the copy of
+        that number is not here, or belongs to a newer owner.
+
+        Raises InvalidArgument (another secret), StaleAttempt and RequestAlreadyExists (a newer owner is known).
+        """
         held = self._held.get(request_id)
-        if held is None:
+        if held is None or held.offer.number != number:
+            return
+        if not ownership.is_same_request(held.offer.ownership):
+            raise wrong_secret()
+        if ownership.owner > held.newest:
+            self._instance.note_owner(request_id, ownership)
+            held.offer = replace(held.offer, ownership=ownership)
+
+    def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
+        """The owner, its router, or a newer owner wants no copy of the request here. Ignored while a newer owner
+        resumes from it. number: of the owner, that wants none up to this one; a later one stays. 0: any."""
+        held = self._held.get(request_id)
+        if held is None or 0 < number < held.offer.number:
             return
         owner = ownership.comparable(held.offer.ownership)
-        newest = held.state.ownership.owner if isinstance(held.state, Resuming) else held.offer.ownership.owner
-        if owner is not None and owner >= newest:
+        if owner is not None and owner >= held.newest:
             self._drop(held, "closed")
 
     def drain(self) -> None:
@@ -268,11 +291,10 @@ class ReplicaHolder:
         former = held.offer.ownership
         if not ownership.is_same_request(former):
             raise wrong_secret()
-        newest = held.state.ownership.owner if isinstance(held.state, Resuming) else former.owner
-        if ownership.owner < newest:
-            raise ownership.owner.stale(request_id, newest)
-        if ownership.owner == newest:
-            limit = f"above {newest.attempt}, the present one"
+        if ownership.owner < held.newest:
+            raise ownership.owner.stale(request_id, held.newest)
+        if ownership.owner == held.newest:
+            limit = f"above {held.newest.attempt}, the present one"
             raise InvalidArgument("attempt", ownership.owner.attempt, limit)
         self._instance.note_owner(request_id, ownership)
         # First of all: what the former owner still draws must not be in it.
@@ -379,6 +401,18 @@ class ReplicaHolder:
                     self._drop(held, "unused")
                 case Growing() | Orphan() if held.ends_s <= now_s:
                     self._drop(held, "deadline")
+                case Growing() if self._is_starved(held, now_s):
+                    # What it has is kept until its owner has found another holder.
+                    held.state = Orphan(now_s + _QUIET_S)
+                    self._store.seal(held.key)
+
+    def _is_starved(self, held: HeldReplica, now_s: float) -> bool:
+        if not self._store.is_starved(held.key):
+            held.starved_since_s = None
+            return False
+        if held.starved_since_s is None:
+            held.starved_since_s = now_s
+        return now_s - held.starved_since_s >= _FULL_S
 
     def _is_resuming(self, held: HeldReplica, ownership: Ownership) -> bool:
         """Whether the copy is here, and this owner the last one to go on from it."""

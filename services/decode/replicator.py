@@ -4,14 +4,16 @@ A token never waits for its copy: the engine copies in the background, and what 
 """
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from kaveri.cluster.store import ClusterStore
+from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaOffer
 from kaveri.domain.view import InstanceRecord, InstanceState, ViewedInstance
 from kaveri.engine.contract import (
@@ -82,6 +84,8 @@ class ReplicationSettings:
 class _Owned:
     request: DecodeRequest
     copy: Copy
+    told: Ownership
+    """The owner, as the holder knows it."""
 
 
 class Replicator:
@@ -114,6 +118,7 @@ class Replicator:
         self._tasks = asyncio.TaskGroup()
         self._asked_count = 0
         self._changed = asyncio.Event()
+        self._numbers = itertools.count(1)
         self._draining = False
         self._moved: UnconfirmedWork[EngineKey] = UnconfirmedWork()
         """Blocks of requests that go on at holders, and that no heartbeat shows yet."""
@@ -168,8 +173,10 @@ class Replicator:
             self._take(key, copying.RequestEnded())
             del self._owned[key]
         for key, request in here.items():
-            owned = self._owned.setdefault(key, _Owned(request, Alone()))
+            owned = self._owned.setdefault(key, _Owned(request, Alone(), request.ownership))
             match owned.copy:
+                case Copied(holder) | Moving(holder) if owned.told != request.ownership:
+                    self._tasks.create_task(self._update(owned, holder))
                 case Alone(until_s) if until_s <= now_s and (self._is_worth_a_copy(request) or self._moves(request)):
                     self._choose(owned, now_s)
         self._move_some()
@@ -248,7 +255,7 @@ class Replicator:
             return
         self._unconfirmed.add(key, found, needed_bytes)
         record = found.record
-        holder = Holder(record.instance_id, record.incarnation, record.address)
+        holder = Holder(record.instance_id, record.incarnation, record.address, next(self._numbers))
         self._take(key, copying.HolderChosen(holder))
 
     def _take(self, key: EngineKey, event: copying.Event) -> None:
@@ -301,7 +308,7 @@ class Replicator:
     async def _ask_or_raise(self, owned: _Owned, holder: Holder) -> None:
         request, key = owned.request, owned.request.key
         try:
-            response = await self._open(request, holder)
+            response = await self._open(owned, holder)
             ticket = ticket_from_proto(response.ticket)
         except KaveriError as error:
             # Room that was granted counts as taken until the holder's heartbeats show it.
@@ -317,7 +324,8 @@ class Replicator:
         self._metrics.opens.labels("granted").inc()
         self._take(key, copying.RoomGranted(ticket, response.incarnation))
 
-    async def _open(self, request: DecodeRequest, holder: Holder) -> decode_pb2.OpenReplicaResponse:
+    async def _open(self, owned: _Owned, holder: Holder) -> decode_pb2.OpenReplicaResponse:
+        request = owned.request
         offer = ReplicaOffer(
             request.request_id,
             request.ownership,
@@ -326,7 +334,9 @@ class Replicator:
             self._engine.info.layout,
             request.context_tokens,
             max(0.001, request.expires_s - time.monotonic()),
+            holder.number,
         )
+        owned.told = request.ownership
         try:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
                 return await stub.OpenReplica(offer_to_proto(offer), timeout=_ANSWER_TIMEOUT_S)
@@ -378,8 +388,24 @@ class Replicator:
         )
         self._take(key, copying.CopyLost(self._pause_s()))
 
+    async def _update(self, owned: _Owned, holder: Holder) -> None:
+        """Tells the holder that the request was attached, so that older owners cannot close the copy."""
+        former, owned.told = owned.told, owned.request.ownership
+        owner = ownership_to_proto(owned.request.request_id, owned.told)
+        owner.replica = holder.number
+        try:
+            with self._channels.calling(DecodeServiceStub, holder.address) as stub:
+                await stub.UpdateReplica(decode_pb2.UpdateReplicaRequest(owner=owner), timeout=_ANSWER_TIMEOUT_S)
+        except aio.AioRpcError as error:
+            # A holder of the former version keeps the older owner.
+            if error.code() is not StatusCode.UNIMPLEMENTED:
+                owned.told = former
+
     async def _close(self, request: DecodeRequest, holder: Holder) -> None:
-        message = decode_pb2.AbortRequest(attempts=[ownership_to_proto(request.request_id, request.ownership)])
+        name = ownership_to_proto(request.request_id, request.ownership)
+        # This one, and none that was asked for later: the message may come late.
+        name.replica = holder.number
+        message = decode_pb2.AbortRequest(attempts=[name])
         try:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
                 await stub.Abort(message, timeout=_ANSWER_TIMEOUT_S)

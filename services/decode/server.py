@@ -81,10 +81,11 @@ class DecodeServer(DecodeServiceServicer):
     ) -> decode_pb2.AbortResponse:
         for name in request.attempts:
             ownership = ownership_from_proto(name)
-            self._instance.abort(name.request_id, ownership, request.by_router, name.reservation)
-            # A prefill instance that gives room back knows nothing of copies.
+            # The owner of a copy means that copy, and a prefill instance that gives room back knows nothing of copies.
+            if not name.replica:
+                self._instance.abort(name.request_id, ownership, request.by_router, name.reservation)
             if self._holder is not None and not name.reservation:
-                self._holder.close(name.request_id, ownership)
+                self._holder.close(name.request_id, ownership, name.replica)
         return decode_pb2.AbortResponse()
 
     async def Attach(  # noqa: N802
@@ -105,6 +106,16 @@ class DecodeServer(DecodeServiceServicer):
         except KaveriError as error:
             await abort(context, error)
         return decode_pb2.OpenReplicaResponse(ticket=ticket_to_proto(ticket), incarnation=self._incarnation)
+
+    async def UpdateReplica(  # noqa: N802
+        self, request: decode_pb2.UpdateReplicaRequest, context: aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.UpdateReplicaResponse:
+        try:
+            ownership = check_ownership(request.owner)
+            self._require_holder().update(request.owner.request_id, ownership, request.owner.replica)
+        except KaveriError as error:
+            await abort(context, error)
+        return decode_pb2.UpdateReplicaResponse()
 
     async def Resume(  # noqa: N802
         self, request: decode_pb2.ResumeRequest, context: aio.ServicerContext[Any, Any]

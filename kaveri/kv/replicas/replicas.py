@@ -136,6 +136,10 @@ class Replicas:
             replica = self._replicas.get(key)
             return len(replica.token_ids) if replica is not None else 0
 
+    def is_starved(self, key: ReplicaKey) -> bool:
+        with self._lock:
+            return self._replicas.get(key) in self._starved
+
     def seal(self, key: ReplicaKey) -> None:
         with self._lock:
             replica = self._replicas.get(key)

@@ -99,6 +99,9 @@ class ReplicaStore(Protocol):
     def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
         """The ids of those tokens."""
 
+    def is_starved(self, key: ReplicaKey) -> bool:
+        """Whether there is no block for what its owner draws next."""
+
     def seal(self, key: ReplicaKey) -> None:
         """Takes no more of the owner. The watermark rises no more; what the owner still writes is not part of it."""
 

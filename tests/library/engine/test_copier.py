@@ -15,6 +15,7 @@ from kaveri.engine.pace import Pace
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.errors import EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, noted_tokens
@@ -367,6 +368,56 @@ def test_request_that_cannot_be_released_hears_why(copied: bool) -> None:
         bench.replicate(request, 10)
     bench.copier.release(_KEY, 2.0)
     assert bench.events == [ReleaseFailed(_KEY, "not now" if copied else "it has no replica")]
+
+
+# What fails.
+
+
+def test_block_that_cannot_be_copied_ends_its_copy_and_no_other() -> None:
+    request, other = _Request(_KEY, whole=2), _Request(EngineKey("other", 1), whole=2)
+    bench = _Bench(request, other)
+    push = bench.replicate(request, 10)
+
+    def fail() -> None:
+        bench.while_staging = lambda: None
+        raise EngineError("a rank does not answer")
+
+    bench.while_staging = fail
+    bench.run()
+    assert bench.events == [ReplicaEnded(_KEY, "a rank does not answer")]
+    assert bench.sender.aborted == [push]
+    bench.sender.tell(PushFailed(push, "aborted"))
+    assert len(bench.events) == 1
+    again = bench.replicate(other, 10)
+    bench.run()
+    assert bench.sender.marks[-1] == (again, 2, tuple(range(8)))
+
+
+def test_engine_outlives_a_copier_that_fails(tmp_path: Path, stack: ExitStack) -> None:
+    model = FakeModel(max_model_len=400, block_tokens=4)
+    engine = _engine(model, tmp_path, ReplicaOptions())
+    stack.callback(engine.close)
+    recorder = EngineRecorder()
+    engine.start(recorder)
+    holder = Holder(_store(model, tmp_path))
+    stack.callback(holder.store.close)
+    request = make_request(engine, "r", 40, 20)
+    engine.prefill(request)
+    recorder.wait_until(lambda: request.key in recorder.token_ids, "first token")
+    engine.adopt(request.key)
+
+    def whole_blocks(owner: object) -> int:
+        del engine._lifecycle.whole_blocks  # type: ignore[method-assign]
+        raise ValueError("a fault of the copier")
+
+    engine._lifecycle.whole_blocks = whole_blocks  # type: ignore[method-assign]
+    holder.replicate(engine, request)
+    recorder.wait_for(ReplicaEnded, request.key)
+    holder.replicate(engine, request)
+    recorder.wait_for(Replicated, request.key)
+    engine.admit(request.key)
+    recorder.wait_for_finish(request.key)
+    assert recorder.token_ids[request.key] == model.answer(request.token_ids, 0, 20)
 
 
 # Copies leave room for others.

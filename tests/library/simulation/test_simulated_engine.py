@@ -134,6 +134,9 @@ class _ReplicasOnThread:
     def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
         return self._thread.call(lambda: self._store.token_ids(key))
 
+    def is_starved(self, key: ReplicaKey) -> bool:
+        return self._thread.call(lambda: self._store.is_starved(key))
+
     def seal(self, key: ReplicaKey) -> None:
         self._thread.call(lambda: self._store.seal(key))
 

@@ -1,0 +1,127 @@
+"""Which copies a holder keeps, of which owners, over a store that moves nothing."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.replica import ReplicaOffer
+from kaveri.errors import InvalidArgument, RequestAlreadyExists, StaleAttempt, Unavailable
+from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.store import ReplicaKey, ReplicaUsage
+from services.decode.holder import ReplicaHolder
+from services.decode.replica_metrics import ReplicaMetrics
+
+LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
+SECRET = bytes(16)
+
+
+class Store:
+    """Keeps the names of copies."""
+
+    layout = LAYOUT
+
+    def __init__(self) -> None:
+        self.keys: set[ReplicaKey] = set()
+        self.starved: set[ReplicaKey] = set()
+        self.sealed: set[ReplicaKey] = set()
+
+    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> str:
+        self.keys.add(key)
+        return f"ticket of {key}"
+
+    def drop(self, key: ReplicaKey) -> None:
+        self.keys.discard(key)
+
+    def seal(self, key: ReplicaKey) -> None:
+        self.sealed.add(key)
+
+    def is_starved(self, key: ReplicaKey) -> bool:
+        return key in self.starved
+
+    def usage(self) -> ReplicaUsage:
+        return ReplicaUsage(0, 1, len(self.keys))
+
+
+class Instance:
+    def note_owner(self, request_id: str, ownership: Ownership) -> None:
+        """Knows of none."""
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def holder(store: Store) -> ReplicaHolder:
+    metrics = ReplicaMetrics(CollectorRegistry())
+    return ReplicaHolder(Instance(), store, 7, 10.0, metrics)  # type: ignore[arg-type]
+
+
+def owned(session: int, attempt: int, secret: bytes = SECRET) -> Ownership:
+    return Ownership(Owner(session, attempt), f"router-{session}", secret)
+
+
+def offer(number: int, session: int = 0, attempt: int = 1) -> ReplicaOffer:
+    return ReplicaOffer("r", owned(session, attempt), "d0", 1, LAYOUT, 20, 60.0, number)
+
+
+def test_a_late_close_of_an_earlier_copy_leaves_the_one_that_was_opened_again(holder: ReplicaHolder) -> None:
+    holder.open(offer(1))
+    holder.open(offer(2))
+    holder.close("r", owned(0, 1), 1)
+    assert holder.held_count == 1
+    holder.close("r", owned(0, 1), 2)
+    assert holder.held_count == 0
+
+
+def test_a_late_open_of_an_earlier_copy_is_refused(holder: ReplicaHolder) -> None:
+    holder.open(offer(2))
+    with pytest.raises(Unavailable):
+        holder.open(offer(1))
+    holder.close("r", owned(0, 1), 1)
+    assert holder.held_count == 1
+
+
+@pytest.mark.parametrize("close", [lambda holder: holder.close("r", owned(0, 1)), lambda holder: holder.open(offer(4))])
+def test_an_older_session_changes_nothing_once_the_request_was_attached(
+    holder: ReplicaHolder, close: Callable[[ReplicaHolder], Any]
+) -> None:
+    holder.open(offer(3))
+    holder.update("r", owned(1, 1), 3)
+    with contextlib.suppress(StaleAttempt, RequestAlreadyExists):
+        close(holder)
+    assert holder.held_count == 1
+    holder.close("r", owned(1, 1))
+    assert holder.held_count == 0
+
+
+def test_an_update_of_another_copy_or_with_another_secret_changes_nothing(holder: ReplicaHolder) -> None:
+    holder.open(offer(3))
+    holder.update("r", owned(1, 1), 2)
+    holder.update("unknown", owned(1, 1), 3)
+    with pytest.raises(InvalidArgument):
+        holder.update("r", owned(1, 1, bytes(range(16))), 3)
+    holder.close("r", owned(0, 1))
+    assert holder.held_count == 0
+
+
+def test_a_copy_that_finds_no_block_for_long_is_shut_and_kept(holder: ReplicaHolder, store: Store) -> None:
+    holder.open(offer(1))
+    (key,) = store.keys
+    store.starved.add(key)
+    holder._drop_expired(100.0)
+    store.starved.clear()
+    holder._drop_expired(102.0)
+    store.starved.add(key)
+    holder._drop_expired(103.0)
+    holder._drop_expired(105.9)
+    assert not store.sealed, "it had a block in between"
+    holder._drop_expired(106.0)
+    assert store.sealed == {key}
+    holder._drop_expired(107.0)
+    assert holder.held_count == 1
