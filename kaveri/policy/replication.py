@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
-from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.candidates import Candidates
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
@@ -96,6 +96,13 @@ def choose_holder(
             if found is None and len(elsewhere) < len(holders.ready):
                 found = Candidates(holders.ready, takes).better_of_two(load, rng)
             return found
+
+
+def has_room_to_run(instance: ViewedInstance, needed_blocks: int, unconfirmed: UnconfirmedWork[KeyT]) -> bool:
+    """Whether the instance would resume a request of so many blocks now, beside what is `unconfirmed`."""
+    # Each request that runs there may take a block before the next heartbeat.
+    free_blocks = instance.load.free_blocks - instance.load.running_requests - unconfirmed.at(instance).amount
+    return instance.load.state is InstanceState.READY and free_blocks >= needed_blocks
 
 
 class HeldCopy(NamedTuple, Generic[KeyT]):

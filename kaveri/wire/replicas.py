@@ -1,5 +1,7 @@
 """What owners, holders and routers say to one another of replicas: domain values <-> messages. Pure."""
 
+from dataclasses import replace
+
 from kaveri.domain.replica import Replica, ReplicaOffer, Resumed, Resumption
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2
@@ -76,6 +78,7 @@ def resumption_to_proto(resumption: Resumption) -> decode_pb2.ResumeRequest:
         timeout_s=resumption.timeout_s,
         predicted_length=length_to_proto(predicted) if predicted is not None else None,
         holder_incarnation=resumption.holder_incarnation,
+        may_push_on=resumption.may_push_on,
     )
 
 
@@ -94,15 +97,18 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
         message.timeout_s,
         length_from_proto(message.predicted_length) if message.HasField("predicted_length") else None,
         message.holder_incarnation,
+        message.may_push_on,
     )
 
 
 def resumed_to_proto(resumed: Resumed) -> decode_pb2.ResumeResponse:
-    return decode_pb2.ResumeResponse(incarnation=resumed.incarnation, held_tokens=resumed.held_tokens)
+    replica = replica_to_proto(resumed.replica) if resumed.replica is not None else None
+    return decode_pb2.ResumeResponse(incarnation=resumed.incarnation, held_tokens=resumed.held_tokens, replica=replica)
 
 
 def resumed_from_proto(message: decode_pb2.ResumeResponse) -> Resumed:
-    return Resumed(message.incarnation, message.held_tokens)
+    replica = replace(replica_from_proto(message.replica), was_pushed_on=True) if message.HasField("replica") else None
+    return Resumed(message.incarnation, message.held_tokens, replica)
 
 
 def _check_timeout(timeout_s: float) -> None:

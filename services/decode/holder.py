@@ -32,6 +32,7 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.replication import HeldCopy, drop_first
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
+from services.decode.forwarder import ReplicaForwarder
 from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
@@ -104,9 +105,10 @@ class ReplicaHolder:
         incarnation: int,
         orphan_grace_s: float,
         metrics: ReplicaMetrics,
+        forwarder: ReplicaForwarder | None = None,
     ) -> None:
         """store: its owner is the holder from now on. orphan_grace_s: seconds that a copy is kept after its owner was
-        lost."""
+        lost. forwarder: None: a request without room here is refused."""
         self._instance = instance
         self._incarnation = incarnation
         self._orphan_grace_s = orphan_grace_s
@@ -116,6 +118,7 @@ class ReplicaHolder:
         self._tasks = asyncio.TaskGroup()
         self._draining = False
         self._store = store
+        self._forwarder = forwarder
         metrics.watch(store)
 
     async def run(self) -> None:
@@ -128,6 +131,8 @@ class ReplicaHolder:
                     self._drop_expired(time.monotonic())
         finally:
             self._held.clear()
+            if self._forwarder is not None:
+                await self._forwarder.close()
             await asyncio.to_thread(self._store.close)
 
     def open(self, offer: ReplicaOffer) -> Ticket:
@@ -168,6 +173,8 @@ class ReplicaHolder:
 
     async def resume(self, resumption: Resumption) -> Resumed:
         """Goes on here with a request, from its copy. Returns once it has landed. Idempotent for one owner.
+
+        Without room here the copy is pushed on, where the router allows that, and the request is to be resumed there.
 
         It goes on however this call ends; its router ends it by an abort.
 
@@ -318,7 +325,16 @@ class ReplicaHolder:
         began_s, request_id = time.monotonic(), resumption.request_id
         try:
             held_tokens = self._usable_tokens(held, resumption)
-            request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
+            try:
+                request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
+            except NoCapacity:
+                if self._forwarder is None or not resumption.may_push_on:
+                    raise
+                replica = await self._forwarder.push_on(held.key, held.offer, len(resumption.token_ids))
+                self._metrics.resumes.labels("pushed_on").inc()
+                # Kept for a while: the other holder may be lost, too.
+                held.state = Orphan(time.monotonic() + self._orphan_grace_s)
+                return Resumed(self._incarnation, 0, replica)
             await self._land(held, request, ticket)
         except BaseException:
             if self._is_resuming(held, resumption.ownership):

@@ -21,6 +21,7 @@ from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.policy.replication import CopyRules, ReplicationMode
 from kaveri.telemetry.logs import get_logger
 from services.decode.config import BatchConfig
+from services.decode.forwarder import ReplicaForwarder
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
@@ -119,7 +120,8 @@ def with_replicas(
         failure_domain=config.failure_domain,
     )
     settings = ReplicationSettings(config.replication, CopyRules(config.replica_min_tokens))
-    holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, metrics)
+    forwarder = ReplicaForwarder(replicas, store, own, rng)
+    holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, metrics, forwarder)
     replicator = Replicator(engine, instance, store, own, settings, rng, metrics)
     return ReplicatedDecode(instance, holder, replicator), holder
 

@@ -15,7 +15,7 @@ from grpc import StatusCode, aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaOffer
-from kaveri.domain.view import InstanceRecord, InstanceState, ViewedInstance
+from kaveri.domain.view import InstanceRecord, ViewedInstance
 from kaveri.engine.contract import (
     DecodeEngine,
     EngineEvent,
@@ -36,7 +36,7 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder
+from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, has_room_to_run
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
@@ -223,10 +223,7 @@ class Replicator:
         return self._engine.info.layout.block_count(request.context_tokens + 1)
 
     def _has_room(self, instance: ViewedInstance, request: DecodeRequest) -> bool:
-        """Whether the instance would resume the request now."""
-        # Each request that runs there may take a block before the next heartbeat.
-        free_blocks = instance.load.free_blocks - instance.load.running_requests - self._moved.at(instance).amount
-        return instance.load.state is InstanceState.READY and free_blocks >= self._needed_blocks(request)
+        return has_room_to_run(instance, self._needed_blocks(request), self._moved)
 
     def _choose(self, owned: _Owned, now_s: float) -> None:
         if self._asked_count >= _MOST_ASKED or now_s < self._none_until_s:

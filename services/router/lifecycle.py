@@ -450,7 +450,7 @@ def _resume_accepted(state: State) -> Step:
 def _resume_refused(state: State, event: ResumeRefused) -> Step:
     match state:
         case Resuming(attempt, next_index, place):
-            now = Lost(attempt, next_index, event.error, Setback.REFUSED, place, PrefillLeg.COMPLETE)
+            now = Lost(attempt, next_index, event.error, Setback.REFUSED, place, PrefillLeg.COMPLETE, event.replica)
             if event.may_have_begun:
                 return now, leaving(state)
             return now, (LeaveAttempt(), *state.withheld)

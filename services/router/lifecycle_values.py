@@ -124,6 +124,8 @@ class ResumeRefused:
     error: KaveriError
     may_have_begun: bool
     """Whether it may go on with it all the same."""
+    replica: Replica | None = None
+    """Where it has pushed the replica on to: it has no room."""
 
 
 @dataclass(frozen=True, slots=True)

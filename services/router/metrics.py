@@ -20,7 +20,7 @@ REATTACHES = Counter(
 RESUMES = Counter(
     "kaveri_router_resumes",
     "Requests whose decode instance was lost and whose replica's holder was asked to go on, by outcome: resumed, "
-    "not_found, no_room, unavailable or refused. All but the first are computed again.",
+    "pushed_on, not_found, no_room, unavailable or refused. All but the first two are computed again.",
     ["outcome"],
 )
 STALL_S = Histogram(

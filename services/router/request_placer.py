@@ -247,7 +247,7 @@ class RequestPlacer:
                 number = max(number, lost.error.newest_attempt)
                 if number >= MAX_ATTEMPT:
                     raise lost.error
-            if others_unasked and lost.setback is Setback.REFUSED:
+            if others_unasked and lost.setback is Setback.REFUSED and lost.replica is None:
                 # The hint was old: another instance may have the request.
                 others_unasked, hint_is_old = False, True
                 number += 1

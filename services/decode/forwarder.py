@@ -1,0 +1,119 @@
+"""Pushes copies on to instances that have room to run their requests.
+
+A request resumes where its copy is. When its holder has no room, only the copy has to move: to the store of an instance
+that has some. Once, since room that a heartbeat shows may be taken by then.
+"""
+
+import asyncio
+import random
+from dataclasses import replace
+
+from grpc import aio
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.replica import Replica, ReplicaOffer
+from kaveri.domain.view import InstanceRecord
+from kaveri.errors import KaveriError, NoCapacity
+from kaveri.kv.replicas.store import ReplicaKey, ReplicaStore
+from kaveri.policy.replication import ReplicationMode, choose_holder, has_room_to_run
+from kaveri.policy.unconfirmed import UnconfirmedWork
+from kaveri.rpc.channels import Channels
+from kaveri.telemetry.logs import get_logger
+from kaveri.v1 import decode_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.wire.attempts import ownership_to_proto
+from kaveri.wire.messages import ticket_from_proto
+from kaveri.wire.replicas import offer_to_proto
+from kaveri.wire.status import error_of
+
+_TIMEOUT_S = 1.5
+"""For all of it: the router waits 2 s for the answer to its Resume."""
+_RETRY_AFTER_S = 0.5
+
+
+class ReplicaForwarder:
+    """Of one holder. For one event loop."""
+
+    def __init__(self, replicas: ReplicaStore, store: ClusterStore, own: InstanceRecord, rng: random.Random) -> None:
+        """replicas: where the copies are. own: this instance; its address is not read."""
+        self._replicas = replicas
+        self._store = store
+        self._own = own
+        self._rng = rng
+        self._bytes: UnconfirmedWork[str] = UnconfirmedWork()
+        self._blocks: UnconfirmedWork[str] = UnconfirmedWork()
+        self._channels = Channels()
+
+    async def close(self) -> None:
+        """Ends its connections."""
+        await self._channels.close()
+
+    async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> Replica:
+        """Pushes a copy to an instance with room for it and to run its request. Returns where it is.
+
+        offer: of the copy's owner. context_tokens: of the request. Raises NoCapacity when there is none, and what the
+        other one answers. The copy here stays as it is.
+        """
+        token_count = self._replicas.watermark(key)
+        layout, view = self._replicas.layout, self._store.view()
+        blocks = token_count // layout.block_tokens + 1
+        needed_bytes, needed_blocks = (
+            blocks * layout.layer_count * layout.block_bytes,
+            layout.block_count(context_tokens + 1),
+        )
+        self._bytes.retain(view)
+        self._blocks.retain(view)
+        await self._channels.retain({instance.record.address for instance in view.instances.values()})
+        target = choose_holder(
+            ReplicationMode.SPREAD,
+            view,
+            self._own,
+            needed_bytes,
+            self._bytes,
+            self._rng,
+            is_fit=lambda instance: has_room_to_run(instance, needed_blocks, self._blocks),
+        )
+        if target is None or not token_count:
+            raise NoCapacity("decode", _RETRY_AFTER_S, "neither this holder nor another instance has room")
+        self._bytes.add(key.request_id, target, needed_bytes)
+        self._blocks.add(key.request_id, target, needed_blocks)
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                incarnation = await self._push(key, offer, target.record, token_count)
+        except TimeoutError as error:
+            raise NoCapacity(
+                "decode", _RETRY_AFTER_S, f"{target.record.instance_id} took too long for the copy"
+            ) from error
+        get_logger().info(
+            "replica_pushed_on",
+            request_id=key.request_id,
+            attempt=key.attempt,
+            session=key.session,
+            holder_id=target.record.instance_id,
+            tokens=token_count,
+        )
+        return Replica(target.record.instance_id, incarnation, token_count)
+
+    async def _push(self, key: ReplicaKey, offer: ReplicaOffer, target: InstanceRecord, token_count: int) -> int:
+        """Returns the life of the target that has it."""
+        offered = replace(
+            offer,
+            owner_id=self._own.instance_id,
+            owner_incarnation=self._own.incarnation,
+            layout=self._replicas.layout,
+            token_count=token_count,
+            number=0,
+        )
+        try:
+            with self._channels.calling(DecodeServiceStub, target.address) as stub:
+                response = await stub.OpenReplica(offer_to_proto(offered), timeout=_TIMEOUT_S)
+                try:
+                    await asyncio.wrap_future(self._replicas.push_on(key, ticket_from_proto(response.ticket)))
+                except (KaveriError, asyncio.CancelledError):
+                    name = ownership_to_proto(key.request_id, offer.ownership)
+                    stub.Abort(decode_pb2.AbortRequest(attempts=[name]), timeout=_TIMEOUT_S)
+                    raise
+        except aio.AioRpcError as error:
+            raise error_of(error, peer=target.address, request_id=key.request_id) from error
+        incarnation: int = response.incarnation
+        return incarnation
