@@ -429,6 +429,7 @@ class Copier(Generic[OwnerT]):
                 self._free_slot(copy, slot)
             self._end(copy.ticket.transfer_id, str(error))
             self._sender.abort(copy.ticket.transfer_id)
+            self._shared.outbox.publish()
             return
         with self._shared.lock:
             live = not copy.owner.done and self._copies.get(copy.ticket.transfer_id) is copy

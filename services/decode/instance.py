@@ -633,7 +633,7 @@ class DecodeInstance:
             case lifecycle.AbortInEngine():
                 self._engine.abort(request.key)
             case lifecycle.TellRouter(error, replaced, moved):
-                self.streams.fail(request, End(error=error, replaced=replaced, moved=moved))
+                self.streams.fail(request, error, replaced, moved)
                 self._keep(request, now_s)
             case lifecycle.KeepTokens(error):
                 self.streams.drop(request)

@@ -135,9 +135,12 @@ class TokenStreams:
         if stream is not None:
             stream.unsent[request] = None
 
-    def fail(self, request: DecodeRequest, end: End) -> None:
-        """Sends the router, behind the tokens gained, that the request cannot go on here."""
-        request.log.end = end
+    def fail(self, request: DecodeRequest, reason: str, replaced: bool = False, moved: bool = False) -> None:
+        """Sends the router, behind the tokens gained, that the request cannot go on here.
+
+        replaced: the router must not place it again. moved: it is to be resumed from its copy.
+        """
+        request.log.end = End(error=reason, replaced=replaced, moved=moved)
         self.send(request)
 
     def notify(self, router_id: str, notice: GainedTokens) -> None:
