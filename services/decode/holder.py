@@ -155,7 +155,7 @@ class ReplicaHolder:
                 raise held.stale(request_id, former.newest)
             if held == former.offer.ownership.owner and 0 < offer.number < former.offer.number:
                 raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)
-        self._instance.note_owner(request_id, offer.ownership)
+        self._instance.owners.note_owner(request_id, offer.ownership)
         if former is not None:
             self._drop(former, "replaced")
         key = ReplicaKey(request_id, owner.session, owner.attempt)
@@ -207,7 +207,7 @@ class ReplicaHolder:
         if not ownership.is_same_request(held.offer.ownership):
             raise wrong_secret()
         if ownership.owner > held.newest:
-            self._instance.note_owner(request_id, ownership)
+            self._instance.owners.note_owner(request_id, ownership)
             held.offer = replace(held.offer, ownership=ownership)
 
     def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
@@ -276,7 +276,7 @@ class ReplicaHolder:
         if held is not None and isinstance(held.state, Resuming) and held.state.ownership == ownership:
             return held.state.outcome
         outcome: asyncio.Future[Resumed] = asyncio.get_running_loop().create_future()
-        running = self._instance.resumed(request_id, ownership)
+        running = self._instance.owners.resumed(request_id, ownership)
         if running is not None and running.resumed is not None:
             outcome.set_result(Resumed(self._incarnation, running.resumed.held_tokens))
             return outcome
@@ -303,7 +303,7 @@ class ReplicaHolder:
         if ownership.owner == held.newest:
             limit = f"above {held.newest.attempt}, the present one"
             raise InvalidArgument("attempt", ownership.owner.attempt, limit)
-        self._instance.note_owner(request_id, ownership)
+        self._instance.owners.note_owner(request_id, ownership)
         # First of all: what the former owner still draws must not be in it.
         self._store.seal(held.key)
         return held

@@ -3,12 +3,9 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
-from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import Replica, Resumption
@@ -29,37 +26,31 @@ from kaveri.engine.contract import (
 )
 from kaveri.errors import (
     EngineError,
-    InvalidArgument,
     KaveriError,
-    NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
-    RequestNotFound,
     Unavailable,
 )
-from kaveri.hosting.kept import Kept, kept_bytes
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
-from kaveri.policy.decode_room import DecodeRoom, FreeRoom, RequestCounts
+from kaveri.policy.decode_room import DecodeRoom, RequestCounts
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.policy.room_line import Place
 from kaveri.policy.waits import LINE_LOOK_S as _LOOK_AGAIN_S
 from kaveri.telemetry.logs import get_logger
-from kaveri.wire.attempts import wrong_secret
 from services.decode import lifecycle
-from services.decode.answer_log import AnswerLog, End, GainedTokens
-from services.decode.attaching import Awaited, attached_of, prompt_tokens
+from services.decode.answer_log import AnswerLog, End
+from services.decode.attaching import prompt_tokens
+from services.decode.engine_room import EngineRoom, draining
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
-from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts, ResumedHere
-from services.decode.token_streams import BEAT_S, TokenStream, TokenStreams
+from services.decode.owners import RequestOwners
+from services.decode.requests import DecodeRequest, ResumedHere
+from services.decode.token_streams import BEAT_S
 
-_ATTEMPTS_REMEMBERED_S = 5.0
-"""Longer than a Reserve can be on its way; not much longer, since a client may use a request id again."""
-_ATTEMPTS_REMEMBERED_COUNT = 65_536
 _LONGEST_REQUEST_S = 86_400.0
 
 
@@ -91,21 +82,15 @@ class DecodeInstance:
         self._engine = engine
         self._range_end = range_end
         self._thresholds = thresholds
-        self._reservation_ttl_s = reservation_ttl_s
         self._metrics = metrics
         block_tokens = engine.info.layout.block_tokens
         self._room = DecodeRoom(engine.info.total_blocks, block_tokens, DecodeBatch(policy, block_tokens, max_batch))
-        self._requests = DecodeRequests()
-        self._attempts = KnownAttempts(_ATTEMPTS_REMEMBERED_S, _ATTEMPTS_REMEMBERED_COUNT)
-        self._kept: Kept[DecodeRequest] = Kept(orphan_grace_s)
-        self.streams = TokenStreams(orphan_grace_s, self._router_gone, self._requests_of)
+        self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics)
+        self._requests = self.owners.requests
+        self._engine_room = EngineRoom(engine, self._room, self._requests, reservation_ttl_s, self._take)
         self._serials = itertools.count(1) if serials is None else serials
-        # Read by the threads that serve metrics.
+        # Read by the thread that serves metrics.
         metrics.in_line.set_function(lambda: self._room.line.length)
-        metrics.orphans.set_function(self._orphan_count)
-        metrics.kept.set_function(lambda: len(self._kept))
-        self._look_again: asyncio.TimerHandle | None = None
-        self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -136,8 +121,8 @@ class DecodeInstance:
         RequestAlreadyExists (another request, or a later session, has replaced it), DeadlineExceeded, and
         RequestCancelled when it was aborted meanwhile. Cancelled, it leaves nothing reserved, and no place in line.
         """
-        if self._draining:
-            raise _draining()
+        if self._engine_room.is_draining:
+            raise draining()
         info = self._engine.info
         info.layout.require_mappable(layout)
         engine_request = EngineRequest(EngineKey(request_id, next(self._serials)), token_ids, generated_count, params)
@@ -149,10 +134,10 @@ class DecodeInstance:
         request.reservation, request.source = reservation, layout
         request.answer = asyncio.get_running_loop().create_future()
         self._room.line.join(request_id, needed_blocks, len(token_ids), place)
-        self._give_room()
+        self._engine_room.give()
         if isinstance(request.state, InLine) and (not waits or self._room.line.is_over_limit()):
-            self._turn_away(request)
-        return await self._granted(request)
+            self._engine_room.turn_away(request)
+        return await self._engine_room.granted(request)
 
     async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> tuple[DecodeRequest, Ticket]:
         """Reserves room, ahead of all that wait in line, for a request of which a copy brings `held_tokens`. It is
@@ -160,8 +145,8 @@ class DecodeInstance:
 
         Raises as reserve() without `waits`. Cancelled, it leaves nothing reserved.
         """
-        if self._draining:
-            raise _draining()
+        if self._engine_room.is_draining:
+            raise draining()
         request_id, token_ids = resumption.request_id, resumption.token_ids
         key = EngineKey(request_id, next(self._serials))
         engine_request = EngineRequest(key, token_ids, resumption.generated_count, resumption.params)
@@ -178,36 +163,15 @@ class DecodeInstance:
         loop = asyncio.get_running_loop()
         request.answer, request.resumed = loop.create_future(), ResumedHere(held_tokens, loop.create_future())
         request.log = AnswerLog.drawn_here(resumption.generated_count)
-        if self._room.has_ahead_of_line(needed_blocks, self._free_room(), time.monotonic()):
-            self._ask(request)
+        if self._room.has_ahead_of_line(needed_blocks, self._engine_room.free(), time.monotonic()):
+            self._engine_room.ask(request)
         else:
-            self._turn_away(request)
-        return request, await self._granted(request)
-
-    def resumed(self, request_id: str, ownership: Ownership) -> DecodeRequest | None:
-        """The request that this owner has resumed here, also if it has ended less than orphan_grace_s ago."""
-        request = self._request_or_kept(request_id, time.monotonic())
-        is_owners = request is not None and request.resumed is not None and request.ownership == ownership
-        return request if is_owners else None
-
-    def note_owner(self, request_id: str, ownership: Ownership) -> None:
-        """Takes in that the request has this owner, elsewhere. Raises StaleAttempt or RequestAlreadyExists when a newer
-        one is known."""
-        request = self._requests.by_request_id(request_id)
-        owner = ownership.comparable(request.ownership) if request is not None else None
-        if request is not None and owner is not None and owner < request.owner:
-            raise owner.stale(request_id, request.owner)
-        self._attempts.note(request_id, ownership, time.monotonic())
+            self._engine_room.turn_away(request)
+        return request, await self._engine_room.granted(request)
 
     def landed(self) -> Iterator[DecodeRequest]:
         """The requests whose KV is here, or is computed again."""
         return (request for request in self._requests if isinstance(request.state, Ready | Running))
-
-    def tell_replica(self, request: DecodeRequest, replica: Replica) -> None:
-        """Sends the router of a landed request news of its copy, with the next tokens at the latest."""
-        request.log.note_replica(replica)
-        if not isinstance(request.state, Released):
-            self.streams.announce(request)
 
     def move(self, request: DecodeRequest, replica: Replica) -> None:
         """The engine has let the request go: its router resumes it at the holder of the replica."""
@@ -242,60 +206,6 @@ class DecodeInstance:
             self._take(request, lifecycle.RoomRefused(error))
             raise Unavailable(str(error)) from error
         self._take(request, lifecycle.AdoptedHere())
-
-    def attach(self, attachment: Attachment) -> Attached:
-        """Makes another router, or a later session, the owner of a request that is here or kept here: its tokens go to
-        that router from index generated_count on. It sends the former owner's router an error.
-
-        Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
-        StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
-        """
-        request_id, ownership, now_s = attachment.request_id, attachment.ownership, time.monotonic()
-        owner = ownership.owner
-        request = self._request_or_kept(request_id, now_s)
-        if request is None:
-            raise RequestNotFound(request_id)
-        if not ownership.is_same_request(request.ownership):
-            raise wrong_secret()
-        if ownership.router_id != request.router_id and owner.session == request.owner.session:
-            raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
-        if owner < request.owner:
-            raise owner.stale(request_id, request.owner)
-        attached, next_index = attached_of(request, attachment)
-        self._attempts.note(request_id, ownership, now_s)
-        if owner != request.owner:
-            self._change_owner(request, ownership)
-        # A first token that the log lacks comes from prefill.
-        request.log.send_from(max(next_index, request.log.first_index))
-        self.streams.send(request)
-        if isinstance(request.state, Released):
-            self._keep(request, now_s)
-        get_logger().info(
-            "request_attached",
-            request_id=request_id,
-            attempt=owner.attempt,
-            session=owner.session,
-            next_index=attachment.generated_count,
-            drawn=request.log.next_index,
-        )
-        return attached
-
-    def open_stream(self, router_id: str, awaited: Iterable[Awaited]) -> TokenStream:
-        """A token stream for the router. awaited: requests whose tokens go on where the router is, not where the former
-        stream was; those that are not here for it get an error."""
-        now_s = time.monotonic()
-        unknown: list[GainedTokens] = []
-        for named in awaited:
-            request = self._request_or_kept(named.request_id, now_s)
-            if request is None or (request.router_id, request.owner) != (router_id, named.owner):
-                reason = "it is not here, or belongs to another owner"
-                unknown.append(GainedTokens(named.request_id, named.owner, named.next_index, end=End(error=reason)))
-            else:
-                request.log.send_from(min(max(named.next_index, request.log.first_index), request.log.next_index))
-        stream = self.streams.open(router_id)
-        for notice in unknown:
-            self.streams.notify(router_id, notice)
-        return stream
 
     def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
         """Ends the request, unless it is another one, belongs to a newer owner, or is a later reservation of the same
@@ -337,19 +247,19 @@ class DecodeInstance:
                         self._take(request, lifecycle.BlocksLost())
                     case RequestFailed():
                         self._take(request, lifecycle.Broken(event.reason))
-        self._admit()
+        self._engine_room.admit()
         for request in landed:
             if isinstance(request.state, Ready):
-                self.streams.announce(request)
-        self._give_room()
-        self.streams.flush()
+                self.owners.streams.announce(request)
+        self._engine_room.give()
+        self.owners.streams.flush()
 
     def load(self) -> InstanceLoad:
-        self._kept.prune(time.monotonic())
+        self.owners.prune()
         placed = [request for request in self._requests if not isinstance(request.state, InLine)]
         heavy_count = sum(request.heavy for request in placed)
         counts = RequestCounts(len(self._requests), heavy_count, len(placed) - heavy_count)
-        return self._room.load(self._free_room(), self._engine.stats().context_tokens, counts, time.monotonic())
+        return self._room.load(self._engine_room.free(), self._engine.stats().context_tokens, counts, time.monotonic())
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
         """Free blocks that the policy keeps for what is here; nothing new may take them.
@@ -360,13 +270,13 @@ class DecodeInstance:
         return self._room.batch.kept_blocks(time.monotonic(), member)
 
     def drain(self) -> None:
-        self._draining = True
+        self._engine_room.is_draining = True
         for request in list(self._requests):
             if isinstance(request.state, InLine):
-                self._take(request, lifecycle.TurnedAway(_draining()))
+                self._take(request, lifecycle.TurnedAway(draining()))
 
     def undrain(self) -> None:
-        self._draining = False
+        self._engine_room.is_draining = False
 
     @property
     def is_idle(self) -> bool:
@@ -375,7 +285,7 @@ class DecodeInstance:
     async def wait_idle(self) -> None:
         while True:
             await self._idle.wait()
-            if not self.streams.count:
+            if not self.owners.streams.count:
                 return
             # Routers hear of the last tokens before they hear that this instance has left.
             await asyncio.sleep(BEAT_S)
@@ -385,7 +295,7 @@ class DecodeInstance:
     def fail_all(self, reason: str) -> None:
         for request in list(self._requests):
             self._take(request, lifecycle.Broken(reason))
-        self.streams.close_all()
+        self.owners.streams.close_all()
 
     def _step(self, steps: Sequence[TokenStep]) -> None:
         now_s = time.monotonic()
@@ -398,13 +308,13 @@ class DecodeInstance:
             drawn.add(step.key.serial)
             request.state, actions = lifecycle.step(request.state, lifecycle.Drew(step.finish is not None), now_s)
             if not actions:
-                self.streams.gain(request, step, None)
+                self.owners.streams.gain(request, step, None)
                 continue
             (report,) = actions
             assert isinstance(report, lifecycle.Report)
-            self.streams.gain(request, step, self._times(request, report.times))
+            self.owners.streams.gain(request, step, self._times(request, report.times))
             self._remove(request)
-            self._keep(request, now_s)
+            self.owners.keep(request, now_s)
             self._report(request, report, now_s)
         self._room.batch.step(drawn)
         self._metrics.count_step(len(steps), now_s, self._room.batch.running_count)
@@ -427,8 +337,7 @@ class DecodeInstance:
             is_late = owner == former.owner and 0 < reservation < former.reservation
             if owner < former.owner or is_late:
                 raise owner.stale(request_id, former.owner)
-        self._attempts.note(request_id, ownership, time.monotonic())
-        self._kept.forget(request_id)
+        self.owners.begin(request_id, ownership)
         if former is None:
             return None
         place = self._room.line.leave(request_id)
@@ -438,32 +347,6 @@ class DecodeInstance:
         rival = Rival.NEWER_OWNER if former.owner < owner else Rival.SAME_OWNER
         self._take(former, lifecycle.RivalCame(rival, former.owner.stale(request_id, owner)))
         return place
-
-    def _change_owner(self, request: DecodeRequest, ownership: Ownership) -> None:
-        self.streams.drop(request)
-        if ownership.router_id != request.router_id:
-            reason = f"session {ownership.owner.session} of the request was attached through another router"
-            notice = GainedTokens(request.request_id, request.owner, 0, end=End(error=reason, replaced=True))
-            self.streams.notify(request.router_id, notice)
-        if isinstance(request.state, Released):
-            request.ownership = ownership
-        else:
-            self._requests.give(request, ownership)
-        self._metrics.attaches.inc()
-
-    def _request_or_kept(self, request_id: str, now_s: float) -> DecodeRequest | None:
-        return self._requests.by_request_id(request_id) or self._kept.get(request_id, now_s)
-
-    def _requests_of(self, router_id: str) -> tuple[DecodeRequest, ...]:
-        kept = (request for request in self._kept if request.router_id == router_id)
-        return (*self._requests.of_router(router_id), *kept)
-
-    def _keep(self, request: DecodeRequest, now_s: float) -> None:
-        token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
-        self._kept.add(request.request_id, request, kept_bytes(token_count, request.log.logprobs), now_s)
-
-    def _orphan_count(self) -> int:
-        return sum(len(self._requests.of_router(router_id)) for router_id in self.streams.missing_routers)
 
     def _open(
         self,
@@ -494,87 +377,6 @@ class DecodeInstance:
         expected = expected_answer(predicted, prompt_tokens(request), request.params.max_tokens, max_model_len)
         return member_of(len(request.token_ids), request.generated_count, expected, self._range_end)
 
-    def _free_room(self) -> FreeRoom:
-        quarantined_blocks = self._engine.kv_flow().receiving.quarantined_block_count
-        stats = self._engine.stats()
-        return FreeRoom(stats.free_blocks, quarantined_blocks, stats.running_requests)
-
-    def _give_room(self) -> None:
-        """Asks the engine for room for the requests in line that there is room for."""
-        line = self._room.line
-        while line.length:
-            request_id = self._room.next_to_ask(self._free_room(), time.monotonic())
-            if request_id is None:
-                break
-            request = self._requests.by_request_id(request_id)
-            assert request is not None, request_id
-            self._ask(request)
-            if isinstance(request.state, InLine):
-                break  # the engine keeps its free blocks for preempted requests
-        if line.length and self._look_again is None:
-            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look)
-
-    def _look(self) -> None:
-        self._look_again = None
-        self._give_room()
-
-    def _ask(self, request: DecodeRequest) -> None:
-        left_s = request.expires_s - time.monotonic()
-        if left_s <= 0:
-            self._take(request, lifecycle.TimeOver())
-            return
-        held_tokens = None
-        if request.resumed is not None:
-            held_tokens = request.resumed.held_tokens
-        else:
-            self._room.line.asked(request.request_id)
-        self._take(request, lifecycle.RoomAsked())
-        expires_in_s = min(left_s, self._reservation_ttl_s)
-        granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)
-        if granting.done():
-            self._answered(request, granting)
-        else:
-            asyncio.wrap_future(granting).add_done_callback(partial(self._answered, request))
-
-    def _turn_away(self, request: DecodeRequest) -> None:
-        refusal = self._room.refusal(self._free_room(), time.monotonic())
-        self._take(request, lifecycle.TurnedAway(refusal))
-
-    async def _granted(self, request: DecodeRequest) -> Ticket:
-        """The ticket of a request that room was asked for. Cancelled, it ends the request."""
-        assert request.answer is not None
-        try:
-            return await request.answer
-        except asyncio.CancelledError:
-            self._take(request, lifecycle.CallEnded())
-            raise
-
-    def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
-        """The engine has granted or refused the room of a request that may have ended meanwhile."""
-        error = granting.exception()
-        if isinstance(request.state, Released):
-            if error is None:
-                self._engine.abort(request.key)
-        elif error is None:
-            self._take(request, lifecycle.RoomGranted(granting.result()))
-        else:
-            known = error if isinstance(error, KaveriError) else EngineError(repr(error))
-            if self._draining and isinstance(known, NoCapacity):
-                # drain() has sent away those in line while this one was not in line. None may join it again.
-                known = _draining()
-            self._take(request, lifecycle.RoomRefused(known))
-
-    def _admit(self) -> None:
-        if not self._room.batch.ready_count:
-            return
-        for serial in self._room.batch.admissible(self._engine.stats().free_blocks):
-            request = self._requests.by_serial(serial)
-            try:
-                self._engine.admit(request.key)
-            except EngineError:
-                return  # it stopped; EngineStopped follows and ends every request
-            self._take(request, lifecycle.SeatTaken())
-
     def _router_gone(self, router_id: str) -> None:
         for request in self._requests.of_router(router_id):
             self._take(request, lifecycle.RouterLost())
@@ -596,7 +398,7 @@ class DecodeInstance:
         match request.state:
             case Reserving():
                 batch.expect(serial, request.member, now_s)
-                self.streams.expect(request.router_id)
+                self.owners.streams.expect(request.router_id)
             case InLine() if isinstance(former, Reserving):
                 batch.leave(serial)
             case Ready() if not isinstance(former, Ready):
@@ -609,8 +411,8 @@ class DecodeInstance:
                 self._remove(request)
                 # Its seat may be what a ready request waits for, its blocks or its place what a waiting one does.
                 loop = asyncio.get_running_loop()
-                loop.call_soon(self._admit)
-                loop.call_soon(self._give_room)
+                loop.call_soon(self._engine_room.admit)
+                loop.call_soon(self._engine_room.give)
 
     def _remove(self, request: DecodeRequest) -> None:
         self._room.batch.leave(request.key.serial)
@@ -633,14 +435,14 @@ class DecodeInstance:
             case lifecycle.AbortInEngine():
                 self._engine.abort(request.key)
             case lifecycle.TellRouter(error, replaced, moved):
-                self.streams.fail(request, error, replaced, moved)
-                self._keep(request, now_s)
+                self.owners.streams.fail(request, error, replaced, moved)
+                self.owners.keep(request, now_s)
             case lifecycle.KeepTokens(error):
-                self.streams.drop(request)
+                self.owners.streams.drop(request)
                 request.log.end = End(error=error)
-                self._keep(request, now_s)
+                self.owners.keep(request, now_s)
             case lifecycle.DropTokens():
-                self.streams.drop(request)
+                self.owners.streams.drop(request)
             case lifecycle.CountLanding(kv_bytes, landing_s):
                 self._metrics.received_bytes.inc(kv_bytes)
                 self._metrics.landing_seconds.observe(landing_s)
@@ -671,7 +473,3 @@ class DecodeInstance:
             preemptions=report.preemptions,
             seconds=round(now_s - request.came_s, 6),
         )
-
-
-def _draining() -> Unavailable:
-    return Unavailable("the decode instance is draining", retry_after_s=1.0)

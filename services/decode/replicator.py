@@ -196,7 +196,7 @@ class Replicator:
         is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
         # Its router must have a token of this instance: before that, prefill is in it as well.
         has_begun = isinstance(state, Running) and state.drawn > 0
-        return self._draining and has_begun and not is_ending and self._instance.streams.has(request.router_id)
+        return self._draining and has_begun and not is_ending and self._instance.owners.streams.has(request.router_id)
 
     def _move_some(self) -> None:
         """Lets go requests whose copies are nearly whole."""
@@ -276,7 +276,7 @@ class Replicator:
             case copying.CloseCopy(holder):
                 self._tasks.create_task(self._close(owned.request, holder))
             case copying.TellRouter(replica):
-                self._instance.tell_replica(owned.request, replica)
+                self._instance.owners.tell_replica(owned.request, replica)
             case copying.LetGoInEngine():
                 try:
                     self._engine.release(owned.request.key, _RELEASE_TIMEOUT_S)

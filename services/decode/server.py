@@ -92,7 +92,7 @@ class DecodeServer(DecodeServiceServicer):
         self, request: decode_pb2.AttachRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.AttachResponse:
         try:
-            attached = self._instance.attach(attachment_from_proto(request))
+            attached = self._instance.owners.attach(attachment_from_proto(request))
         except KaveriError as error:
             await abort(context, error)
         return decode_pb2.AttachResponse(attached=attached_to_proto(attached), incarnation=self._incarnation)
@@ -138,10 +138,10 @@ class DecodeServer(DecodeServiceServicer):
             Awaited(named.request_id, Owner(named.session, named.attempt), named.next_index)
             for named in request.requests
         )
-        stream = self._instance.open_stream(request.router_id, awaited)
+        stream = self._instance.owners.open_stream(request.router_id, awaited)
         # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
         # here would wait for the garbage collector.
-        context.add_done_callback(lambda _: self._instance.streams.close(stream))  # type: ignore[arg-type]
+        context.add_done_callback(lambda _: self._instance.owners.streams.close(stream))  # type: ignore[arg-type]
         yield decode_pb2.StreamTokensResponse(incarnation=self._incarnation, beat_s=BEAT_S)
         while not stream.has_ended:
             batch = await stream.next_batch()

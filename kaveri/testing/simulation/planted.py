@@ -315,11 +315,11 @@ def freed_seat_stays_empty() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def follow(self: Any, *args: Any, **named: Any) -> None:
-            self._admit = nothing
+            self._engine_room.admit = nothing
             try:
                 original(self, *args, **named)
             finally:
-                del self._admit
+                del self._engine_room.admit
 
         return follow
 

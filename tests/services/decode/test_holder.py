@@ -46,9 +46,13 @@ class Store:
         return ReplicaUsage(0, 1, len(self.keys))
 
 
-class Instance:
+class Owners:
     def note_owner(self, request_id: str, ownership: Ownership) -> None:
         """Knows of none."""
+
+
+class Instance:
+    owners = Owners()
 
 
 @pytest.fixture

@@ -1,0 +1,133 @@
+"""Room and seats for the requests of a decode instance: asks the engine, in the order that the policy says.
+
+Leaves what an answer means for a request to the DecodeInstance.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from kaveri.engine.contract import DecodeEngine
+from kaveri.errors import EngineError, KaveriError, NoCapacity, Unavailable
+from kaveri.kv.transfer.ticket import Ticket
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom
+from services.decode import lifecycle
+from services.decode.lifecycle import InLine, Released
+from services.decode.requests import DecodeRequest, DecodeRequests
+
+_LOOK_AGAIN_S = 0.002
+"""Blocks of aborted requests come free without an event: while requests wait, free blocks are looked at this often."""
+
+
+class EngineRoom:
+    """Of one decode instance. For one event loop."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        room: DecodeRoom,
+        requests: DecodeRequests,
+        reservation_ttl_s: float,
+        take: Callable[[DecodeRequest, lifecycle.Event], None],
+    ) -> None:
+        """reservation_ttl_s: seconds that a reservation waits for its KV, at most. take: told what has happened to a
+        request."""
+        self._engine = engine
+        self._room = room
+        self._requests = requests
+        self._reservation_ttl_s = reservation_ttl_s
+        self._take = take
+        self._look_again: asyncio.TimerHandle | None = None
+        self.is_draining = False
+
+    def free(self) -> FreeRoom:
+        """What the engine has now."""
+        quarantined_blocks = self._engine.kv_flow().receiving.quarantined_block_count
+        stats = self._engine.stats()
+        return FreeRoom(stats.free_blocks, quarantined_blocks, stats.running_requests)
+
+    def give(self) -> None:
+        """Asks the engine for room for the requests in line that there is room for."""
+        line = self._room.line
+        while line.length:
+            request_id = self._room.next_to_ask(self.free(), time.monotonic())
+            if request_id is None:
+                break
+            request = self._requests.by_request_id(request_id)
+            assert request is not None, request_id
+            self.ask(request)
+            if isinstance(request.state, InLine):
+                break  # the engine keeps its free blocks for preempted requests
+        if line.length and self._look_again is None:
+            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look)
+
+    def _look(self) -> None:
+        self._look_again = None
+        self.give()
+
+    def ask(self, request: DecodeRequest) -> None:
+        """Asks the engine for the room of one request."""
+        left_s = request.expires_s - time.monotonic()
+        if left_s <= 0:
+            self._take(request, lifecycle.TimeOver())
+            return
+        held_tokens = None
+        if request.resumed is not None:
+            held_tokens = request.resumed.held_tokens
+        else:
+            self._room.line.asked(request.request_id)
+        self._take(request, lifecycle.RoomAsked())
+        expires_in_s = min(left_s, self._reservation_ttl_s)
+        granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)
+        if granting.done():
+            self._answered(request, granting)
+        else:
+            asyncio.wrap_future(granting).add_done_callback(partial(self._answered, request))
+
+    def turn_away(self, request: DecodeRequest) -> None:
+        """It must not wait, or the line is full."""
+        refusal = self._room.refusal(self.free(), time.monotonic())
+        self._take(request, lifecycle.TurnedAway(refusal))
+
+    async def granted(self, request: DecodeRequest) -> Ticket:
+        """The ticket of a request that room was asked for. Cancelled, it ends the request."""
+        assert request.answer is not None
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            self._take(request, lifecycle.CallEnded())
+            raise
+
+    def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
+        """The engine has granted or refused the room of a request that may have ended meanwhile."""
+        error = granting.exception()
+        if isinstance(request.state, Released):
+            if error is None:
+                self._engine.abort(request.key)
+        elif error is None:
+            self._take(request, lifecycle.RoomGranted(granting.result()))
+        else:
+            known = error if isinstance(error, KaveriError) else EngineError(repr(error))
+            if self.is_draining and isinstance(known, NoCapacity):
+                # drain() has sent away those in line while this one was not in line. None may join it again.
+                known = draining()
+            self._take(request, lifecycle.RoomRefused(known))
+
+    def admit(self) -> None:
+        """Lets requests join the batch that the policy has seats for."""
+        if not self._room.batch.ready_count:
+            return
+        for serial in self._room.batch.admissible(self._engine.stats().free_blocks):
+            request = self._requests.by_serial(serial)
+            try:
+                self._engine.admit(request.key)
+            except EngineError:
+                return  # it stopped; EngineStopped follows and ends every request
+            self._take(request, lifecycle.SeatTaken())
+
+
+def draining() -> Unavailable:
+    """What requests hear that come while the instance drains."""
+    return Unavailable("the decode instance is draining", retry_after_s=1.0)
