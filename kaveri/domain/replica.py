@@ -59,6 +59,8 @@ class Resumption:
     """The life of the holder that the copy was pushed to."""
     may_push_on: bool = False
     """Whether a holder without room may push the copy on, and say where it is."""
+    replica_tokens: int = 0
+    """Tokens that the copy has, as its owner has said. 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

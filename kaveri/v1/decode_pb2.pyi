@@ -204,6 +204,7 @@ class ResumeRequest(_message.Message):
     PREDICTED_LENGTH_FIELD_NUMBER: _builtins.int
     HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
     MAY_PUSH_ON_FIELD_NUMBER: _builtins.int
+    REPLICA_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     session: _builtins.int
@@ -222,6 +223,10 @@ class ResumeRequest(_message.Message):
     """The life of the holder that the copy was pushed to. A later life has no copy."""
     may_push_on: _builtins.bool
     """Whether the holder may answer with `replica`: without room to run the request it then pushes the copy on."""
+    replica_tokens: _builtins.int
+    """Tokens that the copy has, as its owner has told the caller. The holder waits a moment for what has arrived and is not
+    counted yet. 0: not known.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that the caller has."""
@@ -249,10 +254,11 @@ class ResumeRequest(_message.Message):
         predicted_length: _predictor_pb2.PredictedLength | None = ...,
         holder_incarnation: _builtins.int = ...,
         may_push_on: _builtins.bool = ...,
+        replica_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "may_push_on", b"may_push_on", "params", b"params", "predicted_length", b"predicted_length", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "may_push_on", b"may_push_on", "params", b"params", "predicted_length", b"predicted_length", "replica_tokens", b"replica_tokens", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

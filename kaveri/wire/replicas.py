@@ -79,6 +79,7 @@ def resumption_to_proto(resumption: Resumption) -> decode_pb2.ResumeRequest:
         predicted_length=length_to_proto(predicted) if predicted is not None else None,
         holder_incarnation=resumption.holder_incarnation,
         may_push_on=resumption.may_push_on,
+        replica_tokens=resumption.replica_tokens,
     )
 
 
@@ -98,6 +99,7 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
         length_from_proto(message.predicted_length) if message.HasField("predicted_length") else None,
         message.holder_incarnation,
         message.may_push_on,
+        message.replica_tokens,
     )
 
 

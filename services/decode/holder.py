@@ -41,6 +41,8 @@ _QUIET_S = 120.0
 """An owner that marks nothing for so long counts as lost. Requests that wait for a seat grow no longer."""
 _UNUSED_S = 5.0
 """A copy of which no block has come for so long is dropped: its owner may not know that it has room."""
+_ARRIVAL_S = 0.1
+_ARRIVAL_LOOK_S = 0.002
 _FULL_S = 3.0
 """A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
 _LOOK_EVERY_S = 0.25
@@ -286,7 +288,7 @@ class ReplicaHolder:
         return outcome
 
     def _resumable(self, resumption: Resumption) -> HeldReplica:
-        """The copy that the request may go on from. Shut to its owner from now on."""
+        """The copy that the request may go on from."""
         request_id, ownership = resumption.request_id, resumption.ownership
         if self._draining:
             raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
@@ -304,8 +306,6 @@ class ReplicaHolder:
             limit = f"above {held.newest.attempt}, the present one"
             raise InvalidArgument("attempt", ownership.owner.attempt, limit)
         self._instance.owners.note_owner(request_id, ownership)
-        # First of all: what the former owner still draws must not be in it.
-        self._store.seal(held.key)
         return held
 
     async def _conclude(self, outcome: asyncio.Future[Resumed], held: HeldReplica, resumption: Resumption) -> None:
@@ -324,6 +324,7 @@ class ReplicaHolder:
     async def _resume(self, held: HeldReplica, resumption: Resumption) -> Resumed:
         began_s, request_id = time.monotonic(), resumption.request_id
         try:
+            await self._seal(held, resumption)
             held_tokens = self._usable_tokens(held, resumption)
             try:
                 request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
@@ -357,6 +358,14 @@ class ReplicaHolder:
             seconds=round(time.monotonic() - began_s, 6),
         )
         return Resumed(self._incarnation, held_tokens)
+
+    async def _seal(self, held: HeldReplica, resumption: Resumption) -> None:
+        """Shuts the copy to its owner: what that one still draws must not be in it. What it was told to be here may be
+        on its way from the store's receiver."""
+        until_s, expected = time.monotonic() + _ARRIVAL_S, min(resumption.replica_tokens, len(resumption.token_ids) - 1)
+        while self._store.watermark(held.key) < expected and time.monotonic() < until_s:
+            await asyncio.sleep(_ARRIVAL_LOOK_S)
+        self._store.seal(held.key)
 
     async def _land(self, held: HeldReplica, request: DecodeRequest, ticket: Ticket) -> None:
         """Pushes the copy into the engine."""

@@ -101,6 +101,7 @@ class Holders:
 
     def _ask(self, entry: RequestEntry, number: int, replica: Replica) -> "aio.UnaryUnaryCall[Any, Any]":
         left_s = entry.accepted.deadline_s - time.monotonic()
+        context_tokens = len(entry.accepted.prompt_token_ids) + len(entry.answer.token_ids)
         resumption = Resumption(
             request_id=entry.request_id,
             ownership=entry.ownership(number, self._stream_id),
@@ -111,6 +112,8 @@ class Holders:
             predicted_length=None,
             holder_incarnation=replica.holder_incarnation,
             may_push_on=not replica.was_pushed_on,
+            # That many is what stands for a hint.
+            replica_tokens=replica.token_count if replica.token_count < context_tokens else 0,
         )
         address = self._store.view().instances[replica.holder_id].record.address
         stub = self._channels.stub(DecodeServiceStub, address)
