@@ -41,7 +41,7 @@ _QUIET_S = 120.0
 """An owner that marks nothing for so long counts as lost. Requests that wait for a seat grow no longer."""
 _UNUSED_S = 5.0
 """A copy of which no block has come for so long is dropped: its owner may not know that it has room."""
-_ARRIVAL_S = 0.1
+_ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
 _FULL_S = 3.0
 """A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
@@ -362,8 +362,10 @@ class ReplicaHolder:
     async def _seal(self, held: HeldReplica, resumption: Resumption) -> None:
         """Shuts the copy to its owner: what that one still draws must not be in it. What it was told to be here may be
         on its way from the store's receiver."""
-        until_s, expected = time.monotonic() + _ARRIVAL_S, min(resumption.replica_tokens, len(resumption.token_ids) - 1)
-        while self._store.watermark(held.key) < expected and time.monotonic() < until_s:
+        expected = min(resumption.replica_tokens, len(resumption.token_ids) - 1)
+        for _ in range(_ARRIVAL_LOOKS):
+            if self._store.watermark(held.key) >= expected:
+                break
             await asyncio.sleep(_ARRIVAL_LOOK_S)
         self._store.seal(held.key)
 
