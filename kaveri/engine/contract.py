@@ -398,5 +398,6 @@ class DecodeEngine(Engine, Protocol):
         ReleaseFailed follows instead, and the request goes on here, when it has no replica, is being computed again
         after a preemption, its replica ends first, or the holder has not taken all after timeout_s seconds. No event
         follows when the request ends first: by its last token, or by abort(). Unknown keys are ignored, and so is a
-        second call. Raises EngineError once the engine has stopped.
+        second call. A request is not admitted meanwhile: admit() comes before, or after ReleaseFailed. Raises
+        EngineError once the engine has stopped.
         """

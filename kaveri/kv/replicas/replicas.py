@@ -317,7 +317,7 @@ class Replicas:
         """The owner's push has ended, and cannot write any more."""
         self._starved.pop(replica, None)
         if isinstance(event, TransferLanded):
-            reason = "the owner has let it go"
+            reason = "the owner has ended its push"
             if isinstance(replica.state, Receiving):
                 self._add_tail(replica, event)
         else:

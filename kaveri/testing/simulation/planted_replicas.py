@@ -26,13 +26,6 @@ def old_holder_not_closed() -> Iterator[None]:
 
 
 @planted
-def tail_not_sent() -> Iterator[None]:
-    """A request that is let go leaves its holder without the tokens behind the last whole block."""
-    with replaced(Replicas, "_add_tail", lambda _: nothing):
-        yield
-
-
-@planted
 def orphaned_replicas_kept() -> Iterator[None]:
     """A holder keeps the copies of lost owners that no router resumes."""
     with replaced(ReplicaHolder, "_drop_expired", lambda _: nothing):

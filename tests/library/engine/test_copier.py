@@ -384,7 +384,7 @@ def test_block_that_cannot_be_copied_ends_its_copy_and_no_other() -> None:
 
     bench.while_staging = fail
     bench.run()
-    assert bench.events == [ReplicaEnded(_KEY, "a rank does not answer")]
+    assert bench.events == [ReplicaEnded(_KEY, str(EngineError("a rank does not answer")))]
     assert bench.sender.aborted == [push]
     bench.sender.tell(PushFailed(push, "aborted"))
     assert len(bench.events) == 1

@@ -38,10 +38,15 @@ from kaveri.engine.vllm.life import (
     JoinedAnew,
     Joining,
     KvLanded,
+    LeaveAsked,
+    Leaving,
+    Left,
+    LeftBatch,
     LeftOut,
     Placed,
     Prefilling,
     Reserved,
+    Returning,
     Running,
     Scheduled,
     State,
@@ -51,6 +56,7 @@ from kaveri.engine.vllm.life import (
     TransferEnded,
     TransferOpened,
     Waiting,
+    WentOn,
     reserved,
     step,
     submitted,
@@ -71,6 +77,9 @@ _EVENTS: dict[type[Any], Event] = {
         Admitted(),
         Joined(),
         JoinedAnew(),
+        LeaveAsked(),
+        LeftBatch(),
+        WentOn(),
         Placed(1),
         Scheduled(1),
         Stepped(1),
@@ -87,11 +96,14 @@ _LEGAL: dict[type[Any], set[type[Any]]] = {
     Prefilling: {TransferOpened, TransferEnded, Scheduled, Stepped, Drawn, BlocksTaken, Failed, Stopped},
     Computed: {TransferOpened, TransferEnded, Adopted, BlocksTaken, Stopped},
     Reserved: {TransferOpened, TransferEnded, Placed, KvLanded, Stopped},
-    Arrived: {Admitted, BlocksGivenUp, Stopped},
+    Arrived: {Admitted, LeaveAsked, BlocksGivenUp, Stopped},
     Waiting: {Joined, JoinedAnew, BlocksGivenUp, Stopped},
     Joining: {Scheduled, LeftOut, BlocksTaken, Failed, Stopped},
-    Running: {Scheduled, Stepped, Drawn, BlocksTaken, Failed, Stopped},
+    Running: {Scheduled, Stepped, Drawn, LeaveAsked, BlocksTaken, Failed, Stopped},
     Evicted: {Scheduled, BlocksTaken, Failed, Stopped},
+    Leaving: {Scheduled, Stepped, Drawn, LeftBatch, WentOn, BlocksTaken, Failed, Stopped},
+    Left: {WentOn, Stopped},
+    Returning: {JoinedAnew, Stopped},
     Ended: {TransferEnded},
 }
 
@@ -159,6 +171,9 @@ class Life(RuleBasedStateMachine):
             case Drawn(token_id, logprobs, finish):
                 index = sum(isinstance(each, TokenStep) for each in self.told)
                 expected = [TokenStep(key, _GENERATED + 1 + index, token_id, logprobs, finish)]
+            case WentOn() if isinstance(before, Left) and isinstance(before.former, Leaving):
+                # Its KV is computed again.
+                expected = [Preempted(key)]
             case BlocksGivenUp():
                 expected = [Preempted(key)]
             case BlocksTaken() if not is_prompt:
@@ -201,7 +216,8 @@ TestLife.settings = settings(max_examples=150, stateful_step_count=30, deadline=
 
 def _example(kind: type[Any]) -> State:
     first = submitted("kaveri-1", _request(6), _LAYOUT)
-    extra: dict[str, Any] = {"first_token_id": 1, "index": 1, "block_count": 1}
+    running: dict[str, Any] = {"former": _example(Leaving)} if kind is Left else {}
+    extra: dict[str, Any] = {"first_token_id": 1, "index": 1, "block_count": 1, **running}
     named = {field.name for field in fields(kind)}
     state: State = kind(facts=first.facts, **{name: value for name, value in extra.items() if name in named})
     return state
