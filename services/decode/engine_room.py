@@ -13,12 +13,10 @@ from kaveri.engine.contract import DecodeEngine
 from kaveri.errors import EngineError, KaveriError, NoCapacity, Unavailable
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom
+from kaveri.policy.waits import LINE_LOOK_S
 from services.decode import lifecycle
 from services.decode.lifecycle import InLine, Released
 from services.decode.requests import DecodeRequest, DecodeRequests
-
-_LOOK_AGAIN_S = 0.002
-"""Blocks of aborted requests come free without an event: while requests wait, free blocks are looked at this often."""
 
 
 class EngineRoom:
@@ -61,7 +59,7 @@ class EngineRoom:
             if isinstance(request.state, InLine):
                 break  # the engine keeps its free blocks for preempted requests
         if line.length and self._look_again is None:
-            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look)
+            self._look_again = asyncio.get_running_loop().call_later(LINE_LOOK_S, self._look)
 
     def _look(self) -> None:
         self._look_again = None

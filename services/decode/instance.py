@@ -39,7 +39,6 @@ from kaveri.policy.decode_room import DecodeRoom, RequestCounts
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.policy.room_line import Place
-from kaveri.policy.waits import LINE_LOOK_S as _LOOK_AGAIN_S
 from kaveri.telemetry.logs import get_logger
 from services.decode import lifecycle
 from services.decode.answer_log import AnswerLog, End
