@@ -1,13 +1,16 @@
 """Whole schedules: without faults, with every kind of fault, and the seeds that once failed."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
 
 from kaveri.testing.simulation.directed import cluster, request, story
 from kaveri.testing.simulation.draw import draw_plan
+from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess
 from kaveri.testing.simulation.plan import Fault, FaultKind, Plan
-from kaveri.testing.simulation.schedule import ScheduleResult
+from kaveri.testing.simulation.schedule import ScheduleResult, run_schedule
+from kaveri.text.tokenizer import ModelTokenizer
 
 Run = Callable[[Plan], ScheduleResult]
 
@@ -97,3 +100,9 @@ def test_a_claim_that_has_expired_stays_gone_when_the_stores_clock_jumps_back(ru
     hasty = [request("r0", 0.2, max_tokens=200, timeout_s=0.08)]
     jumped = Fault(kind=FaultKind.CLOCK, at_s=0.6, target="store", amount=-20.0)
     assert not run(story(cluster(), hasty, [jumped])).violations
+
+
+def test_nothing_of_a_simulated_cluster_is_left_when_its_schedule_has_ended(tokenizer: ModelTokenizer) -> None:
+    run_schedule(draw_plan(600_000, faults=True), tokenizer)
+    left = [each for each in gc.get_objects() if type(each) in (SimulatedLoop, SimulatedProcess)]
+    assert not left

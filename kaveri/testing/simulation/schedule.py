@@ -115,10 +115,14 @@ def _branch(rng: random.Random) -> random.Random:
 def _collect() -> None:
     """Frees what the simulated processes left behind. Their clean-up runs only now, and means nothing."""
     structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
+    # asyncio.gather() in a clean-up would make a loop of its own here, which keeps the whole simulated cluster.
+    asyncio.set_event_loop(None)
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
+            gc.collect()
+            # What a clean-up of the first time has made, such as the coroutines that it wanted to wait for.
             gc.collect()
     finally:
         sys.unraisablehook = hook
