@@ -1,0 +1,28 @@
+"""A small part of the kill matrix: `python -m tests.kill_matrix` runs as much of it as one likes."""
+
+import json
+import random
+
+import pytest
+
+from tests.kill_matrix.matrix import MatrixOptions, run_matrix
+from tests.kill_matrix.plan import Kind
+
+ALL = (Kind.KILLED, Kind.FROZEN, Kind.CUT_OFF, Kind.LINK_CUT)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("engine", "faults", "kinds"),
+    [("fake", 30, ALL), ("kaveri-tiny", 8, (Kind.KILLED, Kind.FROZEN))],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+async def test_answers_are_exact_and_nothing_is_left_while_processes_die(
+    engine: str, faults: int, kinds: tuple[Kind, ...]
+) -> None:
+    options = MatrixOptions(engine=engine, faults=faults, kinds=kinds, seed=random.randrange(2**30))
+    account = await run_matrix(options)
+    print(json.dumps(account, indent=1))
+    assert not account["violations"], account["violations"][:5]
+    assert account["faults"] == faults
+    assert account["requests_exact"] > faults

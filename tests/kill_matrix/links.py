@@ -1,0 +1,246 @@
+"""The links of a local cluster as connections that can be cut: bytes stay where they are, and nothing is reset.
+
+Every instance listens on 127.0.0.1 and is known to the others as an address of its own, 127.0.1.N, where its links
+listen on the same ports. Redis has one address for each instance. Who has opened a connection the kernel knows.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from kaveri.config.services import ServiceKind
+from kaveri.local import stack as local_stack
+from kaveri.local.config import StackConfig, service_command, service_environment
+
+REDIS = "redis"
+CLIENT = "client"
+_SCAN_S = 0.1
+_SLOW_SCAN_S = 1.0
+_NEW_FOR_S = 10.0
+"""A process is looked at more often until it has opened no port for so long."""
+_LISTENING = "0A"
+_MAPPED = "0000000000000000FFFF0000"
+
+
+class Links:
+    """All connections between the processes of one cluster. For one event loop."""
+
+    def __init__(self, instance_ids: Sequence[str]) -> None:
+        self._hosts = {name: f"127.0.1.{number}" for number, name in enumerate(instance_ids, 1)}
+        self._redis_ports: dict[str, int] = {}
+        self._redis_path = ""
+        self._cut: dict[frozenset[str], int] = {}
+        self._pairs: dict[_Pair, None] = {}
+        self._servers: dict[tuple[str, int], asyncio.Server] = {}
+        self._pids: Callable[[], Mapping[str, int]] = dict
+        self._scanning: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def between_processes(self) -> Iterator[None]:
+        """LocalStacks that start while the context lasts have these links."""
+
+        starting = ""
+
+        def command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:
+            # The stack makes the command of an instance, and then its environment.
+            nonlocal starting
+            starting = instance_id
+            words = service_command(config, role, instance_id, port)
+            words[words.index("--advertise-host") + 1] = self._hosts[instance_id]
+            return words
+
+        def environment(config: StackConfig, role: ServiceKind, redis_url: str, inherited: Any) -> dict[str, str]:
+            self._redis_path = redis_url.removeprefix("unix://")
+            url = f"redis://127.0.0.1:{self._redis_ports[starting]}/0"
+            return service_environment(config, role, url, inherited)
+
+        with (
+            mock.patch.object(local_stack, "service_command", command),
+            mock.patch.object(local_stack, "service_environment", environment),
+        ):
+            yield
+
+    async def open(self) -> None:
+        """Listens for the instances' connections to Redis. Before the stack starts."""
+        for name in self._hosts:
+            server = await asyncio.start_server(self._to_redis(name), "127.0.0.1", 0)
+            self._redis_ports[name] = server.sockets[0].getsockname()[1]
+            self._servers[REDIS, self._redis_ports[name]] = server
+
+    def follow(self, pids: Callable[[], Mapping[str, int]]) -> None:
+        """Listens wherever the instances do, from now on. pids: of all that run now, by name."""
+        self._pids = pids
+        self._scanning = asyncio.create_task(self._scan())
+
+    async def close(self) -> None:
+        """Breaks every connection."""
+        if self._scanning is not None:
+            self._scanning.cancel()
+            await asyncio.gather(self._scanning, return_exceptions=True)
+        for server in self._servers.values():
+            server.close()
+        for pair in tuple(self._pairs):
+            pair.close()
+
+    def cut(self, name: str, others: Collection[str]) -> None:
+        """Nothing passes between it and the others, until heal()."""
+        for other in others:
+            ends = frozenset((name, other))
+            self._cut[ends] = self._cut.get(ends, 0) + 1
+        self._apply()
+
+    def heal(self, name: str, others: Collection[str]) -> None:
+        """Ends one cut(). What was sent meanwhile arrives."""
+        for other in others:
+            ends = frozenset((name, other))
+            self._cut[ends] -= 1
+            if not self._cut[ends]:
+                del self._cut[ends]
+        self._apply()
+
+    def is_cut(self, ends: frozenset[str]) -> bool:
+        """Whether nothing passes between two."""
+        return ends in self._cut
+
+    def _apply(self) -> None:
+        for pair in self._pairs:
+            pair.stand_still(pair.ends in self._cut)
+
+    async def _scan(self) -> None:
+        owners: dict[str, str] = {}
+        changed_s: dict[int, float] = {}
+        now_s = asyncio.get_running_loop().time
+        while True:
+            sockets = {each.inode: each.port for each in _sockets() if each.state == _LISTENING}
+            pids = self._pids()
+            for inode in sockets.keys() - owners.keys():
+                owners[inode] = next((name for name in self._hosts if _has_socket(pids.get(name), inode)), "")
+            owners = {inode: name for inode, name in owners.items() if inode in sockets}
+            wanted = {(name, sockets[inode]) for inode, name in owners.items() if name}
+            for name, port in wanted - self._servers.keys():
+                server = await asyncio.start_server(self._to_instance(name, port), self._hosts[name], port)
+                self._servers[name, port] = server
+                changed_s[pids[name]] = now_s()
+            for key in [key for key in self._servers if key[0] != REDIS and key not in wanted]:
+                self._servers.pop(key).close()
+            is_new = any(now_s() - changed_s.setdefault(pid, now_s()) < _NEW_FOR_S for pid in pids.values())
+            await asyncio.sleep(_SCAN_S if is_new else _SLOW_SCAN_S)
+
+    def _to_instance(self, name: str, port: int) -> Callable[..., Any]:
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            source = self._source_of(writer.get_extra_info("peername"))
+            await self._serve(frozenset((source, name)), reader, writer, asyncio.open_connection, "127.0.0.1", port)
+
+        return connected
+
+    def _to_redis(self, name: str) -> Callable[..., Any]:
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            ends = frozenset((name, REDIS))
+            await self._serve(ends, reader, writer, asyncio.open_unix_connection, self._redis_path)
+
+        return connected
+
+    async def _serve(
+        self, ends: frozenset[str], reader: Any, writer: asyncio.StreamWriter, connect: Any, *address: Any
+    ) -> None:
+        pair = _Pair(ends)
+        pair.stand_still(self.is_cut(ends))
+        self._pairs[pair] = None
+        try:
+            await pair.run(reader, writer, connect, *address)
+        finally:
+            del self._pairs[pair]
+
+    def _source_of(self, peer: tuple[str, int]) -> str:
+        inode = next((each.inode for each in _sockets() if each.address == _written(*peer)), "")
+        return next((name for name, pid in self._pids().items() if inode and _has_socket(pid, inode)), CLIENT)
+
+
+class _Pair:
+    """One connection and what it is passed on over."""
+
+    def __init__(self, ends: frozenset[str]) -> None:
+        self.ends = ends
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self._closed = False
+
+    def stand_still(self, still: bool) -> None:
+        """Nothing passes while `still`."""
+        if still and not self._closed:
+            self._flows.clear()
+        else:
+            self._flows.set()
+
+    def close(self) -> None:
+        """Breaks it."""
+        self._closed = True
+        self._flows.set()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def run(self, reader: Any, writer: asyncio.StreamWriter, connect: Any, *address: Any) -> None:
+        """Passes bytes on until one side ends."""
+        self._writers.append(writer)
+        await self._flows.wait()
+        try:
+            far_reader, far_writer = await connect(*address)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers.append(far_writer)
+        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65_536):
+                await self._flows.wait()
+                sink.write(data)
+                await sink.drain()
+        # The end passes no cut either.
+        await self._flows.wait()
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+class _Socket(NamedTuple):
+    """One line of /proc/net/tcp."""
+
+    address: str
+    state: str
+    inode: str
+
+    @property
+    def port(self) -> int:
+        return int(self.address.partition(":")[2], 16)
+
+
+def _sockets() -> Iterator[_Socket]:
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        yield _Socket(words[1], words[3], words[9])
+    # gRPC's sockets take both: what is an IPv4 address there has a prefix.
+    for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[1].startswith(_MAPPED):
+            yield _Socket(words[1].removeprefix(_MAPPED), words[3], words[9])
+
+
+def _written(host: str, port: int) -> str:
+    """An address as the kernel writes it."""
+    return "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
+
+
+def _has_socket(pid: int | None, inode: str) -> bool:
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"{folder}/{name}") == f"socket:[{inode}]":
+                    return True
+    return False

@@ -1,0 +1,201 @@
+"""Clients that ask without a break while processes die, and compare every answer with that of an undisturbed run."""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kaveri import AsyncClient, Completion
+from kaveri.errors import KaveriError, Unavailable
+from kaveri.v1 import inference_pb2
+from tests.kill_matrix.plan import Phase, Question
+from tests.support.reading import Reading
+
+REQUEST_TIMEOUT_S = 120.0
+_REFUSED_PAUSE_S = 0.1
+_LEARN_TRIES = 5
+
+
+@dataclass(slots=True)
+class Answers:
+    """What came of the requests."""
+
+    exact: int = 0
+    refused: int = 0
+    """Sendings that no router has taken: none could be reached. They are sent again."""
+    failed: list[str] = field(default_factory=list)
+    """One line each: wrong, lost, repeated or too late."""
+    pauses_s: list[float] = field(default_factory=list)
+    """The longest of each answer, between two of its pieces."""
+    first_tokens_s: list[float] = field(default_factory=list)
+    reattached: int = 0
+    resumed: int = 0
+    placed_again: int = 0
+    """Attempts that were lost and not resumed, as far as the last router knows: their prompts are computed again."""
+    recomputed_tokens: int = 0
+
+
+class Asked:
+    """One request that is under way."""
+
+    def __init__(self, stream: object, reading: Reading) -> None:
+        self._stream = stream
+        self.reading = reading
+
+    @property
+    def owner(self) -> inference_pb2.OwnerHint:
+        """Which instances have it, as far as its client knows."""
+        owner: inference_pb2.OwnerHint = self._stream._sessions.received.owner  # type: ignore[attr-defined]
+        return owner
+
+
+class Load:
+    """A fixed number of clients, each with one request at a time."""
+
+    def __init__(self, client: AsyncClient, questions: Sequence[Question], seed: int, logprob_tolerance: float) -> None:
+        self.answers = Answers()
+        self._client = client
+        self._questions = questions
+        self._expected: list[Completion] = []
+        self._logprob_tolerance = logprob_tolerance
+        self._rng = random.Random(f"load {seed}")
+        self._numbers = itertools.count()
+        self._open = asyncio.Event()
+        self._in_flight: dict[str, float] = {}
+        self._idle = asyncio.Event()
+        self._waiting: dict[Phase, list[asyncio.Future[Asked]]] = {phase: [] for phase in Phase}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def learn(self) -> Sequence[Completion]:
+        """Asks every question of the undisturbed cluster."""
+        self._expected = await asyncio.gather(*(self._undisturbed(question) for question in self._questions))
+        return self._expected
+
+    def start(self, client_count: int) -> None:
+        """Starts the clients."""
+        self._open.set()
+        self._tasks = [asyncio.create_task(self._run()) for _ in range(client_count)]
+
+    async def pause(self, within_s: float) -> list[str]:
+        """No client begins a request until go_on(). Returns, when all have ended, or the time is over, what has not."""
+        self._open.clear()
+        try:
+            async with asyncio.timeout(within_s):
+                while self._in_flight:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            pass
+        now_s = time.monotonic()
+        return [f"{request_id} hangs, asked {now_s - at_s:.1f} s ago" for request_id, at_s in self._in_flight.items()]
+
+    def go_on(self) -> None:
+        """Ends pause()."""
+        self._open.set()
+
+    async def stop(self) -> None:
+        """Ends the clients."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def reaches(self, phase: Phase, within_s: float) -> Asked | None:
+        """The next request that gets into a phase; None when none does in time."""
+        future: asyncio.Future[Asked] = asyncio.get_running_loop().create_future()
+        self._waiting[phase].append(future)
+        try:
+            async with asyncio.timeout(within_s):
+                return await future
+        except TimeoutError:
+            return None
+
+    async def _undisturbed(self, question: Question) -> Completion:
+        # On a machine that is too busy for heartbeats instances come and go.
+        for _ in range(_LEARN_TRIES):
+            with contextlib.suppress(Unavailable):
+                return await self._client.generate(prompt_token_ids=question.prompt, params=question.params)
+        return await self._client.generate(prompt_token_ids=question.prompt, params=question.params)
+
+    async def _run(self) -> None:
+        while True:
+            await self._open.wait()
+            request_id = f"kill-{next(self._numbers)}"
+            number = self._rng.randrange(len(self._questions))
+            self._in_flight[request_id] = time.monotonic()
+            try:
+                await self._ask(request_id, number)
+            finally:
+                del self._in_flight[request_id]
+                self._idle.set()
+
+    async def _ask(self, request_id: str, number: int) -> None:
+        question, expected = self._questions[number], self._expected[number]
+        while True:
+            began_s = time.monotonic()
+            stream = self._client.stream(
+                prompt_token_ids=question.prompt,
+                params=question.params,
+                request_id=request_id,
+                timeout_s=REQUEST_TIMEOUT_S,
+            )
+            reading = Reading(stream)
+            asked = Asked(stream, reading)
+            watching = asyncio.create_task(self._watch(asked, len(expected.token_ids)))
+            try:
+                await reading.task
+            except Unavailable as error:
+                if not reading.chunks and stream._sessions._tried is not None:
+                    self.answers.refused += 1
+                    await asyncio.sleep(_REFUSED_PAUSE_S)
+                    continue
+                self._fail(request_id, number, reading, began_s, repr(error))
+            except (KaveriError, AssertionError) as error:
+                self._fail(request_id, number, reading, began_s, repr(error))
+            else:
+                self._check(request_id, number, reading, began_s)
+            finally:
+                watching.cancel()
+                reading.task.cancel()
+                self._tell(Phase.OVER, asked)
+            return
+
+    def _check(self, request_id: str, number: int, reading: Reading, began_s: float) -> None:
+        try:
+            reading.check(self._expected[number], logprob_tolerance=self._logprob_tolerance)
+        except AssertionError as error:
+            self._fail(request_id, number, reading, began_s, f"wrong: {str(error)[:300]}")
+            return
+        answers, timing = self.answers, reading.timing
+        answers.exact += 1
+        times_s = [began_s, *reading.times_s]
+        answers.first_tokens_s.append(times_s[1] - times_s[0])
+        answers.pauses_s.append(max((b - a for a, b in itertools.pairwise(reading.times_s)), default=0.0))
+        answers.reattached += timing.reattaches > 0
+        answers.resumed += timing.resumes
+        answers.placed_again += max(0, timing.attempts - 1 - timing.resumes)
+        answers.recomputed_tokens += timing.recomputed_tokens
+
+    def _fail(self, request_id: str, number: int, reading: Reading, began_s: float, what: str) -> None:
+        after_s = time.monotonic() - began_s
+        line = (
+            f"{request_id} (question {number}), {reading.token_count} tokens, {after_s:.1f} s after it was sent: {what}"
+        )
+        self.answers.failed.append(line)
+
+    async def _watch(self, asked: Asked, token_count: int) -> None:
+        self._tell(Phase.SENT, asked)
+        await asked.reading.has(1, REQUEST_TIMEOUT_S)
+        self._tell(Phase.FIRST_TOKEN, asked)
+        await asked.reading.has(token_count // 2, REQUEST_TIMEOUT_S)
+        self._tell(Phase.MIDDLE, asked)
+        await asked.reading.has(token_count - 2, REQUEST_TIMEOUT_S)
+        self._tell(Phase.LAST_TOKENS, asked)
+
+    def _tell(self, phase: Phase, asked: Asked) -> None:
+        waiting, self._waiting[phase] = self._waiting[phase], []
+        for future in waiting:
+            if not future.done():
+                future.set_result(asked)

@@ -1,0 +1,112 @@
+"""What a run of the kill matrix asks and what it breaks. Drawn from a seed; no clock, no I/O."""
+
+import enum
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kaveri import SamplingParams
+
+FREEZES_S = (0.3, 1.0, 5.0)
+MOST_DOWN_S = 1.0
+"""A killed process is started again within so long."""
+_STOP_TEXT = "the"
+
+
+class Kind(enum.StrEnum):
+    """What happens to a process."""
+
+    KILLED = "killed"
+    FROZEN = "frozen"
+    CUT_OFF = "cut off"
+    """Nothing passes between it and all others, Redis and the clients included."""
+    LINK_CUT = "link cut"
+    """Nothing passes between it and one other."""
+    DRAINED = "drained"
+    """SIGTERM, and a new life."""
+
+
+class Phase(enum.StrEnum):
+    """Where a request is when the fault happens: the first one that gets there once the fault is due."""
+
+    SENT = "sent"
+    FIRST_TOKEN = "first token"
+    MIDDLE = "middle"
+    LAST_TOKENS = "last tokens"
+    OVER = "over"
+
+
+class Aim(enum.StrEnum):
+    """Which instance of the role is hit."""
+
+    ANY = "any"
+    OWNER = "owner"
+    """The one that has the request."""
+    HOLDER = "holder"
+    """The one that has its copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnFault:
+    """One fault. Which process it hits is known when it happens."""
+
+    kind: Kind
+    role: str
+    aim: Aim
+    phase: Phase
+    after_s: float
+    """Behind the phase's event."""
+    lasts_s: float
+    choice: float
+    """[0, 1): which of several."""
+
+
+_WEIGHTS = {"router": 4, "prefill": 4, "decode": 7, "redis": 1, "predictor": 0.5, "client": 1.5}
+
+
+def draw_fault(rng: random.Random, kinds: Sequence[Kind]) -> DrawnFault:
+    """The next fault."""
+    role = rng.choices(tuple(_WEIGHTS), tuple(_WEIGHTS.values()))[0]
+    kind = rng.choice(kinds)
+    if role == "client" or (role == "redis" and kind is Kind.DRAINED):
+        kind = Kind.KILLED
+    killed = kind in (Kind.KILLED, Kind.DRAINED)
+    return DrawnFault(
+        kind=kind,
+        role=role,
+        aim=rng.choice((Aim.OWNER, Aim.OWNER, Aim.HOLDER, Aim.ANY)) if role in ("prefill", "decode") else Aim.ANY,
+        phase=rng.choice(tuple(Phase)),
+        after_s=rng.choice((0.0, rng.uniform(0.0, 0.1))),
+        lasts_s=rng.uniform(0.0, MOST_DOWN_S) if killed else rng.choice(FREEZES_S),
+        choice=rng.random(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request that is asked again and again."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+def draw_questions(rng: random.Random, count: int, largest_token: int) -> tuple[Question, ...]:
+    """Greedy and sampled ones, short and long ones, some with log-probabilities and some with a stop text."""
+    return tuple(_question(rng, number, largest_token) for number in range(count))
+
+
+def _question(rng: random.Random, number: int, largest_token: int) -> Question:
+    prompt_tokens = rng.choice((rng.randint(1, 40), rng.randint(60, 200), rng.randint(200, 500)))
+    max_tokens = rng.choice((rng.randint(1, 3), rng.randint(10, 60), rng.randint(60, 150), rng.randint(60, 150)))
+    sampled = number % 2 == 1
+    return Question(
+        tuple(rng.randint(1, largest_token) for _ in range(prompt_tokens)),
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if sampled else 0.0,
+            seed=rng.getrandbits(32) if sampled else None,
+            ignore_eos=True,
+            logprobs=rng.choice((None, 0, 2)),
+            stop=(_STOP_TEXT,) if number % 5 == 0 else (),
+        ),
+    )
