@@ -18,7 +18,7 @@ from kaveri.local.config import StackConfig, service_command, service_environmen
 
 REDIS = "redis"
 CLIENT = "client"
-_SCAN_S = 0.1
+_SCAN_S = 0.25
 _SLOW_SCAN_S = 1.0
 _NEW_FOR_S = 10.0
 """A process is looked at more often until it has opened no port for so long."""
@@ -33,11 +33,11 @@ class Links:
         self._hosts = {name: f"127.0.1.{number}" for number, name in enumerate(instance_ids, 1)}
         self._redis_ports: dict[str, int] = {}
         self._redis_path = ""
-        self._cut: dict[frozenset[str], int] = {}
+        self._cut: dict[frozenset[str | None], int] = {}
         self._pairs: dict[_Pair, None] = {}
         self._servers: dict[tuple[str, int], asyncio.Server] = {}
         self._pids: Callable[[], Mapping[str, int]] = dict
-        self._scanning: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @contextlib.contextmanager
     def between_processes(self) -> Iterator[None]:
@@ -74,13 +74,13 @@ class Links:
     def follow(self, pids: Callable[[], Mapping[str, int]]) -> None:
         """Listens wherever the instances do, from now on. pids: of all that run now, by name."""
         self._pids = pids
-        self._scanning = asyncio.create_task(self._scan())
+        self._tasks = [asyncio.create_task(self._scan()), asyncio.create_task(self._find_sources())]
 
     async def close(self) -> None:
         """Breaks every connection."""
-        if self._scanning is not None:
-            self._scanning.cancel()
-            await asyncio.gather(self._scanning, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for server in self._servers.values():
             server.close()
         for pair in tuple(self._pairs):
@@ -89,9 +89,9 @@ class Links:
     def cut(self, name: str, others: Collection[str]) -> None:
         """Nothing passes between it and the others, until heal()."""
         for other in others:
-            ends = frozenset((name, other))
+            ends: frozenset[str | None] = frozenset((name, other))
             self._cut[ends] = self._cut.get(ends, 0) + 1
-        self._apply()
+        self._find_sources_now()
 
     def heal(self, name: str, others: Collection[str]) -> None:
         """Ends one cut(). What was sent meanwhile arrives."""
@@ -102,13 +102,26 @@ class Links:
                 del self._cut[ends]
         self._apply()
 
-    def is_cut(self, ends: frozenset[str]) -> bool:
-        """Whether nothing passes between two."""
-        return ends in self._cut
-
     def _apply(self) -> None:
+        """While anything is cut, connections whose source is not known yet stand still as well."""
         for pair in self._pairs:
-            pair.stand_still(pair.ends in self._cut)
+            pair.stand_still(bool(self._cut) if pair.source is None else pair.ends in self._cut)
+
+    async def _find_sources(self) -> None:
+        while True:
+            await asyncio.sleep(_SCAN_S)
+            if self._cut and any(pair.source is None for pair in self._pairs):
+                self._find_sources_now()
+
+    def _find_sources_now(self) -> None:
+        """Only when something is cut: it reads the tables of all processes."""
+        unknown = [pair for pair in self._pairs if pair.source is None]
+        if unknown:
+            inodes = {each.address: each.inode for each in _sockets()}
+            owners = {inode: name for name, pid in self._pids().items() for inode in _socket_inodes(pid)}
+            for pair in unknown:
+                pair.source = owners.get(inodes.get(_written(*pair.peer), ""), CLIENT)
+        self._apply()
 
     async def _scan(self) -> None:
         owners: dict[str, str] = {}
@@ -117,13 +130,16 @@ class Links:
         while True:
             sockets = {each.inode: each.port for each in _sockets() if each.state == _LISTENING}
             pids = self._pids()
-            for inode in sockets.keys() - owners.keys():
-                owners[inode] = next((name for name in self._hosts if _has_socket(pids.get(name), inode)), "")
+            if sockets.keys() - owners.keys():
+                found = {inode: name for name in self._hosts for inode in _socket_inodes(pids.get(name))}
+                owners |= {inode: found.get(inode, "") for inode in sockets.keys() - owners.keys()}
             owners = {inode: name for inode, name in owners.items() if inode in sockets}
             wanted = {(name, sockets[inode]) for inode, name in owners.items() if name}
             for name, port in wanted - self._servers.keys():
-                server = await asyncio.start_server(self._to_instance(name, port), self._hosts[name], port)
-                self._servers[name, port] = server
+                # Another process may have the address for a moment; the next look tries again.
+                with contextlib.suppress(OSError):
+                    server = await asyncio.start_server(self._to_instance(name, port), self._hosts[name], port)
+                    self._servers[name, port] = server
                 changed_s[pids[name]] = now_s()
             for key in [key for key in self._servers if key[0] != REDIS and key not in wanted]:
                 self._servers.pop(key).close()
@@ -132,43 +148,46 @@ class Links:
 
     def _to_instance(self, name: str, port: int) -> Callable[..., Any]:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            source = self._source_of(writer.get_extra_info("peername"))
-            await self._serve(frozenset((source, name)), reader, writer, asyncio.open_connection, "127.0.0.1", port)
+            pair = _Pair(name, writer.get_extra_info("peername"))
+            await self._serve(pair, reader, writer, asyncio.open_connection, "127.0.0.1", port)
 
         return connected
 
     def _to_redis(self, name: str) -> Callable[..., Any]:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            ends = frozenset((name, REDIS))
-            await self._serve(ends, reader, writer, asyncio.open_unix_connection, self._redis_path)
+            pair = _Pair(REDIS, writer.get_extra_info("peername"), name)
+            await self._serve(pair, reader, writer, asyncio.open_unix_connection, self._redis_path)
 
         return connected
 
     async def _serve(
-        self, ends: frozenset[str], reader: Any, writer: asyncio.StreamWriter, connect: Any, *address: Any
+        self, pair: "_Pair", reader: Any, writer: asyncio.StreamWriter, connect: Any, *address: Any
     ) -> None:
-        pair = _Pair(ends)
-        pair.stand_still(self.is_cut(ends))
         self._pairs[pair] = None
+        self._apply()
         try:
             await pair.run(reader, writer, connect, *address)
         finally:
             del self._pairs[pair]
 
-    def _source_of(self, peer: tuple[str, int]) -> str:
-        inode = next((each.inode for each in _sockets() if each.address == _written(*peer)), "")
-        return next((name for name, pid in self._pids().items() if inode and _has_socket(pid, inode)), CLIENT)
-
 
 class _Pair:
     """One connection and what it is passed on over."""
 
-    def __init__(self, ends: frozenset[str]) -> None:
-        self.ends = ends
+    def __init__(self, target: str, peer: tuple[str, int], source: str | None = None) -> None:
+        """peer: the address that it came from. source: None: not known yet."""
+        self.target = target
+        self.peer = peer
+        self.source = source
         self._flows = asyncio.Event()
         self._flows.set()
         self._writers: list[asyncio.StreamWriter] = []
         self._closed = False
+
+    @property
+    def ends(self) -> frozenset[str | None]:
+        """Who is connected."""
+        return frozenset((self.source, self.target))
 
     def stand_still(self, still: bool) -> None:
         """Nothing passes while `still`."""
@@ -236,11 +255,12 @@ def _written(host: str, port: int) -> str:
     return "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
 
 
-def _has_socket(pid: int | None, inode: str) -> bool:
+def _socket_inodes(pid: int | None) -> Iterator[str]:
+    """Of the sockets that a process has open."""
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):
-                if os.readlink(f"{folder}/{name}") == f"socket:[{inode}]":
-                    return True
-    return False
+                target = os.readlink(f"{folder}/{name}")
+                if target.startswith("socket:["):
+                    yield target.removeprefix("socket:[").removesuffix("]")

@@ -61,7 +61,7 @@ class DrawnFault:
     """[0, 1): which of several."""
 
 
-_WEIGHTS = {"router": 4, "prefill": 4, "decode": 7, "redis": 1, "predictor": 0.5, "client": 1.5}
+_WEIGHTS = {"router": 4, "prefill": 4, "decode": 7, "redis": 1, "predictor": 0.5, "client": 1}
 
 
 def draw_fault(rng: random.Random, kinds: Sequence[Kind]) -> DrawnFault:

@@ -1,0 +1,245 @@
+"""Thousands of mutated messages to every RPC of router, prefill and decode, while requests are served.
+
+Forged hints, foreign replicas, wrong secrets, sessions and attempts that do not grow, values outside of all limits:
+each is refused with an error that a caller may see, no other request is disturbed, and nothing is left. The KV protocol
+has its own: tests/library/kv/test_wire_marks.py.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from google.protobuf.message import Message
+from grpc import aio
+
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.replica import ReplicaOffer, Resumption
+from kaveri.domain.sampling import SamplingParams
+from kaveri.v1 import decode_pb2, inference_pb2, prefill_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
+from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.wire.messages import layout_to_proto, params_to_proto
+from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
+from tests.services.mutations import Mutator
+from tests.services.test_sessions import SECRET, Client, Routers, prompt, tokenizer
+
+__all__ = ["tokenizer"]
+
+MESSAGES = 6_000
+TOGETHER = 16
+CALL_TIMEOUT_S = 0.5
+"""A valid call may wait for room, or stream for as long as it likes."""
+DECODE = {
+    "replication": "ring",
+    "replica_min_tokens": 16,
+    "replica_memory": 2**20,
+    "fake_step_s": 0.002,
+    "reservation_ttl_s": 1.0,
+}
+OTHER_SECRET = b"another-secret-1"
+STRANGER = "stranger.0123456789abcdef"
+_BEGIN = ("Reserve", "Prefill")
+NOT_FOR_CALLERS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED)
+
+
+class Attack:
+    """Valid messages about requests that nobody misses, their mutations, and what is answered."""
+
+    def __init__(
+        self, rng: random.Random, cluster: Any, router: aio.Channel, served: list[str], incarnations: list[int]
+    ) -> None:
+        """served: ids of requests that must not be disturbed. incarnations: of the decode instances."""
+        self.answers: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._rng = rng
+        self._cluster = cluster
+        self._router = InferenceServiceStub(router)
+        self._served = served
+        self._incarnations = incarnations
+        self._ids = [f"attacked-{number}" for number in range(8)]
+        words = [*self._ids, *served, STRANGER, "decode-0", "decode-1", "prefill-0"]
+        self._mutator = Mutator(rng, words, [OTHER_SECRET])
+
+    async def run(self, count: int) -> None:
+        """Sends so many, some at once."""
+        left = iter(range(count))
+
+        async def send_some() -> None:
+            for _ in left:
+                await self._send()
+
+        await asyncio.gather(*(send_some() for _ in range(TOGETHER)))
+
+    async def _send(self) -> None:
+        instances = {each.instance_id: each for each in self._cluster.instances}
+        decode = DecodeServiceStub(instances[self._rng.choice(("decode-0", "decode-1"))].channel)
+        prefill = PrefillServiceStub(instances["prefill-0"].channel)
+        name, make, method = self._rng.choice(
+            (
+                ("Reserve", self._reserve, decode.Reserve),
+                ("Abort", self._abort, decode.Abort),
+                ("StreamTokens", self._stream, decode.StreamTokens),
+                ("Attach", self._attach, decode.Attach),
+                ("OpenReplica", self._open_replica, decode.OpenReplica),
+                ("OpenReplica", self._open_replica, decode.OpenReplica),
+                ("Resume", self._resume, decode.Resume),
+                ("Resume", self._resume, decode.Resume),
+                ("Prefill", self._prefill, prefill.Prefill),
+                ("AttachPrefill", self._attach_prefill, prefill.AttachPrefill),
+                ("AbortPrefill", self._abort_prefill, prefill.AbortPrefill),
+                ("Generate", self._generate, self._router.Generate),
+                ("Generate", self._generate, self._router.Generate),
+            )
+        )
+        message: Any = make()
+        if self._rng.random() < 0.97:
+            message = self._mutator.mutated(message)
+        if name in _BEGIN and message.request_id in self._served:
+            # Of two requests with one id, sent by peers, the later one replaces the other. Routers keep clients apart.
+            message.request_id = self._ids[0]
+        try:
+            call = method(message, timeout=CALL_TIMEOUT_S)
+            if isinstance(call, aio.UnaryStreamCall):
+                await call.read()
+                call.cancel()
+            else:
+                await call
+            self.answers[f"{name} OK"] += 1
+        except aio.AioRpcError as error:
+            self.answers[f"{name} {error.code().name}"] += 1
+            if error.code() in NOT_FOR_CALLERS:
+                self.wrong.append(f"{name}: {error.code().name} {error.details()} for {str(message)[:300]}")
+
+    def _owner(self) -> dict[str, Any]:
+        return {
+            "request_id": self._rng.choice(self._ids),
+            "session": self._rng.choice((0, 0, 1, 2)),
+            "attempt": self._rng.choice((1, 1, 2, 3)),
+            "router_id": STRANGER,
+            "secret": OTHER_SECRET,
+        }
+
+    def _ownership(self) -> tuple[str, Ownership]:
+        owner = self._owner()
+        ownership = Ownership(Owner(owner["session"], owner["attempt"]), STRANGER, OTHER_SECRET)
+        return owner["request_id"], ownership
+
+    def _reserve(self) -> Message:
+        params = params_to_proto(SamplingParams(max_tokens=5, seed=0))
+        layout = layout_to_proto(self._cluster.instances[-1].engine.info.layout)
+        return decode_pb2.ReserveRequest(
+            **self._owner(), token_ids=prompt(1, 20), params=params, timeout_s=5.0, layout=layout
+        )
+
+    def _abort(self) -> Message:
+        return decode_pb2.AbortRequest(attempts=[decode_pb2.AttemptId(**self._owner())], by_router=True)
+
+    def _stream(self) -> Message:
+        owner = self._owner()
+        named = decode_pb2.StreamedRequest(
+            request_id=owner["request_id"], session=owner["session"], attempt=owner["attempt"], next_index=3
+        )
+        return decode_pb2.StreamTokensRequest(router_id=STRANGER, requests=[named])
+
+    def _attach(self) -> Message:
+        return decode_pb2.AttachRequest(**self._owner(), token_ids=prompt(2, 20), generated_count=2)
+
+    def _open_replica(self) -> Message:
+        request_id, ownership = self._ownership()
+        layout = self._cluster.instances[-1].engine.info.layout
+        return offer_to_proto(ReplicaOffer(request_id, ownership, "decode-7", 7, layout, 64, 5.0))
+
+    def _resume(self) -> Message:
+        request_id, ownership = self._ownership()
+        params = SamplingParams(max_tokens=10, seed=0)
+        incarnation = self._rng.choice(self._incarnations)
+        resumption = Resumption(request_id, ownership, tuple(prompt(2, 30)), 2, params, 5.0, None, incarnation)
+        return resumption_to_proto(resumption)
+
+    def _prefill(self) -> Message:
+        params = params_to_proto(SamplingParams(max_tokens=8, seed=0))
+        return prefill_pb2.PrefillRequest(**self._owner(), token_ids=prompt(2, 20), params=params)
+
+    def _attach_prefill(self) -> Message:
+        attach = decode_pb2.AttachRequest(**self._owner(), token_ids=prompt(2, 20), generated_count=2)
+        return prefill_pb2.AttachPrefillRequest(attach=attach)
+
+    def _abort_prefill(self) -> Message:
+        return prefill_pb2.AbortPrefillRequest(attempts=[decode_pb2.AttemptId(**self._owner())])
+
+    def _generate(self) -> Message:
+        client = Client(
+            prompt(3), {"max_tokens": 12}, request_id=self._rng.choice(self._ids), secret=OTHER_SECRET, session=1
+        )
+        client.token_ids = prompt(4, 3)
+        client.owner = inference_pb2.OwnerHint(
+            prefill_instance_id="prefill-0",
+            prefill_incarnation=1,
+            decode_instance_id="decode-0",
+            decode_incarnation=self._rng.getrandbits(64),
+            holder_instance_id="decode-1",
+            holder_incarnation=self._rng.getrandbits(64),
+        )
+        return client.message()
+
+
+@pytest.mark.timeout(300)
+async def test_mutated_messages_are_refused_disturb_no_request_and_leave_nothing(
+    cluster: Any, by_hand: Any, tokenizer: Any
+) -> None:
+    seed = random.randrange(2**30)
+    print(f"seed {seed}")
+    cluster.needs_fake_engines("6,000 calls at the fake engine's speed")
+    await cluster.prefill()
+    for name in ("decode-0", "decode-1"):
+        await cluster.decode(name, **DECODE)
+    incarnations = list((await cluster.router("watcher")).incarnations.values())
+    routers = Routers(cluster, tokenizer)
+    served: list[str] = [f"served-{number}" for number in range(4)]
+    attacking = True
+
+    async def serve(request_id: str) -> int:
+        """One request after the other under the same id, each exact."""
+        count = 0
+        while attacking:
+            client = Client(prompt(count), {"max_tokens": 60, "ignore_eos": True}, request_id, SECRET)
+            try:
+                await client.finish(routers.generate("router-0", client.message()))
+            except aio.AioRpcError as error:
+                # The attacker may use an id that is free.
+                if error.code() is not grpc.StatusCode.ALREADY_EXISTS or client.token_ids:
+                    raise
+                await asyncio.sleep(0.01)
+                continue
+            assert client.token_ids == cluster.expected(client.prompt, 60)
+            count += 1
+        return count
+
+    with structlog.testing.capture_logs() as logs:
+        try:
+            router = await routers.start("router-0")
+            serving = [asyncio.create_task(serve(request_id)) for request_id in served]
+            attack = Attack(random.Random(seed), cluster, routers._channels["router-0"], served, incarnations)
+            await attack.run(MESSAGES)
+            attacking = False
+            assert min(await asyncio.gather(*serving)) > 0
+            print(sorted(attack.answers.items()))
+            assert not attack.wrong, attack.wrong[:5]
+            assert sum(attack.answers.values()) == MESSAGES
+            await by_hand.eventually(lambda: not len(router.table), "the router forgets its requests")
+            await cluster.all_free(within_s=20.0)
+            for name, replicas in cluster.replicas.items():
+                await by_hand.eventually(
+                    lambda replicas=replicas: not replicas.usage().used_bytes, f"{name} holds none"
+                )
+                replicas.check_integrity()
+        finally:
+            attacking = False
+            await routers.close()
+    errors = [entry for entry in logs if entry["log_level"] in ("error", "critical")]
+    assert not errors, errors[:5]
