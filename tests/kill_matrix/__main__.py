@@ -34,6 +34,7 @@ def main() -> int:
     )
     kinds = [kind.value for kind in Kind]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds[:4], help="what happens to processes")
+    parser.add_argument("--keep-logs", action="store_true", help="also when nothing was wrong")
     parser.add_argument("--account", help="file to write the account to, as JSON")
     given = vars(parser.parse_args())
     path = given.pop("account")

@@ -17,6 +17,7 @@ from tests.support.reading import Reading
 REQUEST_TIMEOUT_S = 120.0
 _REFUSED_PAUSE_S = 0.1
 _LEARN_TRIES = 5
+_LONGEST = 5
 
 
 @dataclass(slots=True)
@@ -29,8 +30,9 @@ class Answers:
     failed: list[str] = field(default_factory=list)
     """One line each: wrong, lost, repeated or too late."""
     pauses_s: list[float] = field(default_factory=list)
-    """The longest of each answer, between two of its pieces."""
-    first_tokens_s: list[float] = field(default_factory=list)
+    """The longest of each answer, before its first piece or between two."""
+    longest: list[tuple[float, str, str]] = field(default_factory=list)
+    """The longest of all: seconds, request and time of the day."""
     reattached: int = 0
     resumed: int = 0
     placed_again: int = 0
@@ -171,8 +173,10 @@ class Load:
         answers, timing = self.answers, reading.timing
         answers.exact += 1
         times_s = [began_s, *reading.times_s]
-        answers.first_tokens_s.append(times_s[1] - times_s[0])
-        answers.pauses_s.append(max((b - a for a, b in itertools.pairwise(reading.times_s)), default=0.0))
+        pause_s, ended_s = max(((b - a, b) for a, b in itertools.pairwise(times_s)), default=(0.0, 0.0))
+        answers.pauses_s.append(pause_s)
+        at = time.strftime("%X", time.localtime(time.time() - time.monotonic() + ended_s))
+        answers.longest = sorted([*answers.longest, (round(pause_s, 3), request_id, f"until {at}")])[-_LONGEST:]
         answers.reattached += timing.reattaches > 0
         answers.resumed += timing.resumes
         answers.placed_again += max(0, timing.attempts - 1 - timing.resumes)

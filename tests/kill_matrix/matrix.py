@@ -55,6 +55,8 @@ class MatrixOptions:
     """Most faults at once."""
     lease_ttl_s: float = 1.0
     """More on a machine that is too busy for the instances' heartbeats."""
+    keep_logs: bool = False
+    """Also when nothing was wrong."""
     rest_every: int = 100
     """Faults between two looks at what is left."""
 
@@ -288,7 +290,7 @@ async def run_matrix(options: MatrixOptions) -> dict[str, Any]:
         await matrix.run()
         account = _summary(options, matrix.account, load, time.monotonic() - began_s) | count_events(cluster)
         folder = cluster.stack.log_dir
-        if account["violations"]:
+        if account["violations"] or options.keep_logs:
             account["logs"] = _keep_logs(folder)
     if folder.exists():
         account["violations"].append(f"{folder} is left")
@@ -344,10 +346,9 @@ def _summary(options: MatrixOptions, account: Account, load: Load, seconds: floa
         "rests": account.rests,
         "requests_exact": answers.exact,
         "sendings_refused": answers.refused,
-        "longest_pause_s": round(max(answers.pauses_s, default=0.0), 3),
+        "longest_pauses": answers.longest,
         "pause_s_p50": _quantile(answers.pauses_s, 50),
         "pause_s_p99": _quantile(answers.pauses_s, 99),
-        "first_token_s_p99": _quantile(answers.first_tokens_s, 99),
         "requests_reattached": answers.reattached,
         "requests_resumed": answers.resumed,
         "requests_placed_again": answers.placed_again,
