@@ -31,7 +31,7 @@ _COPIED = "log info replica_held request_id=moved"
 """The owner of the request has found a holder."""
 
 
-def _replicated(decodes: int, faults: list[Fault], orphan_grace_s: float = 2.0) -> Plan:
+def _replicated(decodes: int, faults: list[Fault], orphan_grace_s: float = 2.0, drain_timeout_s: float = 2.0) -> Plan:
     """decode-0 owns the request, and decode-1 holds its copy."""
     return story(
         cluster(decodes=decodes, step_s=0.02),
@@ -41,6 +41,7 @@ def _replicated(decodes: int, faults: list[Fault], orphan_grace_s: float = 2.0) 
         replication=ReplicationMode.RING,
         divergent=True,
         orphan_grace_s=orphan_grace_s,
+        drain_timeout_s=drain_timeout_s,
     )
 
 
@@ -75,6 +76,11 @@ PLANS: dict[str, Plan] = {
     "mark_answered_before_its_digest": _replicated(
         2,
         [Fault(kind=FaultKind.DAMAGE, target="decode-0", other="decode-1", at_s=0.2, lasts_s=2.0, after=_COPIED)],
+    ),
+    "tail_sent_unfinished": _replicated(
+        2,
+        [Fault(kind=FaultKind.DRAIN, target="decode-0", at_s=0.8, lasts_s=5.0, after=_COPIED)],
+        drain_timeout_s=30.0,
     ),
     "hint_trusted_without_incarnation": story(
         cluster(),

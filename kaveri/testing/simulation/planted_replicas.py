@@ -62,3 +62,18 @@ def mark_answered_before_its_digest() -> Iterator[None]:
 
     with replaced(SimulatedReceiver, "_problem", make):
         yield
+
+
+@planted
+def tail_sent_unfinished() -> Iterator[None]:
+    """An owner that lets a request go names a token of its last block whose KV is not computed."""
+
+    def make(original: Any) -> Any:
+        def stopped_tokens(self: Any, sequence: Any) -> int | None:
+            count: int | None = original(self, sequence)
+            return count + 1 if count and count % self._info.layout.block_tokens else count
+
+        return stopped_tokens
+
+    with replaced(Lifecycle, "stopped_tokens", make):
+        yield

@@ -51,8 +51,12 @@ class SimulatedReplicas(Replicas):
                 self._draws.report(
                     f"{type(event).__name__} of {event.key.request_id} while it is resumed from the copy"
                 )
-            if isinstance(event, ReplicaGrew):
-                self._verify(event.key, event.token_count)
+            match event:
+                case ReplicaGrew():
+                    self._verify(event.key, event.token_count)
+                case ReplicaOrphaned():
+                    # Its owner may have let it go, with a tail.
+                    self._verify(event.key, self.watermark(event.key))
             listener(event)
 
         super().start(verified)
