@@ -59,7 +59,7 @@ def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str) ->
 
 
 CASES = (
-    timed(64 * 1024, 32, 96, "1GiB"),
+    timed(64 * 1024, 32, 96, "640MiB"),
     timed(800 * 1024, 6, 160, "1200MiB"),
     Case("kaveri-tiny", 8, 256, 64, 0.95, {"kv_cache_memory": "64MiB", "replica_memory": "64MiB"}, is_timed=False),
 )
@@ -99,9 +99,8 @@ async def one_round(stack: LocalStack, client: AsyncClient, case: Case, count: i
     looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await looking
-    copied, prompts, drawn = (
-        await asyncio.to_thread(_tokens, stack, kind) - first for kind, first in zip(_KINDS, before, strict=True)
-    )
+    after = [await asyncio.to_thread(_tokens, stack, kind) for kind in _KINDS]
+    copied, prompts, drawn = (last - first for first, last in zip(before, after, strict=True))
     gaps_s = [later - sooner for stream in streams for sooner, later in zip(stream.at_s, stream.at_s[1:], strict=False)]
     return Round(
         tokens_per_s=count * case.answer_tokens / seconds,
@@ -151,7 +150,7 @@ async def measure_case(case: Case, repeats: int, turns: int) -> dict[str, list[R
                 decode_count=len(DECODES),
                 metrics_port=port,
                 restart=False,
-                drain_timeout_s=2.0,
+                drain_timeout_s=20.0,
             )
             stack = await opened.enter_async_context(LocalStack(config))
             client = await opened.enter_async_context(AsyncClient(stack.targets, timeout_s=TIMEOUT_S))
