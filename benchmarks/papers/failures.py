@@ -35,6 +35,7 @@ MODES = {RESTARTED: "off", RECOMPUTED: "off", RESUMED: "spread"}
 READY_S = 120.0
 ASKED = 1.03
 TRACE_IN_FLIGHT = 8
+TRACE_ANSWERS = (100, 400)
 TRACE_FAILURES = (0.25, 0.5, 0.75)
 """Of the requests that have ended."""
 MODEL = FakeModel(verify=False)
@@ -152,7 +153,7 @@ class Trace:
 async def trace(stack: LocalStack, client: AsyncClient, count: int, first: int, fails: bool) -> Trace:
     rng = random.Random(first)
     streams = [
-        (Stream(f"trace-{number}", prompt_of(PROMPT_TOKENS, number)), rng.randrange(50, 200))
+        (Stream(f"trace-{number}", prompt_of(PROMPT_TOKENS, number)), rng.randrange(*TRACE_ANSWERS))
         for number in range(first, first + count)
     ]
     waiting = iter(streams)
@@ -196,7 +197,7 @@ async def measure_async(options: Options, report: Report) -> None:
         "prompt_tokens": PROMPT_TOKENS,
         "figures": [f"{figure.name}: {figure.requests} of {figure.latency_model}" for figure in FIGURES],
         "answer_tokens": [figure.answer_tokens for figure in FIGURES],
-        "trace": f"{count} requests of 50 to 199 tokens, {TRACE_IN_FLIGHT} in flight, {len(TRACE_FAILURES)} failures",
+        "trace": f"{count} requests of {TRACE_ANSWERS[0]} to {TRACE_ANSWERS[1] - 1} tokens, {TRACE_IN_FLIGHT} in flight, {len(TRACE_FAILURES)} failures",
         "decode_instances": len(DECODES),
     }
     for figure in FIGURES[: options.choose(2, 1)]:

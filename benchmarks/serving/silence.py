@@ -155,6 +155,8 @@ async def measure_async(options: Options, report: Report) -> None:
         metrics_port=METRICS_PORT,
         restart=False,
         drain_timeout_s=2.0,
+        # One request goes through all the faults.
+        router_flags=("--max-attempts", str(4 * count + 4)),
         decode_flags=("--advertise-host", ADVERTISED_HOST),
     )
     found = {kind: Faults() for kind in KINDS}
