@@ -197,7 +197,8 @@ async def measure_async(options: Options, report: Report) -> None:
         "prompt_tokens": PROMPT_TOKENS,
         "figures": [f"{figure.name}: {figure.requests} of {figure.latency_model}" for figure in FIGURES],
         "answer_tokens": [figure.answer_tokens for figure in FIGURES],
-        "trace": f"{count} requests of {TRACE_ANSWERS[0]} to {TRACE_ANSWERS[1] - 1} tokens, {TRACE_IN_FLIGHT} in flight, {len(TRACE_FAILURES)} failures",
+        "trace": f"{count} requests, {TRACE_IN_FLIGHT} in flight, {len(TRACE_FAILURES)} failures",
+        "trace_answer_tokens": list(TRACE_ANSWERS),
         "decode_instances": len(DECODES),
     }
     for figure in FIGURES[: options.choose(2, 1)]:
