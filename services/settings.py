@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kaveri.profiling.config import ProfileConfig
-from services.decode.config import DecodeConfig
 from services.gateway.config import GatewayConfig
-from services.instance.config import ColocatedConfig
+from services.instance.config import ColocatedConfig, DecodeConfig, PrefillConfig
 from services.predictor.config import PredictorConfig
-from services.prefill.config import PrefillConfig
 from services.router.config import RouterConfig
 
 SETTINGS: Mapping[str, type[Any]] = {

@@ -9,6 +9,7 @@ blocks come free without an event at the service.
 
 import asyncio
 import contextlib
+import random
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -26,8 +27,8 @@ from kaveri.telemetry.logs import configure_logs
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
-from services.decode.config import DecodeConfig
-from services.decode.service import decode_host
+from services.instance.config import DecodeConfig
+from services.instance.service import instance_host
 
 BLOCK_BYTES = 4096
 BLOCKS_EACH = 4
@@ -84,7 +85,7 @@ async def decode_instance(holders: int) -> AsyncIterator[Decode]:
     engine = build_engine(config)
     stopping = asyncio.Event()
     async with MemoryStore(MemoryCluster()) as store:
-        host = decode_host(config, engine, store, CollectorRegistry())
+        host = instance_host(config, engine, store, random.Random(0), CollectorRegistry())
         serving = asyncio.create_task(host.serve(stopping))
         await host.started.wait()
         async with open_channel(host.address) as channel:

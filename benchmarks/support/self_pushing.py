@@ -31,7 +31,6 @@ def build_both_sides(engine: str, model: str, dtype: str, chunk_tokens: int, max
     """An engine that takes pushes over a Unix socket, on the CPU, in blocks as small as it takes them."""
     return build_engine(
         EngineSettings(
-            receives=True,
             engine=engine,
             model=model,
             dtype=dtype,

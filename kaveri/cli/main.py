@@ -18,6 +18,7 @@ from kaveri.cli.simulate import simulate
 from kaveri.cli.status import status
 from kaveri.cli.up import FLAGS_HELP, up
 from kaveri.config.commands import run_commands
+from kaveri.config.services import ServiceKind
 
 app = typer.Typer(
     name="kaveri",
@@ -61,11 +62,11 @@ app.command()(health)
 app.command(context_settings=PASS_ON, add_help_option=False)(profile)
 app.add_typer(predictor_app, name="predictor")
 app.add_typer(config_app, name="config")
-for _role, _service, _help in (
-    ("gateway", "gateway", "Run one gateway for HTTP; `kaveri gateway --help` lists its flags."),
-    ("router", "router", "Run one router; `kaveri router --help` lists its flags."),
-    ("prefill", "prefill", "Run one prefill instance; `kaveri prefill --help` lists its flags."),
-    ("decode", "decode", "Run one decode instance; `kaveri decode --help` lists its flags."),
-    ("colocated", "instance", "Run one instance of both phases; `kaveri colocated --help` lists its flags."),
+for _role, _help in (
+    (ServiceKind.GATEWAY, "Run one gateway for HTTP; `kaveri gateway --help` lists its flags."),
+    (ServiceKind.ROUTER, "Run one router; `kaveri router --help` lists its flags."),
+    (ServiceKind.PREFILL, "Run one prefill instance; `kaveri prefill --help` lists its flags."),
+    (ServiceKind.DECODE, "Run one decode instance; `kaveri decode --help` lists its flags."),
+    (ServiceKind.COLOCATED, "Run one instance of both phases; `kaveri colocated --help` lists its flags."),
 ):
-    app.command(_role, context_settings=PASS_ON, add_help_option=False)(launcher(_service, _help))
+    app.command(_role, context_settings=PASS_ON, add_help_option=False)(launcher(_role, _help))

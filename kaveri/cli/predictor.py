@@ -8,6 +8,7 @@ from typing import NoReturn
 import typer
 
 from kaveri.cli.services import PASS_ON, launcher
+from kaveri.config.services import ServiceKind
 
 predictor_app = typer.Typer(
     help="Make, judge and serve a length predictor for a served model.",
@@ -34,5 +35,5 @@ for _step, _help in (
 ):
     predictor_app.command(_step, context_settings=PASS_ON, add_help_option=False)(_launcher(_step, _help))
 predictor_app.command("serve", context_settings=PASS_ON, add_help_option=False)(
-    launcher("predictor", "Run one predictor; `kaveri predictor serve --help` lists its flags.")
+    launcher(ServiceKind.PREDICTOR, "Run one predictor; `kaveri predictor serve --help` lists its flags.")
 )

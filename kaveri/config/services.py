@@ -24,6 +24,17 @@ class ServiceKind(enum.StrEnum):
     PREDICTOR = "predictor"
 
 
+INSTANCES = (ServiceKind.PREFILL, ServiceKind.DECODE, ServiceKind.COLOCATED)
+"""Those with an engine: one service, of which the role says what it serves first."""
+
+
+def program_of(role: ServiceKind) -> tuple[str, ...]:
+    """What follows the interpreter on the command line of a role's service; its flags follow."""
+    module = ("services.instance", role) if role in INSTANCES else (f"services.{role}",)
+    # -P: a folder named "services" in the working directory is none of ours.
+    return ("-P", "-m", *module)
+
+
 def settings_types() -> Mapping[str, type[Any]]:
     """Section of a configuration file to the dataclass of its settings. The first call takes a tenth of a second."""
     found: Mapping[str, type[Any]] = importlib.import_module("services.settings").SETTINGS

@@ -94,7 +94,7 @@ class InstanceLoad:
     ending_phases: tuple[Phase, ...] = ()
     """Those of `phases` that take no new requests: they will not be served when the last request has ended."""
     phase_order: int = 0
-    """The number of the order that set `phases`. 0: there was none."""
+    """The number of the order that set `phases`. 1: the command that started the instance. 0: not stated."""
     replica_free_bytes: int = 0
     """Host memory that new replicas of other instances' requests may take."""
     replica_total_bytes: int = 0

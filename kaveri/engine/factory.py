@@ -248,8 +248,6 @@ def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSett
 
 def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
     """Where an engine of these settings takes pushes, the best way first. Raises ConfigError."""
-    if not settings.receives:
-        return ()
     over_tcp = [name for name in settings.kv_transports if name not in PATH_NAMES]
     if settings.kv_port and len(over_tcp) > 1:
         reason = f"is one port, and {' and '.join(over_tcp)} need one each: give 0, or name one of them"

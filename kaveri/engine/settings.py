@@ -21,9 +21,18 @@ from kaveri.models import KAVERI_TINY
 DEFAULT_CHUNK_TOKENS = 512
 """What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
 DEFAULT_BLOCK_TOKENS = 16
-OF_PUSHES = ("kv_link",)
-OF_LANDINGS = ("kv_host", "kv_port", "kv_credit_bytes", "kv_digests", "replication_rate")
-OF_TRANSFERS = (*OF_PUSHES, *OF_LANDINGS, "kv_transports", "kv_tls_cert", "kv_tls_key", "kv_tls_ca")
+OF_TRANSFERS = (
+    "kv_host",
+    "kv_port",
+    "kv_credit_bytes",
+    "kv_digests",
+    "kv_link",
+    "kv_transports",
+    "kv_tls_cert",
+    "kv_tls_key",
+    "kv_tls_ca",
+    "replication_rate",
+)
 """Settings that a program without transfers does not take."""
 
 
@@ -160,10 +169,6 @@ class EngineSettings(MadeUpSettings):
     kv_link: str = setting(
         "emulated link to push over, for studies: 25Gbps,50us or 200Gbps,800KiB/token; empty: none", "", link_text
     )
-    receives: bool = False
-    """Whether to listen for pushes of KV. Not a flag: the program knows."""
-    decodes: bool = True
-    """False: prompts only, which saves the vllm engine what a running batch needs."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens == 0:

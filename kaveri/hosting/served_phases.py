@@ -1,7 +1,7 @@
 """The phases that one engine instance serves: which it can, which it does now, and the switch between them."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -10,6 +10,9 @@ from kaveri.engine.contract import EngineEvent
 from kaveri.errors import InvalidArgument
 from kaveri.hosting.service_host import HostedService
 from kaveri.telemetry.logs import get_logger
+
+FIRST_ORDER = 1
+"""The number of what an instance serves from its start."""
 
 
 class PhaseService(HostedService, Protocol):
@@ -29,12 +32,15 @@ class ServedPhases:
     A phase that stops takes no new requests, finishes those that it has or hands them on, and is then served no more.
     """
 
-    def __init__(self, services: Mapping[Phase, PhaseService]) -> None:
-        """services: of the phases that the engine can serve, in the order in which requests pass through. All are
-        served until the first order."""
+    def __init__(self, services: Mapping[Phase, PhaseService], first: Collection[Phase]) -> None:
+        """services: of the phases that the engine can serve, in the order in which requests pass through. first: those
+        that are served from the start, as if an order of FIRST_ORDER had come."""
         self._services = services
-        self._ordered = frozenset(services)
-        self._order = 0
+        self._ordered = frozenset(first)
+        for phase, service in services.items():
+            if phase not in self._ordered:
+                service.drain()
+        self._order = FIRST_ORDER
         self._stopping = False
         self.on_change: Callable[[], object] = _ignore
         """Called when the load shows other phases."""
@@ -88,12 +94,16 @@ class ServedPhases:
                 tasks.create_task(service.run())
 
     def load(self) -> InstanceLoad:
-        loads = {phase: service.load() for phase, service in self._services.items()}
-        ending = [phase for phase in self._services if phase not in self._ordered and not self._services[phase].is_idle]
+        ending = tuple(
+            phase for phase, service in self._services.items() if phase not in self._ordered and not service.is_idle
+        )
+        served = tuple(phase for phase in self._services if phase in self._ordered or phase in ending)
+        # Without a phase it still has an engine, whose blocks every phase shows.
+        loads = {phase: self._services[phase].load() for phase in served or tuple(self._services)[:1]}
         return replace(
             _combined(loads),
-            phases=tuple(phase for phase in self._services if phase in self._ordered or phase in ending),
-            ending_phases=tuple(ending),
+            phases=served,
+            ending_phases=ending,
             phase_order=self._order,
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
-from kaveri.config.services import ServiceKind
+from kaveri.config.services import ServiceKind, program_of
 from kaveri.config.settings import MAX_PORT
 from kaveri.config.sources import CONFIG_VARIABLE, FILE_SUFFIX, flag_of, variable_of
 from kaveri.errors import ConfigError
@@ -18,7 +18,6 @@ from kaveri.rpc.process import ALL_ADDRESSES
 LOOPBACK = "127.0.0.1"
 PUBLIC_ROLES = (ServiceKind.ROUTER, ServiceKind.GATEWAY)
 """Those that clients talk to: they keep their ports over restarts."""
-_MODULES = {role: f"services.{role}" for role in ROLES} | {ServiceKind.COLOCATED: "services.instance"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +165,7 @@ def service_command(config: StackConfig, role: ServiceKind, instance_id: str, po
         settings["predictor"] = config.predictor
     settings |= {name: value for name, value in _shared(config, role).items() if name not in secrets_of(role)}
     flags = [text for name, value in settings.items() for text in (flag_of(name), str(value))]
-    # -P: a folder named "services" in the working directory is none of ours.
-    return [sys.executable, "-P", "-m", _MODULES[role], *flags, *config.flags(role)]
+    return [sys.executable, *program_of(role), *flags, *config.flags(role)]
 
 
 def service_environment(

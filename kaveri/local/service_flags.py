@@ -4,14 +4,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from kaveri.config.services import ServiceKind, settings_types
+from kaveri.config.services import INSTANCES, ServiceKind, settings_types
 from kaveri.config.settings import secret_names, setting_names
 from kaveri.config.sources import flag_of, nearest
 from kaveri.errors import ConfigError
 from kaveri.rpc.process import ServiceConfig
 
 ROLES = tuple(ServiceKind)
-_WITH_ENGINES = (ServiceKind.PREFILL, ServiceKind.DECODE, ServiceKind.COLOCATED)
 _OF_THE_STACK = frozenset({"instance_id", "advertise_host", "routers"})
 """Settings that the stack gives to each instance by itself."""
 
@@ -38,7 +37,7 @@ def roles_of(name: str) -> tuple[ServiceKind, ...]:
     having = tuple(role for role in ROLES if name in names_of(role))
     if name in setting_names(ServiceConfig) or name in ("model", "served_model_name"):
         return having
-    return tuple(role for role in having if role in _WITH_ENGINES) or having
+    return tuple(role for role in having if role in INSTANCES) or having
 
 
 @dataclass(frozen=True, slots=True)

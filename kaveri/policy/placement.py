@@ -263,7 +263,7 @@ def _largest_prompt(view: ClusterView, model: str, layout: KvLayout | None) -> i
     largest: int | None = None
     for instance in view.instances.values():
         record, total_blocks = instance.record, instance.load.total_blocks
-        if Phase.DECODE not in record.phases or record.model != model:
+        if Phase.DECODE not in phases_now(instance) or record.model != model:
             continue
         if layout is not None and not (takes_pushes(instance) and layout.is_mappable(record.layout)):
             continue

@@ -1,13 +1,15 @@
-"""The decode service's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
+"""The settings of an instance's decode phase."""
 
 from dataclasses import dataclass
 
 from kaveri.config.settings import setting, size_bytes
 from kaveri.domain.length import RangeEnd
-from kaveri.engine.settings import OF_PUSHES
 from kaveri.hosting.config import InstanceConfig
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.replication import ReplicationMode
+
+OF_COPIES = ("replication", "replica_memory", "replica_min_tokens", "replication_rate")
+"""Settings of the copies that go elsewhere and come here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +35,3 @@ class BatchConfig(InstanceConfig):
         least=1,
     )
     decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeConfig(BatchConfig):
-    """Takes requests with their KV cache and generates their tokens."""
-
-    NOT_TAKEN = OF_PUSHES
-    receives: bool = True

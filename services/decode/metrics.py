@@ -1,10 +1,7 @@
-"""The Prometheus metrics of a decode instance."""
+"""The Prometheus metrics of an instance's decode phase."""
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from kaveri.engine.contract import Engine
-from kaveri.hosting.kv_metrics import ReceivingMetrics
-from kaveri.hosting.metrics import register_block_gauges
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
 from services.decode.lifecycle import Report
 
@@ -14,8 +11,7 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class DecodeMetrics:
     """One set per process; tests that host several instances give each a registry of its own."""
 
-    def __init__(self, engine: Engine | None, registry: CollectorRegistry = REGISTRY) -> None:
-        """engine: whose blocks are shown. None: other metrics in the registry show them."""
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.landing_seconds = Histogram(
             "kaveri_decode_landing_seconds",
             "From a reservation to the landing of its KV.",
@@ -73,9 +69,6 @@ class DecodeMetrics:
             registry=registry,
         )
         self._last_step_s: float | None = None
-        if engine is not None:
-            register_block_gauges(engine, registry)
-            registry.register(ReceivingMetrics(engine.kv_flow))
 
     def count_step(self, token_count: int, now_s: float, running_count: int) -> None:
         """A step has brought so many tokens, one for each request; so many requests go on."""

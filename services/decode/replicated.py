@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from kaveri.cluster.store import ClusterStore, Follow
+from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from kaveri.engine.contract import DecodeEngine, EngineEvent
 from kaveri.engine.factory import kv_transports, listen_endpoints
@@ -68,11 +68,6 @@ class ReplicatedDecode:
 
     def fail_all(self, reason: str) -> None:
         self._instance.fail_all(reason)
-
-
-def follow_of(config: BatchConfig) -> Follow:
-    """What the instance's view is made from: one that chooses holders follows the cluster monitor."""
-    return Follow.HEARTBEATS if config.replication is ReplicationMode.OFF else Follow.BROADCASTS
 
 
 @contextlib.asynccontextmanager

@@ -1,1 +1,1 @@
-"""The colocated service: both phases on one engine. The only service that imports others: prefill and decode."""
+"""The process of an engine instance: prefill and decode on one engine. The only service that imports others."""

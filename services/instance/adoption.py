@@ -9,7 +9,7 @@ from services.prefill.requests import Adopted, Failed, Placed, PrefillRequest
 
 
 class Adoption:
-    """The HandOver of a colocated instance. For one event loop."""
+    """The HandOver while the instance also decodes. For one event loop."""
 
     def __init__(self, instance_id: str, incarnation: int, decode: DecodeInstance) -> None:
         self._instance_id = instance_id

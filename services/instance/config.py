@@ -1,13 +1,36 @@
-"""A colocated instance's settings: those of both phases."""
+"""An engine instance's settings: those of both phases, and which it serves first."""
 
 from dataclasses import dataclass
 
-from services.decode.config import BatchConfig
+from kaveri.domain.view import BOTH_PHASES, Phase
+from services.decode.config import OF_COPIES, BatchConfig
 from services.prefill.config import PromptConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColocatedConfig(PromptConfig, BatchConfig):
-    """Computes prompts and generates their tokens on one engine; chunks of prompts are mixed into decode steps."""
+class PhasesConfig(PromptConfig, BatchConfig):
+    """An instance can serve both phases, one after the other or together."""
 
-    receives: bool = True
+    phases: tuple[Phase, ...] = BOTH_PHASES
+    """Those that it serves from its start. Not a flag: the command says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(PhasesConfig):
+    """Computes prompts in chunks and pushes their KV cache to decode instances."""
+
+    # The memory for copies is resident from the start, and an instance that computes prompts has no use for it.
+    NOT_TAKEN = OF_COPIES
+    phases: tuple[Phase, ...] = (Phase.PREFILL,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(PhasesConfig):
+    """Takes requests with their KV cache and generates their tokens."""
+
+    phases: tuple[Phase, ...] = (Phase.DECODE,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColocatedConfig(PhasesConfig):
+    """Computes prompts and generates their tokens on one engine; chunks of prompts are mixed into decode steps."""

@@ -1,4 +1,4 @@
-"""Builds a colocated instance from its settings and runs it."""
+"""Builds an engine instance from its settings and runs it."""
 
 import asyncio
 import itertools
@@ -12,6 +12,7 @@ from kaveri.domain.view import Phase
 from kaveri.engine.factory import BuiltEngine
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
+from kaveri.hosting.metrics import register_engine_metrics
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
@@ -24,10 +25,10 @@ from services.decode.instance import DecodeInstance
 from services.decode.metrics import DecodeMetrics
 from services.decode.replicated import open_replicas, with_replicas
 from services.instance.adoption import Adoption
-from services.instance.config import ColocatedConfig
+from services.instance.config import PhasesConfig
+from services.instance.decode_server import PhasesDecodeServer
 from services.instance.hand_over import HereOrElsewhere
 from services.instance.room import PromptRoom
-from services.instance.server import ColocatedDecodeServer
 from services.prefill import server as prefill_server
 from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
@@ -36,7 +37,7 @@ from services.prefill.requests import PrefillRequest
 from services.prefill.role import PrefillRole
 
 
-async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
+async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
     async with open_store(config, stopping, Follow.BROADCASTS) as store:
         if store is None:
@@ -46,35 +47,35 @@ async def serve(config: ColocatedConfig, stopping: asyncio.Event) -> int:
         if engine is None:
             return 0
         async with open_replicas(config, engine) as replicas:
-            host = colocated_host(config, engine, store, random.Random(), replicas=replicas)
-            return await host.serve(stopping)
+            return await instance_host(config, engine, store, random.Random(), replicas=replicas).serve(stopping)
 
 
-def colocated_host(
-    config: ColocatedConfig,
+def instance_host(
+    config: PhasesConfig,
     engine: BuiltEngine,
     store: ClusterStore,
     rng: random.Random,
     registry: CollectorRegistry = REGISTRY,
     replicas: ReplicaStore | None = None,
 ) -> EngineHost:
-    """A colocated instance around `engine`, which it owns from now on. rng: for its choices of peers.
+    """An instance around `engine`, which it owns from now on. rng: for its choices of peers.
 
     replicas: where it holds copies of other instances' requests; None: it neither holds copies nor has any.
     """
     incarnation, serials = new_incarnation(), itertools.count(1)
+    register_engine_metrics(engine, registry)
     decode = DecodeInstance(
         engine,
         config.decode_policy,
         config.max_batch,
         config.reservation_ttl_s,
         config.orphan_grace_s,
-        metrics=DecodeMetrics(None, registry),
+        metrics=DecodeMetrics(registry),
         range_end=config.decode_range_end,
         thresholds=config.heavy_thresholds,
         serials=serials,
     )
-    metrics = PrefillMetrics(engine, registry)
+    metrics = PrefillMetrics(registry)
     decode_placer = DecodePlacer(
         engine,
         store,
@@ -85,26 +86,28 @@ def colocated_host(
         thresholds=config.heavy_thresholds,
         own_id=config.instance_id,
     )
+
+    def decodes_here() -> bool:
+        return phases.is_ordered(Phase.DECODE)
+
     prefill = PrefillRole(
         engine,
         PromptQueue[PrefillRequest](
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
-        HereOrElsewhere(
-            Adoption(config.instance_id, incarnation, decode), decode_placer, lambda: phases.is_ordered(Phase.DECODE)
-        ),
+        HereOrElsewhere(Adoption(config.instance_id, incarnation, decode), decode_placer, decodes_here),
         LengthForecaster.configured(config, store, metrics, rng),
         metrics,
         orphan_grace_s=config.orphan_grace_s,
-        has_room=PromptRoom(engine, decode).has_room,
+        has_room=PromptRoom(engine, decode, decodes_here).has_room,
         serials=serials,
     )
     served, holder = with_replicas(config, engine, store, decode, incarnation, rng, registry, replicas)
-    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served})
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served}, config.phases)
 
     def register(server: aio.Server) -> None:
         add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)
-        decode_service = ColocatedDecodeServer(prefill, decode, phases, incarnation, holder)
+        decode_service = PhasesDecodeServer(prefill, decode, phases, incarnation, holder)
         add_DecodeServiceServicer_to_server(decode_service, server)
 
     names = [prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]

@@ -1,9 +1,8 @@
-"""The prefill service's settings; read from flags and KAVERI_* variables by kaveri.rpc.process."""
+"""The settings of an instance's prefill phase."""
 
 from dataclasses import dataclass
 
 from kaveri.config.settings import setting
-from kaveri.engine.settings import OF_LANDINGS
 from kaveri.hosting.config import InstanceConfig
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
@@ -35,11 +34,3 @@ class PromptConfig(InstanceConfig):
         "(the worst case)",
         DecodePlacementPolicy.POWER_OF_TWO,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillConfig(PromptConfig):
-    """Computes prompts in chunks and pushes their KV cache to decode instances."""
-
-    NOT_TAKEN = OF_LANDINGS
-    decodes: bool = False

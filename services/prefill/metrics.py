@@ -1,17 +1,14 @@
-"""The Prometheus metrics of a prefill instance."""
+"""The Prometheus metrics of an instance's prefill phase."""
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from kaveri.engine.contract import Engine
-from kaveri.hosting.kv_metrics import SendingMetrics
-from kaveri.hosting.metrics import register_block_gauges
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
 
 
 class PrefillMetrics:
     """One set per process; tests that host several instances give each a registry of its own."""
 
-    def __init__(self, engine: Engine, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.queue_seconds = Histogram(
             "kaveri_prefill_queue_seconds",
             "From a request's arrival to the start of its first chunk.",
@@ -72,5 +69,3 @@ class PrefillMetrics:
         self.attaches = Counter(
             "kaveri_prefill_attaches", "Requests that were given to a later session.", registry=registry
         )
-        register_block_gauges(engine, registry)
-        registry.register(SendingMetrics(engine.kv_flow))

@@ -8,7 +8,7 @@ they are.
 import time
 
 from kaveri.domain.replica import Replica
-from kaveri.domain.view import ClusterView, InstanceState, Phase, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceState, Phase, ViewedInstance, phases_now
 from kaveri.errors import NoCapacity
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from services.router.holders import Holders
@@ -73,5 +73,5 @@ def _draining(view: ClusterView) -> frozenset[Life]:
     return frozenset(
         Life(instance_id, status.record.incarnation)
         for instance_id, status in view.instances.items()
-        if status.load.state is InstanceState.DRAINING and Phase.DECODE in status.record.phases
+        if status.load.state is InstanceState.DRAINING and Phase.DECODE in phases_now(status)
     )

@@ -500,7 +500,7 @@ class RequestPlacer:
     def _abort_at_prefill(self, request_id: str, ownership: Ownership) -> None:
         """Wherever it is."""
         for status in self._store.view().instances.values():
-            if Phase.PREFILL in status.record.phases:
+            if Phase.PREFILL in phases_now(status):
                 self._abort_later(status.record, request_id, ownership)
 
     def _abort_later(self, record: InstanceRecord, request_id: str, ownership: Ownership) -> None:

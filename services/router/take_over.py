@@ -17,7 +17,7 @@ from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.attachment import Attached
-from kaveri.domain.view import InstanceRecord, Phase
+from kaveri.domain.view import InstanceRecord, Phase, phases_now
 from kaveri.errors import KaveriError, RequestCancelled, RequestNotFound, Unavailable
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
@@ -119,7 +119,7 @@ class TakeOver:
 
     def _records(self, phase: Phase) -> list[InstanceRecord]:
         instances = self._store.view().instances.values()
-        return [status.record for status in instances if phase in status.record.phases]
+        return [status.record for status in instances if phase in phases_now(status)]
 
     def _batches(self, records: list[InstanceRecord], asked: list[InstanceRecord]) -> list[list[InstanceRecord]]:
         """Those that are asked without a hint, together. One that is silent would let all others wait."""

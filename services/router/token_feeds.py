@@ -17,7 +17,7 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import Replica
 from kaveri.domain.sampling import FinishReason
 from kaveri.domain.silence import TICK_S, SilenceWatch
-from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
 from kaveri.errors import (
     DeadlineExceeded,
     InternalError,
@@ -108,10 +108,11 @@ class TokenFeeds:
         if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
             return
         self._instances = view.instances
+        # One that stops to decode keeps its stream: tokens of its last requests may still be on the way.
         records = {
             instance_id: status.record
             for instance_id, status in view.instances.items()
-            if Phase.DECODE in status.record.phases
+            if Phase.DECODE in phases_now(status) or instance_id in self._subscriptions
         }
         for instance_id, subscription in tuple(self._subscriptions.items()):
             record = records.get(instance_id)

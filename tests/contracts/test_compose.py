@@ -13,10 +13,8 @@ import yaml
 from kaveri.config.services import setting_sections
 from kaveri.config.settings import read_settings
 from kaveri.rpc.process import ServiceConfig
-from services.decode.config import DecodeConfig
-from services.instance.config import ColocatedConfig
+from services.instance.config import ColocatedConfig, DecodeConfig, PrefillConfig
 from services.predictor.config import PredictorConfig
-from services.prefill.config import PrefillConfig
 from services.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,6 +13,7 @@ import services.router.metrics
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.engine.factory import build_engine
 from kaveri.engine.settings import EngineSettings
+from kaveri.hosting.metrics import register_engine_metrics
 from services.decode.metrics import DecodeMetrics
 from services.decode.replica_metrics import ReplicaMetrics
 from services.predictor.metrics import PredictorMetrics
@@ -37,9 +38,11 @@ def _registered() -> dict[str, set[Facts]]:
     engine = build_engine(EngineSettings(engine="fake", kv_cache_memory=2**20))
     try:
         of = {role: CollectorRegistry() for role in ("prefill", "decode", "predictor")}
-        PrefillMetrics(engine, of["prefill"])
-        DecodeMetrics(engine, of["decode"])
+        PrefillMetrics(of["prefill"])
+        DecodeMetrics(of["decode"])
         ReplicaMetrics(of["decode"])
+        for role in ("prefill", "decode"):
+            register_engine_metrics(engine, of[role])
         PredictorMetrics(of["predictor"])
     finally:
         engine.close()

@@ -28,13 +28,9 @@ from kaveri.v1 import decode_pb2, prefill_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
-from services.decode.config import DecodeConfig
 from services.decode.replicated import open_replicas
-from services.decode.service import decode_host
-from services.instance.config import ColocatedConfig
-from services.instance.service import colocated_host
-from services.prefill.config import PrefillConfig
-from services.prefill.service import prefill_host
+from services.instance.config import ColocatedConfig, DecodeConfig, PhasesConfig, PrefillConfig
+from services.instance.service import instance_host
 from tests.support.service_engines import Engines, FakeEngines, VllmEngines
 
 DEADLINE_S = 60.0
@@ -64,8 +60,9 @@ class RunningInstance:
     @property
     def service(self) -> Any:
         """What serves its only phase."""
-        (service,) = self.host._phases._services.values()
-        return service
+        phases = self.host._phases
+        (phase,) = phases._ordered
+        return phases._services[phase]
 
     @property
     def held_blocks(self) -> int:
@@ -261,28 +258,14 @@ class InProcessCluster:
 
     async def prefill(self, instance_id: str = "prefill-0", **settings: Any) -> RunningInstance:
         settings = {"kv_transports": self.kv_transports, **settings}
-        config = PrefillConfig(instance_id=instance_id, **_small(settings))
-        engine = self.engines.make(config)
-        registry = CollectorRegistry()
-        host = prefill_host(config, engine, await self.store(), random.Random(0), registry)
-        return await self._run(instance_id, engine, host, registry)
+        return await self._start(PrefillConfig(instance_id=instance_id, **_small(settings)))
 
     async def decode(self, instance_id: str = "decode-0", **settings: Any) -> RunningInstance:
         settings = {"kv_transports": self.kv_transports, **settings}
-        config = DecodeConfig(instance_id=instance_id, **_small(settings))
-        engine = self.engines.make(config)
-        registry = CollectorRegistry()
-        replicas = await self._open_replicas(config, engine)
-        host = decode_host(config, engine, await self.store(), registry, random.Random(0), replicas)
-        return await self._run(instance_id, engine, host, registry)
+        return await self._start(DecodeConfig(instance_id=instance_id, **_small(settings)))
 
     async def colocated(self, instance_id: str = "colocated-0", **settings: Any) -> RunningInstance:
-        config = ColocatedConfig(instance_id=instance_id, **_small(settings))
-        engine = self.engines.make(config)
-        registry = CollectorRegistry()
-        replicas = await self._open_replicas(config, engine)
-        host = colocated_host(config, engine, await self.store(), random.Random(0), registry, replicas)
-        return await self._run(instance_id, engine, host, registry)
+        return await self._start(ColocatedConfig(instance_id=instance_id, **_small(settings)))
 
     async def router(self, router_id: str = "router-0") -> RouterStub:
         """A router that is subscribed to every instance so far that decodes."""
@@ -327,11 +310,14 @@ class InProcessCluster:
             await store.__aexit__(None, None, None)
         await self._resources.aclose()
 
-    async def _open_replicas(self, config: DecodeConfig | ColocatedConfig, engine: BuiltEngine) -> ReplicaStore | None:
+    async def _start(self, config: PhasesConfig) -> RunningInstance:
+        engine = self.engines.make(config)
+        registry = CollectorRegistry()
         replicas = await self._resources.enter_async_context(open_replicas(config, engine))
         if replicas is not None:
             self.replicas[config.instance_id] = replicas
-        return replicas
+        host = instance_host(config, engine, await self.store(), random.Random(0), registry, replicas)
+        return await self._run(config.instance_id, engine, host, registry)
 
     async def store(self) -> MemoryStore:
         """One more view of the cluster."""

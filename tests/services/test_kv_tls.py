@@ -11,8 +11,7 @@ from kaveri.config.settings import parse_config
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.tls import TlsFiles
-from services.decode.config import DecodeConfig
-from services.prefill.config import PrefillConfig
+from services.instance.config import DecodeConfig, PrefillConfig
 from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")

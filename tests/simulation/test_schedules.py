@@ -37,14 +37,13 @@ FAULTS = {
     FaultKind.STUCK: Fault(kind=FaultKind.STUCK, at_s=0.3, target="decode-0", lasts_s=0.5),
     FaultKind.DAMAGE: Fault(kind=FaultKind.DAMAGE, at_s=0.0, target="prefill-0", other="decode-0", lasts_s=1.0),
     FaultKind.CLIENT: Fault(kind=FaultKind.CLIENT, at_s=0.3, target="client-0"),
-    FaultKind.SWITCH: Fault(kind=FaultKind.SWITCH, at_s=0.3, target="colocated-0", other="decode", lasts_s=0.5),
+    FaultKind.SWITCH: Fault(kind=FaultKind.SWITCH, at_s=0.3, target="prefill-1", other="decode", lasts_s=0.5),
 }
 
 
 @pytest.mark.parametrize("kind", FaultKind)
 def test_every_kind_of_fault_happens_and_is_survived(run: Run, kind: FaultKind) -> None:
-    colocated = 1 if kind is FaultKind.SWITCH else 0
-    result = run(story(cluster(prefills=2, decodes=2, colocated=colocated), LOAD, [FAULTS[kind]]))
+    result = run(story(cluster(prefills=2, decodes=2), LOAD, [FAULTS[kind]]))
     assert result.counts[f"fault:{kind}"] == 1
     assert result.counts["phase:rest"] == 1
 
@@ -66,6 +65,19 @@ def test_instances_that_switch_phases_under_load_answer_every_request_exactly(ru
     instances = cluster(prefills=0, decodes=0, colocated=3)
     load = [request(f"r{number}", 0.025 * number, max_tokens=30) for number in range(50)]
     result = run(story(instances, load, switches, seed=seed))
+    assert result.counts["fault:switch"] == len(switches)
+    assert result.counts["outcome:length"] == len(load) + 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prefill_and_decode_instances_exchange_phases_twice_under_load(run: Run, seed: int) -> None:
+    switches = [
+        Fault(kind=FaultKind.SWITCH, at_s=at_s, target=target, other=other, lasts_s=0.3)
+        for at_s in (0.1, 0.7)
+        for target, other in (("prefill-1", "decode"), ("decode-1", "prefill"))
+    ]
+    load = [request(f"r{number}", 0.025 * number, max_tokens=30) for number in range(50)]
+    result = run(story(cluster(prefills=2, decodes=2), load, switches, seed=seed))
     assert result.counts["fault:switch"] == len(switches)
     assert result.counts["outcome:length"] == len(load) + 2
 

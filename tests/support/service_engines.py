@@ -12,7 +12,7 @@ from kaveri.engine.factory import BuiltEngine, build_engine, listen_endpoints
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
-from services.prefill.config import PromptConfig
+from services.instance.config import DecodeConfig
 from tests.support.engine_process import EngineProcess
 from tests.support.tiny_models import make_tiny_model
 
@@ -81,7 +81,7 @@ class VllmEngines:
             total_blocks=min(_VLLM_BLOCKS - 1, tokens // self.block_tokens),
             max_model_len=settings.max_model_len,
             # An instance that only decodes computes a token of each answer beside what was preempted.
-            step_tokens=settings.chunk_tokens + settings.max_batch * (not isinstance(settings, PromptConfig)),
+            step_tokens=settings.chunk_tokens + settings.max_batch * isinstance(settings, DecodeConfig),
             max_batch=settings.max_batch,
             step_s=settings.fake_step_s,
             listen=listen_endpoints(settings),

@@ -23,7 +23,7 @@ from unittest import mock
 from kaveri.local import leash
 from kaveri.local.process import ChildProcess
 
-_WARMED = ("vllm", "kaveri.engine.vllm.loading", "services.prefill.service", "services.decode.service")
+_WARMED = ("vllm", "kaveri.engine.vllm.loading", "services.instance.service")
 _WARM_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads cannot be copied by fork."""
 _START_TIMEOUT_S = 120.0

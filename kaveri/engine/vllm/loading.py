@@ -95,7 +95,6 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     mirrored: push and land by way of a copy, as on a device, where there is no need to; for tests.
     """
     engine_args = settings.engine_args or {}
-    max_batch = settings.max_batch if settings.decodes else 0
     for key, value in engine_args.items():
         if key in _OURS:
             raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
@@ -130,8 +129,8 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
         # -1: what the model was made for, or less when the cache holds less.
         "max_model_len": settings.max_model_len or -1,
         "kv_cache_memory_bytes": settings.kv_cache_memory,
-        "max_num_batched_tokens": settings.chunk_tokens + max_batch,
-        "max_num_seqs": min(settings.chunk_tokens, _PREFILLS_AT_ONCE) + max_batch,
+        "max_num_batched_tokens": settings.chunk_tokens + settings.max_batch,
+        "max_num_seqs": min(settings.chunk_tokens, _PREFILLS_AT_ONCE) + settings.max_batch,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "async_scheduling": False,

@@ -22,7 +22,7 @@ VOCAB_SIZE = len(_TOKENIZER)
 LAST_TOKEN_ID = int(_TOKENIZER.convert_tokens_to_ids("a"))
 """Prompts end with a whole character, so that the text of an answer does not depend on its prompt."""
 _DRAWN_ELSEWHERE = (FaultKind.SWITCH, FaultKind.UNDRAIN, FaultKind.STUCK, FaultKind.DAMAGE)
-"""A switch is no accident. For the others see _with_undrains and _with_losses."""
+"""By _with_switches, _with_undrains and _with_losses."""
 _WORDS = ("the", "hot", "band", "steps", "on", "a", "sand", "bed", "née", "漢", "😀", "habe", "not")
 
 
@@ -70,6 +70,8 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
     # Seeds below stand in the table of planted bugs, and keep their plans.
     if seed < _FIRST_WITH_LOSSES:
         return plan
+    if faults:
+        plan = _with_switches(plan, random.Random(f"switches {seed}"), load_s)
     if plan.replication is not ReplicationMode.OFF:
         plan = _with_losses(plan, random.Random(f"losses {seed}"), faults=faults)
     return _with_rare_faults(plan, random.Random(f"rare {seed}")) if faults else plan
@@ -272,6 +274,23 @@ def _with_undrains(
         for _ in range(rng.choice((1, 1, 2, 4)))
     ]
     return tuple(sorted((*faults, *undrains), key=lambda fault: fault.at_s))
+
+
+def _with_switches(plan: Plan, rng: random.Random, load_s: float) -> Plan:
+    """The plan with instances that serve another phase for a while, in some; each phase may be left without any."""
+    if rng.random() < 0.7:
+        return plan
+    switches = [
+        Fault(
+            kind=FaultKind.SWITCH,
+            at_s=rng.uniform(0.0, load_s),
+            target=rng.choice([instance.name for instance in plan.instances if instance.phases]),
+            other=rng.choice(tuple(Phase)),
+            lasts_s=rng.choice((0.05, 0.5, 2.0)),
+        )
+        for _ in range(rng.choice((1, 2, 4)))
+    ]
+    return replace(plan, faults=tuple(sorted((*plan.faults, *switches), key=lambda fault: fault.at_s)))
 
 
 class _Targets:

@@ -42,7 +42,6 @@ class SimulatedEngine:
     model: must have one layer. Greedy tokens follow FakeModel.answer(); with a temperature they depend on the seed too.
     wire: the KV network. rng: of this life of the engine alone; also gives its epoch.
     step_s: mean seconds of a step; each takes from half of it to one and a half.
-    receives: whether it takes pushes.
     divergent: every life draws other tokens from the same prefix, and so does every request of it.
     draws: keeps what is drawn; None: nothing does.
     Raises ConfigError as StepwiseEngine does.
@@ -58,7 +57,6 @@ class SimulatedEngine:
         chunk_tokens: int,
         max_batch: int,
         step_s: float,
-        receives: bool,
         divergent: bool = False,
         draws: DrawRecord | None = None,
     ) -> None:
@@ -91,7 +89,7 @@ class SimulatedEngine:
         self._transfers = Transfers(info, self._shared, self._lifecycle, now_s=now_s, token_bytes=rng.randbytes)
         make_receiver = partial(SimulatedReceiver, self._memory, layout, wire, info.epoch, report=self.draws.report)
         make_sender = partial(SimulatedSender, self._memory, layout, wire)
-        plane = PoolPlane(layout, make_sender, make_receiver if receives else None, self._hear)
+        plane = PoolPlane(layout, make_sender, make_receiver, self._hear)
         self._transfers.attach(plane)
         self._pushes = plane.pushes
         staging = KvMemory(model, _STAGING_BLOCKS)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kaveri.domain.view import BOTH_PHASES, Phase, Role
+from kaveri.domain.view import Phase, Role
 from kaveri.errors import Unavailable
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import ServiceHost
@@ -250,7 +250,8 @@ class Faults:
     async def _switch(self, fault: Fault) -> None:
         host = self._world.lives[fault.target].host
         assert host is not None, fault
-        for phases, lasts_s in (((Phase(fault.other),), fault.lasts_s), (BOTH_PHASES, 0.0)):
+        planned = self._world.lives[fault.target].planned
+        for phases, lasts_s in (((Phase(fault.other),), fault.lasts_s), (planned.phases, 0.0)):
             life = self._world.lives[fault.target]
             if life.ended or life.host is not host:
                 return

@@ -56,8 +56,7 @@ class FaultKind(enum.StrEnum):
     CLIENT = "client"
     """A client's process dies."""
     SWITCH = "switch"
-    """The target, an engine of both phases, serves only the phase `other` for `lasts_s`. Never drawn: a switch is no
-    accident."""
+    """The target, an engine, serves only the phase `other` for `lasts_s`, and then what it served before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,12 +28,8 @@ from kaveri.testing.simulation.replicas import SimulatedReplicas
 from kaveri.testing.simulation.store import SimulatedStore, SimulatedStoreServer
 from kaveri.testing.simulation.trace import Trace
 from kaveri.text.tokenizer import ModelTokenizer
-from services.decode.config import DecodeConfig
-from services.decode.service import decode_host
-from services.instance.config import ColocatedConfig
-from services.instance.service import colocated_host
-from services.prefill.config import PrefillConfig
-from services.prefill.service import prefill_host
+from services.instance.config import PhasesConfig
+from services.instance.service import instance_host
 from services.router.config import RouterConfig
 from services.router.service import Router, router_host
 
@@ -213,37 +209,32 @@ class World:
 
     async def _instance(self, life: Life) -> None:
         plan, planned, phases = self.plan, life.planned, life.planned.phases
-        shared: dict[str, Any] = {
-            "instance_id": life.name,
-            "host": life.name,
-            "port": life.port,
-            "model": MODEL_NAME,
-            "engine": "fake",
-            "chunk_tokens": planned.chunk_tokens,
-            "max_batch": planned.max_batch,
-            "drain_timeout_s": plan.drain_timeout_s,
-            "orphan_grace_s": plan.orphan_grace_s,
-            "stuck_after_s": _STUCK_AFTER_S,
-            "lease_ttl_s": plan.lease_ttl_s,
-            "heartbeat_interval_s": plan.heartbeat_interval_s,
-        }
-        if plan.failure_domains > 1:
-            shared["failure_domain"] = f"domain-{plan.names.index(life.name) % plan.failure_domains}"
-        prompts: dict[str, Any] = {
-            "max_queue": plan.max_queue,
-            "prefill_policy": plan.prefill_policy,
-            "prediction": PredictionMode.OFF,
-            "decode_placement": plan.decode_placement,
-        }
-        batch: dict[str, Any] = {
-            "decode_policy": plan.decode_policy,
-            "reservation_ttl_s": plan.reservation_ttl_s,
-            "replication": plan.replication,
-            "replica_min_tokens": plan.replica_min_tokens,
-        }
-        replicates = plan.replication is not ReplicationMode.OFF and Phase.DECODE in phases
-        follow = Follow.HEARTBEATS if phases == (Phase.DECODE,) and not replicates else Follow.BROADCASTS
-        async with SimulatedStore(self.store, follow) as store:
+        domain = plan.names.index(life.name) % plan.failure_domains
+        config = PhasesConfig(
+            phases=phases,
+            instance_id=life.name,
+            host=life.name,
+            port=life.port,
+            model=MODEL_NAME,
+            engine="fake",
+            chunk_tokens=planned.chunk_tokens,
+            max_batch=planned.max_batch,
+            drain_timeout_s=plan.drain_timeout_s,
+            orphan_grace_s=plan.orphan_grace_s,
+            stuck_after_s=_STUCK_AFTER_S,
+            lease_ttl_s=plan.lease_ttl_s,
+            heartbeat_interval_s=plan.heartbeat_interval_s,
+            failure_domain=f"domain-{domain}" if plan.failure_domains > 1 else "",
+            max_queue=plan.max_queue,
+            prefill_policy=plan.prefill_policy,
+            prediction=PredictionMode.OFF,
+            decode_placement=plan.decode_placement,
+            decode_policy=plan.decode_policy,
+            reservation_ttl_s=plan.reservation_ttl_s,
+            replication=plan.replication,
+            replica_min_tokens=plan.replica_min_tokens,
+        )
+        async with SimulatedStore(self.store, Follow.BROADCASTS) as store:
             engine = life.engine = SimulatedEngine(
                 self.model,
                 wire=NetworkWire(self.network),
@@ -252,24 +243,13 @@ class World:
                 chunk_tokens=planned.chunk_tokens,
                 max_batch=planned.max_batch,
                 step_s=planned.step_s,
-                receives=Phase.DECODE in phases,
                 divergent=plan.divergent,
                 draws=self.draws,
             )
             registry, rng = CollectorRegistry(), random.Random(self.rng.getrandbits(64))
-            if replicates:
+            if plan.replication is not ReplicationMode.OFF and Phase.DECODE in phases:
                 life.replicas = self._replicas(engine)
-            match phases:
-                case (Phase.PREFILL,):
-                    prefill = PrefillConfig(**prompts, **shared)
-                    life.host = prefill_host(prefill, engine, store, rng, registry)
-                case (Phase.DECODE,):
-                    decode = DecodeConfig(**batch, **shared)
-                    life.host = decode_host(decode, engine, store, registry, rng, life.replicas)
-                case _:
-                    colocated = ColocatedConfig(**prompts, **batch, **shared)
-                    life.host = colocated_host(colocated, engine, store, rng, registry, life.replicas)
-            life.serving = life.host
+            life.serving = life.host = instance_host(config, engine, store, rng, registry, life.replicas)
             await life.host.serve(life.stopping)
 
     def _replicas(self, engine: SimulatedEngine) -> SimulatedReplicas:

@@ -22,7 +22,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
 from services.decode.config import DecodeConfig
 
-_FAKE = EngineSettings(receives=True, engine="fake", kv_cache_memory=2**20)
+_FAKE = EngineSettings(engine="fake", kv_cache_memory=2**20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,6 @@ def test_endpoints_follow_the_settings() -> None:
     (tcp,) = engine.info.kv_endpoints
     assert tcp.address.startswith("decode.example:")
     engine.close()
-    prefill = build_engine(replace(_FAKE, receives=False))
-    assert prefill.info.kv_endpoints == ()
-    prefill.close()
 
 
 def test_pool_is_as_large_as_the_memory_given_for_it() -> None:
@@ -240,7 +237,7 @@ def test_socket_of_a_killed_process_goes_at_the_next_start_and_those_in_use_stay
 def test_fake_engine_needs_no_torch() -> None:
     program = (
         "import sys; from kaveri.engine.factory import *; "
-        "build_engine(EngineSettings(receives=True, engine='fake', kv_cache_memory=2**20)).close(); "
+        "build_engine(EngineSettings(engine='fake', kv_cache_memory=2**20)).close(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -16,7 +16,7 @@ from kaveri.engine.stepwise.timed import TimedRunner
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.latency.model import bundled_latency_models, load_latency_model
-from services.prefill.config import PrefillConfig
+from services.instance.config import PrefillConfig
 
 _PARAMS = SamplingParams(max_tokens=100, seed=1)
 _DOCUMENT = {

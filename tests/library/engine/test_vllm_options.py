@@ -12,8 +12,7 @@ from kaveri.engine.settings import EngineSettings
 from kaveri.engine.vllm.loading import model_fingerprint
 from kaveri.engine.vllm.options import parse_engine_args
 from kaveri.errors import ConfigError
-from services.decode.config import DecodeConfig
-from services.prefill.config import PrefillConfig
+from services.instance.config import DecodeConfig, PrefillConfig
 
 WANTED = {"max_num_seqs": 64, "compilation_config": {"mode": 0}}
 

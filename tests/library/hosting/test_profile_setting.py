@@ -9,8 +9,7 @@ from kaveri.config.settings import parse_config
 from kaveri.engine.factory import DEFAULT_CHUNK_TOKENS, build_engine
 from kaveri.errors import ConfigError
 from kaveri.latency.profile import Profile, write_profile
-from services.decode.config import DecodeConfig
-from services.prefill.config import PrefillConfig
+from services.instance.config import DecodeConfig, PrefillConfig
 from tests.library.profiling.profile_double import make_profile
 
 FAKE = ("--engine", "fake", "--kv-cache-memory", "1MiB")

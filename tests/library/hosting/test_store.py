@@ -81,7 +81,7 @@ async def test_a_signal_ends_the_wait_at_once() -> None:
 
 
 def test_a_service_that_waits_for_redis_ends_with_its_signal_or_with_its_time() -> None:
-    command = [sys.executable, "-P", "-m", "services.decode", "--engine", "fake"]
+    command = [sys.executable, "-P", "-m", "services.instance", "decode", "--engine", "fake"]
     dead = ("--redis-url", f"redis://127.0.0.1:{free_port()}/0")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KAVERI_")}
     with subprocess.Popen([*command, *dead], stderr=subprocess.PIPE, text=True, env=environment) as process:

@@ -259,9 +259,7 @@ def test_gloo_and_nixl_are_used_only_when_asked_for() -> None:
 
 
 def test_an_engine_listens_for_gloo_beside_tcp() -> None:
-    settings = EngineSettings(
-        receives=True, engine="fake", kv_transports=("gloo", "tcp"), kv_host="127.0.0.1", kv_cache_memory=2**20
-    )
+    settings = EngineSettings(engine="fake", kv_transports=("gloo", "tcp"), kv_host="127.0.0.1", kv_cache_memory=2**20)
     with contextlib.closing(build_engine(settings)) as engine:
         assert [endpoint.transport for endpoint in engine.info.kv_endpoints] == ["gloo", "tcp"]
 

@@ -156,7 +156,7 @@ def test_the_mock_lands_transfers_and_moves_no_bytes() -> None:
 
 
 def test_the_mock_is_refused_to_engines_that_read_their_kv() -> None:
-    settings = EngineSettings(receives=True, engine="fake", kv_transports=("mock",), kv_cache_memory=2**20)
+    settings = EngineSettings(engine="fake", kv_transports=("mock",), kv_cache_memory=2**20)
     with pytest.raises(ConfigError, match="moves no bytes") as raised:
         build_engine(settings)
     assert raised.value.field == "kv_transports"

@@ -22,7 +22,7 @@ from kaveri.latency.fit import predict_decode_s, predict_prefill_s
 from kaveri.latency.model import load_latency_model
 from kaveri.latency.profile import read_profile
 from kaveri.profiling.__main__ import main
-from services.prefill.config import PrefillConfig
+from services.instance.config import PrefillConfig
 from tests.support.tiny_models import make_tiny_model
 
 QUICK = ("--quick", "true")

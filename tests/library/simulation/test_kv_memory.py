@@ -44,7 +44,7 @@ def test_kv_in_the_wrong_place_is_found(block_ids: list[int], token_count: int) 
         memory.read(block_ids, token_count)
 
 
-def _engine(wire: LoopWire, seed: int, receives: bool, divergent: bool = False) -> SimulatedEngine:
+def _engine(wire: LoopWire, seed: int, divergent: bool = False) -> SimulatedEngine:
     return SimulatedEngine(
         _MODEL,
         wire=wire,
@@ -53,7 +53,6 @@ def _engine(wire: LoopWire, seed: int, receives: bool, divergent: bool = False) 
         chunk_tokens=8,
         max_batch=4,
         step_s=1e-4,
-        receives=receives,
         divergent=divergent,
     )
 
@@ -71,7 +70,7 @@ async def _ticket(engine: SimulatedEngine, request: EngineRequest) -> Ticket:
 
 async def test_blocks_stay_in_quarantine_until_the_sender_has_stopped() -> None:
     wire = LoopWire()
-    prefill, decode = _engine(wire, 1, receives=False), _engine(wire, 2, receives=True)
+    prefill, decode = _engine(wire, 1), _engine(wire, 2)
     prefilled, decoded = EngineRecorder(), EngineRecorder()
     prefill.start(prefilled)
     decode.start(decoded)
@@ -95,7 +94,7 @@ async def test_blocks_stay_in_quarantine_until_the_sender_has_stopped() -> None:
 
 async def test_write_of_a_revoked_transfer_is_found_when_its_blocks_were_given_away() -> None:
     wire = LoopWire()
-    prefill, decode = _engine(wire, 1, receives=False), _engine(wire, 2, receives=True)
+    prefill, decode = _engine(wire, 1), _engine(wire, 2)
     prefilled, decoded = EngineRecorder(), EngineRecorder()
     prefill.start(prefilled)
     decode.start(decoded)
@@ -117,7 +116,7 @@ async def test_write_of_a_revoked_transfer_is_found_when_its_blocks_were_given_a
 
 async def test_ticket_of_a_former_life_is_refused() -> None:
     wire = LoopWire()
-    prefill, former = _engine(wire, 1, receives=False), _engine(wire, 2, receives=True)
+    prefill, former = _engine(wire, 1), _engine(wire, 2)
     prefilled = EngineRecorder()
     prefill.start(prefilled)
     request = EngineRequest(EngineKey("r", 1), tuple(range(1, 18)), 0, _PARAMS)
@@ -126,7 +125,7 @@ async def test_ticket_of_a_former_life_is_refused() -> None:
     former.close()
     # The next life listens where the former one did.
     wire._numbers = iter([int(address.removeprefix("loop-"))])  # type: ignore[assignment]
-    _engine(wire, 3, receives=True)
+    _engine(wire, 3)
     prefill.prefill(request)
     prefill.push_to(request.key, ticket)
     await _until(lambda: len(prefilled.events) > 4)
@@ -138,7 +137,7 @@ async def test_ticket_of_a_former_life_is_refused() -> None:
 async def test_lives_draw_different_tokens_from_one_prompt_only_where_they_diverge(divergent: bool) -> None:
     drawn = []
     for seed in range(6):
-        engine = _engine(LoopWire(), seed, receives=False, divergent=divergent)
+        engine = _engine(LoopWire(), seed, divergent=divergent)
         recorder = EngineRecorder()
         engine.start(recorder)
         engine.prefill(EngineRequest(EngineKey("r", 1), (1, 2, 3), 0, _PARAMS))

@@ -184,9 +184,7 @@ class _Harness:
         self._thread = thread
         self._block_tokens = block_tokens
 
-    def _engine(
-        self, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int, receives: bool
-    ) -> _EngineOnThread:
+    def _engine(self, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int) -> _EngineOnThread:
         model = FakeModel(
             max_model_len=max_model_len, layer_count=1, block_tokens=self._block_tokens, eos_probability=_EOS
         )
@@ -200,17 +198,16 @@ class _Harness:
                 chunk_tokens=chunk_tokens,
                 max_batch=max_batch,
                 step_s=_STEP_S,
-                receives=receives,
             ),
         )
 
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> _EngineOnThread:
-        return self._engine(max_model_len, total_blocks, chunk_tokens, 8, receives=False)
+        return self._engine(max_model_len, total_blocks, chunk_tokens, 8)
 
     def decode_engine(
         self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
     ) -> _EngineOnThread:
-        return self._engine(max_model_len, total_blocks, chunk_tokens, max_batch, receives=True)
+        return self._engine(max_model_len, total_blocks, chunk_tokens, max_batch)
 
     def replica_store(self, layout: KvLayout, block_count: int) -> _ReplicasOnThread:
         return _ReplicasOnThread(self._thread, layout, block_count)

@@ -6,12 +6,12 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import ClusterView, Phase
-from kaveri.errors import InvalidArgument
 from kaveri.text.tokenizer import ModelTokenizer
 from services.router.config import RouterConfig
 from services.router.service import Router, router_host
@@ -58,6 +58,7 @@ class _Load:
         self._client = client
         self._stop = False
         self.answered = 0
+        self.lost_attempts = 0
         self.transports: set[str] = set()
         self.paths: set[tuple[str, str]] = set()
 
@@ -71,6 +72,7 @@ class _Load:
             assert list(answer.token_ids) == self._cluster.expected(token_ids, ANSWER_TOKENS)
             server = answer.timing.server
             self.transports.add(server.kv_transport)
+            self.lost_attempts += server.attempts - 1
             self.paths.add((server.prefill_instance_id, server.decode_instance_id))
             self.answered += 1
 
@@ -97,7 +99,7 @@ async def test_requests_under_load_are_answered_exactly_while_instances_switch_p
         await load.answer_more(10, by_hand)
         assert load.transports == {"none"}
         orders = ((PREFILL, DECODE), (DECODE, PREFILL), (BOTH, ()), (BOTH, BOTH))
-        for order, (phases_of_first, phases_of_second) in enumerate(orders, 1):
+        for order, (phases_of_first, phases_of_second) in enumerate(orders, 2):
             switched = await asyncio.gather(
                 first.host.switch(phases_of_first, order), second.host.switch(phases_of_second, order)
             )
@@ -128,7 +130,7 @@ async def test_a_phase_that_stops_finishes_what_it_has_and_takes_nothing_new(clu
     router = await cluster.router()
     call = router.prefill(instance, "a", prompt(1, 50), max_tokens=100)
     await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
-    switching = asyncio.create_task(instance.host.switch(PREFILL, 1))
+    switching = asyncio.create_task(instance.host.switch(PREFILL, 2))
     await by_hand.eventually(lambda: instance.load().ending_phases == DECODE, "decode ends")
     assert instance.load().phases == BOTH
     assert not switching.done()
@@ -156,11 +158,59 @@ async def test_a_newer_order_replaces_one_that_is_being_carried_out_and_an_older
     assert not await asyncio.wait_for(switching, WAIT_S)
 
 
-async def test_an_instance_is_not_switched_to_a_phase_that_its_engine_cannot_serve(cluster: Any) -> None:
+async def test_prefill_and_decode_instances_exchange_their_phases_and_change_back_under_load(
+    cluster: Any, by_hand: Any
+) -> None:
+    cluster.needs_fake_engines("it compares with the fake model's answers")
+    settings = {"served_model_name": MODEL, **SLOW}
+    await cluster.prefill("prefill-0", **settings)
+    await cluster.decode("decode-0", **settings)
+    first, second = await cluster.prefill("prefill-1", **settings), await cluster.decode("decode-1", **settings)
+    async with run_router(cluster) as (router, client), asyncio.TaskGroup() as tasks:
+        view = router.store.view
+        started = {Phase.PREFILL: ["prefill-0", "prefill-1"], Phase.DECODE: ["decode-0", "decode-1"]}
+        exchanged = {Phase.PREFILL: ["decode-1", "prefill-0"], Phase.DECODE: ["decode-0", "prefill-1"]}
+        await by_hand.eventually(lambda: ready(view()) == started, "the router knows them")
+        load = _Load(cluster, client)
+        for worker in range(6):
+            tasks.create_task(load.keep_asking(worker))
+        await load.answer_more(10, by_hand)
+        for order, of_first, of_second, serving in (
+            (2, DECODE, PREFILL, exchanged),
+            (3, PREFILL, DECODE, started),
+        ):
+            switched = await asyncio.gather(first.host.switch(of_first, order), second.host.switch(of_second, order))
+            assert switched == [True, True]
+            await by_hand.eventually(lambda serving=serving: ready(view()) == serving, "the view follows")  # type: ignore[misc]
+            load.paths.clear()
+            await load.answer_more(40, by_hand)
+            assert {prefill for prefill, _ in load.paths} >= {serving[Phase.PREFILL][0]}
+            assert {decode for _, decode in load.paths} >= {serving[Phase.DECODE][1]}
+        load.stop()
+    assert load.lost_attempts == 0
+    assert "none" not in load.transports, "both phases of a request never met in one instance"
+    await cluster.all_free()
+
+
+async def test_an_instance_that_has_stopped_a_phase_refuses_its_requests_until_it_starts_it_again(
+    cluster: Any, by_hand: Any
+) -> None:
     instance = await cluster.prefill()
-    with pytest.raises(InvalidArgument, match="phases"):
-        await instance.host.switch(DECODE, 1)
-    assert await instance.host.switch((), 1)
+    await cluster.decode()
+    router = await cluster.router()
+    assert (instance.load().phases, instance.load().phase_order) == (PREFILL, 1)
+    view = (await cluster.store()).view
+    await by_hand.eventually(lambda: "prefill-0" in view().instances, "it has registered")
+    assert view().instances["prefill-0"].record.phases == BOTH
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await by_hand.reserve(instance, "a", 20)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert await instance.host.switch((), 2)
     assert instance.load().phases == ()
-    assert await instance.host.switch(PREFILL, 2)
-    assert instance.load().phases == PREFILL
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await router.prefill(instance, "b", prompt(1, 50), max_tokens=3).read()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not await instance.host.switch(DECODE, 1)
+    assert await instance.host.switch(PREFILL, 3)
+    answer = router.prefill(instance, "c", prompt(1, 50), max_tokens=3)
+    assert await router.answer(answer, "c") == cluster.expected(prompt(1, 50), 3)

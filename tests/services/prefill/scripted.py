@@ -234,6 +234,6 @@ def no_predictions(metrics: PrefillMetrics) -> LengthForecaster:
     return LengthForecaster(predictors, PredictionMode.OFF, 1.0, metrics)
 
 
-def new_metrics(engine: ScriptedEngine) -> PrefillMetrics:
+def new_metrics() -> PrefillMetrics:
     """In a registry of their own."""
-    return PrefillMetrics(engine, CollectorRegistry())  # type: ignore[arg-type]
+    return PrefillMetrics(CollectorRegistry())

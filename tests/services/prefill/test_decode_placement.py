@@ -37,7 +37,7 @@ class World:
     def __init__(self, store: MemoryStore, shared: MemoryCluster) -> None:
         self.shared = shared
         self.engine = ScriptedEngine()
-        self.metrics = new_metrics(self.engine)
+        self.metrics = new_metrics()
         self.failed: dict[str, KaveriError] = {}
         self.decodes: list[ScriptedDecode] = []
         self.stores: list[MemoryStore] = []

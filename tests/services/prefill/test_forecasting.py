@@ -398,9 +398,8 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 async def forecaster(cluster: Any, registry: CollectorRegistry) -> AsyncIterator[LengthForecaster]:
     """A forecaster by itself, in parallel mode."""
-    prefill = await cluster.prefill(prediction=PredictionMode.OFF)
     predictors = Predictors(await cluster.store(), "fake", "", random.Random(0))
-    metrics = PrefillMetrics(prefill.engine, registry)
+    metrics = PrefillMetrics(registry)
     forecaster = LengthForecaster(predictors, PredictionMode.PARALLEL, 1.0, metrics)
     running = asyncio.create_task(forecaster.run())
     await asyncio.sleep(0)

@@ -62,7 +62,7 @@ class World:
     def __init__(self, max_queue: int = 100, at_first_token: bool = False, has_room: Any = None, **engine: int) -> None:
         self.engine = ScriptedEngine(**engine)
         self.hand_over = ScriptedHandOver(at_first_token)
-        self.metrics = new_metrics(self.engine)
+        self.metrics = new_metrics()
         self.role = PrefillRole(
             self.engine,  # type: ignore[arg-type]
             PromptQueue(OrderingPolicy.FCFS, CHUNK_TOKENS, max_queue),

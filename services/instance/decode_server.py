@@ -16,7 +16,7 @@ from services.decode.server import DecodeServer
 from services.prefill.role import PrefillRole
 
 
-class ColocatedDecodeServer(DecodeServer):
+class PhasesDecodeServer(DecodeServer):
     """The decode side of one engine whose prefill side is `prefill`."""
 
     def __init__(
@@ -36,7 +36,7 @@ class ColocatedDecodeServer(DecodeServer):
         self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveResponse:
         if self._phases.is_ordered(Phase.PREFILL):
-            await abort(context, Unavailable("an instance of both phases takes no pushes"))
+            await abort(context, Unavailable("an instance that prefills takes no pushes"))
         return await super().Reserve(request, context)
 
     async def Abort(  # noqa: N802

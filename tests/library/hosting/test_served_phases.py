@@ -1,0 +1,71 @@
+"""Which orders an instance with one phase takes, and what its load says. tests/services/instance switches real ones."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kaveri.domain.view import InstanceLoad, Phase
+from kaveri.engine.contract import EngineEvent
+from kaveri.errors import InvalidArgument
+from kaveri.hosting.served_phases import FIRST_ORDER, ServedPhases
+
+
+class OneRequest:
+    """A phase that has one request until it is ended by hand."""
+
+    def __init__(self) -> None:
+        self.drained = False
+        self.idle = asyncio.Event()
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        """It has no engine."""
+
+    async def run(self) -> None:
+        """Nothing in the background."""
+
+    def load(self) -> InstanceLoad:
+        return InstanceLoad(running_requests=1 - self.is_idle, total_blocks=8)
+
+    def drain(self) -> None:
+        self.drained = True
+
+    def undrain(self) -> None:
+        self.drained = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self.idle.is_set()
+
+    async def wait_idle(self) -> None:
+        await self.idle.wait()
+
+    def fail_all(self, reason: str) -> None:
+        self.idle.set()
+
+
+async def test_a_phase_that_the_instance_cannot_serve_is_refused_and_changes_nothing() -> None:
+    service = OneRequest()
+    phases = ServedPhases({Phase.PREFILL: service}, [Phase.PREFILL])
+    with pytest.raises(InvalidArgument, match="phases"):
+        await phases.switch([Phase.DECODE], 2)
+    load = phases.load()
+    assert (load.phases, load.ending_phases, load.phase_order) == ((Phase.PREFILL,), (), FIRST_ORDER)
+    assert not service.drained
+
+
+async def test_a_phase_that_is_not_served_from_the_start_takes_nothing_until_it_is_ordered() -> None:
+    service = OneRequest()
+    service.idle.set()
+    phases = ServedPhases({Phase.PREFILL: service}, [])
+    assert (phases.load().phases, phases.load().total_blocks, service.drained) == ((), 8, True)
+    assert await phases.switch([Phase.PREFILL], FIRST_ORDER + 1)
+    assert (phases.load().phases, service.drained) == ((Phase.PREFILL,), False)
+
+
+async def test_the_end_of_a_drain_starts_only_the_phases_that_are_ordered() -> None:
+    prefill, decode = OneRequest(), OneRequest()
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])
+    phases.drain()
+    phases.undrain()
+    assert (prefill.drained, decode.drained) == (True, False)
