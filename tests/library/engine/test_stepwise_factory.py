@@ -20,7 +20,7 @@ from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
-from services.decode.config import DecodeConfig
+from services.instance.config import DecodeConfig
 
 _FAKE = EngineSettings(engine="fake", kv_cache_memory=2**20)
 
