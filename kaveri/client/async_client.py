@@ -153,6 +153,32 @@ class AsyncClient:
         response = await self._ask("GetModel", request, timeout_s)
         return _model_info(response.model)
 
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """Returns the token ids that generate() would make of a text or of messages. Raises as generate()."""
+        built = build_request(prompt, None, messages, None, model, "tokenize")
+        request = inference_pb2.TokenizeRequest(model=built.model)
+        if built.WhichOneof("prompt") == "text":
+            request.text = built.text
+        else:
+            request.messages.CopyFrom(built.messages)
+        return tuple((await self._ask("Tokenize", request, timeout_s)).token_ids)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str | None = None, timeout_s: float | None = None
+    ) -> str:
+        """Returns the text of token ids, special tokens included. Raises as generate()."""
+        built = build_request(None, token_ids, None, None, model, "detokenize")
+        request = inference_pb2.DetokenizeRequest(model=built.model, token_ids=built.token_ids.ids)
+        text: str = (await self._ask("Detokenize", request, timeout_s)).text
+        return text
+
     async def close(self) -> None:
         """Cancels requests in flight and disconnects. Idempotent. Does nothing in a forked child."""
         self._closed = True

@@ -37,6 +37,8 @@ class AsyncStream:
         """Owns `sessions` from now on. started_s: time.monotonic() when the caller called."""
         self.request_id = request_id
         """The caller's id, or a generated one."""
+        self.prompt_tokens: int | None = None
+        """Tokens of the prompt. None: no chunk has come."""
         self._sessions = sessions
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
@@ -124,6 +126,8 @@ class AsyncStream:
                 self._first_s = now_s
             self._last_s = now_s
         is_last = self._sessions.received.is_complete
+        if self.prompt_tokens is None and response.HasField("usage"):
+            self.prompt_tokens = response.usage.prompt_tokens
         return Chunk(
             index=response.index,
             token_ids=tuple(response.token_ids),

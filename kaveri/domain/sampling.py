@@ -6,7 +6,7 @@ import numbers
 import operator
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kaveri.errors import InvalidArgument
 
@@ -152,3 +152,7 @@ class Logprobs:
     """Natural logarithm of the drawn token's probability."""
     top: tuple[tuple[int, float], ...]
     """(token id, log-probability) of the most likely tokens, the likeliest first."""
+    text: str = field(default="", compare=False)
+    """What the drawn token stands for, alone: a part of a character is U+FFFD. Empty: not known here."""
+    top_texts: tuple[str, ...] = field(default=(), compare=False)
+    """The same for each of `top`, or nothing."""

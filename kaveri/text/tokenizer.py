@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
@@ -17,7 +17,9 @@ from kaveri.models import resolve_model
 from kaveri.text.control_tokens import ControlTokens
 from kaveri.text.detokenizer import Detokenizer
 from kaveri.text.plain_tokens import PlainTokens
+from kaveri.text.token_texts import TokenTexts
 
+ResultT = TypeVar("ResultT")
 _INLINE_CHARACTERS = 1_024
 """Shorter prompts are tokenized on the event loop: it takes less than a millisecond."""
 _INLINE_MESSAGES = 16
@@ -66,6 +68,7 @@ class ModelTokenizer:
         added = self.backend.get_added_tokens_decoder()
         self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._plain = PlainTokens(self.backend, self._skipped_ids)
+        self._token_texts = TokenTexts(self.backend)
         self._control = ControlTokens(self.backend, self._rendered_samples()) if self.has_chat_template else None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
@@ -104,6 +107,20 @@ class ModelTokenizer:
         self._check_size("prompt.text", len(text.encode()), max_tokens)
         short = len(text) <= _INLINE_CHARACTERS
         return await self._run(short, deadline_s, lambda: _ids(self.backend, text, max_tokens, add_special_tokens=True))
+
+    async def decode(self, token_ids: Sequence[int], deadline_s: float) -> str:
+        """The text of token ids, with special tokens. Raises InvalidArgument for ids outside the vocabulary, and
+        DeadlineExceeded as encode()."""
+        if token_ids and max(token_ids) >= self.vocab_size:
+            limit = f"below {self.vocab_size}, the size of the vocabulary"
+            raise InvalidArgument("token_ids", max(token_ids), limit)
+        ids = list(token_ids)
+        short = len(ids) <= _INLINE_CHARACTERS
+        return await self._run(short, deadline_s, lambda: str(self.backend.decode(ids, skip_special_tokens=False)))
+
+    def token_text(self, token_id: int) -> str:
+        """What a token stands for, alone; a part of a character is U+FFFD. Empty for an id without a token."""
+        return self._token_texts.text(token_id)
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
         """Token ids of a conversation, rendered with the chat template up to where the assistant speaks. Control tokens
@@ -167,7 +184,7 @@ class ModelTokenizer:
             reason = f"{self.longest_token_bytes} for each of {max_tokens} tokens"
             raise InvalidArgument(field, f"{size_bytes} bytes", f"at most {limit_bytes} bytes, {reason}")
 
-    async def _run(self, short: bool, deadline_s: float, encode: Callable[[], list[int]]) -> list[int]:
+    async def _run(self, short: bool, deadline_s: float, encode: Callable[[], ResultT]) -> ResultT:
         if short:
             return encode()
         try:

@@ -55,6 +55,16 @@ class InferenceServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/kaveri.v1.InferenceService/Tokenize',
+                request_serializer=kaveri_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/kaveri.v1.InferenceService/Detokenize',
+                request_serializer=kaveri_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.Beat = channel.unary_unary(
                 '/kaveri.v1.InferenceService/Beat',
                 request_serializer=kaveri_dot_v1_dot_inference__pb2.BeatRequest.SerializeToString,
@@ -105,6 +115,21 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Returns the token ids of a prompt, as Generate would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model),
+        UNAVAILABLE (no instance tells the model's length).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Returns the text of token ids; special tokens are part of it. Errors: as Tokenize.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Beat(self, request, context):
         """Answers at once. A client that waits for an answer notices with it that its router hangs or is cut off.
         """
@@ -134,6 +159,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=kaveri_dot_v1_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=kaveri_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=kaveri_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'Beat': grpc.unary_unary_rpc_method_handler(
                     servicer.Beat,
@@ -250,6 +285,60 @@ class InferenceService(object):
             '/kaveri.v1.InferenceService/GetModel',
             kaveri_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
             kaveri_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.InferenceService/Tokenize',
+            kaveri_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            kaveri_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.InferenceService/Detokenize',
+            kaveri_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            kaveri_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,12 @@ class InferenceServiceStub:
     """Lists the models that can be asked for."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes one model. Errors: NOT_FOUND."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """Returns the token ids of a prompt, as Generate would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model),
+    UNAVAILABLE (no instance tells the model's length).
+    """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """Returns the text of token ids; special tokens are part of it. Errors: as Tokenize."""
     Beat: _grpc.UnaryUnaryMultiCallable[_inference_pb2.BeatRequest, _inference_pb2.BeatResponse]
     """Answers at once. A client that waits for an answer notices with it that its router hangs or is cut off."""
 
@@ -83,6 +89,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Lists the models that can be asked for."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model. Errors: NOT_FOUND."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Returns the token ids of a prompt, as Generate would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model),
+    UNAVAILABLE (no instance tells the model's length).
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Returns the text of token ids; special tokens are part of it. Errors: as Tokenize."""
     Beat: _aio.UnaryUnaryMultiCallable[_inference_pb2.BeatRequest, _inference_pb2.BeatResponse]  # type: ignore[assignment]
     """Answers at once. A client that waits for an answer notices with it that its router hangs or is cut off."""
 
@@ -133,6 +145,24 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelResponse, _abc.Awaitable[_inference_pb2.GetModelResponse]]:
         """Describes one model. Errors: NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
+        """Returns the token ids of a prompt, as Generate would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model),
+        UNAVAILABLE (no instance tells the model's length).
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """Returns the text of token ids; special tokens are part of it. Errors: as Tokenize."""
 
     @_abc_1.abstractmethod
     def Beat(

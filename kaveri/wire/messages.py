@@ -95,7 +95,14 @@ def logprobs_to_proto(logprobs: Logprobs) -> sampling_pb2.Logprobs:
 
 
 def logprobs_from_proto(message: sampling_pb2.Logprobs) -> Logprobs:
-    return Logprobs(message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
+    top = message.top
+    texts = tuple(entry.text for entry in top)
+    return Logprobs(
+        message.logprob,
+        tuple((entry.token_id, entry.logprob) for entry in top),
+        message.text,
+        texts if any(texts) else (),
+    )
 
 
 def length_to_proto(length: TokenRange) -> predictor_pb2.PredictedLength:

@@ -12,7 +12,7 @@ from kaveri.client.async_stream import AsyncStream
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestCancelled, Unavailable
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES
-from services.gateway.asked import Asked
+from services.gateway.asked import Asked, is_token_ids
 
 _SUFFIX_BYTES = 5
 
@@ -32,8 +32,8 @@ class Answers:
                 self.streams.append(
                     client.stream(
                         prompt if isinstance(prompt, str) else None,
-                        prompt_token_ids=prompt if _is_token_ids(prompt) else None,  # type: ignore[arg-type]
-                        messages=prompt if _is_messages(prompt) else None,  # type: ignore[arg-type]
+                        prompt_token_ids=prompt if is_token_ids(prompt) else None,  # type: ignore[arg-type]
+                        messages=None if isinstance(prompt, str) or is_token_ids(prompt) else prompt,  # type: ignore[arg-type]
                         params=params,
                         model=asked.model,
                         request_id=f"{name}-{number}" if len(asked.answers) > 1 else name,
@@ -119,14 +119,6 @@ class Answers:
             await merged.put((index, error))
         else:
             await merged.put((index, None))
-
-
-def _is_token_ids(prompt: object) -> bool:
-    return isinstance(prompt, tuple) and (not prompt or type(prompt[0]) is int)
-
-
-def _is_messages(prompt: object) -> bool:
-    return isinstance(prompt, tuple) and not _is_token_ids(prompt)
 
 
 def _check_not_cancelled(finish_reason: FinishReason | None, request_id: str) -> None:

@@ -33,6 +33,8 @@ from services.gateway.departure import UntilGone
 from services.gateway.event_writer import EventWriter
 from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
 from services.gateway.http_errors import Headers, HttpError, http_error_of, retry_headers
+from services.gateway.shown_prompts import show_prompts
+from services.gateway.tokenizing import detokenize, tokenize
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _HEALTH_TIMEOUT_S = 2.0
@@ -144,15 +146,13 @@ class _Generate:
         budget: BodyBudget,
         path: str,
         read: Reader,
-        make_format: type[CompletionFormat] | type[ChatFormat],
-        prefix: str,
+        make_format: type[AnswerFormat],
     ) -> None:
         self._door = door
         self._budget = budget
         self._path = path
         self._read = read
         self._make_format = make_format
-        self._prefix = prefix
         self._prompt_param = "prompt" if make_format is CompletionFormat else "messages"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,7 +182,8 @@ class _Generate:
     async def _answer(self, asked: Asked, state: HttpRequest, send: Send) -> None:
         client = self._door.client
         model = asked.model or (await _the_model(client)).name
-        made = self._make_format(asked, f"{self._prefix}-{state.request_id}", model, int(time.time()))
+        asked, shown = await show_prompts(client, asked)
+        made = self._make_format(asked, shown, state.request_id, model, int(time.time()))
         state.answers = len(asked.answers)
         metrics.IN_FLIGHT.inc(state.answers)
         try:
@@ -215,7 +216,8 @@ class _Generate:
                     metrics.TOKENS.inc(len(chunk.token_ids))
                     if chunk.usage is not None:
                         state.prompt_tokens += chunk.usage.prompt_tokens
-                    await writer.write(made.piece(index, chunk))
+                    tokens = answers.streams[index].prompt_tokens or 0
+                    await writer.write(made.piece(index, chunk, tokens))
             except KaveriError as error:
                 if not writer.begun:
                     raise
@@ -231,8 +233,8 @@ def build_api(door: Door) -> Router:
     """The paths."""
     config = door.config
     budget = BodyBudget(config.max_body_bytes, config.max_bodies_bytes, config.slow_sender_s)
-    completions = _Generate(door, budget, "/v1/completions", read_completion, CompletionFormat, "cmpl")
-    chat = _Generate(door, budget, "/v1/chat/completions", read_chat, ChatFormat, "chatcmpl")
+    completions = _Generate(door, budget, "/v1/completions", read_completion, CompletionFormat)
+    chat = _Generate(door, budget, "/v1/chat/completions", read_chat, ChatFormat)
     rendering = asyncio.Lock()
 
     async def models(request: Request) -> Response:
@@ -248,6 +250,15 @@ def build_api(door: Door) -> Router:
             raise Unavailable("no model takes requests now")
         return JSONResponse({"status": "ok"})
 
+    async def tokenizing(request: Request) -> Response:
+        ask = tokenize if request.url.path == "/tokenize" else detokenize
+        with budget.hold() as body:
+            values = await body.read_json(request.scope, request.receive)
+            try:
+                return JSONResponse(await ask(door.client, values))
+            except KaveriError as error:
+                raise http_error_of(error) from error
+
     async def version(request: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("kaveri")})
 
@@ -260,6 +271,8 @@ def build_api(door: Door) -> Router:
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/tokenize", _named("/tokenize", tokenizing), methods=["POST"]),
+        Route("/detokenize", _named("/detokenize", tokenizing), methods=["POST"]),
         Route("/v1/models", _named("/v1/models", models), methods=["GET"]),
         Route("/v1/models/{model:path}", _named("/v1/models", model), methods=["GET"]),
         Route("/health", _named("/health", health), methods=["GET"]),

@@ -142,6 +142,11 @@ class Asked:
         return tuple((prompt, variant) for prompt in self.prompts for variant in variants)
 
 
+def is_token_ids(prompt: Prompt) -> bool:
+    """Whether it is neither a text nor a conversation."""
+    return isinstance(prompt, tuple) and (not prompt or type(prompt[0]) is int)
+
+
 def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
     """A request for /v1/completions. Raises InvalidArgument."""
     fields = Fields(body)
@@ -153,6 +158,8 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
     max_tokens = fields.take("max_tokens")
     echo = fields.flag("echo")
+    if echo and logprobs is not None:
+        raise InvalidArgument("logprobs", logprobs, "left out where echo is true: Kaveri reports on answers only")
     return _read_rest(
         fields,
         _HARMLESS_OF_COMPLETIONS,
@@ -167,10 +174,7 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> Asked:
 def read_chat(body: Mapping[str, Any], max_answers: int) -> Asked:
     """A request for /v1/chat/completions. Raises InvalidArgument."""
     fields = Fields(body)
-    messages = tuple(
-        _message(each, f"messages[{number}]")
-        for number, each in enumerate(check_items(fields.take("messages"), "messages"))
-    )
+    messages = read_messages(fields.take("messages"))
     n = _n(fields, 1, max_answers)
     max_tokens, newer = fields.take("max_tokens"), fields.take("max_completion_tokens")
     if max_tokens is not None and newer is not None and newer != max_tokens:
@@ -188,6 +192,12 @@ def read_chat(body: Mapping[str, Any], max_answers: int) -> Asked:
         max_tokens=max_tokens if newer is None else newer,
         logprobs=(top_logprobs or 0) if wants_logprobs else None,
     )
+
+
+def read_messages(value: Any) -> tuple[Message, ...]:
+    """A conversation. Raises InvalidArgument."""
+    items = check_items(value, "messages")
+    return tuple(_message(each, f"messages[{number}]") for number, each in enumerate(items))
 
 
 def _read_rest(

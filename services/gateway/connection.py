@@ -15,6 +15,9 @@ from services.gateway.http_errors import HttpError, retry_headers
 CONNECTION_KEY = "kaveri.connection"
 """Of an HTTP scope: its connection."""
 _RETRY_AFTER_S = 1.0
+_LINGER_S = 2.0
+_LINGER_BYTES = 2**20
+"""What a refused client may send until it has read why."""
 _PHRASES = {400: "Bad Request", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
@@ -51,7 +54,11 @@ class HttpConnection(HttpToolsProtocol):
         self._head_bytes = 0
         """Of the present request's line and headers."""
         self._quiet_bytes = 0
-        """Read since the parser has made anything of what it read."""
+        """Read since the request began, or since the last piece of its body."""
+        self._has_progress = False
+        """Whether the last piece of data ended a head, or had a piece of a body."""
+        self._is_refused = False
+        """Whether nothing is read any more but what the client still sends."""
         self._dropped_bytes = 0
         """Of requests that came too early."""
 
@@ -75,12 +82,15 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        if self._is_refused:
+            self._drop_refused(data)
+            return
         if self._is_answering():
             self._drop(data)
             return
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._begin_head()
-        self._quiet_bytes += len(data)
+        self._has_progress = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -92,11 +102,13 @@ class HttpConnection(HttpToolsProtocol):
                 self._refuse(_parse_error(error, self._limits))
             return
         self._unset_keepalive_if_required()
+        if not self._has_progress:
+            self._quiet_bytes += len(data)
         if self._quiet_bytes > self._limits.max_header_bytes:
             self._refuse(_too_large(self._limits))
 
     def on_message_begin(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes = self._quiet_bytes = 0
         super().on_message_begin()
         cast(dict[str, Any], self.scope)[CONNECTION_KEY] = self
 
@@ -111,18 +123,18 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         """The parser's call."""
-        self._quiet_bytes = 0
+        self._note_progress()
 
     def on_headers_complete(self) -> None:
         if self._is_answering():
             self._drop(b"")
             raise _HeadTooLarge
-        self._quiet_bytes = 0
+        self._note_progress()
         self._stop_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._quiet_bytes = 0
+        self._note_progress()
         super().on_body(body)
 
     def on_response_complete(self) -> None:
@@ -145,6 +157,10 @@ class HttpConnection(HttpToolsProtocol):
         """Whether a whole request has come that is not answered yet."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
+    def _note_progress(self) -> None:
+        self._has_progress = True
+        self._quiet_bytes = 0
+
     def _drop(self, data: bytes) -> None:
         self.cycle.keep_alive = False
         self._dropped_bytes += len(data)
@@ -152,7 +168,6 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _count(self, size_bytes: int) -> None:
-        self._quiet_bytes = 0
         self._head_bytes += size_bytes
         if self._head_bytes > self._limits.max_header_bytes:
             raise _HeadTooLarge
@@ -171,7 +186,9 @@ class HttpConnection(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, error: HttpError) -> None:
-        """Answers what the parser could not, and closes."""
+        """Answers what the parser could not, and closes once the client has, or after a while: closed at once, with
+        data that was not read, the connection would be reset and the answer lost."""
+        self._is_refused = True
         body = error.body()
         head = [f"HTTP/1.1 {error.status} {_PHRASES[error.status]}\r\n".encode()]
         headers = [
@@ -182,8 +199,14 @@ class HttpConnection(HttpToolsProtocol):
         ]
         head += [name + b": " + value + b"\r\n" for name, value in headers]
         self.transport.write(b"".join([*head, b"\r\n", body]))
-        self.transport.close()
-        self._close_within_limit()
+        self.transport.write_eof()
+        self._stop_timer()
+        self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _drop_refused(self, data: bytes) -> None:
+        self._dropped_bytes += len(data)
+        if self._dropped_bytes > _LINGER_BYTES:
+            self.transport.abort()
 
     def _close_within_limit(self) -> None:
         """A closing connection ends when all is sent, which a client that does not read would never let happen."""

@@ -4,20 +4,19 @@ An event is put together from bytes that are made once per answer: this is done 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring_ascii
-from typing import Any, Protocol
+from typing import Any
 
 from kaveri.client.answer import Chunk, Completion, Usage
+from kaveri.domain.sampling import Logprobs
 from services.gateway.asked import Asked, UsageEvents
+from services.gateway.shown_prompts import ShownPrompt
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream that has not failed."""
-
-
-def event(value: Any) -> bytes:
-    """A JSON value as an event."""
-    return b"data: " + encode(value) + b"\n\n"
+_LEAST_LOGPROB = -9999.0
+"""JSON has no infinity; vLLM writes this for it."""
 
 
 def encode(value: Any) -> bytes:
@@ -25,124 +24,187 @@ def encode(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-class AnswerFormat(Protocol):
-    """One of the two forms, for one request."""
+class AnswerFormat:
+    """The answers to one request. Its subclasses are the two forms."""
 
-    def piece(self, index: int, chunk: Chunk) -> bytes:
-        """The event of a chunk of the answer `index`."""
-
-    def whole(self, answers: Sequence[Completion]) -> bytes:
-        """All answers as one JSON object."""
-
-    def usage(self) -> bytes:
-        """The event that says how many tokens the stream had."""
-
-
-class _Format:
-    """What both forms share."""
-
+    id_prefix: str
     object_name: str
     chunk_object_name: str
 
-    def __init__(self, asked: Asked, response_id: str, model: str, created_s: int) -> None:
+    def __init__(
+        self, asked: Asked, shown: Sequence[ShownPrompt], response_id: str, model: str, created_s: int
+    ) -> None:
         """response_id: without its prefix. created_s: seconds since 1970."""
         self._asked = asked
-        self._id = response_id
-        self._model = model
-        self._created_s = created_s
-        head = encode(self._head(self.chunk_object_name))
-        self._start = b"data: " + head[:-1] + b',"choices":[{"index":'
-        self._end = {
-            UsageEvents.NONE: b"}]}\n\n",
-            UsageEvents.LAST: b'}],"usage":null}\n\n',
-            UsageEvents.EACH: b"",
-        }[asked.usage_events]
+        self._shown = shown
+        self._head = {"id": f"{self.id_prefix}-{response_id}", "created": created_s, "model": model}
+        chunk_head = encode({**self._head, "object": self.chunk_object_name})
+        self._start = b"data: " + chunk_head[:-1]
+        self._end = b'}],"usage":null}\n\n' if asked.usage_events is UsageEvents.LAST else b"}]}\n\n"
         self._usages: dict[int, Usage] = {}
         """Of the answers that have ended."""
         self._counts: dict[int, int] = {}
         """Tokens of each answer so far."""
+        self._offsets: dict[int, int] = {}
+        """Characters of the tokens that reports have named."""
 
-    def usage(self) -> bytes:
-        head = self._head(self.chunk_object_name)
-        return event({**head, "choices": [], "usage": _usage_object(self._asked, self._usages)})
-
-    def _head(self, object_name: str) -> dict[str, object]:
-        return {"id": self._id, "object": object_name, "created": self._created_s, "model": self._model}
-
-    def _piece(self, index: int, chunk: Chunk, middle: bytes) -> bytes:
-        """middle: what stands between the choice's index and its finish reason."""
+    def piece(self, index: int, chunk: Chunk, prompt_tokens: int) -> bytes:
+        """The event of a chunk of the answer `index`."""
+        is_first = index not in self._counts
+        count = self._counts[index] = self._counts.get(index, 0) + len(chunk.token_ids)
         if chunk.usage is not None:
             self._usages[index] = chunk.usage
         finish = b"null" if chunk.finish_reason is None else b'"%s"' % chunk.finish_reason.encode()
+        # Both are null, or empty, for most requests.
+        report = b"null" if not chunk.logprobs else encode(self._report(index, chunk.logprobs))
         token_ids = b',"token_ids":' + encode(chunk.token_ids) if self._asked.return_token_ids else b""
-        return b'%s%d,%s,"finish_reason":%s%s%s' % (self._start, index, middle, finish, token_ids, self._end)
+        text = chunk.text
+        top, beside = b"", b""
+        if is_first:
+            shown = self._shown_of(index)
+            text = shown.text + text
+            top, beside = self._prompt_ids(shown)
+        end = self._end
+        if self._asked.usage_events is UsageEvents.EACH:
+            end = b'}],"usage":%s}\n\n' % encode(_usage_object(prompt_tokens, count))
+        message = self._delta(encode_basestring_ascii(text).encode(), is_first)
+        return b'%s%s,"choices":[{"index":%d,%s,"logprobs":%s,"finish_reason":%s%s%s%s' % (
+            self._start,
+            top,
+            index,
+            message,
+            report,
+            finish,
+            token_ids,
+            beside,
+            end,
+        )
+
+    def usage(self) -> bytes:
+        """The event that says how many tokens the stream had."""
+        usage = self._sum(self._usages)
+        return (
+            b"data: "
+            + encode({**self._head, "object": self.chunk_object_name, "choices": [], "usage": usage})
+            + b"\n\n"
+        )
+
+    def whole(self, answers: Sequence[Completion]) -> bytes:
+        """All answers as one JSON object."""
+        choices = []
+        top: dict[str, object] = {}
+        for index, answer in enumerate(answers):
+            shown = self._shown_of(index)
+            choice: dict[str, object] = {
+                "index": index,
+                **self._message(shown.text + answer.text),
+                "logprobs": self._report(index, answer.logprobs) if self._asked.params.logprobs is not None else None,
+                "finish_reason": answer.finish_reason,
+            }
+            if self._asked.return_token_ids:
+                choice["token_ids"] = answer.token_ids
+                (choice if self._ids_beside_choices else top)["prompt_token_ids"] = shown.token_ids
+            choices.append(choice)
+        usage = self._sum({index: answer.usage for index, answer in enumerate(answers)})
+        return encode({**self._head, "object": self.object_name, "choices": choices, "usage": usage, **top})
+
+    _ids_beside_choices: bool
+    """Whether a prompt's token ids are part of each choice, else of the whole."""
+
+    def _message(self, text: str) -> dict[str, object]:
+        """The part of a choice that holds its text."""
+        raise NotImplementedError
+
+    def _delta(self, text: bytes, is_first: bool) -> bytes:
+        """The same of an event. text: as JSON."""
+        raise NotImplementedError
+
+    def _report(self, index: int, logprobs: Sequence[Logprobs]) -> dict[str, object]:
+        """What the model thought of the tokens that come next in the answer `index`."""
+        raise NotImplementedError
+
+    def _shown_of(self, index: int) -> ShownPrompt:
+        return self._shown[index // self._asked.n]
+
+    def _prompt_ids(self, shown: ShownPrompt) -> tuple[bytes, bytes]:
+        """A prompt's token ids, for the top of an event or for its choice."""
+        if shown.token_ids is None:
+            return b"", b""
+        ids = b',"prompt_token_ids":' + encode(shown.token_ids)
+        return (b"", ids) if self._ids_beside_choices else (ids, b"")
+
+    def _sum(self, usages: Mapping[int, Usage]) -> dict[str, int]:
+        """A prompt with several answers counts once."""
+        prompt_tokens = sum(usage.prompt_tokens for index, usage in usages.items() if index % self._asked.n == 0)
+        return _usage_object(prompt_tokens, sum(usage.completion_tokens for usage in usages.values()))
 
 
-class CompletionFormat(_Format):
+class CompletionFormat(AnswerFormat):
     """Of /v1/completions."""
 
+    id_prefix = "cmpl"
     object_name = chunk_object_name = "text_completion"
+    _ids_beside_choices = True
 
-    def piece(self, index: int, chunk: Chunk) -> bytes:
-        text = encode_basestring_ascii(chunk.text).encode()
-        return self._piece(index, chunk, b'"text":%s,"logprobs":null' % text)
+    def _message(self, text: str) -> dict[str, object]:
+        return {"text": text}
 
-    def whole(self, answers: Sequence[Completion]) -> bytes:
-        choices = [
-            {"index": index, "text": answer.text, "logprobs": None, **_end_of(self._asked, answer)}
-            for index, answer in enumerate(answers)
-        ]
-        usages = {index: answer.usage for index, answer in enumerate(answers)}
-        usage = _usage_object(self._asked, usages)
-        return encode({**self._head(self.object_name), "choices": choices, "usage": usage})
+    def _delta(self, text: bytes, is_first: bool) -> bytes:
+        return b'"text":' + text
+
+    def _report(self, index: int, logprobs: Sequence[Logprobs]) -> dict[str, object]:
+        offsets = []
+        for entry in logprobs:
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(entry.text)
+        return {
+            "tokens": [entry.text for entry in logprobs],
+            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+            # The drawn token may be none of the likeliest ones.
+            "top_logprobs": [
+                {**{text: _finite(value) for text, value in _top(entry)}, entry.text: _finite(entry.logprob)}
+                for entry in logprobs
+            ],
+            "text_offset": offsets,
+        }
 
 
-class ChatFormat(_Format):
+class ChatFormat(AnswerFormat):
     """Of /v1/chat/completions."""
 
+    id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
+    _ids_beside_choices = False
 
-    def __init__(self, asked: Asked, response_id: str, model: str, created_s: int) -> None:
-        super().__init__(asked, response_id, model, created_s)
-        self._begun: set[int] = set()
+    def _message(self, text: str) -> dict[str, object]:
+        return {"message": {"role": "assistant", "content": text}}
 
-    def piece(self, index: int, chunk: Chunk) -> bytes:
-        text = encode_basestring_ascii(chunk.text).encode()
-        if index in self._begun:
-            return self._piece(index, chunk, b'"delta":{"content":%s},"logprobs":null' % text)
-        self._begun.add(index)
-        return self._piece(index, chunk, b'"delta":{"role":"assistant","content":%s},"logprobs":null' % text)
+    def _delta(self, text: bytes, is_first: bool) -> bytes:
+        return b'"delta":{%s"content":%s}' % (b'"role":"assistant",' if is_first else b"", text)
 
-    def whole(self, answers: Sequence[Completion]) -> bytes:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": answer.text},
-                "logprobs": None,
-                **_end_of(self._asked, answer),
-            }
-            for index, answer in enumerate(answers)
+    def _report(self, index: int, logprobs: Sequence[Logprobs]) -> dict[str, object]:
+        content = [
+            {**_token(entry.text, entry.logprob), "top_logprobs": [_token(text, value) for text, value in _top(entry)]}
+            for entry in logprobs
         ]
-        usages = {index: answer.usage for index, answer in enumerate(answers)}
-        usage = _usage_object(self._asked, usages)
-        return encode({**self._head(self.object_name), "choices": choices, "usage": usage})
+        return {"content": content, "refusal": None}
 
 
-def _end_of(asked: Asked, answer: Completion) -> dict[str, object]:
-    token_ids = {"token_ids": answer.token_ids} if asked.return_token_ids else {}
-    return {"finish_reason": answer.finish_reason, **token_ids}
+def _token(text: str, logprob: float) -> dict[str, object]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
-def _usage_object(asked: Asked, usages: dict[int, Usage]) -> dict[str, int]:
-    """The sum of all answers. A prompt with several answers counts once."""
-    prompt_tokens = sum(usage.prompt_tokens for index, usage in usages.items() if index % asked.n == 0)
-    completion_tokens = sum(usage.completion_tokens for usage in usages.values())
-    return usage_object(prompt_tokens, completion_tokens)
+def _top(entry: Logprobs) -> list[tuple[str, float]]:
+    texts = entry.top_texts or ("",) * len(entry.top)
+    return [(text, value) for text, (_, value) in zip(texts, entry.top, strict=True)]
 
 
-def usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """OpenAI's usage."""
+def _finite(logprob: float) -> float:
+    return logprob if logprob >= _LEAST_LOGPROB else _LEAST_LOGPROB
+
+
+def _usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

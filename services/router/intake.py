@@ -109,6 +109,20 @@ class Intake:
             received=await self._received(offered.received, min(room, params.max_tokens or room)),
         )
 
+    async def tokenize(self, prompt: Prompt, deadline_s: float) -> tuple[list[int], int]:
+        """The token ids of a text or a conversation, as accept() makes them, and the model's length. Raises as
+        accept()."""
+        _check_given(prompt)
+        limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
+        return await self._tokenize(prompt, limit - 1, deadline_s), limit
+
+    async def detokenize(self, token_ids: Sequence[int], deadline_s: float) -> str:
+        """The text of token ids, at most as many as the model's length. Raises as accept()."""
+        limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
+        if len(token_ids) > limit:
+            raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")
+        return await self._tokenizer.decode(token_ids, deadline_s)
+
     def begin_answer(self, accepted: AcceptedRequest) -> Answer:
         """The answer, behind what the client has of it. Raises InvalidArgument when it has less text."""
         received, stop = accepted.received, accepted.params.stop

@@ -25,8 +25,10 @@ async def write_answer(
     context: ServicerContext,
     slow_reader_s: float,
     routers: Callable[[], list[str]] = list,
+    token_text: Callable[[int], str] = str,
 ) -> None:
     """Writes the entry's output until it has ended. routers: addresses that the client may re-attach through.
+    token_text: of the tokens in reports.
 
     Raises the error that it ended with, and SlowReader when the client takes longer than `slow_reader_s` to read one
     response. What such a client costs until then is that response and the tokens of its own answer. A client that is
@@ -35,7 +37,7 @@ async def write_answer(
     limit = _ReadLimit(slow_reader_s)
     try:
         async with limit.timeout:
-            await _write(entry, context, limit, routers)
+            await _write(entry, context, limit, routers, token_text)
     except TimeoutError as error:
         if limit.timeout.expired():
             raise SlowReader(slow_reader_s) from error
@@ -67,7 +69,11 @@ class _ReadLimit:
 
 
 async def _write(
-    entry: RequestEntry, context: ServicerContext, limit: _ReadLimit, routers: Callable[[], list[str]]
+    entry: RequestEntry,
+    context: ServicerContext,
+    limit: _ReadLimit,
+    routers: Callable[[], list[str]],
+    token_text: Callable[[int], str],
 ) -> None:
     answer = entry.answer
     is_first = True
@@ -81,6 +87,10 @@ async def _write(
         response = inference_pb2.GenerateResponse(index=part.first_index, token_ids=part.token_ids, text=part.text)
         if part.logprobs:
             response.logprobs.extend(part.logprobs)
+            for token_id, report in zip(part.token_ids, response.logprobs, strict=False):
+                report.text = token_text(token_id)
+                for likely in report.top:
+                    likely.text = token_text(likely.token_id)
         ended = has_ended and not answer.has_output
         if is_first or (ended and error is not None):
             response.routers.extend(routers())
@@ -88,6 +98,7 @@ async def _write(
             is_first = False
             response.request_id = entry.request_id
             response.max_tokens = entry.accepted.most_tokens
+            response.usage.prompt_tokens = len(entry.accepted.prompt_token_ids)
         if entry.owner_news is not None:
             response.owner.CopyFrom(hint_to_proto(entry.owner_news))
             entry.owner_news = None

@@ -155,6 +155,34 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await abort(context, ModelNotFound(request.model, (self._router.config.model_name,)))
         return inference_pb2.GetModelResponse(model=self._model())
 
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        try:
+            self._router.intake.check_model(request.model)
+            text = request.text if request.WhichOneof("prompt") == "text" else None
+            prompt = Conversation(request.messages.messages) if request.HasField("messages") else text
+            token_ids, limit = await self._router.intake.tokenize(prompt, self._until_s(context))
+        except KaveriError as error:
+            await abort(context, error)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limit)
+
+    async def Detokenize(  # noqa: N802
+        self, request: inference_pb2.DetokenizeRequest, context: ServicerContext
+    ) -> inference_pb2.DetokenizeResponse:
+        try:
+            self._router.intake.check_model(request.model)
+            text = await self._router.intake.detokenize(request.token_ids, self._until_s(context))
+        except KaveriError as error:
+            await abort(context, error)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    def _until_s(self, context: ServicerContext) -> float:
+        """The deadline of a call, on the monotonic clock."""
+        remaining_s = context.time_remaining()
+        limit_s = self._router.config.default_timeout_s
+        return time.monotonic() + (limit_s if remaining_s is None else min(remaining_s, limit_s))
+
     async def Beat(  # noqa: N802
         self, request: inference_pb2.BeatRequest, context: ServicerContext
     ) -> inference_pb2.BeatResponse:
@@ -238,7 +266,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             router.table.enter(slot, entry)
             placing = router.placer.start(entry)
             try:
-                await write_answer(entry, context, router.config.slow_reader_s, self._addresses)
+                texts = router.tokenizer.token_text
+                await write_answer(entry, context, router.config.slow_reader_s, self._addresses, texts)
             finally:
                 entry.release()
                 placing.cancel()

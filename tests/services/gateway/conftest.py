@@ -135,9 +135,15 @@ async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
 
 
 @contextlib.asynccontextmanager
-async def run_gateway(cluster: ScriptedCluster, **settings: Any) -> AsyncIterator[GatewayUnderTest]:
+async def run_gateway(
+    cluster: ScriptedCluster, router_max_requests: int = 1024, **settings: Any
+) -> AsyncIterator[GatewayUnderTest]:
     """A gateway of this cluster, with one router; checks that nothing leaked."""
-    async with cluster.router() as router, MemoryStore(cluster.cluster) as store, AsyncClient(router.address) as sdk:
+    async with (
+        cluster.router(max_requests=router_max_requests) as router,
+        MemoryStore(cluster.cluster) as store,
+        AsyncClient(router.address) as sdk,
+    ):
         config = GatewayConfig(**{"instance_id": "gateway-0", "port": 0, "drain_timeout_s": 5.0, **settings})
         async with AsyncClient(router.address, timeout_s=config.request_timeout_s) as client:
             gateway, stopping = Gateway(config, client, store), asyncio.Event()

@@ -1,0 +1,46 @@
+"""Requests for /tokenize and /detokenize: checked, and asked of a router."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kaveri.client.async_client import AsyncClient
+from kaveri.errors import InvalidArgument
+from services.gateway.asked import read_messages
+from services.gateway.fields import Fields, one_of
+
+
+async def tokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, object]:
+    """The token ids of a text or a conversation. Raises KaveriErrors."""
+    fields = Fields(body)
+    model, prompt, messages = fields.text("model"), fields.text("prompt"), fields.take("messages")
+    fields.refuse_rest(
+        {
+            "add_generation_prompt": one_of(True),
+            # What generating does.
+            "add_special_tokens": one_of(messages is None),
+            "return_token_strs": one_of(False),
+        }
+    )
+    if (prompt is None) == (messages is None):
+        raise InvalidArgument("prompt", prompt, "given, or else messages")
+    if messages is None:
+        token_ids = await client.tokenize(prompt, model=model)
+    else:
+        token_ids = await client.tokenize(messages=read_messages(messages), model=model)
+    lengths = [one.max_model_len for one in await client.list_models() if model in (None, one.name)]
+    return {"count": len(token_ids), "max_model_len": min(lengths, default=0), "tokens": token_ids, "token_strs": None}
+
+
+async def detokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, object]:
+    """The text of token ids. Raises KaveriErrors."""
+    fields = Fields(body)
+    model, tokens = fields.text("model"), fields.take("tokens")
+    fields.refuse_rest({})
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise InvalidArgument("tokens", tokens, "a list of token ids")
+    try:
+        return {"prompt": await client.detokenize(tokens, model=model)}
+    except InvalidArgument as error:
+        # By the name that the caller has given.
+        field = "tokens" if error.field in ("token_ids", "prompt_token_ids") else error.field
+        raise InvalidArgument(field, error.value, error.limit) from error

@@ -1,0 +1,127 @@
+"""Reports on tokens, prompts beside answers, usage with each event, and what tokenizing alone gives."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from kaveri import SamplingParams
+from kaveri.errors import InvalidArgument, ModelNotFound
+from tests.services.gateway.conftest import GatewayUnderTest
+from tests.services.router.cluster_script import answer
+
+
+async def test_a_completions_report_names_each_token_and_the_likeliest(gateway: GatewayUnderTest) -> None:
+    sdk = await gateway.sdk.generate(prompt_token_ids=[300, 301, 302], params=_params(max_tokens=5, logprobs=2))
+    choice = (await gateway.complete(logprobs=2)).json["choices"][0]
+    report = choice["logprobs"]
+    assert report["tokens"] == [entry.text for entry in sdk.logprobs]
+    # The scripted prefill instance reports nothing on the first token, the decode instance its index.
+    assert report["token_logprobs"] == [entry.logprob for entry in sdk.logprobs]
+    assert report["text_offset"] == [sum(len(text) for text in report["tokens"][:index]) for index in range(5)]
+    for entry, top in zip(sdk.logprobs, report["top_logprobs"], strict=True):
+        assert set(top) == {entry.text, *entry.top_texts}
+    events = (await gateway.complete(logprobs=2, stream=True)).events
+    streamed = [event["choices"][0]["logprobs"] for event in events]
+    for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [item for each in streamed if each is not None for item in each[key]] == report[key]
+
+
+async def test_a_token_is_named_by_what_it_decodes_to(gateway: GatewayUnderTest) -> None:
+    backend = gateway.router.router.tokenizer.backend
+    sdk = await gateway.sdk.generate(prompt_token_ids=[300], params=_params(max_tokens=4, logprobs=0))
+    assert [entry.text for entry in sdk.logprobs] == [backend.decode([token]) for token in answer((300,), 4)]
+
+
+async def test_a_chats_report_is_what_the_openai_package_expects(gateway: GatewayUnderTest) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    async with openai.AsyncOpenAI(base_url=gateway.url, api_key="none", max_retries=0) as client:
+        got = await client.chat.completions.create(
+            model="kaveri-tiny", messages=messages, logprobs=True, top_logprobs=2, max_tokens=4
+        )
+    report = got.choices[0].logprobs
+    assert report is not None
+    assert report.content is not None
+    assert len(report.content) == 4
+    assert all(len(entry.top_logprobs) in (0, 2) for entry in report.content)
+    assert all(bytes(entry.bytes or []) == entry.token.encode() for entry in report.content)
+
+
+@pytest.mark.parametrize("prompt", ["hello world", [300, 301, 302]])
+async def test_echo_puts_the_prompt_before_each_answer(gateway: GatewayUnderTest, prompt: Any) -> None:
+    text = prompt if isinstance(prompt, str) else await gateway.sdk.detokenize(prompt)
+    plain = (await gateway.complete(prompt=prompt)).json["choices"][0]["text"]
+    got = (await gateway.complete(prompt=prompt, echo=True, n=2)).json
+    assert [choice["text"] for choice in got["choices"]] == [text + plain] * 2
+    events = (await gateway.complete(prompt=prompt, echo=True, stream=True)).events
+    assert "".join(event["choices"][0]["text"] for event in events) == text + plain
+
+
+async def test_return_token_ids_shows_those_of_the_prompt(gateway: GatewayUnderTest) -> None:
+    ids = list(await gateway.sdk.tokenize("hello world"))
+    (choice,) = (await gateway.complete(prompt="hello world", return_token_ids=True)).json["choices"]
+    assert choice["prompt_token_ids"] == ids
+    events = (await gateway.complete(prompt="hello world", return_token_ids=True, stream=True)).events
+    assert events[0]["choices"][0]["prompt_token_ids"] == ids
+    assert all("prompt_token_ids" not in event["choices"][0] for event in events[1:])
+    chat = (await gateway.chat(return_token_ids=True)).json
+    assert chat["prompt_token_ids"] == list(await gateway.sdk.tokenize(messages=[{"role": "user", "content": "hello"}]))
+    assert len(chat["choices"][0]["token_ids"]) == 5
+    assert chat["usage"]["prompt_tokens"] == len(chat["prompt_token_ids"])
+
+
+async def test_continuous_usage_counts_up_with_each_event(gateway: GatewayUnderTest) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = (await gateway.complete(stream=True, stream_options=options, max_tokens=12, return_token_ids=True)).events
+    count = 0
+    for event in events[:-1]:
+        count += len(event["choices"][0]["token_ids"])
+        assert event["usage"] == {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
+    assert events[-1] == {**events[-1], "choices": [], "usage": events[-2]["usage"]}
+
+
+async def test_tokenizing_and_back_gives_the_text(gateway: GatewayUnderTest) -> None:
+    text = "Count from 1 to 9: äöü 漢字"
+    token_ids = await gateway.sdk.tokenize(text)
+    assert await gateway.sdk.detokenize(token_ids) == text
+    completion = await gateway.sdk.generate(text, params=_params(max_tokens=1))
+    assert completion.usage.prompt_tokens == len(token_ids)
+
+
+async def test_tokenizing_has_the_limits_of_generating(gateway: GatewayUnderTest) -> None:
+    with pytest.raises(ModelNotFound):
+        await gateway.sdk.tokenize("x", model="nope")
+    with pytest.raises(ModelNotFound):
+        await gateway.sdk.detokenize([1], model="nope")
+    with pytest.raises(InvalidArgument, match="at most"):
+        await gateway.sdk.tokenize("word " * 20_000)
+    with pytest.raises(InvalidArgument, match="at most"):
+        await gateway.sdk.detokenize([300] * 20_000)
+    with pytest.raises(InvalidArgument, match="vocabulary"):
+        await gateway.sdk.detokenize([10**6])
+    with pytest.raises(InvalidArgument, match="at least one"):
+        await gateway.sdk.tokenize("")
+
+
+async def test_tokenize_and_detokenize_over_http(gateway: GatewayUnderTest) -> None:
+    got = await gateway.ask("/tokenize", {"prompt": "hello world"})
+    assert got.json["tokens"] == list(await gateway.sdk.tokenize("hello world"))
+    assert got.json["count"] == len(got.json["tokens"])
+    assert got.json["max_model_len"] > 0
+    chat = await gateway.ask("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
+    assert chat.json["tokens"] == list(await gateway.sdk.tokenize(messages=[{"role": "user", "content": "hi"}]))
+    back = await gateway.ask("/detokenize", {"model": "kaveri-tiny", "tokens": got.json["tokens"]})
+    assert back.json == {"prompt": "hello world"}
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}, "return_token_strs"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    ):
+        refused = await gateway.ask(path, body)
+        assert (refused.status, refused.error["param"]) == (400, param), refused.body
+
+
+def _params(**fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, **fields)

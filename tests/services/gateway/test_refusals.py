@@ -1,0 +1,266 @@
+"""What is not built is refused by name, what changes nothing is taken, and errors look like OpenAI's."""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kaveri.errors import InvalidArgument
+from services.gateway.asked import read_chat, read_completion
+from services.gateway.body import MAX_DEPTH, parse_object
+from services.gateway.http_errors import HttpError, http_error_of
+from tests.services.gateway.conftest import GatewayUnderTest, run_gateway
+from tests.services.router.cluster_script import MAX_MODEL_LEN, ScriptedCluster, eventually
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"logit_bias": {"5": 1}}, "logit_bias"),
+        ("completions", {"presence_penalty": 0.5}, "presence_penalty"),
+        ("completions", {"best_of": 3}, "best_of"),
+        ("completions", {"suffix": "end"}, "suffix"),
+        ("completions", {"min_tokens": 3}, "min_tokens"),
+        ("completions", {"prompt_logprobs": 1}, "prompt_logprobs"),
+        ("completions", {"no_such_thing": 1}, "no_such_thing"),
+        ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("completions", {"stream": True, "stream_options": {"nonsense": 1}}, "stream_options.nonsense"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": None}, "prompt"),
+        ("completions", {"prompt": [1, "a"]}, "prompt"),
+        ("completions", {"prompt": [[]]}, "prompt"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": [-1]}, "prompt"),
+        ("completions", {"prompt": [10**7]}, "prompt"),
+        ("completions", {"n": 0}, "n"),
+        ("completions", {"n": True}, "n"),
+        ("completions", {"temperature": "hot"}, "temperature"),
+        ("completions", {"temperature": -1}, "temperature"),
+        ("completions", {"top_p": 0}, "top_p"),
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"stop": ["a"] * 17}, "stop"),
+        ("completions", {"seed": 1.5}, "seed"),
+        ("completions", {"stream": "yes"}, "stream"),
+        ("completions", {"model": 7}, "model"),
+        ("completions", {"prompt": "\ud800"}, "prompt"),
+        ("completions", {"prompt": ["x"] * 300}, "prompt"),
+        ("chat/completions", {"tools": [{"type": "function"}]}, "tools"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("chat/completions", {"messages": [{"role": "!", "content": "x"}]}, "messages[0].role"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
+    ],
+)
+async def test_a_wrong_or_unsupported_parameter_is_refused_by_its_name(
+    gateway: GatewayUnderTest, path: str, fields: dict[str, Any], param: str
+) -> None:
+    plain = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    got = await gateway.ask(f"/v1/{path}", {**plain, "model": "kaveri-tiny", **fields})
+    assert (got.status, got.error["param"]) == (400, param), got.body
+    assert got.error["type"] == "invalid_request_error"
+    assert param in got.error["message"]
+
+
+async def test_values_that_change_nothing_are_taken(gateway: GatewayUnderTest) -> None:
+    plain = (await gateway.complete()).json["choices"]
+    harmless = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "logprobs": None,
+        "best_of": 1,
+        "n": 1,
+        "min_p": 0,
+        "min_tokens": 0,
+        "suffix": None,
+        "user": "someone",
+        "stop": None,
+        "echo": False,
+        "stream": False,
+        "stream_options": None,
+        "top_k": -1,
+        "nobody_knows": None,
+    }
+    assert (await gateway.complete(**harmless)).json["choices"] == plain
+    of_chat = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "n": 1, "logprobs": False}
+    got = await gateway.chat(**of_chat, parallel_tool_calls=True, store=False, service_tier="auto")
+    assert got.json["choices"] == (await gateway.chat()).json["choices"]
+
+
+async def test_a_prompt_or_an_answer_that_is_too_long_is_refused_with_both_numbers(gateway: GatewayUnderTest) -> None:
+    long = await gateway.complete(prompt=[300] * (MAX_MODEL_LEN + 3))
+    assert (long.status, long.error["code"]) == (400, "context_length_exceeded")
+    assert str(MAX_MODEL_LEN + 3) in long.error["message"]
+    assert str(MAX_MODEL_LEN - 1) in long.error["message"]
+    asked = await gateway.complete(max_tokens=MAX_MODEL_LEN)
+    assert (asked.status, asked.error["code"], asked.error["param"]) == (400, "context_length_exceeded", "max_tokens")
+    chat = await gateway.chat(messages=[{"role": "user", "content": "word " * MAX_MODEL_LEN}])
+    assert (chat.status, chat.error["code"], chat.error["param"]) == (400, "context_length_exceeded", "messages")
+
+
+async def test_an_unknown_model_or_path_or_method_is_told_apart(gateway: GatewayUnderTest) -> None:
+    model = await gateway.complete(model="nope")
+    assert (model.status, model.error["code"], model.error["param"]) == (404, "model_not_found", "model")
+    assert (await gateway.ask("/v1/models/nope")).status == 404
+    path = await gateway.ask("/v1/nope")
+    assert (path.status, path.error["code"]) == (404, "no_such_path")
+    method = await gateway.ask("/v1/completions", method="GET")
+    assert (method.status, method.headers["allow"]) == (405, "POST")
+
+
+async def test_a_full_cluster_says_when_to_try_again(cluster: ScriptedCluster) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 4
+    async with run_gateway(cluster, router_max_requests=1) as gateway:
+        going = asyncio.create_task(gateway.complete(max_tokens=20))
+        await eventually(lambda: decode.is_paused)
+        got = await gateway.complete()
+        assert (got.status, got.error["code"]) == (429, "rate_limit_exceeded")
+        assert int(got.headers["retry-after"]) >= 1
+        assert int(got.headers["retry-after-ms"]) >= 1
+        cluster.let_all_go()
+        assert (await going).status == 200
+
+
+async def test_an_error_before_the_first_token_has_its_own_status_also_for_streams(gateway: GatewayUnderTest) -> None:
+    async with openai.AsyncOpenAI(base_url=gateway.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError) as raised:
+            await client.completions.create(model="nope", prompt="hi", stream=True)
+    assert raised.value.code == "model_not_found"
+
+
+async def test_an_error_after_the_first_token_is_an_event_and_the_end(
+    gateway: GatewayUnderTest, cluster: ScriptedCluster
+) -> None:
+    decode = cluster.decodes["decode-0"]
+    decode.pause_at = 4
+    got = asyncio.create_task(gateway.complete(stream=True, max_tokens=20))
+    await eventually(lambda: decode.is_paused)
+    (request_id,) = decode.running
+    await gateway.sdk.cancel(request_id)
+    decode.may_step.set()
+    body = (await got).body.decode()
+    last = json.loads(body.rstrip("\n").split("\n\n")[-1].removeprefix("data: "))
+    assert last["error"]["code"] == "request_cancelled"
+    assert "[DONE]" not in body
+
+
+async def test_a_deadline_is_504(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].may_step.clear()
+    async with run_gateway(cluster, request_timeout_s=0.5) as gateway:
+        got = await gateway.complete(max_tokens=20)
+        assert (got.status, got.error["code"]) == (504, "deadline_exceeded")
+
+
+async def test_without_a_router_requests_are_503_and_health_says_so(cluster: ScriptedCluster) -> None:
+    async with run_gateway(cluster, request_timeout_s=1.0) as gateway:
+        await gateway.router.drain()
+        for got in (await gateway.complete(), await gateway.ask("/health")):
+            assert (got.status, got.error["code"]) == (503, "service_unavailable")
+            assert int(got.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("request_id", ["", "a" * 129, "with space", "\x7f"])
+async def test_a_request_id_that_could_not_be_logged_is_refused(gateway: GatewayUnderTest, request_id: str) -> None:
+    got = await gateway.ask("/version", headers={"X-Request-ID": request_id})
+    assert got.status == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff",
+        b'{"prompt": NaN}',
+        b'{"a":' * 5000,
+        b'{"prompt": 1e999}',
+        b"{'a': 1}",
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_400(gateway: GatewayUnderTest, body: bytes) -> None:
+    got = await gateway.ask("/v1/completions", body)
+    assert got.status == 400
+    assert got.error["message"]
+
+
+def test_depth_is_limited_exactly() -> None:
+    parse_object(b'{"a":' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}")
+    with pytest.raises(HttpError) as raised:
+        parse_object(b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}")
+    assert str(MAX_DEPTH) in raised.value.message
+
+
+_NAMES = ["prompt", "messages", "model", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens"]
+_NAMES += ["temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs"]
+_NAMES += ["echo", "return_token_ids", "best_of", "logit_bias", "tools", "response_format", "user"]
+_LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=20),
+    st.sampled_from(["kaveri-tiny", "user", "text", "\ud800", "\x00"]),
+)
+_VALUES = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.sampled_from(["role", "content", "type", "text", "include_usage", "a"]), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+_BODIES = st.dictionaries(st.one_of(st.sampled_from(_NAMES), st.text(max_size=8)), _VALUES, max_size=6)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_no_generated_body_is_answered_by_500(gateway: GatewayUnderTest, path: str) -> None:
+    """Each body goes through the real port; those that ask for much are cut to a few tokens by their names."""
+    bodies: list[dict[str, Any]] = []
+
+    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(_BODIES)
+    def draw(body: dict[str, Any]) -> None:
+        bodies.append(body)
+
+    draw()
+    # Half of them on top of a request that would be answered, so that one wrong thing is found in each place.
+    plain = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    whole = [body if number % 2 else {**plain, "max_tokens": 2, **body} for number, body in enumerate(bodies)]
+    statuses = set()
+    for first in range(0, len(whole), 16):
+        answers = await asyncio.gather(*(gateway.ask(f"/v1/{path}", body) for body in whole[first : first + 16]))
+        for body, got in zip(whole[first : first + 16], answers, strict=True):
+            statuses.add(got.status)
+            assert got.status in (200, 400, 404), f"{body!r}: {got.status} {got.body[:300]!r}"
+            assert got.status == 200 or got.error["message"]
+    assert 400 in statuses
+
+
+@pytest.mark.parametrize("read", [read_completion, read_chat])
+def test_reading_raises_nothing_but_kaveris_errors(read: Any) -> None:
+    @settings(max_examples=100, deadline=None, database=None)
+    @given(_BODIES)
+    def check(body: dict[str, Any]) -> None:
+        try:
+            read(body, 16)
+        except InvalidArgument as error:
+            http_error_of(error).body()
+
+    check()
