@@ -22,6 +22,7 @@ BENCHMARKS = (
     "engine.profile",
     "serving.decisions",
     "serving.router_overhead",
+    "serving.gateway_overhead",
     "serving.router_failover",
     "serving.recovery",
     "serving.recovery_vllm",

@@ -33,6 +33,7 @@ class GenerateRequest(_message.Message):
     PARAMS_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Unset: the only model that the router serves."""
@@ -48,6 +49,8 @@ class GenerateRequest(_message.Message):
     """16 to 64 random bytes, drawn once per request by the client and given with every session: it shows that a re-attach
     comes from the request's own client. Unset: the request cannot be re-attached.
     """
+    token_texts: _builtins.bool
+    """Name tokens by their text in GenerateResponse.logprobs too."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids of the model's vocabulary."""
@@ -75,11 +78,12 @@ class GenerateRequest(_message.Message):
         params: _sampling_pb2.SamplingParams | None = ...,
         session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
+        token_texts: _builtins.bool = ...,
         received: Global___Received | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "params", b"params", "prompt", b"prompt", "received", b"received", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "params", b"params", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "secret", b"secret", "session", b"session", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "params", b"params", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "secret", b"secret", "session", b"session", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

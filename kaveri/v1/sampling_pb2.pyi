@@ -144,7 +144,9 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     """Natural logarithm of the probability under the model's own distribution (before temperature, top_k and top_p)."""
     text: _builtins.str
-    """What the token stands for, alone: a part of a character becomes U+FFFD. Set by routers only."""
+    """What the token stands for, alone: a part of a character becomes U+FFFD. Set by routers, where
+    GenerateRequest.token_texts is set.
+    """
     def __init__(
         self,
         *,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from grpc import aio
@@ -10,7 +10,7 @@ from grpc import aio
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import SlowReader
 from kaveri.telemetry.logs import get_logger
-from kaveri.v1 import inference_pb2
+from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import finish_to_proto
 from services.router import metrics
 from services.router.lifecycle_values import Ended
@@ -25,10 +25,10 @@ async def write_answer(
     context: ServicerContext,
     slow_reader_s: float,
     routers: Callable[[], list[str]] = list,
-    token_text: Callable[[int], str] = str,
+    token_text: Callable[[int], str] | None = None,
 ) -> None:
     """Writes the entry's output until it has ended. routers: addresses that the client may re-attach through.
-    token_text: of the tokens in reports.
+    token_text: names the tokens of reports; None: they are not named.
 
     Raises the error that it ended with, and SlowReader when the client takes longer than `slow_reader_s` to read one
     response. What such a client costs until then is that response and the tokens of its own answer. A client that is
@@ -73,7 +73,7 @@ async def _write(
     context: ServicerContext,
     limit: _ReadLimit,
     routers: Callable[[], list[str]],
-    token_text: Callable[[int], str],
+    token_text: Callable[[int], str] | None,
 ) -> None:
     answer = entry.answer
     is_first = True
@@ -87,10 +87,8 @@ async def _write(
         response = inference_pb2.GenerateResponse(index=part.first_index, token_ids=part.token_ids, text=part.text)
         if part.logprobs:
             response.logprobs.extend(part.logprobs)
-            for token_id, report in zip(part.token_ids, response.logprobs, strict=False):
-                report.text = token_text(token_id)
-                for likely in report.top:
-                    likely.text = token_text(likely.token_id)
+            if token_text is not None:
+                _name_tokens(part.token_ids, response.logprobs, token_text)
         ended = has_ended and not answer.has_output
         if is_first or (ended and error is not None):
             response.routers.extend(routers())
@@ -111,6 +109,15 @@ async def _write(
             raise error
         if ended:
             return
+
+
+def _name_tokens(
+    token_ids: Sequence[int], reports: Iterable[sampling_pb2.Logprobs], token_text: Callable[[int], str]
+) -> None:
+    for token_id, report in zip(token_ids, reports, strict=False):
+        report.text = token_text(token_id)
+        for likely in report.top:
+            likely.text = token_text(likely.token_id)
 
 
 async def write_cancelled(

@@ -266,7 +266,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             router.table.enter(slot, entry)
             placing = router.placer.start(entry)
             try:
-                texts = router.tokenizer.token_text
+                texts = router.tokenizer.token_text if request.token_texts else None
                 await write_answer(entry, context, router.config.slow_reader_s, self._addresses, texts)
             finally:
                 entry.release()

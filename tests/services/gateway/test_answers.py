@@ -25,6 +25,7 @@ async def test_a_completion_is_the_sdks(gateway: GatewayUnderTest) -> None:
         "logprobs": None,
         "finish_reason": "length",
         "token_ids": list(expected.token_ids),
+        "prompt_token_ids": list(await gateway.sdk.tokenize("Count from 1 to 9.")),
     }
     assert got.json["usage"] == {
         "prompt_tokens": expected.usage.prompt_tokens,
