@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.cluster.store import ClusterStore
+from kaveri.domain.owner import Owner
 from kaveri.domain.view import ViewedInstance
 from kaveri.engine.contract import EngineKey
 from kaveri.errors import (
@@ -39,6 +40,8 @@ class _Question:
     """A Reserve call under way."""
 
     target: ViewedInstance
+    owner: Owner
+    """In whose name it asks."""
     waits: bool
     patient_until_s: float
     answer: asyncio.Task[Reservation | Exception]
@@ -194,7 +197,7 @@ class RoomFinder:
         request.reservation_count += 1
         answer = self._tasks.create_task(self._answer(request, ask, request.reservation_count))
         instance_id = ask.target.record.instance_id
-        seeking.questions[instance_id] = _Question(ask.target, ask.waits, patient_until_s, answer)
+        seeking.questions[instance_id] = _Question(ask.target, request.owner, ask.waits, patient_until_s, answer)
 
     async def _answer(self, request: PrefillRequest, ask: Ask, reservation: int) -> Reservation | Exception:
         try:
@@ -222,6 +225,9 @@ class RoomFinder:
                     self.give_up(seeking)
                     self._metrics.placements.labels("reserved").inc()
                     return Room(question.target, reservation)
+                case StaleAttempt() | RequestAlreadyExists() if question.owner < request.owner:
+                    # It knew the owner that has attached the request since. That one may ask it.
+                    self._forget(seeking, instance_id)
                 case StaleAttempt() | RequestAlreadyExists() as error:
                     raise error
                 case InvalidArgument() | LayoutMismatch() as error:

@@ -19,6 +19,7 @@ from kaveri.errors import (
     KaveriError,
     LayoutMismatch,
     NoCapacity,
+    RequestAlreadyExists,
     StaleAttempt,
     Unavailable,
 )
@@ -370,6 +371,20 @@ async def test_what_no_other_instance_could_mend_fails_the_request(world: World,
     assert world.pushed() == []
     if isinstance(error, EngineError):
         await eventually(lambda: world.decodes[0].aborted == [("a", 3)])
+
+
+async def test_a_refusal_that_was_meant_for_a_former_session_is_no_end_the_present_one_asks(world: World) -> None:
+    decode = await world.decode()
+    decode.may_answer.clear()
+    request = world.begin("a")
+    await eventually(lambda: decode.asked == ["a"])
+    # The client has attached the request through another router, and that one was at the decode instance before.
+    request.ownership = Ownership(Owner(1, 3), "other router")
+    decode.refusals = [RequestAlreadyExists("a")]
+    decode.may_answer.set()
+    await eventually(lambda: world.pushed() == ["a"])
+    assert [(asked.session, asked.router_id) for asked in decode.reserved] == [(0, "router"), (1, "other router")]
+    assert not world.failed
 
 
 @pytest.mark.parametrize("refuses", ["decode", "engine"])
