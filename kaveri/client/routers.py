@@ -85,6 +85,10 @@ class RouterCall(Generic[ResponseT]):
             found = await self._waiting
         except aio.AioRpcError as error:
             raised, answered = error_of(error, peer=self.target), is_answer(error)
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                # Another service has the address of a router that has gone.
+                stranger = Unavailable(f"{self.target} is no router: {raised}")
+                raise RouterFailed(stranger, refused=True) from error
             if _is_failure(raised, answered=answered):
                 raise RouterFailed(raised, refused=answered) from error
             raise raised from error

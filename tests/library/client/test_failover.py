@@ -106,6 +106,23 @@ async def test_an_answer_goes_on_through_another_router_exactly_where_it_was(
     assert again.received.owner.decode_instance_id == ("decode-0" if tokens else "")
 
 
+async def test_another_service_at_the_address_of_a_router_that_has_gone_is_left_alone(routers: list[Router]) -> None:
+    """Ports are used again: requests failed with UNIMPLEMENTED."""
+    stranger = RpcServer("127.0.0.1", 0, [])
+    await stranger.start()
+    await stranger.ready()
+    address = f"127.0.0.1:{stranger.port}"
+    try:
+        async with AsyncClient([address, routers[0].target]) as client:
+            for _ in range(3):
+                assert (await client.generate("prompt", params=TEN, timeout_s=20)).text == ALPHABET
+        async with AsyncClient(address) as client:
+            with pytest.raises(Unavailable, match=f"{address} is no router"):
+                await client.generate("prompt", params=TEN, timeout_s=20)
+    finally:
+        await stranger.stop(0)
+
+
 async def test_a_router_that_the_cluster_has_named_takes_over(routers: list[Router]) -> None:
     first, other = routers
     first.service.pause_at = 4
