@@ -51,6 +51,13 @@ def simulate(
         Path | None, typer.Option(help="TOML file of what the services take: hop_s, prefill_step_s and others.")
     ] = None,
     layers: Annotated[int, typer.Option(help="The model's: KV is pushed layer by layer. Timed engine: 2.", min=1)] = 2,
+    fail: Annotated[
+        list[str] | None, typer.Option(help="An instance that dies, such as decode-1@30s. May be given several times.")
+    ] = None,
+    mtbf: Annotated[
+        float | None, typer.Option(help="Mean seconds between the deaths of each instance. Unset: none are drawn.")
+    ] = None,
+    repair: Annotated[float, typer.Option(help="Seconds until an instance that died is there again.")] = 5.0,
     compare: Annotated[
         Path | None, typer.Option(help="File of `kaveri bench --json`: its requests, and the differences from it.")
     ] = None,
@@ -65,6 +72,7 @@ def simulate(
     take no time.
     """
     from kaveri.config.services import setting_sections
+    from kaveri.simulator.failures import FailureSpec, parse_death
     from kaveri.simulator.report import differences, report_of, requests_of
     from kaveri.simulator.simulate import simulate as run
     from kaveri.simulator.spec import Overheads
@@ -83,7 +91,8 @@ def simulate(
         raise ConfigError("--concurrency", "is a closed loop and --rate an open one; give one of them")
     taken = Overheads() if overheads is None else read_overheads(overheads)
     read = read_spec(spec, setting_sections(), taken, seed, not natural_length, layers)
-    cluster = read.spec
+    deaths = tuple(parse_death(text) for text in fail or ())
+    cluster = replace(read.spec, failures=FailureSpec(deaths=deaths, mtbf_s=mtbf, repair_s=repair))
     slo, measured, too_long = Slo(slo_ttft_s, slo_tpot_s), None, 0
     if compare is not None:
         measured = _bench_file(compare)
@@ -96,8 +105,7 @@ def simulate(
             workload, trace, requests, rate, burstiness, concurrency, max_prompt, max_output, longest, seed
         )
     tables = [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
-    phases = {f"prefill-{number}": ("prefill",) for number in range(cluster.prefill_count)}
-    phases |= {f"decode-{number}": ("decode",) for number in range(cluster.decode_count)}
+    phases = dict.fromkeys(cluster.prefill_ids, ("prefill",)) | dict.fromkeys(cluster.decode_ids, ("decode",))
     report = report_of(
         tables,
         slo,

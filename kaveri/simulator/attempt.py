@@ -20,7 +20,9 @@ class SimulatedRequest:
         "due_s",
         "first_s",
         "generated",
+        "last_token_s",
         "length",
+        "missing_since_s",
         "number",
         "output_tokens",
         "prompt_tokens",
@@ -41,6 +43,10 @@ class SimulatedRequest:
         """Tokens of the answer that the router has."""
         self.first_s = math.nan
         """When prefill drew the first one."""
+        self.last_token_s = math.nan
+        """Of an answer whose decode instance died: when its last token was drawn."""
+        self.missing_since_s = -1.0
+        """Since when there has been no instance for it. Less than 0: there is one."""
         self.router_s = 0.0
         self.attempt_count = 0
         self.retry = RetryState()

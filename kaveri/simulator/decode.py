@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kaveri.domain.view import InstanceLoad, InstanceRecord
 from kaveri.engine.stepwise.phase import Phase
-from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom, RequestCounts
@@ -77,12 +77,16 @@ class DecodeInstance:
         """Those past the line."""
         self._heavy_count = 0
         self._looks_again = False
+        self.is_dead = False
         self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
 
     # Calls of prefill instances.
 
     def reserve(self, attempt: Attempt, waits: bool, answer: Callable[[Reserved | KaveriError], object]) -> Reserved:
         """Asks for room. `answer` is called when there is some, or with the refusal; with `waits` perhaps later."""
+        if self.is_dead:
+            answer(_gone(self))
+            return Reserved(0, attempt, answer)
         self._touch()
         self._serial += 1
         reserved = Reserved(self._serial, attempt, answer)
@@ -109,12 +113,12 @@ class DecodeInstance:
 
     def leave_line(self, attempt: Attempt) -> None:
         """The request wants no room any more. Idempotent."""
-        if self._in_line.pop(attempt.key, None) is not None:
+        if self._in_line.pop(attempt.key, None) is not None and not self.is_dead:
             self.room.line.leave(attempt.key)
 
     def give_back(self, reserved: Reserved) -> None:
         """The request does not want the room that it has."""
-        if reserved.number in self._by_serial:
+        if reserved.number in self._by_serial and not self.is_dead:
             self._touch()
             self._forget(reserved)
             self.room.batch.leave(reserved.number)
@@ -129,6 +133,29 @@ class DecodeInstance:
         self.room.batch.land(reserved.number)
         self._admit()
         self._give_room()
+
+    def die(self) -> None:
+        """The process is killed."""
+        self._touch()
+        now_s = self._timeline.now_s
+        self.is_dead = True
+        self.engine.stop()
+        self.member.stop()
+        placed, in_line = list(self._by_serial.values()), list(self._in_line.values())
+        self._by_serial.clear()
+        self._in_line.clear()
+        for reserved in placed:
+            attempt = reserved.attempt
+            if attempt.landed_s < 0:
+                self._timeline.after(self._spec.overheads.hop_s, attempt.prefill.push_failed, reserved)
+                continue
+            request = attempt.request
+            request.generated = self.engine.token_count(reserved.sequence) - request.prompt_tokens
+            has_drawn = reserved.first_step_s >= 0
+            request.last_token_s = min(now_s, self.engine.step_began_s) if has_drawn else attempt.first_token_s
+            self._timeline.after(self._spec.overheads.hop_s, self._router.decode_lost, attempt)
+        for waiting in in_line:
+            waiting.answer(_gone(self))
 
     # What the engine tells.
 
@@ -170,7 +197,7 @@ class DecodeInstance:
 
     def is_empty(self) -> bool:
         """Whether nothing is left here."""
-        is_whole = self.engine.free_blocks == self.engine.blocks.total
+        is_whole = self.is_dead or self.engine.free_blocks == self.engine.blocks.total
         return is_whole and not self._in_line and not self._by_serial
 
     def _touch(self) -> None:
@@ -235,3 +262,7 @@ class DecodeInstance:
         counts = RequestCounts(placed + len(self._in_line), self._heavy_count, placed - self._heavy_count)
         load = self.room.load(self._free_room(), self.engine.context_tokens(), counts, time_s)
         return replace(load, sequence_number=sequence_number)
+
+
+def _gone(instance: DecodeInstance) -> Unavailable:
+    return Unavailable(f"{instance.member.record.instance_id} cannot be reached")

@@ -188,6 +188,17 @@ class CountedEngine:
             if self.residency.waiting and not self._busy:
                 self._begin()
 
+    def token_count(self, sequence: CountedSequence) -> int:
+        """Tokens of prompt and answer, as of the last step that sync() knows of."""
+        if sequence.phase is Phase.RUNNING and not self._by_steps:
+            return sequence.offset_tokens + self._steps
+        return sequence.tokens
+
+    @property
+    def step_began_s(self) -> float:
+        """When the step under way began."""
+        return self._began_s
+
     def stop(self) -> None:
         """The engine dies: nothing happens any more."""
         self._dead = True

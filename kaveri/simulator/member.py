@@ -33,6 +33,8 @@ class BeatingMember:
         self._load = load_at(first_beat_s, 1)
         self._former = self._load
         self.next_beat_s = first_beat_s + interval_s
+        self.last_beat_s = first_beat_s
+        """Of an instance that has died."""
 
     @property
     def load(self) -> InstanceLoad:
@@ -45,6 +47,12 @@ class BeatingMember:
     def heartbeat_age_s(self) -> float:
         """Seconds since that heartbeat."""
         return self._timeline.now_s - (self.next_beat_s - self._interval_s)
+
+    def stop(self) -> None:
+        """There are no more heartbeats."""
+        self.take_beats(self._timeline.now_s)
+        self.last_beat_s = self.next_beat_s - self._interval_s
+        self.next_beat_s = float("inf")
 
     def take_beats(self, until_s: float) -> None:
         """Notes what the last heartbeat until then has said."""

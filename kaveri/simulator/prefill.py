@@ -20,6 +20,7 @@ from kaveri.policy.waits import (
     QUEUE_FULL_RETRY_S,
     ROOM_LOOK_S,
     ROOM_PATIENCE_S,
+    ROOM_REST_WHEN_FAILED_S,
 )
 from kaveri.simulator.attempt import Attempt
 from kaveri.simulator.decode import DecodeInstance, Reserved
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
 class _Question:
     """A Reserve call under way."""
 
-    __slots__ = ("attempt", "is_dropped", "patient_until_s", "reserved", "target", "waits")
+    __slots__ = ("attempt", "decode", "is_dropped", "patient_until_s", "reserved", "target", "waits")
 
     def __init__(self, attempt: Attempt, target: ViewedInstance, waits: bool, patient_until_s: float) -> None:
         self.attempt = attempt
         self.target = target
         self.waits = waits
         self.patient_until_s = patient_until_s
+        self.decode: DecodeInstance | None = None
+        """The life of it that was asked."""
         self.reserved: Reserved | None = None
         self.is_dropped = False
 
@@ -110,6 +113,7 @@ class PrefillInstance:
         self._live: set[Attempt] = set()
         self._waiting_count = 0
         self._retries = False
+        self.is_dead = False
         self._serial = 0
         self._seeking: dict[Seeking, None] = {}
         """Those that wait for an answer or a change of the view."""
@@ -122,6 +126,9 @@ class PrefillInstance:
 
     def accept(self, attempt: Attempt) -> None:
         """Queues a request, or refuses it."""
+        if self.is_dead:
+            self._router.unreached(attempt)
+            return
         now_s = self._timeline.now_s
         self.member.take_beats(now_s)
         if not self._queue.room:
@@ -138,6 +145,28 @@ class PrefillInstance:
         self._queue.hold(attempt)
         self._queue.release(attempt)
         self._submit()
+
+    def die(self) -> None:
+        """The process is killed."""
+        self.is_dead = True
+        self.engine.stop()
+        self.member.stop()
+        hop_s = self._spec.overheads.hop_s
+        for attempt in sorted(self._live, key=lambda one: one.request.number):
+            attempt.is_over = True
+            seeking: Seeking | None = attempt.seeking
+            if seeking is not None:
+                for instance_id in list(seeking.questions):
+                    self._drop(seeking, instance_id)
+                if seeking.reserved is not None and attempt.decode is not None:
+                    attempt.decode.give_back(seeking.reserved)
+            error = Unavailable(f"{self.record.instance_id} has died")
+            self._timeline.after(hop_s, self._report_lost, (attempt, error))
+        self._live.clear()
+        self._seeking.clear()
+
+    def _report_lost(self, lost: tuple[Attempt, KaveriError]) -> None:
+        self._router.lost(*lost)
 
     def _submit(self) -> None:
         """Gives the engine what it needs now."""
@@ -156,6 +185,8 @@ class PrefillInstance:
 
     def _submit_again(self, _: None) -> None:
         self._retries = False
+        if self.is_dead:
+            return
         self.member.take_beats(self._timeline.now_s)
         self._submit()
 
@@ -187,6 +218,8 @@ class PrefillInstance:
         self._queue.advance(attempt, attempt.token_count)
         attempt.first_token_s = now_s
         attempt.prefill_s = now_s - attempt.started_s
+        if attempt.generated:
+            self._router.table.gaps(now_s - attempt.request.last_token_s, 1)
         self._router.drew_first(attempt, now_s)
         if sequence.done:
             self._live.discard(attempt)
@@ -285,7 +318,7 @@ class PrefillInstance:
     def _reserve_arrives(self, question: _Question) -> None:
         if question.is_dropped:
             return
-        decode = self.peers[question.target.record.instance_id]
+        decode = question.decode = self.peers[question.target.record.instance_id]
         hop_s = self._spec.overheads.hop_s
 
         def answer(result: Reserved | KaveriError) -> None:
@@ -302,19 +335,24 @@ class PrefillInstance:
         question, result = answer
         seeking: Seeking = question.attempt.seeking
         instance_id = question.target.record.instance_id
-        if question.is_dropped:
+        if question.is_dropped or question.attempt.is_over:
             return  # the room was given back with it
+        assert question.decode is not None
+        if isinstance(result, Reserved) and question.decode.is_dead:
+            result = Unavailable(f"{instance_id} has died")
         if isinstance(result, Reserved):
             del seeking.questions[instance_id]
             for other in list(seeking.questions):
                 self._drop(seeking, other)
             seeking.reserved = result
             self._seeking.pop(seeking, None)
-            self._placed(question.attempt, self.peers[instance_id])
+            self._placed(question.attempt, question.decode)
             return
         del seeking.questions[instance_id]
         self._search.forget(question.attempt.key, instance_id)
-        if isinstance(result, NoCapacity):
+        if isinstance(result, Unavailable):
+            self._search.rest(instance_id, self._timeline.now_s + ROOM_REST_WHEN_FAILED_S)
+        elif isinstance(result, NoCapacity):
             self._search.rest(instance_id, self._timeline.now_s + bounded_retry_s(result.retry_after_s))
         elif isinstance(result, InvalidArgument):
             seeking.unfit = {**seeking.unfit, instance_id: result}
@@ -327,10 +365,11 @@ class PrefillInstance:
         question = seeking.questions.pop(instance_id)
         question.is_dropped = True
         self._search.forget(seeking.attempt.key, instance_id)
-        decode = self.peers[instance_id]
-        decode.leave_line(seeking.attempt)
+        if question.decode is None:
+            return
+        question.decode.leave_line(seeking.attempt)
         if question.reserved is not None:
-            decode.give_back(question.reserved)
+            question.decode.give_back(question.reserved)
 
     def _fail(self, attempt: Attempt, error: KaveriError) -> None:
         self.member.take_beats(self._timeline.now_s)
@@ -375,14 +414,34 @@ class PrefillInstance:
         link, now_s = self._spec.link, self._timeline.now_s
         latency_s = link.latency_s if link is not None else 0.0
         lands_s = max(now_s, attempt.link_free_s) + latency_s + self._spec.overheads.push_tail_s
-        self._timeline.at(lands_s, self._landed, attempt)
+        self._timeline.at(lands_s, self._landed, attempt.seeking.reserved)
 
-    def _landed(self, attempt: Attempt) -> None:
-        self.member.take_beats(self._timeline.now_s)
+    def push_failed(self, reserved: Reserved) -> None:
+        """The decode instance is gone: the KV is still here, and goes elsewhere."""
+        attempt, now_s = reserved.attempt, self._timeline.now_s
+        seeking: Seeking = attempt.seeking
+        if attempt.is_over or seeking.reserved is not reserved:
+            return
+        assert attempt.sequence is not None
+        assert attempt.decode is not None
+        instance_id = attempt.decode.member.record.instance_id
+        seeking.reserved = attempt.decode = None
+        attempt.pushing_since_s = -1.0
+        attempt.sequence.transfer_open = False
+        self._search.forget(attempt.key, instance_id)
+        self._search.rest(instance_id, now_s + ROOM_REST_WHEN_FAILED_S)
+        self._look(seeking)
+
+    def _landed(self, reserved: Reserved) -> None:
+        attempt = reserved.attempt
         sequence, seeking, decode = attempt.sequence, attempt.seeking, attempt.decode
+        if attempt.is_over or seeking.reserved is not reserved:
+            return
         assert sequence is not None
         assert decode is not None
-        assert seeking.reserved is not None
+        if decode.is_dead:
+            return  # push_failed() is on its way
+        self.member.take_beats(self._timeline.now_s)
         self._router.handed_over(attempt, self._timeline.now_s)
         decode.land(seeking.reserved)
         self._live.discard(attempt)
@@ -392,7 +451,8 @@ class PrefillInstance:
 
     def is_empty(self) -> bool:
         """Whether nothing is left here."""
-        return self.engine.free_blocks == self.engine.blocks.total and not self._live and not self._seeking
+        is_whole = self.is_dead or self.engine.free_blocks == self.engine.blocks.total
+        return is_whole and not self._live and not self._seeking
 
     def _load_at(self, _: float, sequence_number: int) -> InstanceLoad:
         return InstanceLoad(

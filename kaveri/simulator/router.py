@@ -41,6 +41,7 @@ class Router:
         self.prefills: dict[str, PrefillInstance] = {}
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
         self._wakes_at_s = -1.0
+        self.ended_count = 0
         self.on_end: Callable[[], None] = lambda: None
         """Called when a request has ended."""
 
@@ -72,8 +73,14 @@ class Router:
 
     def _send(self, request: SimulatedRequest) -> bool:
         now_s = self._timeline.now_s
-        if missing_phases(self.view, self._model):
-            return False
+        missing = missing_phases(self.view, self._model)
+        if missing:
+            request.missing_since_s = now_s if request.missing_since_s < 0 else request.missing_since_s
+            if now_s - request.missing_since_s < self._limits.unavailable_after_s:
+                return False
+            self._fail(request, Unavailable(f"no {missing[0]} instance", retry_after_s=1.0))
+            return True
+        request.missing_since_s = -1.0
         retry = request.retry
         resting = retry.resting(self.view, now_s) if retry.lost_attempts or request.attempt_count else {}
         failed = retry.failed(self.view) if request.attempt_count else ()
@@ -112,10 +119,12 @@ class Router:
         self._line_looks = False
         while self._line:
             request = next(iter(self._line))
+            # What it sends may be refused at once.
+            del self._line[request]
             if not self._send(request):
+                self._line = {request: None, **self._line}
                 self._look_at_line_later()
                 return
-            del self._line[request]
 
     # From instances.
 
@@ -147,6 +156,7 @@ class Router:
         attempt.is_over = True
         attempt.request.generated = attempt.request.output_tokens
         self.table.answered(attempt, end_s + 2 * self._spec.overheads.hop_s, first_step_s, end_s, preemptions)
+        self.ended_count += 1
         self.on_end()
 
     def refused(self, attempt: Attempt, error: NoCapacity) -> None:
@@ -154,6 +164,18 @@ class Router:
         self._confirm(attempt)
         attempt.is_over = True
         self._set_back(attempt, Setback.FULL, attempt.prefill.record, error, error.retry_after_s)
+
+    def unreached(self, attempt: Attempt) -> None:
+        """There is no prefill instance at that address now."""
+        self._confirm(attempt)
+        attempt.is_over = True
+        error = Unavailable(f"{attempt.prefill.record.instance_id} cannot be reached")
+        self._set_back(attempt, Setback.UNREACHED, attempt.prefill.record, error)
+
+    def decode_lost(self, attempt: Attempt) -> None:
+        """The decode instance that had the request has died. Nothing is held against the prefill instance."""
+        attempt.is_over = True
+        self._set_back(attempt, Setback.LOST, None, Unavailable("the decode instance has died"))
 
     def lost(self, attempt: Attempt, error: KaveriError) -> None:
         """The attempt has ended without an answer."""
@@ -181,6 +203,7 @@ class Router:
 
     def _fail(self, request: SimulatedRequest, error: KaveriError) -> None:
         self.table.failed(request, type(error).__name__, str(error))
+        self.ended_count += 1
         self.on_end()
 
     # As the cluster monitor.
@@ -201,8 +224,3 @@ class Router:
     def is_empty(self) -> bool:
         """Whether no request is left."""
         return not self._line and not len(self._unconfirmed)
-
-
-def unavailable(reason: str) -> Unavailable:
-    """What a request is told whose instance has died."""
-    return Unavailable(reason)

@@ -7,7 +7,7 @@ those of kaveri.engine.stepwise. What the services do between two decisions is w
 import random
 from collections.abc import Sequence
 
-from kaveri.domain.view import ClusterView, InstanceRecord, Phase, Role
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase, Role, ViewedInstance
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.simulator.attempt import SimulatedRequest
@@ -41,48 +41,98 @@ class Simulation:
             raise ConfigError("concurrency", f"is {concurrency}; it must be at least 1")
         self._requests = requests
         self._concurrency = concurrency
+        self._spec = spec
         self.timeline = Timeline()
-        rng = random.Random(spec.seed)
-        prefill_ids = [f"prefill-{number}" for number in range(spec.prefill_count)]
-        decode_ids = [f"decode-{number}" for number in range(spec.decode_count)]
-        self.table = RunTable(len(requests), (*prefill_ids, *decode_ids))
-        self.router = Router(self.timeline, spec, _MODEL, self.table, random.Random(rng.random()))
-
-        def record(instance_id: str, phase: Phase) -> InstanceRecord:
-            pool = spec.prefill.engine if phase is Phase.PREFILL else spec.decode.engine
-            layout = KvLayout("simulated", spec.layer_count, pool.block_tokens, 1, 8, "float32")
-            return InstanceRecord(
-                instance_id, 1, Role.ENGINE, "", _MODEL, "simulated", layout, (), pool.max_model_len, phases=(phase,)
-            )
-
-        def beat_s() -> float:
+        self._rng = random.Random(spec.seed)
+        self.table = RunTable(len(requests), (*spec.prefill_ids, *spec.decode_ids))
+        self.router = Router(self.timeline, spec, _MODEL, self.table, random.Random(self._rng.random()))
+        self.prefills = self.router.prefills
+        self.decodes: dict[str, DecodeInstance] = {}
+        self._present: set[str] = set()
+        """Instances whose leases hold."""
+        for instance_id in (*spec.decode_ids, *spec.prefill_ids):
             # The first heartbeats were made before the first request came.
-            return -rng.random() * spec.heartbeat_interval_s
+            self._start(instance_id, 1, -self._rng.random() * spec.heartbeat_interval_s)
+        self._show_members()
+        self._plan_deaths()
 
-        self.decodes = {
-            name: DecodeInstance(self.timeline, spec, record(name, Phase.DECODE), beat_s(), self.router)
-            for name in decode_ids
-        }
-        self.prefills = {
-            name: PrefillInstance(
-                self.timeline,
-                spec,
-                record(name, Phase.PREFILL),
-                beat_s(),
-                self.router,
-                random.Random(rng.random()),
-            )
-            for name in prefill_ids
-        }
-        members = {name: one.member for name, one in self.prefills.items()}
-        members |= {name: one.member for name, one in self.decodes.items()}
-        self.router.view = ClusterView(members)
-        self.router.prefills = self.prefills
-        heard = ClusterView(
-            {name: HeardMember(one.member, self.router.broadcasts) for name, one in self.decodes.items()}
+    def _start(self, instance_id: str, incarnation: int, first_beat_s: float) -> None:
+        spec, timeline, router = self._spec, self.timeline, self.router
+        is_prefill = instance_id in spec.prefill_ids
+        pool = spec.prefill.engine if is_prefill else spec.decode.engine
+        record = InstanceRecord(
+            instance_id,
+            incarnation,
+            Role.ENGINE,
+            "",
+            _MODEL,
+            "simulated",
+            KvLayout("simulated", spec.layer_count, pool.block_tokens, 1, 8, "float32"),
+            max_model_len=pool.max_model_len,
+            phases=(Phase.PREFILL if is_prefill else Phase.DECODE,),
         )
+        if is_prefill:
+            rng = random.Random(self._rng.random())
+            self.prefills[instance_id] = PrefillInstance(timeline, spec, record, first_beat_s, router, rng)
+        else:
+            self.decodes[instance_id] = DecodeInstance(timeline, spec, record, first_beat_s, router)
+        self._present.add(instance_id)
+
+    def _show_members(self) -> None:
+        """Instances have come or gone: router and prefill instances have new views."""
+        members: dict[str, ViewedInstance] = {}
+        heard: dict[str, ViewedInstance] = {}
+        for instance_id, prefill in self.prefills.items():
+            if instance_id in self._present:
+                members[instance_id] = prefill.member
+        for instance_id, decode in self.decodes.items():
+            if instance_id in self._present:
+                members[instance_id] = decode.member
+                heard[instance_id] = HeardMember(decode.member, self.router.broadcasts)
+        self.router.view = ClusterView(members)
+        view = ClusterView(heard)
         for prefill in self.prefills.values():
-            prefill.view, prefill.peers = heard, self.decodes
+            prefill.view, prefill.peers = view, self.decodes
+
+    # Deaths.
+
+    def _plan_deaths(self) -> None:
+        failures = self._spec.failures
+        for death in failures.deaths:
+            self.timeline.at(death.at_s, self._die, death.instance_id)
+        if failures.mtbf_s is not None:
+            for instance_id in (*self._spec.prefill_ids, *self._spec.decode_ids):
+                self._draw_death(instance_id)
+
+    def _draw_death(self, instance_id: str) -> None:
+        assert self._spec.failures.mtbf_s is not None
+        self.timeline.after(self._rng.expovariate(1 / self._spec.failures.mtbf_s), self._die, instance_id)
+
+    def _instance(self, instance_id: str) -> PrefillInstance | DecodeInstance:
+        return self.prefills[instance_id] if instance_id in self.prefills else self.decodes[instance_id]
+
+    def _die(self, instance_id: str) -> None:
+        instance, failures = self._instance(instance_id), self._spec.failures
+        if instance.is_dead or self.router.ended_count == len(self._requests):
+            return
+        instance.die()
+        record = instance.member.record
+        lease_ends_s = instance.member.last_beat_s + record.lease_ttl_s
+        self.timeline.at(max(self.timeline.now_s, lease_ends_s), self._leave, record)
+        if failures.repair_s is not None:
+            self.timeline.after(failures.repair_s, self._restart, record)
+
+    def _leave(self, record: InstanceRecord) -> None:
+        """The lease of a dead instance has run out."""
+        if self._instance(record.instance_id).member.record.incarnation == record.incarnation:
+            self._present.discard(record.instance_id)
+            self._show_members()
+
+    def _restart(self, record: InstanceRecord) -> None:
+        self._start(record.instance_id, record.incarnation + 1, self.timeline.now_s)
+        self._show_members()
+        if self._spec.failures.mtbf_s is not None:
+            self._draw_death(record.instance_id)
 
     def run(self) -> RunTable:
         """Until every request has ended."""

@@ -13,6 +13,7 @@ from kaveri.latency.model import LatencyModel
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds, PlacementPolicy
+from kaveri.simulator.failures import FailureSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,18 @@ class ClusterSpec:
     """Of the model: KV is pushed layer by layer while a chunk is computed. The timed engine has 2."""
     lengths_known: bool = True
     """Whether the length of an answer can be read in its request, as with `kaveri bench` without --natural-length."""
+    failures: FailureSpec = field(default_factory=FailureSpec)
     seed: int = 0
+
+    @property
+    def prefill_ids(self) -> tuple[str, ...]:
+        """Of the prefill instances."""
+        return tuple(f"prefill-{number}" for number in range(self.prefill_count))
+
+    @property
+    def decode_ids(self) -> tuple[str, ...]:
+        """Of the decode instances."""
+        return tuple(f"decode-{number}" for number in range(self.decode_count))
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field, its value and the limit."""
@@ -125,5 +137,6 @@ class ClusterSpec:
             raise ConfigError("layer_count", f"is {self.layer_count}; it must be at least 1")
         if self.link is not None and self.link.token_bytes is None:
             raise ConfigError("kv_link", "does not say how large a token is; write 200Gbps,800KiB/token")
+        self.failures.require_known((*self.prefill_ids, *self.decode_ids))
         if self.prefill.max_queue < 1:
             raise ConfigError("prefill.max_queue", f"is {self.prefill.max_queue}; it must be at least 1")

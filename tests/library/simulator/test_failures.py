@@ -1,0 +1,107 @@
+"""Simulated instances die and come back: nothing is lost, and what was placed there is placed again."""
+
+import random
+from typing import Any
+
+import pytest
+
+from kaveri.errors import ConfigError
+from kaveri.kv.transports.link_speed import parse_link_speed
+from kaveri.simulator.failures import Death, FailureSpec, parse_death
+from kaveri.simulator.simulate import simulate
+from kaveri.simulator.spec import Overheads
+from kaveri.workload.requests import PlannedRequest, RequestLengths
+from tests.library.simulator.test_simulate import LATENCY, poisson, run_whole, spec_of
+
+
+def dying(*deaths: Death, repair_s: float | None = 2.0, mtbf_s: float | None = None) -> FailureSpec:
+    return FailureSpec(deaths=deaths, repair_s=repair_s, mtbf_s=mtbf_s)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_request_is_answered_whatever_dies(seed: int) -> None:
+    rng = random.Random(seed)
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    deaths = [Death(instance_id=rng.choice(names), at_s=rng.uniform(0.0, 8.0)) for _ in range(3)]
+    spec = spec_of(
+        rng.choice((300, 9000)),
+        failures=dying(*deaths),
+        overheads=Overheads(hop_s=rng.choice((0.0, 0.003))),
+        link=rng.choice((None, parse_link_speed("20Gbps,50us,800KiB/token"))),
+        seed=seed,
+    )
+    table = run_whole(spec, poisson(60, 10.0, seed)).table
+    assert max(table.attempts) > 1, "no death took anything with it"
+
+
+def test_deaths_that_are_drawn_end_with_the_last_request() -> None:
+    spec = spec_of(failures=dying(mtbf_s=10.0, repair_s=1.0))
+    first, again = (simulate(spec, poisson(100, 5.0)).columns() for _ in range(2))
+    assert first.answered.all()
+    assert (first.last_s == again.last_s).all()
+
+
+def test_a_request_goes_on_elsewhere_with_the_tokens_that_it_has() -> None:
+    request = [PlannedRequest(0, 0.0, RequestLengths(400, 100))]
+    prefill_s = LATENCY.step_s([(0, 400)])
+    steps_s = [LATENCY.step_s([(400 + drawn, 1)]) for drawn in range(99)]
+    # In the middle of the 31st step at decode.
+    at_s = prefill_s + sum(steps_s[:30]) + steps_s[30] / 2
+    spec = spec_of(failures=dying(*(Death(instance_id=f"decode-{number}", at_s=at_s) for number in range(2))))
+    run = run_whole(spec, request).table.columns()
+    alone = run_whole(spec_of(), request).table.columns()
+    assert run.ttft_s()[0] == alone.ttft_s()[0], "the first token was there already"
+    # 31 tokens are there; prefill draws one more, and a decode instance the others, when one is back.
+    again_s = LATENCY.step_s([(0, 431)])
+    rest_s = sum(LATENCY.step_s([(431 + drawn, 1)]) for drawn in range(68))
+    back_s = at_s + 2.0
+    assert back_s + rest_s < run.jct_s()[0] < back_s + 1.0 + again_s + rest_s
+
+
+def test_a_push_to_an_instance_that_dies_goes_to_another_and_the_prompt_is_not_computed_again() -> None:
+    link = parse_link_speed("1Gbps,1ms,1MiB/token")
+    request = [PlannedRequest(0, 0.0, RequestLengths(500, 5))]
+    whole = run_whole(spec_of(link=link), request).table.columns()
+    used = whole.instance_ids[int(whole.decode_instance[0])]
+    at_s = float(whole.ttft_s()[0]) + 0.2
+    run = run_whole(spec_of(link=link, failures=dying(Death(instance_id=used, at_s=at_s))), request).table
+    columns = run.columns()
+    assert columns.instance_ids[int(columns.decode_instance[0])] != used
+    assert run.attempts[0] == 1
+    assert columns.ttft_s()[0] == whole.ttft_s()[0]
+
+
+def test_without_any_decode_instance_requests_fail_and_say_so() -> None:
+    deaths = [Death(instance_id=f"decode-{number}", at_s=0.0) for number in range(2)]
+    table = simulate(spec_of(failures=dying(*deaths, repair_s=None)), poisson(3, 1.0))
+    run = table.columns()
+    assert not run.answered.any()
+    assert set(run.error_names) == {"Unavailable"}
+    assert all(ends == 1 for ends in table.ends)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("decode-1", "'decode-1'"), ("decode-1@soon", "decode-1@30s"), ("@3s", "'@3s'")]
+)
+def test_a_death_that_cannot_be_read_is_refused(text: str, named: str) -> None:
+    assert parse_death("decode-1@30.5s") == Death(instance_id="decode-1", at_s=30.5)
+    with pytest.raises(ConfigError, match=named):
+        parse_death(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"mtbf_s": 0.0}, "mtbf: is 0.0"),
+        ({"mtbf_s": float("nan")}, "mtbf: is nan"),
+        ({"repair_s": -1.0}, "repair: is -1.0"),
+    ],
+)
+def test_times_between_failures_must_be_positive(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        FailureSpec(**given)
+
+
+def test_the_death_of_an_unknown_instance_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names 'decode-7'; there are prefill-0"):
+        spec_of(failures=dying(Death(instance_id="decode-7", at_s=1.0)))
