@@ -48,6 +48,7 @@ BENCHMARKS = (
     "papers.link_bandwidth",
     "papers.failures",
     "papers.redundancy",
+    "simulator.speed",
 )
 NEED_VLLM = ("engine.vllm", "serving.end_to_end_vllm", "serving.recovery_vllm")
 HEADLINES = (

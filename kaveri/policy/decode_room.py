@@ -69,10 +69,15 @@ class DecodeRoom:
             reason = "what comes free is for a request that has waited longer"
         return NoCapacity("decode", RETRY_AFTER_S, reason)
 
-    def load(self, room: FreeRoom, context_tokens: int, requests: RequestCounts, now_s: float) -> InstanceLoad:
-        """What the instance's heartbeat says: blocks that a new request can have count as free, and no others."""
+    def load(
+        self, room: FreeRoom, context_tokens: int, requests: RequestCounts, now_s: float, sequence_number: int = 0
+    ) -> InstanceLoad:
+        """What the instance's heartbeat says: blocks that a new request can have count as free, and no others.
+
+        sequence_number: of that heartbeat, where it is known already."""
         is_open = self.line.is_open(self._attainable_blocks(room))
         return InstanceLoad(
+            sequence_number,
             waiting_requests=requests.all - self.batch.running_count,
             running_requests=self.batch.running_count,
             free_blocks=max(0, self._open_blocks(room, now_s)) if is_open else 0,

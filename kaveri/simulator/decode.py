@@ -4,7 +4,6 @@ It goes the way of services/decode/instance.py, event by event.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kaveri.domain.view import InstanceLoad, InstanceRecord
@@ -260,8 +259,9 @@ class DecodeInstance:
         self.engine.sync(time_s)
         placed = len(self._by_serial)
         counts = RequestCounts(placed + len(self._in_line), self._heavy_count, placed - self._heavy_count)
-        load = self.room.load(self._free_room(), self.engine.context_tokens(), counts, time_s)
-        return replace(load, sequence_number=sequence_number)
+        return self.room.load(
+            self._free_room(), self.engine.context_tokens(), counts, time_s, sequence_number=sequence_number
+        )
 
 
 def _gone(instance: DecodeInstance) -> Unavailable:

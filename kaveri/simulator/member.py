@@ -111,6 +111,8 @@ class HeardMember:
         self._source = source
         self._broadcasts = broadcasts
         self._taken_count = 1
+        self._behind = 0
+        """Heartbeats that no broadcast has brought, since another one came before the next broadcast."""
         self._newest = self._load = source.load
 
     @property
@@ -121,10 +123,11 @@ class HeardMember:
         if count != self._taken_count:
             newest = self._source.load_as_of(time_s)
             beats = newest.sequence_number - self._newest.sequence_number
+            self._behind += max(0, beats - (count - self._taken_count))
             if beats:
-                number = self._load.sequence_number + min(count - self._taken_count, beats)
                 self._newest = newest
-                self._load = newest if number == newest.sequence_number else replace(newest, sequence_number=number)
+                number = newest.sequence_number - self._behind
+                self._load = replace(newest, sequence_number=number) if self._behind else newest
             self._taken_count = count
         return self._load
 

@@ -1,0 +1,79 @@
+"""How long a simulation takes, in CPU time of one core: requests of ShareGPT's lengths, Poisson arrivals.
+
+Lengths are drawn from the middles of the sixteenths of prompts and of answers, each for itself. Generation of the
+requests and the summary count. The full run simulates a million requests at each size; the quick one a hundredth, and
+scales. Memory is the peak of the process that simulates, which does nothing else.
+"""
+
+import multiprocessing
+import random
+import resource
+import time
+from multiprocessing.connection import Connection
+
+from benchmarks.support.bursts import SHAREGPT_PROMPT_TOKENS
+from benchmarks.support.harness import Options, Report, run
+from kaveri.latency.model import load_latency_model
+from kaveri.simulator.simulate import Simulation
+from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec
+from kaveri.workload.requests import RequestLengths, gamma_arrivals, plan_requests
+from kaveri.workload.summary import Slo, summarize
+
+SHAREGPT_ANSWER_TOKENS = (23, 58, 95, 146, 201, 258, 310, 353, 396, 440, 493, 548, 607, 680, 788, 927)
+"""As SHAREGPT_PROMPT_TOKENS, of the answers."""
+MILLION = 1_000_000
+LIMITS_S = {8: 60.0, 64: 60.0, 1_000: 90.0}
+"""By the number of instances, half of which prefill."""
+RATE_PER_PREFILL = 5.5
+"""Requests per second: four fifths of what the prefill instances can do."""
+MEMORY_LIMIT_BYTES = 2**30
+LATENCY_MODEL = "opt-13b-a100-tp2"
+
+
+def measure(options: Options, report: Report) -> None:
+    """See the module's docstring."""
+    count = options.choose(MILLION, MILLION // 100)
+    report.workload = {"requests": count, "rate per prefill instance": RATE_PER_PREFILL, "model": LATENCY_MODEL}
+    context = multiprocessing.get_context("spawn")
+    for instances, limit_s in LIMITS_S.items():
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_simulate, args=(instances, count, theirs))
+        process.start()
+        seconds, peak_bytes, tokens, attainment = ours.recv()
+        process.join()
+        report.row("CPU time of a request", [seconds / count * 1e6], "us", instances=instances)
+        report.row("CPU time of a million", [seconds / count * MILLION], "s", instances=instances)
+        report.row("peak memory", [peak_bytes / 2**20], "MiB", instances=instances)
+        report.row("tokens simulated in a second", [tokens / seconds], "tokens/s", instances=instances)
+        report.row("SLO attainment", [attainment], "share", instances=instances)
+        name = f"{limit_s:g} s / a million requests, {instances} instances"
+        report.ratio(name, limit_s / (seconds / count * MILLION), target=1.0)
+        if count == MILLION:
+            report.ratio(f"1 GiB / peak memory, {instances} instances", MEMORY_LIMIT_BYTES / peak_bytes, target=1.0)
+
+
+def _simulate(instances: int, count: int, answer: Connection) -> None:
+    started_s = time.process_time()
+    rng = random.Random(1)
+    lengths = [
+        RequestLengths(rng.choice(SHAREGPT_PROMPT_TOKENS), rng.choice(SHAREGPT_ANSWER_TOKENS)) for _ in range(count)
+    ]
+    rate_per_s = RATE_PER_PREFILL * instances / 2
+    requests = plan_requests(lengths, gamma_arrivals(count, rate_per_s, 1.0, rng))
+    pool = PoolSpec(latency=load_latency_model(LATENCY_MODEL), total_blocks=9000, max_batch=256)
+    half = instances // 2
+    spec = ClusterSpec(
+        prefill_count=half, decode_count=half, prefill=PrefillSpec(engine=pool), decode=DecodeSpec(engine=pool)
+    )
+    simulation = Simulation(spec, requests)
+    table = simulation.run()
+    simulation.check_conservation()
+    summary = summarize(table.columns(), Slo(0.5, 0.05))
+    seconds = time.process_time() - started_s
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    tokens = sum(one.output_tokens for one in lengths)
+    answer.send((seconds, peak_bytes, tokens, summary["slo_attainment"]))
+
+
+if __name__ == "__main__":
+    run("simulator.speed", measure, description=__doc__)
