@@ -75,7 +75,8 @@ class Load:
 def _look(stack: LocalStack) -> tuple[float, float]:
     ports = [stack.config.metrics_port_of(name) for name in INSTANCES]
     owned = sum(read_metric(port, "kaveri_kv_blocks", state="held") for port in ports) * KV_BLOCK_BYTES
-    copies = sum(read_metric(port, "kaveri_replica_bytes", state="used") for port in ports)
+    is_copying = stack.config.settings["replication"] != "off"
+    copies = sum(read_metric(port, "kaveri_replica_bytes", state="used") for port in ports) if is_copying else 0.0
     return owned, copies
 
 
