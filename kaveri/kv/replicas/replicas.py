@@ -31,6 +31,8 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block, re
 from kaveri.seconds import require_seconds
 from kaveri.telemetry.logs import get_logger
 
+OWNER_ENDED = "the owner has ended its push"
+"""Why a replica is an orphan whose request was let go."""
 _RETRY_AFTER_S = 0.5
 _BLOCKS_AHEAD = 1
 """Granted to each replica behind its last mark. Its owner completes one block in block_tokens steps, and the next grant
@@ -317,7 +319,7 @@ class Replicas:
         """The owner's push has ended, and cannot write any more."""
         self._starved.pop(replica, None)
         if isinstance(event, TransferLanded):
-            reason = "the owner has ended its push"
+            reason = OWNER_ENDED
             if isinstance(replica.state, Receiving):
                 self._add_tail(replica, event)
         else:

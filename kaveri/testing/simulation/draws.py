@@ -34,6 +34,8 @@ class DrawRecord:
         """Who drew each token of each request last, by request id and index."""
         self.computed: dict[DrawRun, None] = {}
         """Every run of which something was computed."""
+        self.let_go: dict[str, int] = {}
+        """Of requests that an engine has let go and no other has taken yet: tokens whose KV the holder has."""
         self._runs: dict[tuple[str, int, int, int], list[DrawRun]] = {}
 
     def add(self, run: DrawRun, draw_index: int, chain: int, token_id: int) -> None:

@@ -7,11 +7,20 @@ Only the clock, the pool (kv_memory.py) and the transfers (kv_sender.py, kv_rece
 import asyncio
 import contextvars
 import random
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.contract import (
+    EngineEvent,
+    EngineInfo,
+    EngineKey,
+    EngineListener,
+    EngineRequest,
+    EngineStats,
+    LetGo,
+)
 from kaveri.engine.copier import Copier
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PoolPlane
 from kaveri.engine.shared import Shared
@@ -117,7 +126,13 @@ class SimulatedEngine:
     # Both sides.
 
     def start(self, listener: EngineListener) -> None:
-        self._outbox.listener = listener
+        def recorded(events: Sequence[EngineEvent]) -> None:
+            for event in events:
+                if isinstance(event, LetGo):
+                    self.draws.let_go[event.key.request_id] = event.token_count
+            listener(events)
+
+        self._outbox.listener = recorded
         self._wake()
 
     def close(self) -> None:
@@ -175,6 +190,7 @@ class SimulatedEngine:
     ) -> "Future[Ticket]":
         """As the contract. The future is done within a step's time."""
         self.longest_ticket_s = max(self.longest_ticket_s, expires_in_s)
+        self.draws.let_go.pop(request.key.request_id, None)
         sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
         if sequence is not None:
             self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))

@@ -91,6 +91,15 @@ PLANS: dict[str, Plan] = {
             Fault(kind=FaultKind.RESTART, after=_RESERVED, after_count=2, at_s=0.3, target="decode-0", lasts_s=0.05),
         ],
     ),
+    "tail_not_sent": story(
+        cluster(decodes=3, step_s=0.02),
+        [_BEFORE, *(request(f"r{number}", 0.5, prompt_tokens=20 * number + 3, max_tokens=200) for number in range(5))],
+        [Fault(kind=FaultKind.DRAIN, at_s=1.6, target="decode-0", lasts_s=10.0)],
+        max_model_len=320,
+        replication=ReplicationMode.RING,
+        replica_min_tokens=32,
+        drain_timeout_s=30.0,
+    ),
     "orphaned_replicas_kept": story(
         cluster(decodes=2, step_s=0.02),
         [_BEFORE, replace(request("moved", 0.5, prompt_tokens=100, max_tokens=120), cancel_after_s=0.91)],

@@ -77,3 +77,10 @@ def tail_sent_unfinished() -> Iterator[None]:
 
     with replaced(Lifecycle, "stopped_tokens", make):
         yield
+
+
+@planted
+def tail_not_sent() -> Iterator[None]:
+    """A request that is let go leaves its holder without the tokens behind the last whole block."""
+    with replaced(Replicas, "_add_tail", lambda _: nothing):
+        yield

@@ -6,7 +6,7 @@ from functools import partial
 
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.replicas.replicas import Replicas
+from kaveri.kv.replicas.replicas import OWNER_ENDED, Replicas
 from kaveri.kv.replicas.store import ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaListener, ReplicaOrphaned
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.simulation.draws import DrawRecord
@@ -35,6 +35,14 @@ class SimulatedReplicas(Replicas):
         )
 
         self._pushed: set[ReplicaKey] = set()
+        self._finished: set[ReplicaKey] = set()
+        """Those whose owner has ended its push, so that nothing is computed again."""
+
+    def seal(self, key: ReplicaKey) -> None:
+        let_go = self._draws.let_go.get(key.request_id, 0)
+        if key in self._finished and self.watermark(key) < let_go:
+            self._draws.report(f"{key.request_id} was let go with {let_go} tokens, and {self.watermark(key)} are held")
+        super().seal(key)
 
     def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
         self._pushed.add(key)
@@ -42,6 +50,7 @@ class SimulatedReplicas(Replicas):
 
     def drop(self, key: ReplicaKey) -> None:
         self._pushed.discard(key)
+        self._finished.discard(key)
         super().drop(key)
 
     def start(self, listener: ReplicaListener) -> None:
@@ -55,6 +64,8 @@ class SimulatedReplicas(Replicas):
                 case ReplicaGrew():
                     self._verify(event.key, event.token_count)
                 case ReplicaOrphaned():
+                    if event.reason == OWNER_ENDED:
+                        self._finished.add(event.key)
                     # Its owner may have let it go, with a tail.
                     self._verify(event.key, self.watermark(event.key))
             listener(event)
