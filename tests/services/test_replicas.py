@@ -16,6 +16,7 @@ from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import SamplingParams
+from kaveri.errors import NoCapacity
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.messages import layout_to_proto
@@ -296,6 +297,109 @@ async def test_a_draining_holder_takes_no_copy_and_resumes_nothing(cluster: Any,
         await DecodeServiceStub(owned.holder.channel).OpenReplica(offer(owned.holder, "b"), timeout=10)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await by_hand.abort(owned.owner, "a")
+
+
+async def test_a_draining_owner_lets_its_request_go_and_the_holder_computes_nothing_again(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin(max_tokens=300)
+    owned.owner.service.drain()
+    await by_hand.eventually(lambda: owned.router.finished("a", 1), "the owner lets it go")
+    end = owned.router.last["a", 1]
+    assert end.moved
+    assert end.error
+    message = owned.message()
+    # The newest token is computed by whoever draws the next one.
+    assert end.replica.token_count == len(message.token_ids) - 1
+    assert end.replica.holder_id == owned.holder.instance_id
+    await by_hand.eventually(lambda: owned.owner.service.is_idle, "the owner has no request")
+    message.replica_tokens = end.replica.token_count
+    resumed = await owned.resume(message)
+    assert resumed.held_tokens == len(message.token_ids) - 1
+    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
+    gained = owned.router.tokens["a", 2]
+    assert [gained[index] for index in sorted(gained)] == owned.expected[message.generated_count :]
+    await cluster.all_free()
+    await nothing_is_held(cluster, by_hand)
+
+
+async def test_a_draining_owner_whose_router_is_gone_keeps_its_request(
+    cluster: Any, by_hand: Any, begin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned = await begin(max_tokens=400, orphan_grace_s=60.0)
+    released: list[Any] = []
+    monkeypatch.setattr(owned.owner.engine, "release", lambda *args: released.append(args))
+    owned.router.unsubscribe(owned.owner)
+    streams = owned.owner.service._instance.owners.streams
+    await by_hand.eventually(lambda: not streams.has(ROUTER), "its router is gone")
+    owned.owner.service.drain()
+    watermark = cluster.replicas[owned.holder.instance_id].usage
+    used_bytes = watermark().used_bytes
+    await by_hand.eventually(lambda: watermark().used_bytes > used_bytes, "it draws on, and its copy grows")
+    assert not released
+    await by_hand.abort(owned.owner, "a")
+
+
+async def test_only_a_few_requests_of_a_draining_owner_stand_still_at_once(
+    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = await cluster.prefill()
+    owner = await cluster.decode("decode-0", **REPLICATED)
+    other = await cluster.decode("decode-1", **REPLICATED)
+    router = await cluster.router(ROUTER)
+    names = [f"r{number}" for number in range(7)]
+    for number, name in enumerate(names):
+        await router.prefill(prefill, name, prompt(number, 20), 450).ended()
+    asked: list[Any] = []
+    monkeypatch.setattr(owner.engine, "release", lambda key, timeout_s: asked.append(key))
+    here = [name for name in names if owner.service._instance._requests.by_request_id(name) is not None]
+    owner.service.drain()
+    await by_hand.eventually(lambda: len(asked) >= min(4, len(here)), "some are let go")
+    await by_hand.eventually(lambda: owner.metric("kaveri_replicas_owned") == len(here), "all have copies")
+    for _ in range(3):
+        owner.service._replicator._move_some()
+    assert len(asked) == min(4, len(here))
+    assert len(set(asked)) == len(asked)
+    for name in names:
+        for decode in (owner, other):
+            await by_hand.abort(decode, name)
+
+
+async def test_a_holder_without_room_pushes_the_copy_on_and_names_where_it_is(
+    cluster: Any, by_hand: Any, begin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned = await begin(max_tokens=300)
+    third = await cluster.decode("decode-2", **REPLICATED)
+    await owned.router.subscribe(third)
+
+    async def is_full(*args: Any) -> Any:
+        raise NoCapacity("decode", 0.1, "the pool is full")
+
+    monkeypatch.setattr(owned.holder.service._instance, "reserve_resumed", is_full)
+    message = owned.message()
+    with pytest.raises(aio.AioRpcError) as caught:
+        await owned.resume(message)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, "the caller does not know of pushed-on copies"
+    message.may_push_on = True
+    forwarder = owned.holder.service._holder._forwarder
+    await by_hand.eventually(lambda: "decode-2" in forwarder._store.view().instances, "the holder knows the third")
+    answered = await owned.resume(message)
+    assert answered.held_tokens == 0
+    assert answered.replica.holder_id == third.instance_id
+    assert answered.replica.token_count % owned.holder.engine.info.layout.block_tokens == 0
+    message.attempt, message.may_push_on = 3, False
+    message.holder_incarnation = answered.replica.holder_incarnation
+    resumed = await DecodeServiceStub(third.channel).Resume(message, timeout=30)
+    # The owner has drawn on meanwhile.
+    block_tokens = third.engine.info.layout.block_tokens
+    usable = (len(message.token_ids) - 1) // block_tokens * block_tokens
+    assert resumed.held_tokens == min(answered.replica.token_count, usable)
+    await by_hand.eventually(lambda: owned.router.finished("a", 3), "it ends at the third")
+    gained = owned.router.tokens["a", 3]
+    assert [gained[index] for index in sorted(gained)] == owned.expected[message.generated_count :]
+    await by_hand.abort(owned.owner, "a")
+    await cluster.all_free()
+    await nothing_is_held(cluster, by_hand)
 
 
 def offer(holder: Any, request_id: str, token_count: int = 50, attempt: int = 1, router_id: str = ROUTER) -> Any:
