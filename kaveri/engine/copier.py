@@ -12,20 +12,16 @@ A holder that is silent is given up, so that another one takes its place. A requ
 steps; its last block goes out part-full, and the push is finished with the tokens of that block.
 """
 
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kaveri.engine.contract import EngineKey, LetGo, ReleaseFailed, ReplicaEnded, Replicated
-from kaveri.engine.pace import Pace
 from kaveri.engine.shared import Shared
-from kaveri.errors import EngineError, InvalidArgument, KaveriError
+from kaveri.errors import InvalidArgument, KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, token_note
-from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.push import (
     PushAccepted,
     PushEvent,
@@ -34,18 +30,9 @@ from kaveri.kv.transfer.push import (
     PushListener,
     PushMarked,
 )
-from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
-from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger
 
-_CLOSE_TIMEOUT_S = 5.0
-_YIELD_S = 0.005
-"""Between two blocks while prompts are pushed from the same instance."""
-_LONGEST_WAIT_S = 1.0
-"""Before a block, however low the rate: holders hear no later than that of requests that have ended."""
-_LOOK_EVERY_S = 0.1
-"""While there are copies, time limits are looked at this often, also when nothing else happens."""
 _SILENT_S = 10.0
 """A holder that answers no mark for so long is as good as gone: a live one answers at once."""
 
@@ -499,143 +486,3 @@ class Copier(Generic[OwnerT]):
             if release is not None:
                 self._account.go_on(copy.owner)
                 self._shared.outbox.put(ReleaseFailed(key, reason))
-
-
-def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
-    """Blocks of the staging pool."""
-    return max(4, options.staging_bytes // (layout.layer_count * layout.block_bytes))
-
-
-class CopyPlane(Protocol):
-    """What moves the blocks of one engine's copies: its staging slots, and what pushes them."""
-
-    def start(self, listener: PushListener) -> CopySender:
-        """Allocates the slots, once, before stage()."""
-
-    def stage(self, block_id: int, slot: int) -> None:
-        """See Staging."""
-
-
-class PoolCopyPlane:
-    """A CopyPlane of a pool in this process. transports: what carries copies, in the order of preference."""
-
-    def __init__(self, pool: KvPool, slot_count: int, transports: Sequence[Transport]) -> None:
-        self._pool = pool
-        self._slot_count = slot_count
-        self._transports = transports
-        self._staging: KvPool
-
-    def start(self, listener: PushListener) -> CopySender:
-        self._staging = KvPool(self._pool.layout, self._slot_count)
-        return KvSender(self._staging, listener, transports=self._transports)
-
-    def stage(self, block_id: int, slot: int) -> None:
-        self._staging.memory[:, slot] = self._pool.memory[:, block_id]
-
-
-class CopierThread(Generic[OwnerT]):
-    """A Copier, and the thread that advances it. Nothing is there before the first copy.
-
-    layout: of the engine. is_pushing: whether prompts are pushed from here; copies leave room for them.
-    """
-
-    def __init__(
-        self,
-        layout: KvLayout,
-        plane: CopyPlane,
-        shared: Shared,
-        account: CopyAccount[OwnerT],
-        options: ReplicaOptions,
-        is_pushing: Callable[[], bool],
-    ) -> None:
-        self._layout = layout
-        self._plane = plane
-        self._shared = shared
-        self._account = account
-        self._options = options
-        self._is_pushing = is_pushing
-        self._pace = Pace(options.bytes_per_s)
-        self._ending = threading.Event()
-        self._starting = threading.Lock()
-        self._copier: Copier[OwnerT] | None = None
-        self._thread: threading.Thread | None = None
-        self._work = threading.Event()
-
-    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """See DecodeEngine.replicate()."""
-        with self._shared.lock:
-            self._shared.require_alive()
-        self._started().replicate(key, ticket)
-
-    def release(self, key: EngineKey, timeout_s: float) -> None:
-        """See DecodeEngine.release()."""
-        with self._shared.lock:
-            self._shared.require_alive()
-        self._started().release(key, timeout_s)
-
-    def wake(self) -> None:
-        """Blocks may have been completed, or requests have ended. Any thread, any lock."""
-        if self._copier is not None and self._copier.has_copies:
-            self._work.set()
-
-    def close(self) -> None:
-        """Ends all copies and the thread. Idempotent."""
-        with self._starting:
-            self._ending.set()
-            copier, thread = self._copier, self._thread
-        self._work.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_CLOSE_TIMEOUT_S)
-        if copier is not None:
-            copier.close()
-
-    def check_integrity(self) -> None:
-        """See Copier.check_integrity()."""
-        if self._copier is not None:
-            self._copier.check_integrity()
-
-    def _started(self) -> Copier[OwnerT]:
-        with self._starting:
-            if self._copier is None and not self._ending.is_set():
-                self._copier = Copier(
-                    self._layout,
-                    slots_of(self._layout, self._options),
-                    self._shared,
-                    self._account,
-                    self._stage,
-                    self._plane.start,
-                    on_work=self._work.set,
-                    now_s=time.monotonic,
-                )
-                self._thread = threading.Thread(target=self._run, name="kaveri-copier", daemon=True)
-                self._thread.start()
-            if self._copier is None:
-                raise EngineError("it is closed")
-            return self._copier
-
-    def _stage(self, block_id: int, slot: int) -> None:
-        self._leave_room()
-        self._plane.stage(block_id, slot)
-
-    def _leave_room(self) -> None:
-        """Waits before a block, for others that use the network. What it is about to read may be given up meanwhile."""
-        block_bytes = self._layout.layer_count * self._layout.block_bytes
-        wait_s = min(self._pace.wait_s(block_bytes, time.monotonic()), _LONGEST_WAIT_S)
-        if self._is_pushing():
-            wait_s = max(wait_s, _YIELD_S)
-        if wait_s > 0:
-            self._ending.wait(wait_s)
-
-    def _run(self) -> None:
-        assert self._copier is not None
-        while not self._ending.is_set():
-            self._work.wait(_LOOK_EVERY_S if self._copier.has_copies else None)
-            self._work.clear()
-            try:
-                while not self._ending.is_set() and self._copier.advance():
-                    pass
-                # A release that has failed without a word of the holder.
-                self._shared.outbox.publish()
-            except Exception as error:  # As above.
-                get_logger().exception("copier_failed", error=repr(error))
-                self._copier.fail(f"the copier failed: {error!r}")

@@ -14,7 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
-from kaveri.engine.copier import CopierThread, PoolCopyPlane, ReplicaOptions, slots_of
+from kaveri.engine.copier import ReplicaOptions
+from kaveri.engine.copier_thread import CopierThread, PoolCopyPlane, slots_of
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared

@@ -108,7 +108,7 @@ class DataPlane:
         for rank in self._ranks:
             rank.detach()
 
-    # Copies to replicas; see CopyPlane and CopySender (copier.py).
+    # Copies to replicas; see CopyPlane (copier_thread.py) and CopySender (copier.py).
 
     def hear_copies(self, listener: PushListener) -> None:
         """Who hears of the pushes of replicas, from now on."""

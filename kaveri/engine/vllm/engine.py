@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
-from kaveri.engine.copier import CopierThread, ReplicaOptions, slots_of
+from kaveri.engine.copier import ReplicaOptions
+from kaveri.engine.copier_thread import CopierThread, slots_of
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
 from kaveri.engine.transfers import Transfers

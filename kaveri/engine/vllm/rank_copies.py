@@ -10,7 +10,7 @@ from kaveri.kv.transfer.ticket import Ticket
 
 
 class RankCopies:
-    """A CopyPlane and its CopySender (copier.py)."""
+    """A CopyPlane (copier_thread.py) and its CopySender (copier.py)."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
