@@ -1,15 +1,38 @@
 """One request of a simulation, and one placement of it. Pure."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kaveri.domain.length import TokenRange
+from kaveri.domain.view import InstanceRecord
 from kaveri.policy.retry import RetryState
+from kaveri.simulator.member import BeatingMember
 from kaveri.simulator.sequence import CountedSequence
 
-if TYPE_CHECKING:
-    from kaveri.simulator.decode import DecodeInstance
-    from kaveri.simulator.prefill import PrefillInstance
+
+class PrefillSide(Protocol):
+    """The prefill instance of an attempt, as others see it."""
+
+    record: InstanceRecord
+
+    def accept(self, attempt: "Attempt") -> None:
+        """A router sends it."""
+
+    def push_failed(self, reserved: Any) -> None:
+        """The decode instance has died. reserved: what it had reserved."""
+
+
+class DecodeSide(Protocol):
+    """The decode instance of an attempt, as others see it."""
+
+    member: BeatingMember
+    is_dead: bool
+
+    def give_back(self, reserved: Any) -> None:
+        """The room is not wanted."""
+
+    def land(self, reserved: Any) -> None:
+        """All KV is there."""
 
 
 class SimulatedRequest:
@@ -78,7 +101,7 @@ class Attempt:
         "token_count",
     )
 
-    def __init__(self, request: SimulatedRequest, prefill: "PrefillInstance") -> None:
+    def __init__(self, request: SimulatedRequest, prefill: PrefillSide) -> None:
         request.attempt_count += 1
         self.request = request
         self.prefill = prefill
@@ -87,7 +110,7 @@ class Attempt:
         self.token_count = request.prompt_tokens + request.generated
         """Tokens to compute. The policies' Prompt."""
         self.is_over = False
-        self.decode: DecodeInstance | None = None
+        self.decode: DecodeSide | None = None
         self.sequence: CountedSequence | None = None
         """At prefill."""
         self.seeking: Any = None

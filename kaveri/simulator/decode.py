@@ -4,7 +4,6 @@ It goes the way of services/decode/instance.py, event by event.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kaveri.domain.view import InstanceLoad, InstanceRecord
 from kaveri.engine.stepwise.phase import Phase
@@ -16,12 +15,10 @@ from kaveri.policy.growth import BatchMember
 from kaveri.simulator.attempt import Attempt
 from kaveri.simulator.engine import CountedEngine
 from kaveri.simulator.member import BeatingMember
+from kaveri.simulator.router_side import RouterSide
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
-
-if TYPE_CHECKING:
-    from kaveri.simulator.router import Router
 
 _LINE_LOOK_S = 0.05
 """While requests wait for room. Whatever frees blocks looks at once, so this only finds blocks that are no longer kept
@@ -48,7 +45,7 @@ class DecodeInstance:
     """The EngineListener of its engine."""
 
     def __init__(
-        self, timeline: Timeline, spec: ClusterSpec, record: InstanceRecord, first_beat_s: float, router: "Router"
+        self, timeline: Timeline, spec: ClusterSpec, record: InstanceRecord, first_beat_s: float, router: RouterSide
     ) -> None:
         pool = spec.decode.engine
         layout = record.layout

@@ -4,7 +4,6 @@ It goes the way of services/prefill: role.py, engine_feed.py, room_finder.py and
 """
 
 import random
-from typing import TYPE_CHECKING
 
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.phase import Phase
@@ -26,12 +25,10 @@ from kaveri.simulator.attempt import Attempt
 from kaveri.simulator.decode import DecodeInstance, Reserved
 from kaveri.simulator.engine import CountedEngine
 from kaveri.simulator.member import BeatingMember
+from kaveri.simulator.router_side import RouterSide
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
-
-if TYPE_CHECKING:
-    from kaveri.simulator.router import Router
 
 
 class _Question:
@@ -85,7 +82,7 @@ class PrefillInstance:
         spec: ClusterSpec,
         record: InstanceRecord,
         first_beat_s: float,
-        router: "Router",
+        router: RouterSide,
         rng: random.Random,
     ) -> None:
         settings, pool = spec.prefill, spec.prefill.engine

@@ -394,14 +394,14 @@ class InstanceLoad(_message.Message):
     queue_room: _builtins.int
     """Requests that the queue takes before it is full. Prefill only; unset: not stated."""
     phase_order: _builtins.int
-    """Number of the order that set `phases`. 0: none; they are those that its command names."""
+    """Number of the order that set `phases`. 1: the command that started the instance. 0: not stated."""
     replica_free_bytes: _builtins.int
     """Host memory that new replicas of other instances' requests may take."""
     replica_total_bytes: _builtins.int
     """All host memory for replicas. 0: it holds none."""
     @_builtins.property
     def phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
-        """The phases that it serves now. Empty without an order: all that its record names."""
+        """The phases that it serves now. Holds when phase_order is not 0; else it serves all that its record names."""
 
     @_builtins.property
     def ending_phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:

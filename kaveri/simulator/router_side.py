@@ -1,0 +1,40 @@
+"""What the router of a simulation hears from its instances."""
+
+from typing import Protocol
+
+from kaveri.errors import KaveriError, NoCapacity
+from kaveri.simulator.attempt import Attempt
+from kaveri.simulator.table import RunTable
+
+
+class RouterSide(Protocol):
+    """What instances tell the router."""
+
+    table: RunTable
+
+    def started(self, attempt: Attempt) -> None:
+        """Its first chunk has begun."""
+
+    def drew_first(self, attempt: Attempt, drawn_s: float) -> None:
+        """Prefill has drawn a token."""
+
+    def handed_over(self, attempt: Attempt, landed_s: float) -> None:
+        """Decode has the request."""
+
+    def finished(self, attempt: Attempt, end_s: float, first_step_s: float, preemptions: int) -> None:
+        """It has drawn its last token."""
+
+    def refused(self, attempt: Attempt, error: NoCapacity) -> None:
+        """The prefill instance's queue is full."""
+
+    def unreached(self, attempt: Attempt) -> None:
+        """There is no prefill instance at that address now."""
+
+    def decode_lost(self, attempt: Attempt) -> None:
+        """The decode instance that had the request has died."""
+
+    def lost(self, attempt: Attempt, error: KaveriError) -> None:
+        """The attempt has ended without an answer."""
+
+    def wake_at_broadcast(self) -> None:
+        """A prefill instance waits for the next broadcast."""
