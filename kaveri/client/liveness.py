@@ -12,6 +12,8 @@ from kaveri.domain.silence import TICK_S, SilenceWatch
 
 SUSPECT_AFTER_S = 0.5
 """Silence of a router after which calls that wait for it go elsewhere."""
+SUSPECT_UNHEARD_AFTER_S = 1.2
+"""The same for a router that this client has never heard: it may be far away, or still connecting."""
 BEAT_TIMEOUT_S = 2.0
 _BEAT_AFTER_S = 0.15
 """Silence after which a router is asked for a sign of life, and the time between two such questions."""
@@ -26,9 +28,11 @@ class WaitingCall(Protocol):
     """A call that a caller waits for."""
 
     target: str
+    leaves_unheard: bool
+    """Whether it may go elsewhere when its router has never been heard."""
 
-    def suspect(self) -> None:
-        """Its router is silent: the call ends now."""
+    def suspect(self, after_s: float) -> None:
+        """Its router has been silent for so long: the call ends now."""
 
 
 class Liveness:
@@ -38,6 +42,8 @@ class Liveness:
         """beat: calls Beat at a target, with BEAT_TIMEOUT_S."""
         self._beat = beat
         self._watch: SilenceWatch[str] = SilenceWatch(SUSPECT_AFTER_S, time.monotonic())
+        self._unheard: SilenceWatch[WaitingCall] = SilenceWatch(SUSPECT_UNHEARD_AFTER_S, time.monotonic())
+        """Calls to routers that were never heard."""
         self._waiting: dict[str, dict[WaitingCall, None]] = {}
         self.heard_s: dict[str, float] = {}
         """When each router was last heard, on the monotonic clock."""
@@ -56,19 +62,28 @@ class Liveness:
             if call.target in self._prompt:
                 self._watch.heard(call.target)
         waiting[call] = None
+        if call.leaves_unheard and not self.was_heard(call.target):
+            self._unheard.heard(call)
         if not self._running:
             self._running = True
             self._start(self._run())
 
     def end(self, call: WaitingCall) -> None:
         """It does not wait any more."""
+        self._unheard.forget(call)
         waiting = self._waiting.get(call.target)
         if waiting is not None:
             waiting.pop(call, None)
 
+    def was_heard(self, target: str) -> bool:
+        """Whether the router has ever sent something."""
+        return target in self.heard_s
+
     def heard(self, target: str) -> None:
         """The router has sent something."""
         self.heard_s[target] = time.monotonic()
+        for call in self._waiting.get(target, ()):
+            self._unheard.forget(call)
         if target in self._prompt:
             self._watch.heard(target)
 
@@ -93,9 +108,12 @@ class Liveness:
                     self._asked_s[target] = time.monotonic()
                     self._start(self._ask(target))
             await asyncio.sleep(TICK_S)
-            for target in self._watch.tick(time.monotonic()):
+            now_s = time.monotonic()
+            for target in self._watch.tick(now_s):
                 for call in tuple(self._waiting.pop(target, ())):
-                    call.suspect()
+                    call.suspect(SUSPECT_AFTER_S)
+            for call in self._unheard.tick(now_s):
+                call.suspect(SUSPECT_UNHEARD_AFTER_S)
         self._running = False
 
     def _is_due(self, target: str) -> bool:

@@ -10,7 +10,7 @@ import grpc
 from grpc import aio
 
 from kaveri.client.forks import note_connected
-from kaveri.client.liveness import BEAT_TIMEOUT_S, SUSPECT_AFTER_S, Liveness
+from kaveri.client.liveness import BEAT_TIMEOUT_S, Liveness
 from kaveri.client.targets import Targets
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestCancelled, Unavailable
 from kaveri.rpc.server import open_channel
@@ -25,22 +25,49 @@ _CLOSE_GRACE_S = 2.0
 class RouterFailed(Exception):
     """The router, or the way to it, failed, or it is draining: the call may go to another one. `error` says how."""
 
-    def __init__(self, error: KaveriError, *, refused: bool = False) -> None:
-        """refused: the router has said itself that it does not serve the call."""
+    def __init__(self, error: KaveriError, *, refused: bool = False, unheard: bool = False) -> None:
+        """refused: the router has said itself that it does not serve the call. unheard: it was never heard, and may
+        only be slow."""
         super().__init__(str(error))
         self.error = error
         self.refused = refused
+        self.unheard = unheard
+
+
+class TriedRouters:
+    """Routers that one request was sent to and that have failed. One that was never heard is left once, and counts as
+    failed only when it fails again: it may be slow."""
+
+    def __init__(self) -> None:
+        self._failed: dict[str, None] = {}
+        self._left: dict[str, None] = {}
+
+    def add(self, target: str, failure: RouterFailed) -> None:
+        """The router has failed the request."""
+        (self._left if failure.unheard and target not in self._left else self._failed)[target] = None
+
+    def leaves_unheard(self, target: str) -> bool:
+        """Whether the request may leave this router when it is not heard."""
+        return target not in self._left
+
+    def next(self, chosen: str, known: Iterable[str]) -> str | None:
+        """The router to try next: the chosen one, unless others come first. None: all have failed."""
+        untried = [each for each in known if each not in self._failed]
+        best = [each for each in untried if each not in self._left] or untried
+        return chosen if chosen in best else next(iter(best), None)
 
 
 class RouterCall(Generic[ResponseT]):
     """One call to one router; not waited for any longer when the router goes silent."""
 
-    def __init__(self, call: Any, target: str, liveness: Liveness, was_connected: bool) -> None:
+    def __init__(self, call: Any, target: str, liveness: Liveness, was_connected: bool, leaves_unheard: bool) -> None:
         self.target = target
+        self.leaves_unheard = leaves_unheard
         self._call = call
         self._liveness = liveness
         self._began_s = float("-inf") if was_connected else time.monotonic()
-        self._is_silent = False
+        self._silent_s: float | None = None
+        """For how long its router had been silent when the call was left."""
         self._waiting: asyncio.Future[Any] | None = None
 
     @property
@@ -68,9 +95,9 @@ class RouterCall(Generic[ResponseT]):
         """Ends the call here and at the router. Idempotent."""
         self._call.cancel()
 
-    def suspect(self) -> None:
+    def suspect(self, after_s: float) -> None:
         """See WaitingCall."""
-        self._is_silent = True
+        self._silent_s = after_s
         if self._waiting is not None:
             self._waiting.cancel()
 
@@ -94,11 +121,11 @@ class RouterCall(Generic[ResponseT]):
             raise raised from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not self._is_silent or (task is not None and task.cancelling()):
+            if self._silent_s is None or (task is not None and task.cancelling()):
                 self._call.cancel()
                 raise
-            silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {SUSPECT_AFTER_S:g} s")
-            raise RouterFailed(silence) from None
+            silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {self._silent_s:g} s")
+            raise RouterFailed(silence, unheard=not self._liveness.was_heard(self.target)) from None
         finally:
             self._liveness.end(self)
             self._waiting = None
@@ -117,8 +144,14 @@ class Routers:
         """Channels that are being closed."""
         self._liveness = Liveness(self._beat)
 
-    def call(self, method: str, request: Any, target: str, deadline_s: float | None) -> RouterCall[Any]:
-        """Calls a method of InferenceService. deadline_s: on the monotonic clock. Raises DeadlineExceeded."""
+    def call(
+        self, method: str, request: Any, target: str, deadline_s: float | None, *, leaves_unheard: bool
+    ) -> RouterCall[Any]:
+        """Calls a method of InferenceService. deadline_s: on the monotonic clock. leaves_unheard: the call fails when
+        the router was never heard, says nothing for SUSPECT_UNHEARD_AFTER_S, and others are known.
+
+        Raises DeadlineExceeded.
+        """
         timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineExceeded
@@ -126,22 +159,24 @@ class Routers:
         stub = self._stub(target)
         connected = self._channels[target].get_state() is grpc.ChannelConnectivity.READY
         call = getattr(stub, method)(request, timeout=timeout_s)
-        return RouterCall(call, target, self._liveness, connected)
+        # Without another router to go to, it is better to wait.
+        leaves_unheard = leaves_unheard and len(self.targets.known) > 1
+        return RouterCall(call, target, self._liveness, connected, leaves_unheard)
 
     async def ask(self, method: str, request: Any, deadline_s: float | None) -> Any:
         """The response of the first router that gives one; each is asked once. Raises KaveriErrors: when all routers
         have failed, what the last one failed with."""
-        asked: dict[str, None] = {}
+        tried = TriedRouters()
         while True:
-            target, _ = self.targets.choose(time.monotonic())
-            if target in asked:
-                target = next(each for each in self.targets.known if each not in asked)
-            asked[target] = None
+            target = tried.next(self.targets.choose(time.monotonic())[0], self.targets.known)
+            assert target is not None
+            call = self.call(method, request, target, deadline_s, leaves_unheard=tried.leaves_unheard(target))
             try:
-                response = await self.call(method, request, target, deadline_s).answer()
+                response = await call.answer()
             except RouterFailed as failure:
                 self.failed(target)
-                if all(each in asked for each in self.targets.known):
+                tried.add(target, failure)
+                if tried.next(target, self.targets.known) is None:
                     raise failure.error from failure
             else:
                 self.worked(target)

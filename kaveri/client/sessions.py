@@ -6,7 +6,7 @@ import secrets
 import time
 
 from kaveri.client.received import Received
-from kaveri.client.routers import RouterCall, RouterFailed, Routers
+from kaveri.client.routers import RouterCall, RouterFailed, Routers, TriedRouters
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.v1 import inference_pb2
 
@@ -38,8 +38,9 @@ class Sessions:
         self._request = request
         self._routers = routers
         self._deadline_s = deadline_s
-        self._tried: dict[str, None] | None = {}
-        """Routers that have failed; None once a router was reached that may have taken the request."""
+        self._tried = TriedRouters()
+        self._may_be_taken = False
+        """Whether a router was reached that may have taken the request."""
         self._left: list[GenerateCall] = []
         """Of earlier sessions, to silent routers. Cancelled once a later session is served: until then a router that
         wakes would take it that the client has gone, and end the request."""
@@ -104,16 +105,14 @@ class Sessions:
         if not self.received.can_reattach or self._request.session == _MAX_SESSION:
             raise failure.error from failure
         target, wait_s = self._routers.targets.choose(time.monotonic())
-        if self.call.was_reached and not failure.refused:
-            self._tried = None
-        if self._tried is None:
+        self._tried.add(self.call.target, failure)
+        self._may_be_taken |= self.call.was_reached and not failure.refused
+        if self._may_be_taken:
             await self._wait(wait_s)
+        elif (untried := self._tried.next(target, self._routers.targets.known)) is None:
+            raise failure.error from failure
         else:
-            self._tried[self.call.target] = None
-            untried = [each for each in self._routers.targets.known if each not in self._tried]
-            if not untried:
-                raise failure.error from failure
-            target = target if target in untried else untried[0]
+            target = untried
         if self._closing.is_set():
             self._cancel_left()
             return
@@ -132,7 +131,8 @@ class Sessions:
                 await self._closing.wait()
 
     def _send(self, target: str) -> GenerateCall:
-        return self._routers.call("Generate", self._request, target, self._deadline_s)
+        leaves_unheard = self._tried.leaves_unheard(target)
+        return self._routers.call("Generate", self._request, target, self._deadline_s, leaves_unheard=leaves_unheard)
 
     def _take(self, response: inference_pb2.GenerateResponse) -> None:
         try:
@@ -140,7 +140,7 @@ class Sessions:
         except KaveriError:
             self.close()
             raise
-        self._tried = None
+        self._may_be_taken = True
         self._cancel_left()
         self._routers.worked(self.call.target)
         self._routers.learn(response.routers)

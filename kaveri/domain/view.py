@@ -171,6 +171,10 @@ class ClusterView:
         """The predictors of `model` that take work, in the order of their ids."""
         return self.derive(("predictors", model), self._ready, None, model)
 
+    def addresses(self) -> frozenset[str]:
+        """Of all instances."""
+        return self.derive("addresses", self._addresses)
+
     def broadcast_lives(self) -> frozenset[tuple[str, int, InstanceState]]:
         """Id, incarnation and state of every instance that the cluster monitor broadcasts."""
         return self.derive("broadcast lives", self._broadcast_lives)
@@ -196,6 +200,9 @@ class ClusterView:
             and instance.load.state is InstanceState.READY
             and model in (None, instance.record.model)
         )
+
+    def _addresses(self) -> frozenset[str]:
+        return frozenset(instance.record.address for instance in self.instances.values())
 
     def _broadcast_lives(self) -> frozenset[tuple[str, int, InstanceState]]:
         return frozenset(

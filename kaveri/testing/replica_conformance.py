@@ -24,6 +24,7 @@ from kaveri.kv.replicas.notes import token_note
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
     ReplicaEvent,
+    ReplicaGivenUp,
     ReplicaGrew,
     ReplicaKey,
     ReplicaOrphaned,
@@ -214,7 +215,7 @@ class World:
 
     def told(self, name: str) -> list[ReplicaEvent]:
         """The events of a replica."""
-        kinds = (ReplicaGrew, ReplicaOrphaned, ReplicaDropped)
+        kinds = (ReplicaGrew, ReplicaOrphaned, ReplicaDropped, ReplicaGivenUp)
         return [event for event in self.heard.of(object) if isinstance(event, kinds) and event.key == key_of(name)]
 
 
@@ -371,6 +372,27 @@ class ReplicaConformance:
         here.wait_until_used(0)
         assert here.store.watermark(key_of("r")) == 0
         here.copied(owner, block_count=2)
+
+    def test_replica_that_stays_is_kept_when_its_owner_gives_it_up(self, world: Callable[[int], World]) -> None:
+        here = world(10)
+        owner, target = here.owner(), here.target()
+        ticket = here.store.open(key_of("r"), here.layout, owner.tokens(3), 60.0, stays=True)
+        owner.sender.open(ticket)
+        owner.mark(ticket, 0, 3)
+        here.wait_until_grown(owner.tokens(3))
+        owner.sender.abort(ticket.transfer_id)
+        here.heard.wait_for(ReplicaGivenUp)
+        here.wait_until_used(3)
+        landing = target.grant(owner.tokens(3))
+        here.store.push(key_of("r"), landing).result(SOON_S)
+        target.require_holds(landing, owner)
+        here.store.drop(key_of("r"))
+        here.wait_until_used(0)
+        empty = here.store.open(key_of("empty"), here.layout, owner.tokens(1), 60.0, stays=True)
+        owner.sender.open(empty)
+        owner.sender.abort(empty.transfer_id)
+        here.heard.wait_for(ReplicaDropped, lambda event: event.key == key_of("empty"))
+        here.wait_until_used(0)
 
     def test_replica_without_a_whole_block_goes_with_its_owner(self, world: Callable[[int], World]) -> None:
         here = world(10)

@@ -129,6 +129,10 @@ class MoveDone:
 class RequestEnded:
     """The request is not here any more. Its engine has ended the push."""
 
+    is_given_up: bool = False
+    """No router goes on with it. Otherwise the holder keeps the copy for a moment: this instance may die before the
+    router has the end of the answer."""
+
 
 Event = HolderChosen | RoomGranted | CopyLost | CopyGrew | MoveAsked | MoveFailed | MoveDone | RequestEnded
 
@@ -205,6 +209,8 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
             return Alone(), (CloseCopy(copy.holder),)
         case RequestEnded(), Alone() | Opening() if copy.former is not None:
             return Alone(), (CloseCopy(copy.former),)
+        case RequestEnded(is_given_up=True), Copied():
+            return Alone(), (CloseCopy(copy.holder),)
         case _:
             return copy, ()
 

@@ -23,6 +23,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
     ReplicaEvent,
+    ReplicaGivenUp,
     ReplicaGrew,
     ReplicaKey,
     ReplicaOrphaned,
@@ -45,7 +46,12 @@ _ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
 _FULL_S = 3.0
 """A copy that has waited so long for its next block is shut to its owner, which looks for another holder."""
+_ENDED_S = 3.0
+"""The copy of a complete answer is kept for so long: until a router must have noticed that the owner is lost, and that
+the end of the answer has not come."""
 _LOOK_EVERY_S = 0.25
+_SCARCE = 1 / 8
+"""Copies of complete answers are dropped at once while less of the memory is free."""
 _RETRY_AFTER_S = 1.0
 _SOON_S = 0.1
 
@@ -58,6 +64,13 @@ class Growing:
 @dataclass(frozen=True, slots=True)
 class Orphan:
     """Its owner is gone, or was shut out. It waits for a router that resumes it."""
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Its owner has given it up: mostly, its answer is complete. The owner may die before the router has the end."""
 
     until_s: float
 
@@ -83,7 +96,7 @@ class HeldReplica:
     watermark: int = 0
     starved_since_s: float | None = None
     """Since when there is no block for what its owner draws."""
-    state: Growing | Orphan | Resuming = Growing()
+    state: Growing | Orphan | Complete | Resuming = Growing()
 
     @property
     def newest(self) -> Owner:
@@ -151,7 +164,10 @@ class ReplicaHolder:
         former = self._held.get(request_id)
         if former is not None:
             held = offer.ownership.comparable(former.offer.ownership)
-            if held is None:
+            if held is None and isinstance(former.state, Complete):
+                # A client may use a request id again.
+                held = owner
+            elif held is None:
                 raise Unavailable("a copy of another request with this id is here", retry_after_s=_RETRY_AFTER_S)
             if held < former.newest:
                 raise held.stale(request_id, former.newest)
@@ -220,7 +236,7 @@ class ReplicaHolder:
             return
         owner = ownership.comparable(held.offer.ownership)
         if owner is not None and owner >= held.newest:
-            self._drop(held, "closed")
+            self._drop(held, "given_up" if isinstance(held.state, Complete) else "closed")
 
     def drain(self) -> None:
         """Holds nothing any more: owners look for other holders."""
@@ -236,7 +252,9 @@ class ReplicaHolder:
     def with_room(self, load: InstanceLoad) -> InstanceLoad:
         """The load with what is free here for copies."""
         usage = self._store.usage()
-        free_bytes = 0 if self._draining else usage.total_bytes - usage.used_bytes
+        complete = (held for held in self._held.values() if isinstance(held.state, Complete))
+        unneeded_bytes = sum(_bytes(held.offer.layout, held.watermark, ahead=0) for held in complete)
+        free_bytes = 0 if self._draining else usage.total_bytes - usage.used_bytes + unneeded_bytes
         return replace(load, replica_free_bytes=free_bytes, replica_total_bytes=usage.total_bytes)
 
     def check_integrity(self) -> None:
@@ -252,14 +270,24 @@ class ReplicaHolder:
 
     def _open(self, key: ReplicaKey, offer: ReplicaOffer) -> Ticket:
         expires_in_s = min(offer.timeout_s, _QUIET_S)
-        try:
-            return self._store.open(key, offer.layout, offer.token_count, expires_in_s)
-        except NoCapacity as error:
-            if not self._make_room(offer):
-                raise
-            # The blocks are free as soon as no owner can write into them any more.
-            reason = "shorter copies were dropped to make room"
-            raise NoCapacity("replica", _SOON_S, reason) from error
+        while True:
+            try:
+                return self._store.open(key, offer.layout, offer.token_count, expires_in_s, stays=True)
+            except NoCapacity as error:
+                if self._drop_complete():
+                    continue
+                if not self._make_room(offer):
+                    raise
+                # The blocks are free as soon as no owner can write into them any more.
+                reason = "shorter copies were dropped to make room"
+                raise NoCapacity("replica", _SOON_S, reason) from error
+
+    def _drop_complete(self) -> bool:
+        """Drops the first copy of a complete answer. Its blocks are free at once. False: there is none."""
+        complete = next((held for held in self._held.values() if isinstance(held.state, Complete)), None)
+        if complete is not None:
+            self._drop(complete, "given_up")
+        return complete is not None
 
     def _make_room(self, offer: ReplicaOffer) -> bool:
         usage, layout = self._store.usage(), offer.layout
@@ -416,6 +444,8 @@ class ReplicaHolder:
                     session=event.key.session,
                     reason=event.reason,
                 )
+            case ReplicaGivenUp(), Growing():
+                held.state = Complete(time.monotonic() + min(_ENDED_S, self._orphan_grace_s))
             case ReplicaDropped(), _:
                 self._drop(held, "given_up")
 
@@ -424,6 +454,8 @@ class ReplicaHolder:
             match held.state:
                 case Orphan(until_s) if until_s <= now_s:
                     self._drop(held, "orphaned")
+                case Complete(until_s) if until_s <= now_s or self._is_memory_scarce():
+                    self._drop(held, "given_up")
                 case Growing() if not held.watermark and held.opened_s + self._unused_s <= now_s:
                     self._drop(held, "unused")
                 case Growing() | Orphan() if held.ends_s <= now_s:
@@ -440,6 +472,10 @@ class ReplicaHolder:
         if held.starved_since_s is None:
             held.starved_since_s = now_s
         return now_s - held.starved_since_s >= _FULL_S
+
+    def _is_memory_scarce(self) -> bool:
+        usage = self._store.usage()
+        return usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes
 
     def _is_resuming(self, held: HeldReplica, ownership: Ownership) -> bool:
         """Whether the copy is here, and this owner the last one to go on from it."""
@@ -467,9 +503,9 @@ def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next(index for index in range(count) if one[index] != other[index])
 
 
-def _bytes(layout: KvLayout, token_count: int) -> int:
-    """Of a copy: its blocks and the one ahead."""
-    return (token_count // layout.block_tokens + 1) * layout.layer_count * layout.block_bytes
+def _bytes(layout: KvLayout, token_count: int, ahead: int = 1) -> int:
+    """Of a copy: its blocks and those ahead."""
+    return (token_count // layout.block_tokens + ahead) * layout.layer_count * layout.block_bytes
 
 
 def _forward(loop: asyncio.AbstractEventLoop, hear: Callable[[ReplicaEvent], None], event: ReplicaEvent) -> None:

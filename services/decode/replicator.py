@@ -50,7 +50,7 @@ from kaveri.wire.status import error_of
 from services.decode import copying
 from services.decode.copying import Alone, Copied, Copy, Holder, Moving
 from services.decode.instance import DecodeInstance
-from services.decode.lifecycle import Ready, Running
+from services.decode.lifecycle import Outcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
@@ -59,6 +59,8 @@ _ANSWER_TIMEOUT_S = 2.0
 """Of a holder that is asked for room, or told that a copy is not wanted."""
 _MOST_ASKED = 32
 """Holders that are asked at once."""
+_GIVEN_UP = (Outcome.ABORTED, Outcome.DEADLINE, Outcome.ROUTER_GONE)
+"""How requests end that no router goes on with."""
 _NONE_FOUND_S = 0.3
 _RELEASE_TIMEOUT_S = 2.0
 """For the holder to take the rest of a request that has stopped. Then it goes on here."""
@@ -170,7 +172,8 @@ class Replicator:
         now_s = time.monotonic()
         here = {request.key: request for request in self._instance.landed()}
         for key in [key for key in self._owned if key not in here]:
-            self._take(key, copying.RequestEnded())
+            state = self._owned[key].request.state
+            self._take(key, copying.RequestEnded(isinstance(state, Released) and state.outcome in _GIVEN_UP))
             del self._owned[key]
         for key, request in here.items():
             owned = self._owned.setdefault(key, _Owned(request, Alone(), request.ownership))
@@ -185,7 +188,7 @@ class Replicator:
         self._unconfirmed.retain(view)
         self._moved.retain(view)
         self._resting_until_s = {name: until_s for name, until_s in self._resting_until_s.items() if until_s > now_s}
-        await self._channels.retain({instance.record.address for instance in view.instances.values()})
+        await self._channels.retain(view.addresses())
 
     def _is_worth_a_copy(self, request: DecodeRequest) -> bool:
         return self._settings.rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)

@@ -113,7 +113,7 @@ class RoomFinder:
                         self._changed.set_result(None)
                         self._changed = None
                     self._search.retain(view)
-                    await self._peers.channels.retain({status.record.address for status in view.instances.values()})
+                    await self._peers.channels.retain(view.addresses())
         finally:
             await self._peers.channels.close()
 

@@ -166,7 +166,7 @@ class Router:
             await self._serving.wait()
 
     async def _watch(self) -> None:
-        addresses: set[str] = set()
+        addresses: frozenset[str] = frozenset()
         while True:
             view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)
             self.feeds.update(view)
@@ -175,7 +175,7 @@ class Router:
             self.claims.update(view)
             self.monitor.update(view)
             self._send_away()
-            present = {status.record.address for status in view.instances.values()}
-            if not addresses <= present:
+            present = view.addresses()
+            if present is not addresses and not addresses <= present:
                 await self.channels.retain(present)
             addresses = present

@@ -255,6 +255,39 @@ async def test_a_copy_ends_with_its_request(cluster: Any, by_hand: Any, begin: A
     assert owned.holder.metric("kaveri_replica_drops_total", cause="given_up") == 1
 
 
+async def test_the_copy_of_a_complete_answer_ends_it_again_for_a_router_that_lacks_the_last_tokens(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin(max_tokens=120)
+    await by_hand.eventually(lambda: owned.router.finished("a"), "it ends at its owner")
+    # As if the owner had died before its last tokens left it.
+    message = owned.message(token_count=110)
+    resumed = await owned.resume(message)
+    recomputed_tokens = len(message.token_ids) - resumed.held_tokens
+    assert recomputed_tokens <= 2 * owned.holder.engine.info.layout.block_tokens
+    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
+    gained = owned.router.tokens["a", 2]
+    assert [gained[index] for index in sorted(gained)] == owned.expected[110:]
+    await nothing_is_held(cluster, by_hand)
+
+
+async def test_copies_of_complete_answers_are_no_reason_to_refuse_another(
+    cluster: Any, by_hand: Any, begin: Any
+) -> None:
+    owned = await begin(max_tokens=60, replica_memory=2**20, orphan_grace_s=20.0)
+    await by_hand.eventually(lambda: owned.router.finished("a"), "it ends at its owner")
+    load = owned.holder.load()
+    layout = owned.holder.engine.info.layout
+    await by_hand.eventually(
+        lambda: owned.holder.load().replica_free_bytes == load.replica_total_bytes, "its memory counts as free"
+    )
+    assert cluster.replicas[owned.holder.instance_id].usage().used_bytes > 0
+    blocks = load.replica_total_bytes // (layout.layer_count * layout.block_bytes)
+    large = offer(owned.holder, "large", (blocks - 1) * layout.block_tokens)
+    await DecodeServiceStub(owned.holder.channel).OpenReplica(large, timeout=10)
+    assert owned.holder.metric("kaveri_replica_drops_total", cause="given_up") == 1
+
+
 async def test_the_copy_of_a_lost_owner_is_kept_for_the_grace_and_then_dropped(
     cluster: Any, by_hand: Any, begin: Any
 ) -> None:

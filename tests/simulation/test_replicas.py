@@ -84,6 +84,28 @@ def test_an_answer_goes_on_at_the_holder_and_its_prompt_is_computed_once(
     assert prompts_of(result) == 1
 
 
+@pytest.mark.parametrize("kind", [None, FaultKind.KILL, FaultKind.FREEZE])
+def test_an_answer_whose_owner_is_lost_between_its_last_token_and_the_router_ends_from_the_copy(
+    tokenizer: ModelTokenizer, kind: FaultKind | None
+) -> None:
+    """The copy went with the answer, and the router placed the request again: the prompt was computed twice."""
+    owner, _ = owner_of(tokenizer)
+    # The last tokens of the answer never come.
+    faults = [Fault(kind=FaultKind.CUT_ONE_WAY, after=_WHOLE, at_s=2.2, target=owner, other="router-0", lasts_s=5.0)]
+    ended = "log info request_ended request_id=moved attempt=1 session=0 outcome=finished"
+    if kind is not None:
+        faults.append(Fault(kind=kind, after=ended, at_s=0.05, target=owner, lasts_s=4.0))
+    result = run(replicated(faults), tokenizer)
+    ends = [
+        float(line.split()[0]) for line in result.lines if "outcome=finished" in line and "request_id=moved" in line
+    ]
+    lost = next(float(line.split()[0]) for line in result.lines if "token_stream_broken" in line)
+    assert ends[0] < lost, "the answer was not complete at its owner"
+    ((held, recomputed),) = resumed(result)
+    assert recomputed <= 2 * BLOCK_TOKENS, (held, recomputed)
+    assert prompts_of(result) == 1
+
+
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.FREEZE, FaultKind.DRAIN, FaultKind.RESET])
 def test_no_request_waits_for_a_lost_holder_and_it_is_replaced(tokenizer: ModelTokenizer, kind: FaultKind) -> None:
     settings = {"decodes": 3}

@@ -42,6 +42,8 @@ class Replica:
 
     key: ReplicaKey
     state: Receiving | Sealed | Kept | Dropped
+    stays: bool = False
+    """Whether it is kept when its owner gives it up."""
     block_ids: list[int] = field(default_factory=list)
     """[0, blocks of token_ids) are verified; the others are granted ahead. The last one may be part-full once the owner
     has let the request go."""

@@ -16,6 +16,7 @@ from kaveri.kv.replicas.replica import Dropped, Kept, Receiving, Replica, Sealed
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
     ReplicaEvent,
+    ReplicaGivenUp,
     ReplicaGrew,
     ReplicaKey,
     ReplicaListener,
@@ -85,7 +86,9 @@ class Replicas:
     def start(self, listener: ReplicaListener) -> None:
         self._listener = listener
 
-    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> Ticket:
+    def open(
+        self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float, *, stays: bool = False
+    ) -> Ticket:
         self._layout.require_same(replace(layout, tensor_ranks=1))
         parts = ticket_parts(layout, self._layout, (self._receiver.endpoints,))
         if parts and not layout.order.startswith(HEADS_FIRST):
@@ -99,7 +102,7 @@ class Replicas:
         with self._lock:
             if self._closed:
                 raise TransferFailed("the replica store is closed")
-            replica = Replica(key, Receiving(self._token_bytes(16)))
+            replica = Replica(key, Receiving(self._token_bytes(16)), stays)
             # Those before it wait for the next block that is free.
             if self._starved:
                 raise NoCapacity("replica", _RETRY_AFTER_S, "replicas wait for blocks")
@@ -334,10 +337,12 @@ class Replicas:
                 is_sealed = isinstance(replica.state, Sealed)
                 replica.state = Kept()
                 is_given_up = isinstance(event, TransferReleased) and event.given_up
-                if not is_sealed and (is_given_up or not replica.token_ids):
+                if not is_sealed and (not replica.token_ids or (is_given_up and not replica.stays)):
                     self._drop(replica)
                     return ReplicaDropped(replica.key, reason)
                 self._free_ahead(replica)
+                if is_given_up and not is_sealed:
+                    return ReplicaGivenUp(replica.key, reason)
                 return ReplicaOrphaned(replica.key, reason)
 
     def _add_tail(self, replica: Replica, landed: TransferLanded) -> None:

@@ -5,9 +5,10 @@ from the first one of the prompt on, whose KV and whose ids have come and are ve
 When the owner is gone the replica stays up to its watermark, until drop(). DéjàVu (arXiv 2403.01876, section 4.2.3 and
 appendix E) keeps such copies on the next worker of a ring; a store leaves it to others which copies it keeps.
 
-    open ── ReplicaGrew* ──┬── seal ─────────────────────────┐
-                           ├── owner lost: ReplicaOrphaned ──┼── push* ── drop
-                           ├── owner let the request go: ────┘
+    open ── ReplicaGrew* ──┬── seal ───────────────────────────────────────┐
+                           ├── owner lost: ReplicaOrphaned ────────────────┼── push* ── drop
+                           ├── owner gave it up, it stays: ReplicaGivenUp ─┤
+                           ├── owner let the request go: ──────────────────┘
                            │   ReplicaOrphaned, tail included
                            └── owner gave it up: ReplicaDropped
 """
@@ -65,7 +66,15 @@ class ReplicaDropped:
     reason: str
 
 
-ReplicaEvent = ReplicaGrew | ReplicaOrphaned | ReplicaDropped
+@dataclass(frozen=True, slots=True)
+class ReplicaGivenUp:
+    """The owner has given it up, and it was opened to stay. It is kept until drop()."""
+
+    key: ReplicaKey
+    reason: str
+
+
+ReplicaEvent = ReplicaGrew | ReplicaOrphaned | ReplicaDropped | ReplicaGivenUp
 ReplicaListener = Callable[[ReplicaEvent], None]
 """Called on one of the store's own threads, with events in the order in which they happened; must not block."""
 
@@ -84,11 +93,15 @@ class ReplicaStore(Protocol):
     def start(self, listener: ReplicaListener) -> None:
         """Takes replicas from now on. Events go to `listener`."""
 
-    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> Ticket:
+    def open(
+        self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float, *, stays: bool = False
+    ) -> Ticket:
         """Takes the whole blocks of `token_count` tokens, and one more, for a replica, and grants an open ticket for
         them. The owner gets more as it marks those, while there are free ones; until then the replica does not grow.
 
-        expires_in_s: the owner counts as lost after so long without a mark. A replica of the same key is dropped first.
+        expires_in_s: the owner counts as lost after so long without a mark. stays: whether a replica is kept when its
+        owner gives it up, unless it is empty. A replica of the same key is dropped first.
+
         Raises NoCapacity when the memory is full or other replicas wait for blocks, LayoutMismatch unless the layout is
         the store's own, and InvalidArgument for other values out of range.
         """

@@ -168,6 +168,8 @@ class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         self.short_deadlines_s.append(context.time_remaining())
+        if self.hangs:
+            await self.go_on.wait()
         return pb.ListModelsResponse(models=[_model()])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:

@@ -177,6 +177,43 @@ async def test_a_router_that_hangs_is_left_after_half_a_second(routers: list[Rou
         await until(lambda: "hangs" in hanging.service.cancelled, "the former router's call is cancelled")
 
 
+async def test_a_first_call_to_a_router_that_hangs_is_tried_elsewhere_after_about_a_second(
+    routers: list[Router],
+) -> None:
+    for router in routers:
+        router.service.hangs = True
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN, request_id="first"))
+        await until(lambda: any(router.service.paused for router in routers), "the request is at a router that hangs")
+        hanging, other = serving_one(routers)
+        other.service.hangs = False
+        check_whole(await asyncio.wait_for(asking, 20), 1)
+        await until(lambda: "first" in hanging.service.cancelled, "the former router's call is cancelled")
+
+
+async def test_routers_that_are_all_slow_at_first_are_left_once_each(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.hangs = True
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.generate("prompt", params=TEN))
+        await until(lambda: sum(len(router.service.requests) for router in routers) == 3, "each was left once")
+        for router in routers:
+            router.service.hangs = False
+            router.service.go_on.set()
+        check_whole(await asyncio.wait_for(asking, 20), 2)
+
+
+async def test_a_call_that_only_reads_is_sent_elsewhere_when_the_first_router_hangs(routers: list[Router]) -> None:
+    for router in routers:
+        router.service.hangs = True
+    async with AsyncClient([router.target for router in routers]) as client:
+        asking = asyncio.create_task(client.list_models())
+        await until(lambda: any(router.service.short_deadlines_s for router in routers), "a router was asked")
+        other = next(router for router in routers if not router.service.short_deadlines_s)
+        other.service.hangs = False
+        assert await asyncio.wait_for(asking, 20)
+
+
 async def test_no_call_is_cancelled_before_another_router_serves_the_request(routers: list[Router]) -> None:
     """A router that wakes and finds its call cancelled ends the request, unless another one has attached it."""
     for router in routers:

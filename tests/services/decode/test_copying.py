@@ -106,6 +106,8 @@ def test_a_former_holder_that_grants_room_again_is_not_closed() -> None:
 def test_a_request_that_ends_between_two_holders_closes_the_former_copy() -> None:
     _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, RequestEnded())
     assert done[-1] == CloseCopy(ONE)
+    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), RequestEnded(is_given_up=True))
+    assert done[-1] == CloseCopy(ONE._replace(incarnation=1))
     _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), RequestEnded())
     assert not any(isinstance(action, CloseCopy) for action in done), "its engine has given the copy up"
 
