@@ -10,9 +10,9 @@ import grpc
 from grpc import aio
 
 from kaveri.client.forks import note_connected
-from kaveri.client.liveness import BEAT_TIMEOUT_S, Liveness
 from kaveri.client.targets import Targets
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestCancelled, Unavailable
+from kaveri.rpc.liveness import BEAT_TIMEOUT_S, Liveness
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of, is_answer

@@ -55,6 +55,11 @@ class PrefillServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillResponse.FromString,
                 _registered_method=True)
+        self.BeatPrefill = channel.unary_unary(
+                '/kaveri.v1.PrefillService/BeatPrefill',
+                request_serializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer(object):
@@ -102,6 +107,14 @@ class PrefillServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeatPrefill(self, request, context):
+        """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
+        or is cut off, and what it has goes elsewhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +137,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.GiveBackPrefill,
                     request_deserializer=kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillResponse.SerializeToString,
+            ),
+            'BeatPrefill': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeatPrefill,
+                    request_deserializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_prefill__pb2.BeatPrefillResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -235,6 +253,33 @@ class PrefillService(object):
             '/kaveri.v1.PrefillService/GiveBackPrefill',
             kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillRequest.SerializeToString,
             kaveri_dot_v1_dot_prefill__pb2.GiveBackPrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeatPrefill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.PrefillService/BeatPrefill',
+            kaveri_dot_v1_dot_prefill__pb2.BeatPrefillRequest.SerializeToString,
+            kaveri_dot_v1_dot_prefill__pb2.BeatPrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,10 @@ class PrefillServiceStub:
     with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
     go on. A router asks when another instance takes requests.
     """
+    BeatPrefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.BeatPrefillRequest, _prefill_pb2.BeatPrefillResponse]
+    """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
+    or is cut off, and what it has goes elsewhere.
+    """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -86,6 +90,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Gives requests back that have not begun here, while the instance drains: their Prefill streams end as UNAVAILABLE,
     with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
     go on. A router asks when another instance takes requests.
+    """
+    BeatPrefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.BeatPrefillRequest, _prefill_pb2.BeatPrefillResponse]  # type: ignore[assignment]
+    """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
+    or is cut off, and what it has goes elsewhere.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -137,6 +145,16 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """Gives requests back that have not begun here, while the instance drains: their Prefill streams end as UNAVAILABLE,
         with a google.rpc.RetryInfo and before any event. Requests that have begun, unknown ones and those of other owners
         go on. A router asks when another instance takes requests.
+        """
+
+    @_abc_1.abstractmethod
+    def BeatPrefill(
+        self,
+        request: _prefill_pb2.BeatPrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.BeatPrefillResponse, _abc.Awaitable[_prefill_pb2.BeatPrefillResponse]]:
+        """Answers at once. A router that waits for reports asks several times a second: an instance that does not answer hangs
+        or is cut off, and what it has goes elsewhere.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -66,6 +66,11 @@ class PrefillServer(PrefillServiceServicer):
             self._role.give_back(attempt.request_id, ownership_from_proto(attempt))
         return prefill_pb2.GiveBackPrefillResponse()
 
+    async def BeatPrefill(  # noqa: N802
+        self, request: prefill_pb2.BeatPrefillRequest, context: aio.ServicerContext[Any, Any]
+    ) -> prefill_pb2.BeatPrefillResponse:
+        return prefill_pb2.BeatPrefillResponse()
+
     def _accept(self, message: prefill_pb2.PrefillRequest, context: aio.ServicerContext[Any, Any]) -> ProgressOutbox:
         accepted = self._role.accept(
             request_id=message.request_id,

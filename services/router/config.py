@@ -40,8 +40,8 @@ class RouterConfig(ServiceConfig):
         "seconds that a client may take to read one response; then its request ends with ABORTED", 30.0, above=0
     )
     suspect_after_s: float = setting(
-        "seconds without a sign of life from a decode instance after which its requests are placed again; it sends one "
-        "every 0.1 s",
+        "seconds without a sign of life from an instance after which its requests go on elsewhere; one that decodes "
+        "sends such signs, one that computes prompts is asked for them",
         0.5,
         least=0.2,
         most=60.0,

@@ -10,7 +10,7 @@ UNREAD = Gauge("kaveri_router_unread_answers", "Ended requests whose slow client
 WAITING = Gauge("kaveri_router_waiting_requests", "Requests that no prefill instance takes now.")
 ATTEMPTS = Counter("kaveri_router_attempts", "Placements of requests on prefill instances.")
 LOST_ATTEMPTS = Counter("kaveri_router_lost_attempts", "Placements that failed; the request was placed again.")
-SUSPICIONS = Counter("kaveri_router_suspicions", "Token streams given up because their instance went silent.")
+SUSPICIONS = Counter("kaveri_router_suspicions", "Times that an instance went silent while requests waited for it.")
 REATTACHES = Counter(
     "kaveri_router_reattaches",
     "Requests of clients that re-attached, by outcome: taken_over, placed_again because no instance had them, or "

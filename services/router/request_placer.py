@@ -1,13 +1,9 @@
-"""Places requests on prefill instances, follows each attempt to its end, and places requests again that lost theirs."""
+"""Places requests on instances, follows each attempt to its end, and places requests again that lost theirs."""
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Mapping
-from typing import Any
-
-from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Owner, Ownership
@@ -22,21 +18,15 @@ from kaveri.errors import (
     ModelNotFound,
     NoCapacity,
     RequestAlreadyExists,
-    RequestCancelled,
     StaleAttempt,
     Unavailable,
 )
 from kaveri.policy.placement import PlacementPolicy, choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
-from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import PREFILL_LOOK_S as _LONGEST_WAIT_S
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
-from kaveri.v1 import prefill_pb2
-from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
-from kaveri.wire.attempts import MAX_ATTEMPT, ownership_to_proto
-from kaveri.wire.messages import finish_from_proto, params_to_proto
-from kaveri.wire.status import error_of, is_answer
+from kaveri.wire.attempts import MAX_ATTEMPT
 from services.router import metrics
 from services.router.attempt_numbers import AttemptNumbers
 from services.router.holders import Holders
@@ -49,17 +39,12 @@ from services.router.lifecycle_values import (
     Disown,
     Ended,
     Exhausted,
-    FirstToken,
     Follow,
-    HandedOver,
     LeaveAttempt,
     Life,
     Lost,
     NotFound,
     Placed,
-    PlaceNamed,
-    PrefillEnded,
-    Prefilling,
     ReplicaForgone,
     Resuming,
     Sent,
@@ -69,13 +54,11 @@ from services.router.lifecycle_values import (
     Unplaced,
 )
 from services.router.placement_line import PlacementLine
+from services.router.prefill_attempts import PrefillAttempts
 from services.router.requests import RequestEntry
-from services.router.take_over import Found, Missing, PrefillSteps, TakeOver
-from services.router.token_feeds import ABORT_TIMEOUT_S, TokenFeeds
-from services.router.waiting_prompts import WaitingPrompts
+from services.router.take_over import Found, Missing, TakeOver
+from services.router.token_feeds import TokenFeeds
 
-_MOST_STREAMS = 8
-"""Of one attempt at a prefill instance, when they break again and again."""
 _HOPELESS = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists)
 """Errors that would meet the request anywhere else as well."""
 
@@ -95,35 +78,44 @@ class RequestPlacer:
         channels: Channels,
         feeds: TokenFeeds,
         holders: Holders,
+        suspect_after_s: float,
         rng: random.Random,
     ) -> None:
-        """stream_id: the router_id of the prefill and decode protocols: unique over the router's lives, and secret."""
+        """stream_id: the router_id of the prefill and decode protocols: unique over the router's lives, and secret.
+        suspect_after_s: a prefill instance that is silent for so long, while this process runs, is suspected."""
         self._model = model
         self._stream_id = stream_id
         self._policy = policy
         self._limits = RetryLimits(max_attempts, unavailable_after_s)
         self._store = store
-        self._channels = channels
         self._feeds = feeds
         self._holders = holders
         self._rng = rng
         self._turn = 0
         self._numbers = AttemptNumbers()
         self._takeover = TakeOver(store, channels, feeds, stream_id)
-        self._unconfirmed: UnconfirmedWork[tuple[str, int]] = UnconfirmedWork()
         self._view_changed = asyncio.Event()
         self._line: PlacementLine[RequestEntry] = PlacementLine()
         self._instances: Mapping[str, ViewedInstance] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._waiting = WaitingPrompts(model, stream_id, channels)
+        self._prefills = PrefillAttempts(
+            model=model,
+            stream_id=stream_id,
+            suspect_after_s=suspect_after_s,
+            store=store,
+            channels=channels,
+            feeds=feeds,
+            takeover=self._takeover,
+            has_begun=self._line.wake_first,
+        )
 
     def update(self, view: ClusterView) -> None:
         """Wakes requests that wait for an instance."""
         self._view_changed.set()
         self._view_changed = asyncio.Event()
+        self._prefills.update(view)
         if view.instances is not self._instances:
             self._instances = view.instances
-            self._waiting.update(view)
             self._line.wake_all()
         else:
             self._line.wake_first()
@@ -175,13 +167,12 @@ class RequestPlacer:
         """Waits for the tasks of requests that have ended."""
         if self._running:
             await asyncio.wait(self._running)
-        await self._waiting.close()
+        await self._prefills.close()
 
     def check_integrity(self) -> None:
         """Asserts, while no request is in flight, that nothing of ended ones is left."""
         assert not self._running, self._running
-        assert not len(self._unconfirmed), len(self._unconfirmed)
-        assert not len(self._waiting), len(self._waiting)
+        self._prefills.check_integrity()
         assert not len(self._line), len(self._line)
 
     def act(self, entry: RequestEntry, action: Action) -> None:
@@ -204,7 +195,7 @@ class RequestPlacer:
         """Ends what earlier sessions have at instances of a request that was cancelled before it was looked for."""
         ownership = Ownership(Owner(session, 1), self._stream_id, secret)
         self._feeds.abort(request_id, ownership, None)
-        self._abort_at_prefill(request_id, ownership)
+        self._prefills.abort_everywhere(request_id, ownership)
 
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.last(entry.request_id)
@@ -329,11 +320,11 @@ class RequestPlacer:
                     target = choose_prefill(
                         view,
                         self._model,
-                        self._unconfirmed,
+                        self._prefills.unconfirmed,
                         self._policy,
                         self._rng,
                         turn=self._turn,
-                        avoid=retry.failed(view) | self._feeds.silent_ids,
+                        avoid=retry.failed(view) | self._feeds.silent_ids | self._prefills.silent_ids,
                         exclude=resting,
                     )
                     if target is not None:
@@ -358,7 +349,7 @@ class RequestPlacer:
         entry.note_recomputed(prefill)
         # One that does both phases will decode the request too: an abort or a broken stream misses no moment.
         over = entry.begin(Sent(attempt, prefill if Phase.DECODE in phases_now(target) else None))
-        await self._prefill(entry, attempt, target, over)
+        await self._prefills.send(entry, attempt, target, over)
         await over
 
     async def _take_over(self, entry: RequestEntry, number: int, can_resume: bool) -> Found | Missing:
@@ -375,7 +366,7 @@ class RequestPlacer:
         finally:
             if entry.ended and not entry.is_superseded:
                 # It was cancelled. Whether an instance has just given it to this router is not known.
-                self._abort_at_prefill(entry.request_id, entry.ownership(number, self._stream_id))
+                self._prefills.abort_everywhere(entry.request_id, entry.ownership(number, self._stream_id))
         if isinstance(entry.state, Ended):
             return found
         _note_search(entry, found)
@@ -392,7 +383,7 @@ class RequestPlacer:
             entry.handle(TookOver(attempt, found.attached.token_ids, found.decode), time.monotonic())
             entry.note_holder()
             if found.steps is not None:
-                await self._read_prefill(entry, attempt, found.steps, over)
+                await self._prefills.read(entry, attempt, found.steps, over)
             await over
         if isinstance(entry.state, Lost):
             if isinstance(entry.state.error, _HOPELESS):
@@ -403,144 +394,6 @@ class RequestPlacer:
         if not isinstance(entry.state, Ended) and len(entry.answer.token_ids) >= entry.accepted.most_tokens:
             entry.handle(Exhausted(), time.monotonic())
         return found
-
-    async def _prefill(
-        self, entry: RequestEntry, attempt: Attempt, target: ViewedInstance, over: asyncio.Future[None]
-    ) -> None:
-        """Sends the request to prefill, and passes on what it reports until its stream ends or the attempt is over."""
-        accepted = entry.accepted
-        request = prefill_pb2.PrefillRequest(
-            request_id=entry.request_id,
-            attempt=attempt.number,
-            router_id=self._stream_id,
-            token_ids=(*accepted.prompt_token_ids, *entry.answer.token_ids),
-            generated_count=attempt.first_index,
-            params=params_to_proto(accepted.params),
-            session=accepted.session,
-            secret=accepted.secret,
-            silent_decode_ids=sorted(self._feeds.silent_ids),
-        )
-        self._unconfirmed.add((entry.request_id, attempt.number), target, len(request.token_ids))
-        now_s = time.monotonic()
-        if entry.timing.attempts == 1:
-            entry.timing.router_s = now_s - accepted.arrived_s
-        call = self._channels.stub(PrefillServiceStub, target.record.address).Prefill(
-            request, timeout=accepted.deadline_s - now_s
-        )
-        await self._read_prefill(entry, attempt, PrefillSteps(call, target.record), over)
-
-    async def _read_prefill(
-        self, entry: RequestEntry, attempt: Attempt, steps: PrefillSteps, over: asyncio.Future[None]
-    ) -> None:
-        """Passes on what prefill reports, until its stream ends or the attempt is over. A stream that breaks is opened
-        again at the same instance, where the request goes on."""
-        ended, has_ended_it = PrefillEnded(), False
-        self._waiting.add(entry, attempt, steps.record)
-        try:
-            for _ in range(_MOST_STREAMS):
-                ended, has_ended_it, is_broken = await self._read_steps(entry, attempt, steps, over)
-                if not is_broken or over.done() or not isinstance(entry.state, Prefilling | Placed):
-                    break
-                again = await self._takeover.reopen(entry, attempt.number, steps.record)
-                if again is None:
-                    break
-                steps = again
-        finally:
-            self._confirm(entry, attempt)
-            if entry.accepted.secret and not has_ended_it and not entry.is_superseded:
-                # Without it the request would go on there, for its client to re-attach.
-                self._abort_later(steps.record, entry.request_id, entry.ownership(attempt.number, self._stream_id))
-        if not over.done():
-            entry.handle(ended, time.monotonic())
-
-    async def _read_steps(
-        self, entry: RequestEntry, attempt: Attempt, steps: PrefillSteps, over: asyncio.Future[None]
-    ) -> tuple[PrefillEnded, bool, bool]:
-        """How the stream ended, whether the request has ended there, and whether the stream has just broken."""
-        call: Any = steps.call
-
-        def stop_reading(_: object) -> None:
-            call.cancel()
-
-        over.add_done_callback(stop_reading)
-        try:
-            # Not `async for`: gRPC does not mix it with read(), by which the first event of Attach was read.
-            while (event := await call.read()) is not aio.EOF:
-                if over.done():
-                    break
-                if isinstance(event, prefill_pb2.AttachPrefillResponse):
-                    event = event.progress
-                self._take(entry, attempt, event)
-            else:
-                return PrefillEnded(), True, False
-        except aio.AioRpcError as rpc_error:
-            error = error_of(rpc_error)
-            if isinstance(error, RequestCancelled):
-                error = Unavailable(f"prefill instance gave the request up: {error}")
-            waits = (entry, attempt.number) in self._waiting
-            if waits and isinstance(error, Unavailable) and error.retry_after_s is not None:
-                # It drains, and has not begun the request: nothing is wrong with it.
-                error = NoCapacity("prefill", error.retry_after_s, error.reason)
-            # gRPC's own words for a channel that has no connection: nothing has left this process.
-            is_unsent = "failed to connect to all addresses" in (rpc_error.details() or "")
-            has_ended_it = is_unsent or not isinstance(error, Unavailable | DeadlineExceeded)
-            is_broken = isinstance(error, Unavailable) and not is_unsent and not is_answer(rpc_error)
-            return PrefillEnded(error, was_reached=not is_unsent), has_ended_it, is_broken
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Not this task but the call was cancelled: the attempt is over, or the channel was closed.
-            error = Unavailable(f"prefill instance {attempt.prefill.instance_id} has left the cluster")
-            return PrefillEnded(error), False, False
-        finally:
-            call.cancel()
-        return PrefillEnded(), False, False
-
-    def _abort_at_prefill(self, request_id: str, ownership: Ownership) -> None:
-        """Wherever it is."""
-        for status in self._store.view().instances.values():
-            if Phase.PREFILL in phases_now(status):
-                self._abort_later(status.record, request_id, ownership)
-
-    def _abort_later(self, record: InstanceRecord, request_id: str, ownership: Ownership) -> None:
-        errand = asyncio.create_task(self._abort_prefill(record, request_id, ownership))
-        self._running.add(errand)
-        errand.add_done_callback(self._running.discard)
-
-    async def _abort_prefill(self, record: InstanceRecord, request_id: str, ownership: Ownership) -> None:
-        message = prefill_pb2.AbortPrefillRequest(attempts=[ownership_to_proto(request_id, ownership)])
-        with contextlib.suppress(aio.AioRpcError):
-            await self._channels.stub(PrefillServiceStub, record.address).AbortPrefill(message, timeout=ABORT_TIMEOUT_S)
-
-    def _confirm(self, entry: RequestEntry, attempt: Attempt) -> None:
-        self._waiting.remove(entry, attempt)
-        self._unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
-        self._line.wake_first()
-
-    def _take(self, entry: RequestEntry, attempt: Attempt, event: prefill_pb2.PrefillResponse) -> None:
-        timing, now_s = entry.timing, time.monotonic()
-        match event.WhichOneof("event"):
-            case "started":
-                self._confirm(entry, attempt)
-                timing.prefill_queue_s = event.started.queue_s
-            case "placed":
-                placed = event.placed
-                life = Life(placed.decode_instance_id, placed.decode_incarnation)
-                entry.note_owner(attempt.prefill, life)
-                entry.handle(PlaceNamed(life), now_s)
-                entry.note_holder()
-            case "first_token":
-                first = event.first_token
-                timing.prefill_s = first.prefill_s
-                logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
-                entry.handle(FirstToken((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s)
-            case "handed_over":
-                timing.kv_bytes = event.handed_over.kv_bytes
-                timing.kv_transfer_s = event.handed_over.kv_transfer_s
-                timing.kv_tail_s = event.handed_over.kv_tail_s
-                timing.kv_transport = event.handed_over.kv_transport
-                entry.handle(HandedOver(), now_s)
 
 
 def _note_search(entry: RequestEntry, found: Found | Missing) -> None:

@@ -11,7 +11,6 @@ import enum
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from grpc import aio
 
@@ -26,8 +25,9 @@ from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto
 from kaveri.wire.status import error_of
 from services.router.lifecycle_values import NO_LIFE, Life
+from services.router.prefill_watch import PrefillSteps
 from services.router.requests import OwnerHint, RequestEntry
-from services.router.token_feeds import ATTACH_SOON_S, ATTACH_TIMEOUT_S, TokenFeeds
+from services.router.token_feeds import ATTACH_SOON_S, ATTACH_TIMEOUT_S, REOPEN_GRACE_S, TokenFeeds
 
 _REOPEN_TIMEOUT_S = 0.5
 _ASKED_TOGETHER = 16
@@ -35,14 +35,6 @@ _MOST_ASKED = 256
 """Instances of a phase that are asked for a request of which no hint holds."""
 _SEARCHES = 8
 """Requests that are looked for at all instances at a time; others wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSteps:
-    """A stream of a prefill instance's reports."""
-
-    call: "aio.UnaryStreamCall[Any, Any]"
-    record: InstanceRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +94,16 @@ class TakeOver:
                 found = found or await self._at_prefill(entry, number, some)
             return found or Missing.NOWHERE
 
-    async def reopen(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PrefillSteps | None:
+    async def reopen(self, entry: RequestEntry, number: int, broken: PrefillSteps) -> PrefillSteps | None:
         """Another stream of the reports of an attempt whose stream has broken; it repeats them. None: the instance does
         not answer, or does not have the request any more."""
+        record, timeout_s = broken.record, REOPEN_GRACE_S if broken.fault else _REOPEN_TIMEOUT_S
         if not entry.accepted.secret:
             # The request has ended with its call.
             return None
         log = get_logger().bind(request_id=entry.request_id, attempt=number, prefill_instance_id=record.instance_id)
         try:
-            found = await self._attach_at_prefill(entry, number, record, _REOPEN_TIMEOUT_S)
+            found = await self._attach_at_prefill(entry, number, record, timeout_s)
         except KaveriError as error:
             log.info("prefill_stream_lost", reason=str(error))
             return None

@@ -1,13 +1,12 @@
 """The attempts that prefill instances have not begun. Asks instances that drain to give them back.
 
 An instance does not know whether another one takes requests; the router does. What the instance has begun meanwhile
-goes on there.
+goes on there. The router asks until the instance has answered, or none of the attempts waits there any more.
 """
 
 import asyncio
-import contextlib
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase
 from kaveri.rpc.channels import Channels
@@ -18,6 +17,10 @@ from services.router.lifecycle_values import Attempt
 from services.router.requests import RequestEntry
 from services.router.token_feeds import ABORT_TIMEOUT_S
 
+_MOST_TRIES = 6
+_FIRST_PAUSE_S = 0.05
+"""Between two tries. It doubles."""
+_UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
 _MOST_AT_ONCE = 4096
 """Of one message: less than half of the largest, when every id is as long as it may be."""
 
@@ -30,6 +33,8 @@ class WaitingPrompts:
         self._stream_id = stream_id
         self._channels = channels
         self._waiting: dict[tuple[RequestEntry, int], InstanceRecord] = {}
+        self._asked: dict[tuple[RequestEntry, int], None] = {}
+        """Those that a draining instance is asked for, or has answered about."""
         self._asking: dict[asyncio.Task[None], None] = {}
 
     def __len__(self) -> int:
@@ -45,22 +50,26 @@ class WaitingPrompts:
     def remove(self, entry: RequestEntry, attempt: Attempt) -> None:
         """It was begun, or is over. Idempotent."""
         self._waiting.pop((entry, attempt.number), None)
+        self._asked.pop((entry, attempt.number), None)
 
     def update(self, view: ClusterView) -> None:
         """Asks for what waits at instances that drain, when another one takes requests. Their Prefill streams end."""
         if not self._waiting or not view.ready(Phase.PREFILL, self._model):
             return
-        names: dict[str, list[decode_pb2.AttemptId]] = {}
-        for (entry, number), record in self._waiting.items():
+        due: dict[str, list[tuple[RequestEntry, int]]] = {}
+        for attempt, record in self._waiting.items():
             status = view.instances.get(record.instance_id)
             if (
-                status is not None
-                and status.record.incarnation == record.incarnation
-                and status.load.state is InstanceState.DRAINING
+                status is None
+                or status.record.incarnation != record.incarnation
+                or status.load.state is not InstanceState.DRAINING
             ):
-                name = ownership_to_proto(entry.request_id, entry.ownership(number, self._stream_id))
-                names.setdefault(record.address, []).append(name)
-        for address, attempts in names.items():
+                # It may drain again.
+                self._asked.pop(attempt, None)
+            elif attempt not in self._asked:
+                self._asked[attempt] = None
+                due.setdefault(record.address, []).append(attempt)
+        for address, attempts in due.items():
             task = asyncio.create_task(self._ask(address, attempts), name=f"waiting prompts at {address}")
             self._asking[task] = None
             task.add_done_callback(self._asking.pop)
@@ -70,10 +79,31 @@ class WaitingPrompts:
         if self._asking:
             await asyncio.wait(self._asking)
 
-    async def _ask(self, address: str, attempts: list[decode_pb2.AttemptId]) -> None:
-        stub = self._channels.stub(PrefillServiceStub, address)
+    async def _ask(self, address: str, attempts: list[tuple[RequestEntry, int]]) -> None:
         for first in range(0, len(attempts), _MOST_AT_ONCE):
-            message = prefill_pb2.GiveBackPrefillRequest(attempts=attempts[first : first + _MOST_AT_ONCE])
-            # What it does not give back it computes. An instance of a former version does not know the call.
-            with contextlib.suppress(aio.AioRpcError):
+            await self._ask_until_answered(address, attempts[first : first + _MOST_AT_ONCE])
+
+    async def _ask_until_answered(self, address: str, attempts: list[tuple[RequestEntry, int]]) -> None:
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(_MOST_TRIES):
+            names = [self._name(attempt) for attempt in attempts if attempt in self._asked]
+            if not names:
+                return
+            message = prefill_pb2.GiveBackPrefillRequest(attempts=names)
+            try:
+                stub = self._channels.stub(PrefillServiceStub, address)
                 await stub.GiveBackPrefill(message, timeout=ABORT_TIMEOUT_S)
+                return
+            except aio.AioRpcError as error:
+                if error.code() not in _UNANSWERED:
+                    # An instance of a former version does not know the call. What it does not give back it computes.
+                    return
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+        for attempt in attempts:
+            # The next view asks again.
+            self._asked.pop(attempt, None)
+
+    def _name(self, attempt: tuple[RequestEntry, int]) -> decode_pb2.AttemptId:
+        entry, number = attempt
+        return ownership_to_proto(entry.request_id, entry.ownership(number, self._stream_id))

@@ -141,7 +141,7 @@ class Routers:
             return None
 
         router.feeds._abort_at = lambda *_: None  # type: ignore[method-assign]
-        router.placer._abort_prefill = mute  # type: ignore[method-assign,assignment]
+        router.placer._prefills._abort = mute  # type: ignore[method-assign,assignment]
         router.claims.close = lambda claim: None  # type: ignore[method-assign,assignment]
         await self._channels.pop(name).close()
         await self._end(name)

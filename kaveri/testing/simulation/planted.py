@@ -26,7 +26,7 @@ from services.prefill import decode_placer
 from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
 from services.router import answer as router_answer
-from services.router import claims, lifecycle_losses, request_placer, token_feeds
+from services.router import claims, lifecycle_losses, prefill_attempts, token_feeds
 from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
 
@@ -165,7 +165,7 @@ def retry_draws_another_seed() -> Iterator[None]:
 
         return prefill
 
-    with replaced(request_placer.RequestPlacer, "_prefill", make):
+    with replaced(prefill_attempts.PrefillAttempts, "send", make):
         yield
 
 
@@ -178,9 +178,9 @@ def retry_forgets_generated_tokens() -> Iterator[None]:
             prompt = token_ids[: len(token_ids) - generated_count]
             return messages.PrefillRequest(token_ids=prompt, generated_count=generated_count, **fields)
 
-        return SimpleNamespace(PrefillRequest=prefill_request)
+        return SimpleNamespace(**vars(messages) | {"PrefillRequest": prefill_request})
 
-    with replaced(request_placer, "prefill_pb2", make):
+    with replaced(prefill_attempts, "prefill_pb2", make):
         yield
 
 
@@ -290,7 +290,7 @@ def later_session_draws_another_seed() -> Iterator[None]:
 
         return prefill
 
-    with replaced(request_placer.RequestPlacer, "_prefill", make):
+    with replaced(prefill_attempts.PrefillAttempts, "send", make):
         yield
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import grpc
 from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
@@ -391,8 +392,22 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """The step before which every request fails with UNAVAILABLE."""
         self.placed_life: int | None = None
         """The incarnation that every placement names; None: the decode instance's own."""
+        self.lost_questions = 0
+        """So many of the next calls of GiveBackPrefill are lost."""
+        self.gives_back = asyncio.Event()
+        """Set once it gives back what a hold stops."""
         self._decode_of = decode_of
         self._life_of = life_of
+
+    async def GiveBackPrefill(  # noqa: N802
+        self, request: prefill_pb2.GiveBackPrefillRequest, context: Any
+    ) -> prefill_pb2.GiveBackPrefillResponse:
+        if self.lost_questions:
+            self.lost_questions -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        self.gives_back.set()
+        self.release.set()
+        return prefill_pb2.GiveBackPrefillResponse()
 
     async def AttachPrefill(  # noqa: N802
         self, request: prefill_pb2.AttachPrefillRequest, context: Any
@@ -462,6 +477,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                 await self.release.wait()
             finally:
                 self.waiting_requests -= 1
+            if self.gives_back.is_set():
+                await abort(context, Unavailable("it drains", retry_after_s=1.0))
             if self.break_after_hold:
                 await abort(context, Unavailable("scripted to break"))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 from grpc import aio
 from structlog.testing import capture_logs
 
+from kaveri.domain.view import InstanceState
 from kaveri.v1 import inference_pb2
 from services.router import service
 from tests.services.router.cluster_script import (
@@ -58,7 +60,8 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
         call = router.stub.Generate(ask_attachable("mine"), timeout=10)
         if phase == "decoding":
-            await eventually(lambda: decode.is_paused)
+            # Also those that the decode instance has sent must have come.
+            await eventually(lambda: any(len(entry.answer.token_ids) == 7 for entry in router.router.table.entries()))
         else:
             await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
         began_s = time.monotonic()
@@ -70,6 +73,43 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
         assert list(responses[-1].routers) == [other.address]
         assert responses[0].max_tokens == 20
         assert decode.aborted == []
+
+
+async def test_a_draining_prefill_instance_is_asked_until_it_has_answered(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.hold.add("started")
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=20)
+        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        draining, other = sorted(cluster.prefills.values(), key=lambda prefill: -prefill.waiting_requests)[:2]
+        other.hold.clear()
+        draining.lost_questions = 3
+        instance = cluster.instances[draining.instance_id]
+        instance.load = replace(instance.load, state=InstanceState.DRAINING)
+        assert tokens_of(await collect(call)) == answer(PROMPT, 20)
+        assert draining.lost_questions == 0
+        assert len(other.requests) == 1
+
+
+async def test_a_draining_prefill_instance_is_not_asked_for_what_it_has_begun_meanwhile(
+    cluster: ScriptedCluster,
+) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.hold.add("started")
+    async with cluster.router() as router:
+        call = router.stub.Generate(ask(), timeout=20)
+        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        draining = max(cluster.prefills.values(), key=lambda prefill: prefill.waiting_requests)
+        draining.lost_questions = 1000
+        instance = cluster.instances[draining.instance_id]
+        instance.load = replace(instance.load, state=InstanceState.DRAINING)
+        await eventually(lambda: draining.lost_questions < 1000)
+        draining.hold.clear()
+        draining.release.set()
+        assert tokens_of(await collect(call)) == answer(PROMPT, 20)
+        asking = router.router.placer._prefills._waiting._asking
+        await eventually(lambda: not asking)
+        assert draining.lost_questions > 990
 
 
 async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: ScriptedCluster) -> None:

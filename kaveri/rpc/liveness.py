@@ -1,4 +1,4 @@
-"""Notices routers that hang or are cut off while calls wait for them. For one event loop."""
+"""Notices peers that hang or are cut off while calls wait for them. For one event loop."""
 
 import asyncio
 import time
@@ -11,16 +11,16 @@ from grpc import aio
 from kaveri.domain.silence import TICK_S, SilenceWatch
 
 SUSPECT_AFTER_S = 0.5
-"""Silence of a router after which calls that wait for it go elsewhere."""
+"""Silence of a peer after which calls that wait for it go elsewhere."""
 SUSPECT_UNHEARD_AFTER_S = 1.2
-"""The same for a router that this client has never heard: it may be far away, or still connecting."""
+"""The same for a peer that was never heard: it may be far away, or still connecting."""
 BEAT_TIMEOUT_S = 2.0
 _BEAT_AFTER_S = 0.15
-"""Silence after which a router is asked for a sign of life, and the time between two such questions."""
+"""Silence after which a peer is asked for a sign of life, and the time between two such questions."""
 _SLOW_BEAT_AFTER_S = 1.0
-"""The same for routers that have not answered fast."""
+"""The same for peers that have not answered fast."""
 _PROMPT_S = 0.2
-"""Only routers that have answered a beat this fast are watched. gRPC's keep-alive watches those that are far away."""
+"""Only peers that have answered a beat this fast are watched. gRPC's keep-alive watches those that are far away."""
 _UNREACHED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -29,28 +29,29 @@ class WaitingCall(Protocol):
 
     target: str
     leaves_unheard: bool
-    """Whether it may go elsewhere when its router has never been heard."""
+    """Whether it may go elsewhere when its peer has never been heard."""
 
     def suspect(self, after_s: float) -> None:
-        """Its router has been silent for so long: the call ends now."""
+        """Its peer has been silent for so long: the call ends now."""
 
 
 class Liveness:
-    """Which routers answer. Asks only while calls wait, and only routers that send nothing by themselves."""
+    """Which peers answer. Asks only while calls wait, and only peers that send nothing by themselves."""
 
-    def __init__(self, beat: Callable[[str], Awaitable[object]]) -> None:
-        """beat: calls Beat at a target, with BEAT_TIMEOUT_S."""
+    def __init__(self, beat: Callable[[str], Awaitable[object]], suspect_after_s: float = SUSPECT_AFTER_S) -> None:
+        """beat: calls Beat at a target, with BEAT_TIMEOUT_S. suspect_after_s: how long a peer that answers fast may be
+        silent, counted while this process runs."""
         self._beat = beat
-        self._watch: SilenceWatch[str] = SilenceWatch(SUSPECT_AFTER_S, time.monotonic())
+        self._watch: SilenceWatch[str] = SilenceWatch(suspect_after_s, time.monotonic())
         self._unheard: SilenceWatch[WaitingCall] = SilenceWatch(SUSPECT_UNHEARD_AFTER_S, time.monotonic())
-        """Calls to routers that were never heard."""
+        """Calls to peers that were never heard."""
         self._waiting: dict[str, dict[WaitingCall, None]] = {}
         self.heard_s: dict[str, float] = {}
-        """When each router was last heard, on the monotonic clock."""
+        """When each peer was last heard, on the monotonic clock."""
         self._prompt: dict[str, None] = {}
-        """Routers that answer fast."""
+        """Peers that answer fast."""
         self._asked_s: dict[str, float] = {}
-        """When each router was last asked."""
+        """When each peer was last asked."""
         self._running = False
         self._tasks: dict[asyncio.Task[None], None] = {}
 
@@ -76,11 +77,11 @@ class Liveness:
             waiting.pop(call, None)
 
     def was_heard(self, target: str) -> bool:
-        """Whether the router has ever sent something."""
+        """Whether the peer has ever sent something."""
         return target in self.heard_s
 
     def heard(self, target: str) -> None:
-        """The router has sent something."""
+        """The peer has sent something."""
         self.heard_s[target] = time.monotonic()
         for call in self._waiting.get(target, ()):
             self._unheard.forget(call)
@@ -93,12 +94,12 @@ class Liveness:
             task.cancel()
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work, name="kaveri-client liveness")
+        task = asyncio.create_task(work, name="liveness of peers")
         self._tasks[task] = None
         task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
 
     async def _run(self) -> None:
-        # Ends when no call waits, so that an idle client costs nothing.
+        # Ends when no call waits, so that an idle process asks nothing.
         while self._waiting:
             for target, waiting in tuple(self._waiting.items()):
                 if not waiting:
@@ -111,7 +112,7 @@ class Liveness:
             now_s = time.monotonic()
             for target in self._watch.tick(now_s):
                 for call in tuple(self._waiting.pop(target, ())):
-                    call.suspect(SUSPECT_AFTER_S)
+                    call.suspect(self._watch.after_s)
             for call in self._unheard.tick(now_s):
                 call.suspect(SUSPECT_UNHEARD_AFTER_S)
         self._running = False
@@ -126,7 +127,7 @@ class Liveness:
         try:
             await self._beat(target)
         except aio.AioRpcError as error:
-            # A router of a former version does not know the call; that shows its life as well.
+            # A peer of a former version does not know the call; that shows its life as well.
             if error.code() in _UNREACHED:
                 return
         if time.monotonic() - asked_s <= _PROMPT_S:
