@@ -22,8 +22,14 @@ from dataclasses import replace
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, Unavailable
-from kaveri.policy.retry import Setback
 from services.router.lifecycle_losses import Step, held_of, impossible, leaving, lost, lost_by_gap, withheld_by
+from services.router.lifecycle_resumes import (
+    replica_forgone,
+    replica_named,
+    resume_accepted,
+    resume_asked,
+    resume_refused,
+)
 from services.router.lifecycle_values import (
     Abort,
     Action,
@@ -103,15 +109,15 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case PlaceLost():
             return _place_lost(state, event)
         case ReplicaNamed():
-            return _replica_named(state, event)
+            return replica_named(state, event)
         case ReplicaForgone():
-            return _replica_forgone(state, event)
+            return replica_forgone(state, event)
         case ResumeAsked():
-            return _resume_asked(state, event)
+            return resume_asked(state, event)
         case ResumeAccepted():
-            return _resume_accepted(state)
+            return resume_accepted(state)
         case ResumeRefused():
-            return _resume_refused(state, event)
+            return resume_refused(state, event)
         case TextStopped():
             return _text_stopped(state, event)
         case Exhausted():
@@ -392,71 +398,6 @@ def _place_lost(state: State, event: PlaceLost) -> Step:
             return lost(state, event.error)
         case _:
             raise impossible(state, event)
-
-
-def _replica_named(state: State, event: ReplicaNamed) -> Step:
-    match state:
-        case Placed(attempt, _, place) if event.attempt == attempt.number and event.source == place:
-            return replace(state, replica=event.replica), ()
-        case Decoding(attempt, _, place) if event.attempt == attempt.number and event.source == place:
-            return state._replace(replica=event.replica), ()
-        case Seeking(attempt) | Prefilling(attempt) | Placed(attempt) if event.attempt == attempt.number:
-            if isinstance(state, Placed) and event.source in state.left:
-                return state, ()
-            # The last word of each instance.
-            events = tuple(former for former in state.held.events if not _is_replaced(former, event))
-            if sum(isinstance(former, ReplicaNamed) for former in events) >= attempt.most_tokens:
-                return state, ()
-            return replace(state, held=held_of((*events, event))), ()
-        case _:
-            return state, ()
-
-
-def _is_replaced(former: Tokens | GivenUp | ReplicaNamed, event: ReplicaNamed) -> bool:
-    return isinstance(former, ReplicaNamed) and former.source == event.source
-
-
-def _replica_forgone(state: State, event: ReplicaForgone) -> Step:
-    match state:
-        case Lost():
-            return replace(state, replica=None, withheld=()), state.withheld
-        case _:
-            raise impossible(state, event)
-
-
-def _resume_asked(state: State, event: ResumeAsked) -> Step:
-    match state:
-        case Unplaced(next_index) | Lost(_, next_index):
-            attempt, holder = event.attempt, event.holder
-            assert attempt.first_index == next_index, (state, event)
-            now = Resuming(attempt, next_index, holder, withheld_by(state))
-            return now, (Follow(attempt.number, holder, is_there=False),)
-        case _:
-            raise impossible(state, event)
-
-
-def _resume_accepted(state: State) -> Step:
-    match state:
-        case Resuming(attempt, next_index, place):
-            now = Decoding(attempt, next_index, place, PrefillLeg.COMPLETE)
-            return now, (*state.withheld, Follow(attempt.number, place))
-        case Decoding(attempt, _, place):
-            # Its tokens have come before its answer.
-            return state, (Follow(attempt.number, place),)
-        case _:
-            return state, ()
-
-
-def _resume_refused(state: State, event: ResumeRefused) -> Step:
-    match state:
-        case Resuming(attempt, next_index, place):
-            now = Lost(attempt, next_index, event.error, Setback.REFUSED, place, PrefillLeg.COMPLETE, event.replica)
-            if event.may_have_begun:
-                return now, leaving(state)
-            return now, (LeaveAttempt(), *state.withheld)
-        case _:
-            # Its tokens have come: only its answer was lost.
-            return _resume_accepted(state)
 
 
 def _text_stopped(state: State, event: TextStopped) -> Step:

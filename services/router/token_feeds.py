@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from grpc import aio
 
@@ -37,21 +36,10 @@ from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import (
-    Attempt,
-    Decoding,
-    GivenUp,
-    Life,
-    Lost,
-    PlaceLost,
-    ReplicaNamed,
-    Tokens,
-)
+from services.router.lifecycle_values import Attempt, Decoding, GivenUp, Life, Lost, ReplicaNamed, Tokens
 from services.router.requests import RequestEntry, RequestTable
+from services.router.subscriptions import Subscription, Tie
 
-CONNECT_GRACE_S = 2.0
-"""How long a request may be placed on an instance that has no open stream. Then the attempt is lost. Shorter for one
-that went silent: REOPEN_GRACE_S."""
 REOPEN_GRACE_S = 0.25
 """How long an instance that went silent may take to answer a new stream, counted while this process runs. Then its
 requests go on elsewhere."""
@@ -89,13 +77,13 @@ class TokenFeeds:
         self._table = table
         self._relayed = relayed
         self._holders = holders
-        self._silence: SilenceWatch[_Subscription] = SilenceWatch(suspect_after_s, time.monotonic())
-        self._reopening: SilenceWatch[_Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
+        self._silence: SilenceWatch[Subscription] = SilenceWatch(suspect_after_s, time.monotonic())
+        self._reopening: SilenceWatch[Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
         """Those that went silent and have not answered since."""
-        self._subscriptions: dict[str, _Subscription] = {}
+        self._subscriptions: dict[str, Subscription] = {}
         self.silent_ids: frozenset[str] = frozenset()
         """The instances that went silent and have not answered since."""
-        self._followed: dict[RequestEntry, _Subscription] = {}
+        self._followed: dict[RequestEntry, Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
         # When each of the newest aborts was sent, by (instance, request, owner); those of this turn of the loop, by
         # address; and what is under way that no request waits for.
@@ -128,7 +116,7 @@ class TokenFeeds:
                 del self._subscriptions[instance_id]
         for instance_id, record in records.items():
             if instance_id not in self._subscriptions:
-                subscription = self._subscriptions[instance_id] = _Subscription(instance_id)
+                subscription = self._subscriptions[instance_id] = Subscription(instance_id)
                 subscription.start(record, self._follow(subscription, record))
         self._find_silent()
 
@@ -143,11 +131,11 @@ class TokenFeeds:
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None:
             # Prefill saw the instance first; the view will name it here as well, or the grace ends.
-            subscription = self._subscriptions[life.instance_id] = _Subscription(life.instance_id)
+            subscription = self._subscriptions[life.instance_id] = Subscription(life.instance_id)
         if self._followed.get(entry) is not subscription:
             self.unfollow(entry)
         self._followed[entry] = subscription
-        tie = _Tie(entry, attempt, life, is_there)
+        tie = Tie(entry, attempt, life, is_there)
         subscription.tie(tie)
         if subscription.ties.get(entry) is tie:
             self._attach_if_due(subscription, tie)
@@ -253,12 +241,12 @@ class TokenFeeds:
             return False
         return subscription.record.incarnation == life.incarnation
 
-    def _attach_if_due(self, subscription: "_Subscription", tie: "_Tie") -> None:
+    def _attach_if_due(self, subscription: Subscription, tie: Tie) -> None:
         if subscription.connected and tie.needs_attach and subscription.record is not None:
             tie.needs_attach = False
             self._own(asyncio.create_task(self._attach(subscription, subscription.record, tie)))
 
-    async def _attach(self, subscription: "_Subscription", record: InstanceRecord, tie: "_Tie") -> None:
+    async def _attach(self, subscription: Subscription, record: InstanceRecord, tie: Tie) -> None:
         attachment = tie.entry.attachment(tie.attempt.number, self._stream_id)
         try:
             await self.attach(record, attachment)
@@ -281,7 +269,7 @@ class TokenFeeds:
         self._subscriptions.clear()
         await asyncio.gather(*(task for task in tasks if task is not None), *self._errands, return_exceptions=True)
 
-    async def _follow(self, subscription: "_Subscription", record: InstanceRecord) -> None:
+    async def _follow(self, subscription: Subscription, record: InstanceRecord) -> None:
         backoff_s = _RECONNECT_MIN_S
         log = get_logger().bind(decode_instance_id=record.instance_id, incarnation=record.incarnation)
         while True:
@@ -310,13 +298,13 @@ class TokenFeeds:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _RECONNECT_MAX_S)
 
-    def _lose_those_that_do_not_wait(self, subscription: "_Subscription", why: str) -> None:
+    def _lose_those_that_do_not_wait(self, subscription: Subscription, why: str) -> None:
         error = Unavailable(f"decode instance {subscription.instance_id}: {why}")
         for tie in tuple(subscription.ties.values()):
             if self._holders.does_not_wait(tie.entry):
                 subscription.lose(tie, error)
 
-    async def _read(self, subscription: "_Subscription", record: InstanceRecord) -> None:
+    async def _read(self, subscription: Subscription, record: InstanceRecord) -> None:
         request = decode_pb2.StreamTokensRequest(router_id=self._stream_id, requests=subscription.open())
         call = self._channels.stub(DecodeServiceStub, record.address).StreamTokens(request)
         life = Life(record.instance_id, record.incarnation)
@@ -410,112 +398,3 @@ def _event_of(life: Life, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
         timing.queue_s,
         timing.decode_s,
     )
-
-
-@dataclass(slots=True, eq=False)
-class _Tie:
-    """An attempt that needs a token stream."""
-
-    entry: RequestEntry
-    attempt: Attempt
-    place: Life
-    is_there: bool
-    needs_attach: bool = False
-    """Whether its tokens do not come on the stream by themselves."""
-
-    def lose(self, error: KaveriError) -> None:
-        self.entry.handle(PlaceLost(error), time.monotonic())
-
-
-class _Subscription:
-    """One decode instance: its record once the view names it, its stream, the attempts placed there."""
-
-    def __init__(self, instance_id: str) -> None:
-        self.instance_id = instance_id
-        self.record: InstanceRecord | None = None
-        self.connected = False
-        self.connected_s = 0.0
-        """time.monotonic() when the last stream stood."""
-        # Ordered: they are lost in the order in which they were placed.
-        self.ties: dict[RequestEntry, _Tie] = {}
-        self.call: aio.Call | None = None
-        """The stream, or the last one."""
-        self.fault = ""
-        """Why this router has broken off the stream; empty once there is another one."""
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self, record: InstanceRecord, follow: Coroutine[None, None, None]) -> None:
-        self.record = record
-        for tie in tuple(self.ties.values()):
-            self._check_life(tie)
-        self._task = asyncio.create_task(follow, name=f"tokens of {self.instance_id}")
-
-    def stop(self, reason: str) -> asyncio.Task[None] | None:
-        """Ends the stream and loses the attempts; returns the task that ends."""
-        if self._task is not None:
-            self._task.cancel()
-        self.connected = False
-        lost, self.ties = self.ties, {}
-        for tie in lost.values():
-            tie.lose(Unavailable(f"decode instance {self.instance_id} {reason}"))
-        return self._task
-
-    def break_off(self, fault: str) -> None:
-        """Cancels the stream; its follower then treats it as broken."""
-        assert self.call is not None
-        self.fault = fault
-        self.call.cancel()
-
-    def open(self) -> list[decode_pb2.StreamedRequest]:
-        """What a new stream has to go on with."""
-        named = [
-            tie for tie in self.ties.values() if tie.is_there and not (tie.needs_attach and tie.attempt.taken_over)
-        ]
-        for tie in named:
-            tie.needs_attach = False
-        return [
-            decode_pb2.StreamedRequest(
-                request_id=tie.entry.request_id,
-                session=tie.entry.accepted.session,
-                attempt=tie.attempt.number,
-                next_index=len(tie.entry.answer.token_ids),
-            )
-            for tie in named
-        ]
-
-    def disconnect(self) -> None:
-        """The stream broke. The attempts wait for another one."""
-        if self.connected:
-            self.connected = False
-            for tie in self.ties.values():
-                self._limit_wait(tie)
-
-    def tie(self, tie: _Tie) -> None:
-        # The instance may have sent tokens over a former stream, as long as it did not know of this one.
-        is_late = tie.attempt.taken_over or not self.connected or self.connected_s >= tie.entry.begun_s
-        tie.needs_attach = tie.is_there and is_late
-        self.ties[tie.entry] = tie
-        self._check_life(tie)
-        if not self.connected:
-            self._limit_wait(tie)
-
-    def _limit_wait(self, tie: _Tie) -> None:
-        asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
-
-    def _check_life(self, tie: _Tie) -> None:
-        if self.record is not None and tie.place.incarnation != self.record.incarnation:
-            # The tokens would come on no stream.
-            self.lose(tie, Unavailable(f"decode instance {self.instance_id} has restarted since it reserved room"))
-
-    def _check_connection(self, tie: _Tie) -> None:
-        if not self.connected:
-            self.lose(tie, Unavailable(f"no token stream from decode instance {self.instance_id}"))
-
-    def lose_all(self) -> None:
-        for tie in tuple(self.ties.values()):
-            self.lose(tie, Unavailable(f"decode instance {self.instance_id} went silent: {self.fault}"))
-
-    def lose(self, tie: _Tie, error: KaveriError) -> None:
-        if self.ties.get(tie.entry) is tie:
-            del self.ties[tie.entry]
-            tie.lose(error)

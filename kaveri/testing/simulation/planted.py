@@ -26,7 +26,7 @@ from services.prefill import decode_placer
 from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
 from services.router import answer as router_answer
-from services.router import claims, lifecycle_losses, prefill_attempts, token_feeds
+from services.router import claims, lifecycle_losses, prefill_attempts, subscriptions, token_feeds
 from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
 
@@ -105,7 +105,7 @@ def broken_stream_waited_for_in_vain() -> Iterator[None]:
 
         return stop
 
-    with replaced(token_feeds._Subscription, "stop", make):
+    with replaced(subscriptions.Subscription, "stop", make):
         yield
 
 
@@ -120,7 +120,7 @@ def stream_goes_on_where_it_broke() -> Iterator[None]:
 
         return open_stream
 
-    with replaced(token_feeds._Subscription, "open", make):
+    with replaced(subscriptions.Subscription, "open", make):
         yield
 
 
@@ -381,8 +381,8 @@ def hint_trusted_without_incarnation() -> Iterator[None]:
         return tie
 
     with (
-        replaced(token_feeds._Subscription, "_check_life", lambda _: nothing),
-        replaced(token_feeds._Subscription, "tie", make),
+        replaced(subscriptions.Subscription, "_check_life", lambda _: nothing),
+        replaced(subscriptions.Subscription, "tie", make),
     ):
         yield
 

@@ -15,7 +15,7 @@ from kaveri.errors import InvalidArgument, NoCapacity, StaleAttempt
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
-from services.router import token_feeds
+from services.router import subscriptions, token_feeds
 from services.router.lifecycle_values import Life, Placed
 from tests.services.router.cluster_script import (
     PROMPT,
@@ -266,7 +266,7 @@ async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_pla
 async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an_unknown_instance(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 0.1)
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 0.1)
     for prefill in cluster.prefills.values():
         prefill.placed_in_vain = "nobody"
     cluster.decodes["decode-0"].pause_at = 7
@@ -274,7 +274,7 @@ async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an
         call, responses = await read_once_placed(cluster, router, "moved", "decode-0")
         # Set behind the router's own timer.
         grace_is_over = asyncio.Event()
-        asyncio.get_running_loop().call_later(token_feeds.CONNECT_GRACE_S, grace_is_over.set)
+        asyncio.get_running_loop().call_later(subscriptions.CONNECT_GRACE_S, grace_is_over.set)
         await grace_is_over.wait()
         cluster.let_all_go()
         responses += await rest_of(call)
@@ -481,7 +481,7 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
 async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost_at_once(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 60.0)
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
     cluster.place_on = "decode-0"
     for prefill in cluster.prefills.values():
         prefill.hold.add("placed")
@@ -500,7 +500,7 @@ async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost
 async def test_an_instance_that_no_view_ever_names_is_forgotten_with_its_last_request(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 0.05)
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 0.05)
     for prefill in cluster.prefills.values():
         prefill.placed_in_vain = "decode-9"
     cluster.place_on = "decode-1"
@@ -513,7 +513,7 @@ async def test_an_instance_that_no_view_ever_names_is_forgotten_with_its_last_re
 async def test_a_placement_is_lost_when_the_view_then_names_another_life(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 60.0)
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
     await cluster.kill("decode-0")
     async with cluster.router() as router:
         await eventually(lambda: "decode-0" not in router.router.store.view().instances)

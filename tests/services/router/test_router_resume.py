@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.v1 import decode_pb2, inference_pb2
-from services.router import attempt_numbers, token_feeds
+from services.router import attempt_numbers, subscriptions, token_feeds
 from services.router.lifecycle_values import Decoding, Life, Resuming, Seeking
 from tests.services.router.cluster_script import (
     PROMPT,
@@ -77,7 +77,7 @@ async def test_the_holder_goes_on_with_the_requests_of_a_killed_instance(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Neither the lease, which goes on, nor the connect grace is waited for.
-    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 60.0)
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
     before = resumes("resumed")
     with structlog.testing.capture_logs() as logs:
         async with begun(cluster) as (_, collecting):
@@ -109,7 +109,7 @@ async def test_a_frozen_instance_is_left_when_it_has_been_silent_and_told_so_beh
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It gets no time to answer on a new stream.
-    monkeypatch.setattr(token_feeds, "CONNECT_GRACE_S", 60.0)
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
     monkeypatch.setattr(token_feeds, "REOPEN_GRACE_S", 60.0)
     async with begun(cluster) as (_, collecting):
         owner.silent = True
