@@ -180,6 +180,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.copies: set[str] = set()
         """Requests of which this instance holds a copy."""
         self.resumes: list[decode_pb2.ResumeRequest] = []
+        self.reserved: set[tuple[str, int]] = set()
+        """Requests and attempts that prefill has placed here, and that have not begun."""
         self.attachable: set[str] = set()
         """Requests of earlier sessions that run here, with answers of `attached_tokens`."""
         self.attached_tokens = 20
@@ -201,6 +203,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
     def start(self, request: prefill_pb2.PrefillRequest) -> None:
         """Begins to generate after the token that prefill drew."""
         prompt_length = len(request.token_ids) - request.generated_count
+        self.reserved.discard((request.request_id, request.attempt))
         self.running[request.request_id] = Running(
             request.request_id,
             request.router_id,
@@ -214,6 +217,13 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self._wake.set()
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:  # noqa: N802
+        running = self.running.get(request.request_id)
+        if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
+            # Its own router, which may lack what went over a former stream.
+            running.next_index = min(running.next_index, max(1, request.generated_count))
+            return decode_pb2.AttachResponse(incarnation=self.incarnation)
+        if (request.request_id, request.attempt) in self.reserved:
+            return decode_pb2.AttachResponse(incarnation=self.incarnation)
         if request.request_id not in self.attachable:
             await abort(context, RequestNotFound(request.request_id))
         self.attached.append(request)
@@ -262,6 +272,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.abort_messages.append(request.by_router)
         for entry in request.attempts:
             self.aborted.append((entry.request_id, entry.attempt))
+            self.reserved.discard((entry.request_id, entry.attempt))
             running = self.running.get(entry.request_id)
             ours = running is not None and running.router_id == entry.router_id
             if running is not None and ours and running.attempt <= entry.attempt:
@@ -399,6 +410,11 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self._decode_of = decode_of
         self._life_of = life_of
 
+    async def BeatPrefill(  # noqa: N802
+        self, request: prefill_pb2.BeatPrefillRequest, context: Any
+    ) -> prefill_pb2.BeatPrefillResponse:
+        return prefill_pb2.BeatPrefillResponse()
+
     async def GiveBackPrefill(  # noqa: N802
         self, request: prefill_pb2.GiveBackPrefillRequest, context: Any
     ) -> prefill_pb2.GiveBackPrefillResponse:
@@ -445,6 +461,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                 yield prefill_pb2.PrefillResponse(placed=_placed(vain, self._life_of(vain)))
             await self._before("placed", context)
             life = decode.incarnation if self.placed_life is None else self.placed_life
+            if not decode.running.get(request.request_id):
+                decode.reserved.add((request.request_id, request.attempt))
             yield prefill_pb2.PrefillResponse(placed=_placed(decode.instance_id, life))
             if self.decode_first and not finish:
                 decode.start(request)

@@ -1,0 +1,59 @@
+"""What names an attempt, and what a new owner shows, is checked where it arrives: the field and its limit are named."""
+
+from dataclasses import replace
+
+import pytest
+
+from kaveri.domain.attachment import Attached, Attachment
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.errors import InvalidArgument
+from kaveri.wire.attempts import (
+    attached_from_proto,
+    attached_to_proto,
+    attachment_from_proto,
+    attachment_to_proto,
+    check_ownership,
+)
+
+ATTACHMENT = Attachment("r", Ownership(Owner(2, 3), "router-1", bytes(16)), (1, 2, 3, 4), 2)
+
+
+def test_what_a_new_owner_shows_and_gets_survives_the_wire() -> None:
+    for attachment in (ATTACHMENT, replace(ATTACHMENT, landed=True)):
+        assert attachment_from_proto(attachment_to_proto(attachment)) == attachment
+    attached = Attached(20, 2, (5, 6))
+    assert attached_from_proto(attached_to_proto(attached)) == attached
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("request_id", ""),
+        ("request_id", "é" * 65),
+        ("router_id", ""),
+        ("router_id", "x" * 513),
+        ("attempt", 0),
+        ("attempt", 2**31),
+        ("session", 65_536),
+        ("session", 2**32 - 1),
+        ("secret", b"short"),
+        ("secret", bytes(65)),
+        ("generated_count", 4),
+        ("generated_count", 2**32 - 1),
+    ],
+)
+def test_a_wrong_field_is_refused_by_its_name_and_limit(field: str, wrong: object) -> None:
+    message = attachment_to_proto(ATTACHMENT)
+    setattr(message, field, wrong)
+    with pytest.raises(InvalidArgument) as caught:
+        attachment_from_proto(message)
+    assert caught.value.field == field
+    assert caught.value.limit
+
+
+def test_a_secret_is_not_shown() -> None:
+    message = attachment_to_proto(ATTACHMENT)
+    message.secret = b"a secret"
+    with pytest.raises(InvalidArgument) as caught:
+        check_ownership(message)
+    assert "a secret" not in str(caught.value)

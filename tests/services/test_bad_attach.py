@@ -1,0 +1,111 @@
+"""Who asks an instance for a request of others is refused by name, field and limit, and disturbs nothing."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from kaveri.domain.attachment import Attachment
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.sampling import SamplingParams
+from kaveri.errors import InvalidArgument, KaveriError, RequestNotFound
+from kaveri.v1 import prefill_pb2
+from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.wire.attempts import attachment_to_proto
+from kaveri.wire.messages import params_to_proto
+from kaveri.wire.status import error_of
+
+SECRET = b"0123456789abcdef"
+PROMPT = tuple(range(1, 41))
+MINE = Ownership(Owner(1, 1), "router-1", SECRET)
+RIGHT = Attachment("a", MINE, PROMPT, 0)
+
+Attach = Callable[[Attachment], Awaitable[object]]
+
+WRONG = {
+    "another secret": (replace(RIGHT, ownership=MINE._replace(secret=b"another secret, too")), "secret"),
+    "no secret": (replace(RIGHT, ownership=MINE._replace(secret=b"")), "secret"),
+    "the same session": (replace(RIGHT, ownership=MINE._replace(owner=Owner(0, 2))), "session"),
+    "another prompt": (replace(RIGHT, token_ids=PROMPT[::-1]), "prompt"),
+    "a shorter prompt": (replace(RIGHT, token_ids=PROMPT[:-1]), "prompt"),
+    "another token": (replace(RIGHT, token_ids=(*PROMPT, 0), generated_count=1), "received.token_ids"),
+    "more tokens": (replace(RIGHT, token_ids=(*PROMPT, *[0] * 150), generated_count=150), "received.token_ids"),
+    "another request": (replace(RIGHT, request_id="b"), ""),
+}
+
+
+async def refusal(attaching: Awaitable[object]) -> KaveriError:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await attaching
+    assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+    return error_of(caught.value)
+
+
+async def check_refused(attach: Attach) -> None:
+    for name, (wrong, field) in WRONG.items():
+        error = await refusal(attach(wrong))
+        if not field:
+            assert isinstance(error, RequestNotFound), name
+            continue
+        assert isinstance(error, InvalidArgument), name
+        assert error.field.partition("[")[0] == field, name
+        assert error.limit, name
+        assert "0123456789" not in str(error), name
+
+
+def begin(router: Any, prefill: Any, max_tokens: int) -> Any:
+    message = prefill_pb2.PrefillRequest(
+        request_id="a",
+        attempt=1,
+        router_id=router.router_id,
+        token_ids=PROMPT,
+        params=params_to_proto(SamplingParams(max_tokens=max_tokens, seed=0)),
+        secret=SECRET,
+    )
+    return PrefillServiceStub(prefill.channel).Prefill(message, timeout=30)
+
+
+async def test_a_decode_instance_gives_a_request_to_its_own_client_alone(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill()
+    decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
+    router = await cluster.router()
+    call = begin(router, prefill, 120)
+    events = [event async for event in call]
+    first = next(event.first_token.token_id for event in events if event.WhichOneof("event") == "first_token")
+    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
+    stub = DecodeServiceStub(decode.channel)
+    await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=10))
+    await by_hand.eventually(lambda: router.finished("a"), "it ends")
+    gained = router.tokens["a", 1]
+    assert [first, *(gained[index] for index in sorted(gained))] == cluster.expected(list(PROMPT), 120)
+    # An answer that is kept is guarded as well, and its client still gets it.
+    await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=10))
+    attached = await stub.Attach(attachment_to_proto(replace(RIGHT, token_ids=(*PROMPT, first), generated_count=1)))
+    assert attached.attached.max_tokens == 120
+    await cluster.all_free()
+
+
+async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluster: Any, by_hand: Any) -> None:
+    prefill = await cluster.prefill(fake_step_s=0.3, chunk_tokens=8, orphan_grace_s=60.0)
+    decode = await cluster.decode()
+    router = await cluster.router()
+    call = begin(router, prefill, 5)
+    assert (await call.read()).WhichOneof("event") == "started"
+    stub = PrefillServiceStub(prefill.channel)
+
+    async def attach(attachment: Attachment) -> object:
+        request = prefill_pb2.AttachPrefillRequest(attach=attachment_to_proto(attachment))
+        return await stub.AttachPrefill(request, timeout=10).read()
+
+    await check_refused(attach)
+    events: list[Any] = [None]
+    while events[-1] is not aio.EOF:
+        events.append(await call.read())
+    assert events[-2].WhichOneof("event") == "handed_over"
+    await by_hand.eventually(lambda: router.finished("a"), "it ends")
+    await by_hand.eventually(decode.free, "it is over")
+    await cluster.all_free()
