@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import grpc
 from grpc import aio
 
 from kaveri.rpc.server import open_channel
@@ -31,6 +32,10 @@ class Channels:
     def stub(self, make: Callable[[aio.Channel], StubT], address: str) -> StubT:
         """The stub of a service at "host:port": `make` is the stub's class. retain() ends its calls."""
         return self._stub(self._peer(address), make)
+
+    def is_connected(self, address: str) -> bool:
+        """Whether a call to the address leaves this process at once."""
+        return self._peer(address).channel.get_state() is grpc.ChannelConnectivity.READY
 
     @contextlib.contextmanager
     def calling(self, make: Callable[[aio.Channel], StubT], address: str) -> Iterator[StubT]:

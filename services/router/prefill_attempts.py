@@ -114,10 +114,11 @@ class PrefillAttempts:
         now_s = time.monotonic()
         if entry.timing.attempts == 1:
             entry.timing.router_s = now_s - accepted.arrived_s
+        was_connected = self._channels.is_connected(target.record.address)
         call = self._channels.stub(PrefillServiceStub, target.record.address).Prefill(
             request, timeout=accepted.deadline_s - now_s
         )
-        await self.read(entry, attempt, PrefillSteps(call, target.record), over)
+        await self.read(entry, attempt, PrefillSteps(call, target.record, was_connected=was_connected), over)
 
     async def read(
         self, entry: RequestEntry, attempt: Attempt, steps: PrefillSteps, over: asyncio.Future[None]
@@ -187,7 +188,8 @@ class PrefillAttempts:
             error = Unavailable(f"prefill instance {steps.record.instance_id}: {why}")
             if steps.fault:
                 self._watch.suspected(steps.record)
-            return PrefillEnded(error), False, bool(steps.fault)
+            has_reached = self._watch.has_reached(steps)
+            return PrefillEnded(error, was_reached=has_reached), not has_reached, has_reached and bool(steps.fault)
         finally:
             self._watch.end(steps)
             call.cancel()

@@ -18,10 +18,15 @@ class PrefillSteps:
 
     leaves_unheard = True
 
-    def __init__(self, call: "aio.UnaryStreamCall[Any, Any]", record: InstanceRecord) -> None:
+    def __init__(
+        self, call: "aio.UnaryStreamCall[Any, Any]", record: InstanceRecord, *, was_connected: bool = True
+    ) -> None:
+        """was_connected: whether the call has left this process at once."""
         self.call = call
         self.record = record
         self.target = record.address
+        self.sent_s = float("-inf") if was_connected else time.monotonic()
+        """The call has left this process if the instance was heard since then."""
         self.fault = ""
         """Why this router has broken the stream off."""
 
@@ -76,6 +81,10 @@ class PrefillWatch:
     def heard(self, steps: PrefillSteps) -> None:
         """A report has come."""
         self._liveness.heard(steps.target)
+
+    def has_reached(self, steps: PrefillSteps) -> bool:
+        """Whether the instance may know of the call."""
+        return self._liveness.heard_s.get(steps.target, float("-inf")) >= steps.sent_s
 
     def suspected(self, record: InstanceRecord) -> None:
         """Reports of the instance were broken off: it counts as silent until it is heard, or leaves the cluster."""

@@ -1,6 +1,7 @@
 """Requests that no prefill instance takes now: they wait, they are placed when one does, and no attempt is spent."""
 
 import asyncio
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -189,6 +190,25 @@ async def test_a_new_life_is_asked_at_once_although_the_former_one_has_just_fail
         await single.add_prefill("prefill-0")
         former.task.cancel()
         await check_answers(tasks)
+
+
+async def test_an_attempt_that_was_never_connected_costs_nothing_when_its_instance_begins_a_new_life(
+    single: ScriptedCluster,
+) -> None:
+    """The call was still connecting to the former life when its channel was closed, and counted as lost."""
+    former = single.instances["prefill-0"]
+    await former.die()
+    with socket.socket() as deaf:
+        # Takes connections, and says nothing.
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        deaf.bind(("127.0.0.1", former.server.port))
+        deaf.listen()
+        async with single.router(max_attempts=1) as router:
+            tasks = ask_many(router, 1)
+            await eventually(lambda: len(router.router.placer._prefills._waiting) == 1)
+            await single.add_prefill("prefill-0")
+            former.task.cancel()
+            await check_answers(tasks)
 
 
 async def test_an_instance_that_is_never_reached_fails_its_requests_after_the_set_time(
