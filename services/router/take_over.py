@@ -9,13 +9,16 @@ is to resume the request before others are asked.
 import asyncio
 import enum
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.attachment import Attached
+from kaveri.domain.running_clock import RunningClock
+from kaveri.domain.silence import TICK_S
 from kaveri.domain.view import InstanceRecord, Phase, phases_now
 from kaveri.errors import KaveriError, RequestCancelled, RequestNotFound, Unavailable
 from kaveri.rpc.channels import Channels
@@ -147,8 +150,7 @@ class TakeOver:
             prefill_pb2.AttachPrefillRequest(attach=attach), timeout=entry.accepted.deadline_s - time.monotonic()
         )
         try:
-            async with asyncio.timeout(timeout_s):
-                first = await call.read()
+            first = await _within(call.read(), timeout_s)
         except aio.AioRpcError as rpc_error:
             error = error_of(rpc_error)
             raise Unavailable(str(error)) if isinstance(error, RequestCancelled) else error from rpc_error
@@ -166,6 +168,21 @@ class TakeOver:
             raise Unavailable(f"prefill instance {record.instance_id} ended its stream")
         steps = PrefillSteps(call, record)
         return Found(attached_from_proto(first.progress.attached), _life(record), None, steps)
+
+
+async def _within(reading: Coroutine[Any, Any, Any], limit_s: float) -> Any:
+    """What is read. Raises TimeoutError after so long, counted while this process runs."""
+    clock = RunningClock(time.monotonic(), 2 * TICK_S)
+    task = asyncio.ensure_future(reading)
+    try:
+        while not task.done():
+            if clock.elapsed_s >= limit_s:
+                raise TimeoutError
+            await asyncio.wait((task,), timeout=TICK_S)
+            clock.tick(time.monotonic())
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def _timeout_s(entry: RequestEntry) -> float:
