@@ -119,14 +119,17 @@ class ReplicaHolder:
         store: ReplicaStore,
         incarnation: int,
         orphan_grace_s: float,
+        is_there: Callable[[str, int], bool],
         metrics: ReplicaMetrics,
         forwarder: ReplicaForwarder | None = None,
     ) -> None:
         """store: its owner is the holder from now on. orphan_grace_s: seconds that a copy is kept after its owner was
-        lost. forwarder: None: a request without room here is refused."""
+        lost. is_there: whether the cluster has an instance of this id and incarnation. forwarder: None: a request
+        without room here is refused."""
         self._instance = instance
         self._incarnation = incarnation
         self._orphan_grace_s = orphan_grace_s
+        self._is_there = is_there
         self._unused_s = max(_UNUSED_S, orphan_grace_s)
         self._metrics = metrics
         self._held: dict[str, HeldReplica] = {}
@@ -436,14 +439,7 @@ class ReplicaHolder:
                 held.watermark = event.token_count
                 held.token_count = max(held.token_count, event.token_count)
             case ReplicaOrphaned(), Growing():
-                held.state = Orphan(time.monotonic() + self._orphan_grace_s)
-                get_logger().info(
-                    "replica_orphaned",
-                    request_id=event.key.request_id,
-                    attempt=event.key.attempt,
-                    session=event.key.session,
-                    reason=event.reason,
-                )
+                self._orphaned(held, time.monotonic(), event.reason)
             case ReplicaGivenUp(), Growing():
                 held.state = Complete(time.monotonic() + min(_ENDED_S, self._orphan_grace_s))
             case ReplicaDropped(), _:
@@ -460,10 +456,28 @@ class ReplicaHolder:
                     self._drop(held, "unused")
                 case Growing() | Orphan() if held.ends_s <= now_s:
                     self._drop(held, "deadline")
+                case Growing() if self._has_lost_owner(held, now_s):
+                    self._orphaned(held, now_s, "its owner has left the cluster")
                 case Growing() if self._is_starved(held, now_s):
-                    # What it has is kept until its owner has found another holder.
-                    held.state = Orphan(now_s + _QUIET_S)
+                    # Its owner has the grace time to find another holder. It may not be able to close this copy.
+                    held.state = Orphan(now_s + self._orphan_grace_s)
                     self._store.seal(held.key)
+
+    def _orphaned(self, held: HeldReplica, now_s: float, reason: str) -> None:
+        held.state = Orphan(now_s + self._orphan_grace_s)
+        get_logger().info(
+            "replica_orphaned",
+            request_id=held.key.request_id,
+            attempt=held.key.attempt,
+            session=held.key.session,
+            reason=reason,
+        )
+
+    def _has_lost_owner(self, held: HeldReplica, now_s: float) -> bool:
+        """An owner that died while no packet came from it has not closed its connection. A young owner may not be in
+        the view yet."""
+        is_old = now_s - held.opened_s >= self._unused_s
+        return is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation)
 
     def _is_starved(self, held: HeldReplica, now_s: float) -> bool:
         if not self._store.is_starved(held.key):

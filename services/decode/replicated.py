@@ -116,7 +116,12 @@ def with_replicas(
     )
     settings = ReplicationSettings(config.replication, CopyRules(config.replica_min_tokens))
     forwarder = ReplicaForwarder(replicas, store, own, rng)
-    holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, metrics, forwarder)
+
+    def is_there(instance_id: str, life: int) -> bool:
+        status = store.view().instances.get(instance_id)
+        return status is not None and status.record.incarnation == life
+
+    holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics, forwarder)
     replicator = Replicator(engine, instance, store, own, settings, rng, metrics)
     return ReplicatedDecode(instance, holder, replicator), holder
 

@@ -1,6 +1,7 @@
 """Which copies a holder keeps, of which owners, over a store that moves nothing."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer
 from kaveri.errors import InvalidArgument, RequestAlreadyExists, StaleAttempt, Unavailable
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.replicas.store import ReplicaKey, ReplicaUsage
+from kaveri.kv.replicas.store import ReplicaGrew, ReplicaKey, ReplicaUsage
 from services.decode.holder import ReplicaHolder
 from services.decode.replica_metrics import ReplicaMetrics
 
@@ -28,8 +29,10 @@ class Store:
         self.keys: set[ReplicaKey] = set()
         self.starved: set[ReplicaKey] = set()
         self.sealed: set[ReplicaKey] = set()
+        self.lives = {("d0", 1)}
+        """Of the cluster's instances."""
 
-    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float) -> str:
+    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float, *, stays: bool) -> str:
         self.keys.add(key)
         return f"ticket of {key}"
 
@@ -43,7 +46,7 @@ class Store:
         return key in self.starved
 
     def usage(self) -> ReplicaUsage:
-        return ReplicaUsage(0, 1, len(self.keys))
+        return ReplicaUsage(0, 1024, len(self.keys))
 
 
 class Owners:
@@ -63,7 +66,7 @@ def store() -> Store:
 @pytest.fixture
 def holder(store: Store) -> ReplicaHolder:
     metrics = ReplicaMetrics(CollectorRegistry())
-    return ReplicaHolder(Instance(), store, 7, 10.0, metrics)  # type: ignore[arg-type]
+    return ReplicaHolder(Instance(), store, 7, 10.0, lambda *life: life in store.lives, metrics)  # type: ignore[arg-type]
 
 
 def owned(session: int, attempt: int, secret: bytes = SECRET) -> Ownership:
@@ -127,5 +130,22 @@ def test_a_copy_that_finds_no_block_for_long_is_shut_and_kept(holder: ReplicaHol
     assert not store.sealed, "it had a block in between"
     holder._drop_expired(106.0)
     assert store.sealed == {key}
-    holder._drop_expired(107.0)
+    holder._drop_expired(115.0)
     assert holder.held_count == 1
+
+
+def test_the_copy_of_an_owner_whose_life_has_left_the_cluster_is_kept_for_the_grace_time(
+    holder: ReplicaHolder, store: Store
+) -> None:
+    holder.open(offer(1))
+    (key,) = store.keys
+    opened_s = time.monotonic()
+    holder._hear(ReplicaGrew(key, 16))
+    holder._drop_expired(opened_s + 50.0)
+    # It died while it was cut off, and lives again: its connection was never closed.
+    store.lives = {("d0", 2)}
+    holder._drop_expired(opened_s + 50.0)
+    holder._drop_expired(opened_s + 59.0)
+    assert holder.held_count == 1
+    holder._drop_expired(opened_s + 60.0)
+    assert holder.held_count == 0
