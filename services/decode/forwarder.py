@@ -51,8 +51,8 @@ class ReplicaForwarder:
     async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> Replica:
         """Pushes a copy to an instance with room for it and to run its request. Returns where it is.
 
-        offer: of the copy's owner. context_tokens: of the request. Raises NoCapacity when there is none, and what the
-        other one answers. The copy here stays as it is.
+        offer: of the copy's owner. context_tokens: of the request. Raises NoCapacity when there is none, or it does
+        not take the copy. The copy here stays as it is.
         """
         token_count = self._replicas.watermark(key)
         layout, view = self._replicas.layout, self._store.view()
@@ -80,10 +80,11 @@ class ReplicaForwarder:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 incarnation = await self._push(key, offer, target.record, token_count)
-        except TimeoutError as error:
-            raise NoCapacity(
-                "decode", _RETRY_AFTER_S, f"{target.record.instance_id} took too long for the copy"
-            ) from error
+        except (KaveriError, TimeoutError) as error:
+            # Never what the other one says: an error about the copy's owner is none about the one that resumes.
+            why = "it took too long" if isinstance(error, TimeoutError) else str(error)
+            reason = f"{target.record.instance_id} has not taken the copy: {why}"
+            raise NoCapacity("decode", _RETRY_AFTER_S, reason) from error
         get_logger().info(
             "replica_pushed_on",
             request_id=key.request_id,

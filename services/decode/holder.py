@@ -364,8 +364,9 @@ class ReplicaHolder:
                     raise
                 replica = await self._forwarder.push_on(held.key, held.offer, len(resumption.token_ids))
                 self._metrics.resumes.labels("pushed_on").inc()
-                # Kept for a while: the other holder may be lost, too.
-                held.state = Orphan(time.monotonic() + self._orphan_grace_s)
+                if self._is_resuming(held, resumption.ownership):
+                    # Kept for a while: the other holder may be lost, too.
+                    held.state = Orphan(time.monotonic() + self._orphan_grace_s)
                 return Resumed(self._incarnation, 0, replica)
             await self._land(held, request, ticket)
         except BaseException:

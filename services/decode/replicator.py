@@ -154,7 +154,9 @@ class Replicator:
                     get_logger().info("release_failed", request_id=key.request_id, reason=reason)
                     self._take(key, copying.MoveFailed())
                 case LetGo(key, token_count):
-                    self._take(key, copying.MoveDone(token_count))
+                    # One that has ended meanwhile, by an abort, is no move: _look() closes its copy.
+                    if key in self._owned and not isinstance(self._owned[key].request.state, Released):
+                        self._take(key, copying.MoveDone(token_count))
                     self._move_some()
 
     def drain(self) -> None:
@@ -173,7 +175,9 @@ class Replicator:
         here = {request.key: request for request in self._instance.landed()}
         for key in [key for key in self._owned if key not in here]:
             state = self._owned[key].request.state
-            self._take(key, copying.RequestEnded(isinstance(state, Released) and state.outcome in _GIVEN_UP))
+            # The router resumes one that has failed here from its copy.
+            if state != Released(Outcome.FAILED):
+                self._take(key, copying.RequestEnded(isinstance(state, Released) and state.outcome in _GIVEN_UP))
             del self._owned[key]
         for key, request in here.items():
             owned = self._owned.setdefault(key, _Owned(request, Alone(), request.ownership))
@@ -197,8 +201,9 @@ class Replicator:
         """Whether the request is to go on elsewhere. One whose router has no token stream waits for that here."""
         rest_tokens, state = request.rest_tokens, request.state
         is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
-        # Its router must have a token of this instance: before that, prefill is in it as well.
-        has_begun = isinstance(state, Running) and state.drawn > 0
+        # Its router must have a token of this instance: before that, prefill is in it as well. One that was preempted
+        # has nothing to let go.
+        has_begun = isinstance(state, Running) and state.drawn > 0 and state.holds_blocks
         return self._draining and has_begun and not is_ending and self._instance.owners.streams.has(request.router_id)
 
     def _move_some(self) -> None:

@@ -157,10 +157,16 @@ class Lifecycle:
         self._on_work()
 
     def last_blocks(self) -> list[tuple[Sequence, list[int]]]:
-        """Of each request that is being stopped and is in no step, the blocks that are not in the pool yet."""
+        """Of each request that is being stopped and is in no step, the blocks that are not in the pool yet. All KV is
+        there while the runner has not taken it up."""
         stopping, block_count = self._account.residency.stopping, self._info.layout.block_count
         return [
-            (sequence, sequence.block_ids[sequence.mirrored : block_count(sequence.computed)])
+            (
+                sequence,
+                []
+                if sequence.runner_unaware
+                else sequence.block_ids[sequence.mirrored : block_count(sequence.computed)],
+            )
             for sequence in stopping
             if not sequence.in_step
         ]

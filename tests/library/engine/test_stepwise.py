@@ -13,6 +13,7 @@ import pytest
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.engine.contract import (
     EngineEvent,
+    EngineInfo,
     EngineKey,
     EngineRequest,
     EngineStopped,
@@ -29,6 +30,7 @@ from kaveri.engine.contract import (
 from kaveri.engine.pushes import Pushes, Source
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
+from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, SequenceSlice
 from kaveri.errors import ConfigError, EngineError, InvalidArgument, NoCapacity, RequestCancelled
 from kaveri.kv.tiers.pool import KvPool
@@ -309,6 +311,21 @@ def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: _Bench) -> 
     prefill.push_to(request.key, ticket)
     decoded.wait_for_finish(request.key)
     assert tuple(runner.told_landed) == ticket.block_ids
+
+
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_last_block_of_a_released_request_is_read_from_the_runner_only_if_it_has_it(is_computed: bool) -> None:
+    """A runner on a device would bring down what it has, over the KV that has landed."""
+    info = EngineInfo("fake", _MODEL.layout, 20, 128, 1000, frozenset(), 1, ())
+    lifecycle = Lifecycle(info, 16, 8, lambda _: None, lambda: None)
+    sequence = lifecycle.open_decode(_request("a", 6, 20), None)
+    assert lifecycle.land(sequence, 7) is None
+    lifecycle.begin_copy(sequence)
+    sequence.runner_unaware = not is_computed
+    assert lifecycle.stop(sequence) is None
+    assert lifecycle.last_blocks() == [(sequence, [sequence.block_ids[1]] if is_computed else [])]
+    lifecycle.stopped(sequence)
+    assert lifecycle.stopped_tokens(sequence) == 6
 
 
 def test_runner_that_tells_of_no_layer_still_hands_over(bench: _Bench) -> None:

@@ -1,23 +1,30 @@
 """Which copies a holder keeps, of which owners, over a store that moves nothing."""
 
+import asyncio
 import contextlib
 import time
+import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.replica import ReplicaOffer
-from kaveri.errors import InvalidArgument, RequestAlreadyExists, StaleAttempt, Unavailable
+from kaveri.domain.replica import Replica, ReplicaOffer, Resumption
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import ClusterView
+from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import ReplicaGrew, ReplicaKey, ReplicaUsage
+from services.decode.forwarder import ReplicaForwarder
 from services.decode.holder import ReplicaHolder
 from services.decode.replica_metrics import ReplicaMetrics
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 SECRET = bytes(16)
+TOKENS = tuple(range(1, 10))
 
 
 class Store:
@@ -45,6 +52,12 @@ class Store:
     def is_starved(self, key: ReplicaKey) -> bool:
         return key in self.starved
 
+    def watermark(self, key: ReplicaKey) -> int:
+        return len(TOKENS) - 1
+
+    def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
+        return TOKENS[:-1]
+
     def usage(self) -> ReplicaUsage:
         return ReplicaUsage(0, 1024, len(self.keys))
 
@@ -53,9 +66,15 @@ class Owners:
     def note_owner(self, request_id: str, ownership: Ownership) -> None:
         """Knows of none."""
 
+    def resumed(self, request_id: str, ownership: Ownership) -> None:
+        """Has resumed none."""
+
 
 class Instance:
     owners = Owners()
+
+    async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> None:
+        raise NoCapacity("decode", 0.1, "the pool is full")
 
 
 @pytest.fixture
@@ -149,3 +168,51 @@ def test_the_copy_of_an_owner_whose_life_has_left_the_cluster_is_kept_for_the_gr
     assert holder.held_count == 1
     holder._drop_expired(opened_s + 60.0)
     assert holder.held_count == 0
+
+
+async def test_a_copy_that_was_pushed_on_stays_the_newer_owners_that_goes_on_from_it(store: Store) -> None:
+    pushes: asyncio.Queue[asyncio.Future[Replica]] = asyncio.Queue()
+
+    class Forwarder:
+        async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> Replica:
+            push: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+            pushes.put_nowait(push)
+            return await push
+
+    metrics = ReplicaMetrics(CollectorRegistry())
+    holder = ReplicaHolder(Instance(), store, 7, 10.0, metrics, Forwarder())  # type: ignore[arg-type]
+    holder.open(offer(1))
+    async with asyncio.timeout(5), holder._tasks:
+        resumes, taken = [], []
+        for session, attempt in ((0, 2), (1, 1)):
+            params = SamplingParams(max_tokens=20, seed=0)
+            resumption = Resumption("r", owned(session, attempt), TOKENS, 2, params, 60.0, None, 7, may_push_on=True)
+            resumes.append(asyncio.ensure_future(holder.resume(resumption)))
+            taken.append(await pushes.get())
+        taken[0].set_result(Replica("d2", 1, 8))
+        assert (await resumes[0]).replica == Replica("d2", 1, 8)
+        holder.close("r", owned(0, 2))
+        assert holder.held_count == 1, "a late abort of the older owner has closed it"
+        taken[1].set_result(Replica("d3", 1, 8))
+        await resumes[1]
+        holder.close("r", owned(1, 1))
+    assert holder.held_count == 0
+
+
+@pytest.mark.parametrize("error", [RequestAlreadyExists("r"), StaleAttempt("r", 1, 3), Unavailable("it drains")])
+async def test_an_instance_that_refuses_a_copy_ends_no_request(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A newer owner that it knows of may be the one that asks."""
+    record = SimpleNamespace(instance_id="d2", incarnation=1, address="127.0.0.1:1")
+    target = SimpleNamespace(record=record, load=SimpleNamespace(sequence_number=0))
+    monkeypatch.setattr("services.decode.forwarder.choose_holder", lambda *args, **named: target)
+    cluster: Any = SimpleNamespace(view=ClusterView)
+    forwarder = ReplicaForwarder(store, cluster, record, random.Random(1))  # type: ignore[arg-type]
+
+    async def refuse(*args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(forwarder, "_push", refuse)
+    with pytest.raises(NoCapacity, match="d2 has not taken the copy"):
+        await forwarder.push_on(ReplicaKey("r", 0, 1), offer(1), len(TOKENS))

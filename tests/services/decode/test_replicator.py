@@ -1,0 +1,101 @@
+"""What becomes of the copies of requests that end while they are let go, over an engine that does nothing."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.sampling import SamplingParams
+from kaveri.domain.view import ClusterView
+from kaveri.engine.contract import EngineKey, EngineRequest, LetGo
+from kaveri.policy.growth import BatchMember
+from kaveri.policy.replication import CopyRules, ReplicationMode
+from services.decode.copying import Holder, Moving
+from services.decode.lifecycle import Outcome, Ready, Released, Running
+from services.decode.replica_metrics import ReplicaMetrics
+from services.decode.replicator import ReplicationSettings, Replicator, _Owned
+from services.decode.requests import DecodeRequest
+
+KEY = EngineKey("r", 1)
+HOLDER = Holder("d1", 1, "127.0.0.1:1", 3)
+
+
+class Instance:
+    """Has no request any more; all routers have token streams."""
+
+    def __init__(self) -> None:
+        self.owners = SimpleNamespace(streams=SimpleNamespace(has=lambda router_id: True))
+        self.moved: list[DecodeRequest] = []
+
+    def landed(self) -> tuple[()]:
+        return ()
+
+    def move(self, request: DecodeRequest, replica: object) -> None:
+        self.moved.append(request)
+
+
+class Bench:
+    """A replicator with one request, and the copies that it has closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.instance = Instance()
+        self.closed: list[Holder] = []
+        store = SimpleNamespace(view=lambda: ClusterView({}))
+        settings = ReplicationSettings(ReplicationMode.SPREAD, CopyRules())
+        engine: Any = SimpleNamespace(info=SimpleNamespace(layout=SimpleNamespace(block_tokens=4)))
+        registry = ReplicaMetrics(CollectorRegistry())
+        self.replicator = Replicator(
+            engine,
+            self.instance,  # type: ignore[arg-type]
+            store,  # type: ignore[arg-type]
+            SimpleNamespace(),  # type: ignore[arg-type]
+            settings,
+            random.Random(1),
+            registry,
+        )
+
+        async def close(request: DecodeRequest, holder: Holder) -> None:
+            self.closed.append(holder)
+
+        monkeypatch.setattr(self.replicator, "_close", close)
+        engine_request = EngineRequest(KEY, (1, 2, 3), 0, SamplingParams(max_tokens=20, seed=0))
+        ownership = Ownership(Owner(0, 1), "router-0", bytes(16))
+        self.request = DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(3, 20), Ready(0.0))
+        self.replicator._owned[KEY] = _Owned(self.request, Moving(HOLDER, 0, 0), ownership)
+
+    async def look(self) -> None:
+        async with self.replicator._tasks:
+            await self.replicator._look()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+@pytest.mark.parametrize(("outcome", "closes"), [(Outcome.ABORTED, True), (Outcome.FAILED, False)])
+async def test_the_copy_of_a_request_that_fails_while_it_is_let_go_is_left_to_its_router(
+    bench: Bench, outcome: Outcome, closes: bool
+) -> None:
+    bench.request.state = Released(outcome)
+    await asyncio.wait_for(bench.look(), 5)
+    assert bench.closed == ([HOLDER] if closes else [])
+
+
+async def test_the_copy_of_a_request_that_was_aborted_before_its_holder_had_all_is_closed(bench: Bench) -> None:
+    bench.request.state = Released(Outcome.ABORTED)
+    bench.replicator.handle([LetGo(KEY, 3)])
+    await asyncio.wait_for(bench.look(), 5)
+    assert bench.closed == [HOLDER]
+    assert not bench.instance.moved
+
+
+@pytest.mark.parametrize("holds_blocks", [True, False])
+async def test_a_preempted_request_is_not_let_go_before_it_draws_again(bench: Bench, holds_blocks: bool) -> None:
+    bench.request.state = Running(0.0, 0.0, 2, holds_blocks=holds_blocks)
+    bench.replicator.drain()
+    assert bench.replicator._moves(bench.request) is holds_blocks
