@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import time
 import random
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -180,7 +180,7 @@ async def test_a_copy_that_was_pushed_on_stays_the_newer_owners_that_goes_on_fro
             return await push
 
     metrics = ReplicaMetrics(CollectorRegistry())
-    holder = ReplicaHolder(Instance(), store, 7, 10.0, metrics, Forwarder())  # type: ignore[arg-type]
+    holder = ReplicaHolder(Instance(), store, 7, 10.0, lambda *_: True, metrics, Forwarder())  # type: ignore[arg-type]
     holder.open(offer(1))
     async with asyncio.timeout(5), holder._tasks:
         resumes, taken = [], []
