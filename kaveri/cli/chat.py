@@ -9,7 +9,7 @@ import typer
 from kaveri.cli import options
 from kaveri.client.async_client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.request import Message
-from kaveri.client.sync_client import Client, Stream
+from kaveri.client.sync_client import Client
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import KaveriError
 
@@ -45,26 +45,19 @@ def chat(
             if not text.strip():
                 continue
             turns.append(Message("user", text))
+            texts: list[str] = []
             try:
+                # Ctrl-C may come before there is a stream, or while it is closed.
                 with client.stream(messages=turns, params=params, model=model) as stream:
-                    answer = _show(stream)
+                    for chunk in stream:
+                        texts.append(chunk.text)
+                        sys.stdout.write(chunk.text)
+                        sys.stdout.flush()
             except KaveriError as error:
                 print(f"kaveri: {error}", file=sys.stderr)
                 turns.pop()
-            else:
-                turns.append(Message("assistant", answer))
-
-
-def _show(stream: Stream) -> str:
-    """Prints the answer as it comes and returns it; what there is of it after Ctrl-C."""
-    texts: list[str] = []
-    try:
-        for chunk in stream:
-            texts.append(chunk.text)
-            sys.stdout.write(chunk.text)
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        stream.close()
-        sys.stdout.write(" [cancelled]")
-    print()
-    return "".join(texts)
+                continue
+            except KeyboardInterrupt:
+                sys.stdout.write(" [cancelled]")
+            print()
+            turns.append(Message("assistant", "".join(texts)))

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from kaveri import NoCapacity
+from kaveri.cli.chat import chat
+from kaveri.client.sync_client import Client, Stream
 from tests.library.client.inference_double import WAIT_S, InferenceDouble, wait_until
 
 COMMAND = [sys.executable, "-c", "from kaveri.cli.main import main; main()"]
@@ -150,6 +153,33 @@ def test_in_a_chat_ctrl_c_cancels_the_answer_and_ctrl_d_leaves(
     assert turns[0] == ("user", "endless")
     assert turns[1][0] == "assistant"
     assert turns[2] == ("user", "next")
+
+
+def test_in_a_chat_ctrl_c_just_when_the_request_was_sent_cancels_the_answer(
+    service: InferenceDouble, running_target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["silent", "next"]
+
+    def type_line(_: str) -> str:
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
+
+    send = Client.stream
+
+    def send_interrupted(client: Client, **request: Any) -> Stream:
+        stream = send(client, **request)
+        if request["messages"][-1].content == "silent":
+            wait_until(lambda: bool(service.running), "the request runs")
+            raise KeyboardInterrupt
+        return stream
+
+    monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr(Client, "stream", send_interrupted)
+    chat(target=running_target, max_tokens=2)
+    wait_until(lambda: len(service.cancelled) == 1, "the server sees the cancellation")
+    assert capsys.readouterr().out == " [cancelled]\nab\n"
+    assert len(service.finished) == 1
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
