@@ -225,7 +225,8 @@ async def test_a_resume_with_another_prompt_is_refused_and_the_copy_stays_for_th
 async def test_a_resume_without_room_in_the_engine_is_refused_and_may_be_asked_for_again(
     cluster: Any, by_hand: Any, begin: Any
 ) -> None:
-    owned = await begin(max_tokens=300)
+    # The request goes on for long, and its copy, which has no room to grow, is kept for as long.
+    owned = await begin(max_tokens=300, fake_step_s=0.1, orphan_grace_s=60.0)
     message = owned.message()
     others: list[str] = []
     with contextlib.suppress(aio.AioRpcError):

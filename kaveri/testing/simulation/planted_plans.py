@@ -27,6 +27,9 @@ def _cut(kind: FaultKind, target: str, other: str, at_s: float, lasts_s: float, 
 _LONG = request("long", max_tokens=200)
 _BEFORE = request("before", max_tokens=2)
 
+_LATE_S = 0.4
+"""How late a report of prefill comes. Less than a router's suspect_after_s: then it would ask the instance again."""
+
 _COPIED = "log info replica_held request_id=moved"
 """The owner of the request has found a holder."""
 
@@ -87,8 +90,8 @@ PLANS: dict[str, Plan] = {
         [_BEFORE, request("late", 0.6, max_tokens=100)],
         [
             # The name of the place comes late, and the place has restarted by then.
-            _slow("prefill-0", "router-0", 2.0, 0.3, after=_RESERVED, after_count=2),
-            Fault(kind=FaultKind.RESTART, after=_RESERVED, after_count=2, at_s=0.3, target="decode-0", lasts_s=0.05),
+            _slow("prefill-0", "router-0", _LATE_S, 0.3, after=_RESERVED, after_count=2),
+            Fault(kind=FaultKind.RESTART, after=_RESERVED, after_count=2, at_s=0.15, target="decode-0", lasts_s=0.05),
         ],
     ),
     "tail_not_sent": story(
@@ -204,9 +207,10 @@ PLANS: dict[str, Plan] = {
         cluster(),
         [_BEFORE, request("late", 0.35, max_tokens=20)],
         [
-            _cut(FaultKind.CUT_ONE_WAY, "prefill-0", "router-0", 0.25, 5.0),
-            _cut(FaultKind.CUT_ONE_WAY, "decode-0", "router-0", 0.3, 3.0),
-            _reset("router-0", "decode-0", at_s=0.32),
+            _slow("prefill-0", "router-0", _LATE_S, 0.3, at_s=0.3),
+            # The tokens are lost with the stream, and there is another one when the name of the place comes.
+            _cut(FaultKind.CUT_ONE_WAY, "decode-0", "router-0", 0.3, 0.4),
+            _reset("router-0", "decode-0", at_s=0.65),
         ],
     ),
     "claims_of_dead_routers_kept": story(

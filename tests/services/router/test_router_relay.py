@@ -39,7 +39,8 @@ async def test_an_answer_arrives_whole_and_in_order(cluster: ScriptedCluster, to
     assert last.timing.decode_instance_id == "decode-0"
     assert (last.timing.prefill_queue_s, last.timing.prefill_s, last.timing.decode_s) == (0.125, 0.5, 0.25)
     assert (last.timing.kv_bytes, last.timing.kv_transport) == (4096, "tcp")
-    assert 0 < last.timing.router_s < last.timing.ttft_s < last.timing.e2e_s
+    # Equal where decode was quicker than the first token: then the whole answer is relayed at one moment.
+    assert 0 < last.timing.router_s < last.timing.ttft_s <= last.timing.e2e_s
 
 
 async def test_the_first_token_does_not_wait_for_the_hand_over(cluster: ScriptedCluster) -> None:
