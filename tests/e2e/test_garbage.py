@@ -48,7 +48,7 @@ async def test_garbage_on_every_port_is_refused_while_a_request_goes_on() -> Non
         asking = asyncio.create_task(client.generate(prompt_token_ids=PROMPT, params=params))
         await cluster.wait_for_view(lambda view: view.instances["decode-0"].load.running_requests == 1)
         ports = ports_of(cluster)
-        assert len(ports) == 6, "router, prefill, decode, and KV over three transports"
+        assert len(ports) == 9, "router, prefill, decode, and the KV of both over three transports"
         async with asyncio.timeout(30):
             await asyncio.gather(*(send_garbage(port, garbage) for port in ports))
         assert not asking.done(), "the garbage came too late to disturb"

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kaveri.config.services import ServiceKind, program_of
 from tests.support.redis_fixture import free_port
 
 _KAVERI = str(Path(sys.executable).parent / "kaveri")
@@ -50,10 +51,11 @@ class _Up:
         return self._seen
 
     def child_of(self, service: str) -> psutil.Process:
+        program = list(program_of(ServiceKind(service)))
         return next(
             child
             for child in self.children().values()
-            if child.is_running() and f"services.{service}" in child.cmdline()
+            if child.is_running() and child.cmdline()[1 : 1 + len(program)] == program
         )
 
     def assert_nothing_left(self) -> None:
@@ -257,7 +259,7 @@ def test_redis_url_and_cluster_name_may_come_by_the_environment(
 
 
 def test_colocated_instances_serve_without_prefill_and_decode_instances(tmp_path: Path) -> None:
-    with _up(tmp_path, "--engine", "fake", "--colocated", "2", "--port", "0") as up:
+    with _up(tmp_path, "--engine", "fake", "--colocated", "2", "--port", "0", "--gateways", "0") as up:
         up.wait_until_ready()
         generated = _run("generate", "hello", "--target", up.target, "--max-tokens", "3")
         assert generated.returncode == 0, generated.stderr
@@ -278,25 +280,38 @@ def test_policies_reach_the_services_whose_they_are(tmp_path: Path) -> None:
     with _up(tmp_path, *_SMALL, "--port", "0", *policies["prefill"], *policies["decode"], *more) as up:
         up.wait_until_ready()
         prefill, decode = (" ".join(up.child_of(service).cmdline()) for service in ("prefill", "decode"))
-        for flag in ("--prefill-policy sjf", "--prefill-sched-batch 32", "--prediction sequential"):
-            assert flag in prefill
-        assert "--decode-placement heavy-light" in prefill
-        assert "--decode-policy reserve-dynamic" in decode
-        assert "--prefill-policy" not in decode
+        # Any of them may switch to the other phase.
+        for command in (prefill, decode):
+            for flag in ("--prefill-policy sjf", "--prefill-sched-batch 32", "--prediction sequential"):
+                assert flag in command
+            assert "--decode-placement heavy-light" in command
+            assert "--decode-policy reserve-dynamic" in command
+        assert "--decode-policy" not in " ".join(up.child_of("router").cmdline())
         assert up.end() == 0
 
 
 def test_a_flag_of_one_role_and_a_file_reach_the_services_whose_they_are(tmp_path: Path) -> None:
     path = tmp_path / "kaveri.toml"
     path.write_text("[up]\nport = 0\nprefill = 1\ndecode = 1\n[decode]\nkv_cache_memory = '1MiB'\n")
-    flags = ("--config", str(path), "--engine", "fake", "--prefill.chunk-tokens", "7", "--drain-timeout-s", "5")
+    flags = (
+        "--config",
+        str(path),
+        "--engine",
+        "fake",
+        "--prefill.chunk-tokens",
+        "7",
+        "--drain-timeout-s",
+        "5",
+        "--gateways",
+        "0",
+    )
     with _up(tmp_path, *flags) as up:
         up.wait_until_ready()
         assert "--chunk-tokens 7" in " ".join(up.child_of("prefill").cmdline())
         shown = json.loads(_run("status", "--target", up.target, "--json").stdout)["instances"]
-        blocks = {"".join(one["record"]["phases"]): one["load"]["total_blocks"] for one in shown}
+        blocks = {one["record"]["instance_id"]: one["load"]["total_blocks"] for one in shown}
         assert len(shown) == 3
-        assert blocks["prefill"] == 128 * blocks["decode"]
+        assert blocks["prefill-0"] == 128 * blocks["decode-0"]
         assert up.end() == 0
 
 
@@ -304,7 +319,7 @@ def test_a_flag_of_one_role_and_a_file_reach_the_services_whose_they_are(tmp_pat
     ("flags", "line"),
     [
         (["--max-btch", "8"], "--max-btch: is no flag of kaveri up or of a service; the nearest is --max-batch"),
-        (["--prefil.max-batch", "8"], "--prefil.max-batch: 'prefil' is no role; choose router, prefill"),
+        (["--prefil.max-batch", "8"], "--prefil.max-batch: 'prefil' is no role; choose gateway, router, prefill"),
         (["--prefill.kv-prt", "8"], "--prefill.kv-prt: is no flag of kaveri prefill"),
         (["--prefill.chunk-tokens", "many"], "--prefill.chunk-tokens: 'many' is no whole number"),
         (["--chunk-tokens", "many"], "--chunk-tokens: 'many' is no whole number"),

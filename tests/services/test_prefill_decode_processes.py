@@ -12,6 +12,7 @@ import pytest
 from grpc import aio
 
 from kaveri.cluster.redis_store import RedisStore
+from kaveri.config.services import ServiceKind, program_of
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceStatus
 from kaveri.engine.stepwise.fake import FakeModel
@@ -43,9 +44,13 @@ class Processes:
         return child
 
     def command(self, role: str, instance_id: str, *flags: str) -> list[str]:
-        command = [sys.executable, "-P", "-m", f"services.{role}", "--instance-id", instance_id, "--engine", "fake"]
         return [
-            *command,
+            sys.executable,
+            *program_of(ServiceKind(role)),
+            "--instance-id",
+            instance_id,
+            "--engine",
+            "fake",
             "--redis-url",
             self._redis_url,
             "--kv-cache-memory",

@@ -2,13 +2,13 @@
 
 import pytest
 
-from kaveri.config.services import ServiceKind
+from kaveri.config.services import ServiceKind, program_of
 from kaveri.errors import ConfigError
 from kaveri.local.config import StackConfig, service_command, service_environment
 
 
 def flags_of(config: StackConfig, role: ServiceKind, instance_id: str) -> dict[str, str]:
-    words = service_command(config, role, instance_id, 7)[4:]
+    words = service_command(config, role, instance_id, 7)[1 + len(program_of(role)) :]
     return dict(zip(words[::2], words[1::2], strict=True))
 
 

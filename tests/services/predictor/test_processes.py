@@ -13,6 +13,7 @@ import pytest
 from grpc import aio
 
 from kaveri.cluster.redis_store import RedisStore
+from kaveri.config.services import ServiceKind, program_of
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceStatus
 from kaveri.engine.stepwise.fake import FakeModel
@@ -39,7 +40,7 @@ class Processes:
 
     def start(self, role: str, *flags: str) -> ChildProcess:
         name = f"{role}-0"
-        command = [sys.executable, "-P", "-m", f"services.{role}", "--instance-id", name, "--model", "fake"]
+        command = [sys.executable, *program_of(ServiceKind(role)), "--instance-id", name, "--model", "fake"]
         child = ChildProcess.start(name, [*command, "--redis-url", self._redis_url, *flags], self._logs / f"{name}.log")
         self.children.append(child)
         return child
