@@ -204,13 +204,14 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
             return Copied(copy.holder, copy.failures, copy.token_count), ()
         case MoveDone(token_count), Moving():
             return Alone(), (EndAsMoved(_replica(copy.holder, token_count)),)
-        case RequestEnded(), Moving():
+        case RequestEnded(is_given_up=True), Copied() | Moving():
             # The holder may have taken all just before.
             return Alone(), (CloseCopy(copy.holder),)
+        case RequestEnded(), Moving():
+            # The holder keeps the copy for a moment, whole or not.
+            return Alone(), ()
         case RequestEnded(), Alone() | Opening() if copy.former is not None:
             return Alone(), (CloseCopy(copy.former),)
-        case RequestEnded(is_given_up=True), Copied():
-            return Alone(), (CloseCopy(copy.holder),)
         case _:
             return copy, ()
 

@@ -236,6 +236,8 @@ class StepwiseEngine:
         with self._shared.lock:
             for sequence, _ in stopping:
                 self._lifecycle.stopped(sequence)
+        # One may have gone on meanwhile, and been preempted.
+        self._shared.outbox.publish()
         self._copier.wake()
 
     def _step(self, planned: list[PlannedSlice]) -> None:

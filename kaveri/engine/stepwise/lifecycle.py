@@ -158,9 +158,9 @@ class Lifecycle:
 
     def last_blocks(self) -> list[tuple[Sequence, list[int]]]:
         """Of each request that is being stopped and is in no step, the blocks that are not in the pool yet. All KV is
-        there while the runner has not taken it up."""
+        there while the runner has not taken it up. The blocks are free for others after stopped() at the earliest."""
         stopping, block_count = self._account.residency.stopping, self._info.layout.block_count
-        return [
+        last_blocks = [
             (
                 sequence,
                 []
@@ -170,11 +170,20 @@ class Lifecycle:
             for sequence in stopping
             if not sequence.in_step
         ]
+        for sequence, _ in last_blocks:
+            sequence.is_saving = True
+        return last_blocks
 
     def stopped(self, sequence: Sequence) -> None:
-        """Its last blocks are in the pool now."""
-        if sequence.phase is Phase.STOPPING:
+        """Its last blocks are in the pool now. It may have ended or gone on meanwhile."""
+        sequence.is_saving = False
+        if sequence.done:
+            self._account.settle(sequence)
+        elif sequence.phase is Phase.STOPPING:
             self._account.residency.stopped(sequence)
+        else:
+            for preempted in self._account.residency.make_whole(sequence):
+                self._put(Preempted(preempted.key))
 
     def unmirrored_blocks(self, planned: list[PlannedSlice]) -> list[tuple[Sequence, list[int]]]:
         """Of each request that is copied, the blocks that this step completes."""

@@ -88,7 +88,8 @@ class Residency:
         else:
             sequence.phase = Phase.WAITING
             insort(self.waiting, sequence, key=_admission)
-        return self.make_whole(sequence)
+        # The caller makes it whole once its blocks are not read any more.
+        return [] if sequence.is_saving else self.make_whole(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence; its blocks are the caller's to release."""

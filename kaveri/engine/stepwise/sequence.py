@@ -38,6 +38,8 @@ class Sequence:
     """A transfer has written its blocks, and the runner does not know yet."""
     in_step: bool = False
     """The running step reads or writes its blocks."""
+    is_saving: bool = False
+    """The engine's thread brings its last blocks to the pool."""
     transfer_id: bytes | None = None
     """The open transfer that reads its blocks (prefill side) or can write them (decode side)."""
     is_copied: bool = False
@@ -65,8 +67,8 @@ class Sequence:
 
     @property
     def touched(self) -> bool:
-        """Whether a step or a transfer can still touch its blocks."""
-        return self.in_step or self.transfer_id is not None
+        """Whether the engine's thread or a transfer can still touch its blocks."""
+        return self.in_step or self.is_saving or self.transfer_id is not None
 
     def slice(self, token_count: int) -> SequenceSlice:
         """The next `token_count` tokens to compute; draws when they reach the end."""

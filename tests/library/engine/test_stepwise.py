@@ -31,7 +31,7 @@ from kaveri.engine.pushes import Pushes, Source
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.lifecycle import Lifecycle
-from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, SequenceSlice
+from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, NoToken, SequenceSlice
 from kaveri.errors import ConfigError, EngineError, InvalidArgument, NoCapacity, RequestCancelled
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import KvReceiver
@@ -326,6 +326,46 @@ def test_last_block_of_a_released_request_is_read_from_the_runner_only_if_it_has
     assert lifecycle.last_blocks() == [(sequence, [sequence.block_ids[1]] if is_computed else [])]
     lifecycle.stopped(sequence)
     assert lifecycle.stopped_tokens(sequence) == 6
+
+
+def test_blocks_that_are_brought_to_the_pool_are_not_free_when_their_request_is_aborted() -> None:
+    """The copy would overwrite what the next owner has landed there."""
+    info = EngineInfo("fake", _MODEL.layout, 2, 128, 1000, frozenset(), 1, ())
+    lifecycle = Lifecycle(info, 16, 8, lambda _: None, lambda: None)
+    sequence = lifecycle.open_decode(_request("a", 6, 20), None)
+    assert lifecycle.land(sequence, 7) is None
+    sequence.runner_unaware = False
+    assert lifecycle.stop(sequence) is None
+    assert lifecycle.last_blocks() == [(sequence, [sequence.block_ids[1]])]
+    lifecycle.abort(sequence.key)
+    lifecycle.check_integrity()
+    assert lifecycle.stats().free_blocks == 0
+    lifecycle.stopped(sequence)
+    lifecycle.check_integrity()
+    assert lifecycle.stats().free_blocks == 2
+
+
+def test_request_that_goes_on_while_its_last_blocks_are_read_gives_them_up_behind_that() -> None:
+    info = EngineInfo("fake", _MODEL.layout, 2, 128, 1000, frozenset(), 1, ())
+    events: list[EngineEvent] = []
+    lifecycle = Lifecycle(info, 16, 8, events.append, lambda: None)
+    sequence = lifecycle.open_decode(_request("a", 7, 20), None)
+    assert lifecycle.land(sequence, 7) is None
+    lifecycle.admit(sequence.key)
+    planned = lifecycle.plan()
+    assert lifecycle.stop(sequence) is None
+    assert lifecycle.last_blocks() == [], "the step under way writes them"
+    sequence.runner_unaware = False
+    lifecycle.apply(planned, [DrawnToken(5, None)])
+    assert [found for found, _ in lifecycle.last_blocks()] == [sequence]
+    lifecycle.go_on(sequence)
+    lifecycle.check_integrity()
+    assert len(sequence.block_ids) == 2
+    assert Preempted(sequence.key) not in events
+    lifecycle.stopped(sequence)
+    lifecycle.check_integrity()
+    assert sequence.block_ids == []
+    assert events[-1] == Preempted(sequence.key)
 
 
 def test_runner_that_tells_of_no_layer_still_hands_over(bench: _Bench) -> None:

@@ -85,9 +85,17 @@ def test_a_request_that_could_not_be_let_go_keeps_its_copy_or_looks_for_another(
     assert copy.former == ONE
 
 
-def test_a_request_that_ends_while_it_is_let_go_leaves_no_copy() -> None:
-    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), MoveAsked(), RequestEnded(), MoveDone(37))
+def test_a_request_that_is_given_up_while_it_is_let_go_leaves_no_copy() -> None:
+    moving = (HolderChosen(ONE), RoomGranted(TICKET, 1), MoveAsked())
+    _, done = after(*moving, RequestEnded(is_given_up=True), MoveDone(37))
     assert done[-1] == CloseCopy(ONE)
+
+
+def test_a_request_that_ends_by_its_last_token_while_it_is_let_go_leaves_its_copy_for_a_moment() -> None:
+    moving = (HolderChosen(ONE), RoomGranted(TICKET, 1), MoveAsked())
+    copy, done = after(*moving, RequestEnded(), MoveDone(37))
+    assert done[-1] == LetGoInEngine(), "the router may need it if this instance dies before the end has arrived"
+    assert copy == Alone()
 
 
 def test_a_former_holder_is_closed_once_another_one_has_granted_room() -> None:
