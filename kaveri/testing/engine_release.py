@@ -133,7 +133,7 @@ class ReleaseConformance:
     ) -> None:
         with running_pair(harness, admit=False) as pair, open_holder(harness, pair) as first:
             block_tokens = pair.decode.info.layout.block_tokens
-            request = make_request(pair.prefill, "r", 3 * block_tokens + 2, 40)
+            request = make_request(pair.prefill, "r", 3 * block_tokens + 2, 24)
             _begin(pair, first, request)
             _wait_until_held(pair, first, request.key, 3 * block_tokens)
             if is_released:
@@ -152,7 +152,7 @@ class ReleaseConformance:
                 with running_pair(harness) as target:
                     second.resume(target, request, drawn)
                     target.decoded.wait_for_finish(request.key)
-                    assert drawn + target.decoded.token_ids[request.key] == harness.answer(request.token_ids, 40)
+                    assert drawn + target.decoded.token_ids[request.key] == harness.answer(request.token_ids, 24)
 
     def test_push_on_refuses_tickets_that_do_not_fit(self, harness: ReplicationHarness) -> None:
         with (
