@@ -1,4 +1,4 @@
-"""Requests that are released, over a vLLM that computes nothing and checks what it is told to free, as vLLM does."""
+"""Requests that are released, over a vLLM that computes nothing and refuses to free blocks twice, as vLLM does."""
 
 from itertools import count
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ class _Core:
     def holds(self, vllm_id: str) -> bool:
         return vllm_id in self.records
 
-    def step(self) -> list[Any]:
+    def step(self, batch_count: int) -> list[Any]:
         orders = self.scheduler_side.stepping(SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=()))
         self.left_block_ids += orders.left_block_ids
         for vllm_id in orders.released:

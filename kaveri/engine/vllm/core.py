@@ -19,7 +19,14 @@ class VllmCore:
     """
 
     def __init__(
-        self, llm: Any, ranks: Sequence[Rank], *, max_model_len: int, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        llm: Any,
+        ranks: Sequence[Rank],
+        *,
+        chunk_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
     ) -> None:
         self.ranks = tuple(ranks)
         self.max_model_len = max_model_len
@@ -30,6 +37,7 @@ class VllmCore:
         self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._block_tokens = ranks[0].layout.block_tokens
+        self._chunk_tokens = chunk_tokens
         connector = self._scheduler.get_kv_connector()
         assert isinstance(connector, KaveriConnector), "vLLM runs without our connector"
         assert connector.scheduler_side is not None
@@ -63,8 +71,13 @@ class VllmCore:
         """Ends a request; the connector is asked whether its blocks are kept. Unknown ids are ignored."""
         self._llm.abort_request([vllm_id], internal=True)
 
-    def step(self) -> list[Any]:
-        """One step of the scheduler and, when it schedules anything, of the model; vLLM's RequestOutputs."""
+    def step(self, batch_count: int) -> list[Any]:
+        """One step of the scheduler and, when it schedules anything, of the model; vLLM's RequestOutputs.
+
+        batch_count: requests in the running batch. The step has room for a chunk and their tokens; vLLM's own limit has
+        room for a full batch, and prompts would take what is empty of it.
+        """
+        self._scheduler.max_num_scheduled_tokens = self._chunk_tokens + batch_count
         outputs: list[Any] = self._llm.step()
         return outputs
 

@@ -154,6 +154,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     core = VllmCore(
         llm,
         ranks,
+        chunk_tokens=settings.chunk_tokens,
         max_model_len=config.max_model_len,
         vocab_size=config.get_vocab_size(),
         eos_token_ids=_eos_token_ids(config),

@@ -102,10 +102,11 @@ class Steps:
         reporting = self.has_reports
         with self._shared.lock:
             runnable = self.runnable_count() > 0
+            batch_count = self._requests.running_count()
         outputs: Sequence[Any] = ()
         self._advances = ()
         if reporting or runnable:
-            outputs = self._core.step()
+            outputs = self._core.step(batch_count)
         advanced = bool(self._advances)
         with self._shared.lock:
             for request, block_ids in left:
@@ -309,7 +310,7 @@ class Steps:
         left = self._requests.leave_entry(request)
         entry = left.entry if left is not None else None
         # One that waits for its KV, as far as vLLM knows, is aborted with the others that have ended. vLLM fails when
-        # it is told to free what it has freed.
+        # blocks are freed twice.
         if entry is not None and isinstance(entry.state, Kept) and self._core.holds(entry.vllm_id):
             self._core.scheduler_side.release(entry)
 

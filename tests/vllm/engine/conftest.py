@@ -20,9 +20,7 @@ _BLOCKS = 401
 class Lender:
     """Processes for one role, each with vLLM and the same model in it."""
 
-    def __init__(self, model: Path, max_batch: int, *, mirrored: bool = False, tensor_ranks: int = 1) -> None:
-        # A step takes max_batch tokens beyond a chunk: prompts are computed in whole chunks with the smallest one.
-        self._max_batch = max_batch
+    def __init__(self, model: Path, *, mirrored: bool = False, tensor_ranks: int = 1) -> None:
         self._model = model
         self._mirrored = mirrored
         self._tensor_ranks = tensor_ranks
@@ -42,7 +40,7 @@ class Lender:
             "block_tokens": BLOCK_TOKENS,
             "kv_cache_memory": 2**27,
             "chunk_tokens": CHUNK_TOKENS,
-            "max_batch": self._max_batch,
+            "max_batch": 8,
             "engine_args": {"num_gpu_blocks_override": _BLOCKS, "tensor_parallel_size": self._tensor_ranks},
             "mirrored": self._mirrored,
         }
@@ -83,55 +81,55 @@ def reference(model_folder: Path) -> PlainTransformers:
 
 @pytest.fixture(scope="session")
 def prefills(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, 1)
+    lender = Lender(model_folder)
     yield lender
     lender.close()
 
 
 @pytest.fixture(scope="session")
 def decodes(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, 8)
+    lender = Lender(model_folder)
     yield lender
     lender.close()
 
 
 @pytest.fixture(scope="session")
 def mirrored_prefills(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, 1, mirrored=True)
+    lender = Lender(model_folder, mirrored=True)
     yield lender
     lender.close()
 
 
 @pytest.fixture(scope="session")
 def mirrored_decodes(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, 8, mirrored=True)
+    lender = Lender(model_folder, mirrored=True)
     yield lender
     lender.close()
 
 
 @pytest.fixture(scope="session")
 def two_rank_prefills(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, 1, tensor_ranks=2)
+    lender = Lender(model_folder, tensor_ranks=2)
     yield lender
     lender.close()
 
 
 @pytest.fixture(scope="session")
 def mirrored_two_rank_prefills(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, 1, mirrored=True, tensor_ranks=2)
+    lender = Lender(model_folder, mirrored=True, tensor_ranks=2)
     yield lender
     lender.close()
 
 
 @pytest.fixture(scope="session")
 def mirrored_two_rank_decodes(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, 8, mirrored=True, tensor_ranks=2)
+    lender = Lender(model_folder, mirrored=True, tensor_ranks=2)
     yield lender
     lender.close()
 
 
 @pytest.fixture(scope="session")
 def two_rank_decodes(model_folder: Path) -> Iterator[Lender]:
-    lender = Lender(model_folder, 8, tensor_ranks=2)
+    lender = Lender(model_folder, tensor_ranks=2)
     yield lender
     lender.close()

@@ -10,7 +10,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
-from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance, EngineHarness
+from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
@@ -55,14 +55,7 @@ class _Harness:
         return self._reference.answer(token_ids, token_count)
 
 
-class _VllmConformance(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
-    # Every engine can decode, so vLLM's budget of a step has room for a batch; where none runs, prompts take it.
-    @pytest.mark.xfail(reason="a step may compute max_batch prompt tokens more than chunk_tokens; not fixed yet")
-    def test_prompts_are_computed_in_order_and_in_chunks(self, harness: EngineHarness) -> None:
-        super().test_prompts_are_computed_in_order_and_in_chunks(harness)
-
-
-class TestVllmEngine(_VllmConformance):
+class TestVllmEngine(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
     @pytest.fixture
     def harness(self, prefills: Any, decodes: Any, reference: PlainTransformers, tmp_path: Path) -> _Harness:
         return _Harness(prefills, decodes, tmp_path, reference)
@@ -70,7 +63,7 @@ class TestVllmEngine(_VllmConformance):
 
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
 @pytest.mark.timeout(900)
-class TestVllmEngineOfTwoRanks(_VllmConformance):
+class TestVllmEngineOfTwoRanks(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
     @pytest.fixture
     def harness(
         self, two_rank_prefills: Any, two_rank_decodes: Any, reference: PlainTransformers, tmp_path: Path
