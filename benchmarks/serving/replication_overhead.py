@@ -194,8 +194,8 @@ async def measure_async(options: Options, report: Report) -> None:
             for case in CASES
         ],
         "latency_model": LATENCY_MODEL,
-        "requests_of_a_round": f"{turns} times as many as in flight",
-        "warm_up": "as many as in flight, on each stack",
+        "requests_of_a_round": f"{turns} for each in flight",
+        "warm_up": "one for each in flight, on each stack",
     }
     for case in CASES:
         _report(report, case, *await measure_case(case, repeats, turns))

@@ -39,6 +39,11 @@ class ReplicaOffer:
     number: int = 0
     """Of the copy, among those that the owner has asked for, from 1 on. 0: not counted."""
 
+    def comes_before(self, other: "ReplicaOffer") -> bool:
+        """Whether the same life of an instance has made the other one later."""
+        is_from_same = (self.owner_id, self.owner_incarnation) == (other.owner_id, other.owner_incarnation)
+        return is_from_same and 0 < self.number < other.number
+
 
 @dataclass(frozen=True, slots=True)
 class Resumption:

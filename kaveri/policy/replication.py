@@ -98,6 +98,11 @@ def choose_holder(
             return found
 
 
+def copy_bytes(layout: KvLayout, token_count: int, ahead: int = 1) -> int:
+    """Of the copy of so many tokens: its whole blocks, and those that it grows into soon."""
+    return (token_count // layout.block_tokens + ahead) * layout.layer_count * layout.block_bytes
+
+
 def has_room_to_run(instance: ViewedInstance, needed_blocks: int, unconfirmed: UnconfirmedWork[KeyT]) -> bool:
     """Whether the instance would resume a request of so many blocks now, beside what is `unconfirmed`."""
     # Each request that runs there may take a block before the next heartbeat.

@@ -28,7 +28,7 @@ class EngineListener(Protocol):
     """Hears what happens, at the time at which it happens."""
 
     def before_step_ends(self) -> None:
-        """What follows is told at the end of a step, and changes the engine."""
+        """A step ends: the calls that follow report it, and may change the engine."""
 
     def prefill_started(self, sequence: CountedSequence) -> None:
         """Its first chunk begins."""
@@ -107,7 +107,7 @@ class CountedEngine:
         self._planned: list[tuple[CountedSequence, int]] = []
         self._dead = False
         self.last_step_began_s = 0.0
-        """When the step whose end is told began; of a run any of its steps."""
+        """When the step began that ends now; within a run, any of its steps."""
 
     # Blocks.
 

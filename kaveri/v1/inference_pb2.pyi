@@ -700,7 +700,7 @@ class DetokenizeRequest(_message.Message):
     """Name of the model. Unset: the only model that the router serves."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In order; at most as many as the model's length."""
+        """In order. There may be no more than the model is long."""
 
     def __init__(
         self,

@@ -5,6 +5,8 @@ that has some. Once, since room that a heartbeat shows may be taken by then.
 """
 
 import asyncio
+import contextlib
+import itertools
 import random
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ from kaveri.domain.replica import Replica, ReplicaOffer
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, NoCapacity
 from kaveri.kv.replicas.store import ReplicaKey, ReplicaStore
-from kaveri.policy.replication import ReplicationMode, choose_holder, has_room_to_run
+from kaveri.policy.replication import ReplicationMode, choose_holder, copy_bytes, has_room_to_run
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
@@ -29,6 +31,8 @@ from kaveri.wire.status import error_of
 _TIMEOUT_S = 1.5
 """For all of it: the router waits 2 s for the answer to its Resume."""
 _RETRY_AFTER_S = 0.5
+_MOST_AT_ONCE = 8
+"""They share the way out of this instance. What more would come too late is computed again at once."""
 
 
 class ReplicaForwarder:
@@ -43,9 +47,14 @@ class ReplicaForwarder:
         self._bytes: UnconfirmedWork[str] = UnconfirmedWork()
         self._blocks: UnconfirmedWork[str] = UnconfirmedWork()
         self._channels = Channels()
+        self._numbers = itertools.count(1)
+        self._pushing_count = 0
+        self._errands: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Ends its connections."""
+        if self._errands:
+            await asyncio.wait(self._errands)
         await self._channels.close()
 
     async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> Replica:
@@ -55,12 +64,10 @@ class ReplicaForwarder:
         not take the copy. The copy here stays as it is.
         """
         token_count = self._replicas.watermark(key)
+        if self._pushing_count >= _MOST_AT_ONCE:
+            raise NoCapacity("decode", _RETRY_AFTER_S, f"{_MOST_AT_ONCE} copies are being pushed on")
         layout, view = self._replicas.layout, self._store.view()
-        blocks = token_count // layout.block_tokens + 1
-        needed_bytes, needed_blocks = (
-            blocks * layout.layer_count * layout.block_bytes,
-            layout.block_count(context_tokens + 1),
-        )
+        needed_bytes, needed_blocks = copy_bytes(layout, token_count), layout.block_count(context_tokens + 1)
         self._bytes.retain(view)
         self._blocks.retain(view)
         await self._channels.retain({instance.record.address for instance in view.instances.values()})
@@ -77,6 +84,7 @@ class ReplicaForwarder:
             raise NoCapacity("decode", _RETRY_AFTER_S, "neither this holder nor another instance has room")
         self._bytes.add(key.request_id, target, needed_bytes)
         self._blocks.add(key.request_id, target, needed_blocks)
+        self._pushing_count += 1
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 incarnation = await self._push(key, offer, target.record, token_count)
@@ -85,6 +93,8 @@ class ReplicaForwarder:
             why = "it took too long" if isinstance(error, TimeoutError) else str(error)
             reason = f"{target.record.instance_id} has not taken the copy: {why}"
             raise NoCapacity("decode", _RETRY_AFTER_S, reason) from error
+        finally:
+            self._pushing_count -= 1
         get_logger().info(
             "replica_pushed_on",
             request_id=key.request_id,
@@ -97,13 +107,14 @@ class ReplicaForwarder:
 
     async def _push(self, key: ReplicaKey, offer: ReplicaOffer, target: InstanceRecord, token_count: int) -> int:
         """Returns the life of the target that has it."""
+        number = next(self._numbers)
         offered = replace(
             offer,
             owner_id=self._own.instance_id,
             owner_incarnation=self._own.incarnation,
             layout=self._replicas.layout,
             token_count=token_count,
-            number=0,
+            number=number,
         )
         try:
             with self._channels.calling(DecodeServiceStub, target.address) as stub:
@@ -112,9 +123,17 @@ class ReplicaForwarder:
                     await asyncio.wrap_future(self._replicas.push_on(key, ticket_from_proto(response.ticket)))
                 except (KaveriError, asyncio.CancelledError):
                     name = ownership_to_proto(key.request_id, offer.ownership)
-                    stub.Abort(decode_pb2.AbortRequest(attempts=[name]), timeout=_TIMEOUT_S)
+                    # That copy, and no request of this owner there.
+                    name.replica = number
+                    errand = asyncio.create_task(self._close(target.address, name))
+                    self._errands.add(errand)
+                    errand.add_done_callback(self._errands.discard)
                     raise
         except aio.AioRpcError as error:
             raise error_of(error, peer=target.address, request_id=key.request_id) from error
         incarnation: int = response.incarnation
         return incarnation
+
+    async def _close(self, address: str, name: decode_pb2.AttemptId) -> None:
+        with self._channels.calling(DecodeServiceStub, address) as stub, contextlib.suppress(aio.AioRpcError):
+            await stub.Abort(decode_pb2.AbortRequest(attempts=[name]), timeout=_TIMEOUT_S)

@@ -19,7 +19,6 @@ from kaveri.errors import (
     RequestNotFound,
     Unavailable,
 )
-from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
     ReplicaEvent,
@@ -30,7 +29,7 @@ from kaveri.kv.replicas.store import (
     ReplicaStore,
 )
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.policy.replication import HeldCopy, drop_first
+from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
 from services.decode.forwarder import ReplicaForwarder
@@ -174,7 +173,7 @@ class ReplicaHolder:
                 raise Unavailable("a copy of another request with this id is here", retry_after_s=_RETRY_AFTER_S)
             if held < former.newest:
                 raise held.stale(request_id, former.newest)
-            if held == former.offer.ownership.owner and 0 < offer.number < former.offer.number:
+            if held == former.offer.ownership.owner and offer.comes_before(former.offer):
                 raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)
         self._instance.owners.note_owner(request_id, offer.ownership)
         if former is not None:
@@ -256,7 +255,7 @@ class ReplicaHolder:
         """The load with what is free here for copies."""
         usage = self._store.usage()
         complete = (held for held in self._held.values() if isinstance(held.state, Complete))
-        unneeded_bytes = sum(_bytes(held.offer.layout, held.watermark, ahead=0) for held in complete)
+        unneeded_bytes = sum(copy_bytes(held.offer.layout, held.watermark, ahead=0) for held in complete)
         free_bytes = 0 if self._draining else usage.total_bytes - usage.used_bytes + unneeded_bytes
         return replace(load, replica_free_bytes=free_bytes, replica_total_bytes=usage.total_bytes)
 
@@ -295,9 +294,9 @@ class ReplicaHolder:
     def _make_room(self, offer: ReplicaOffer) -> bool:
         usage, layout = self._store.usage(), offer.layout
         growing = (held for held in self._held.values() if isinstance(held.state, Growing))
-        copies = (HeldCopy(held, held.token_count, _bytes(layout, held.token_count)) for held in growing)
+        copies = (HeldCopy(held, held.token_count, copy_bytes(layout, held.token_count)) for held in growing)
         free_bytes = usage.total_bytes - usage.used_bytes
-        dropped = drop_first(copies, offer.token_count, free_bytes, _bytes(layout, offer.token_count))
+        dropped = drop_first(copies, offer.token_count, free_bytes, copy_bytes(layout, offer.token_count))
         for held in dropped or ():
             self._drop(held, "full")
         return bool(dropped)
@@ -516,11 +515,6 @@ def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     if one[:count] == other[:count]:
         return count
     return next(index for index in range(count) if one[index] != other[index])
-
-
-def _bytes(layout: KvLayout, token_count: int, ahead: int = 1) -> int:
-    """Of a copy: its blocks and those ahead."""
-    return (token_count // layout.block_tokens + ahead) * layout.layer_count * layout.block_bytes
 
 
 def _forward(loop: asyncio.AbstractEventLoop, hear: Callable[[ReplicaEvent], None], event: ReplicaEvent) -> None:

@@ -113,6 +113,22 @@ class RequestOwners:
         """Forgets answers that were kept for long enough."""
         self._kept.prune(time.monotonic())
 
+    def begin(self, request_id: str, ownership: Ownership) -> None:
+        """A request of this owner begins here. Raises StaleAttempt or RequestAlreadyExists when a newer is known."""
+        self._attempts.note(request_id, ownership, time.monotonic())
+        self._kept.forget(request_id)
+
+    def keep(self, request: DecodeRequest, now_s: float) -> None:
+        """Keeps the answer of a request that has ended, for a router that attaches it."""
+        token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
+        self._kept.add(request.request_id, request, kept_bytes(token_count, request.log.logprobs), now_s)
+
+    def tell_replica(self, request: DecodeRequest, replica: Replica) -> None:
+        """Sends the router of a landed request news of its copy, with the next tokens at the latest."""
+        request.log.note_replica(replica)
+        if not isinstance(request.state, Released):
+            self.streams.announce(request)
+
     def _change_owner(self, request: DecodeRequest, ownership: Ownership) -> None:
         self.streams.drop(request)
         if ownership.router_id != request.router_id:
@@ -132,21 +148,5 @@ class RequestOwners:
         kept = (request for request in self._kept if request.router_id == router_id)
         return (*self.requests.of_router(router_id), *kept)
 
-    def begin(self, request_id: str, ownership: Ownership) -> None:
-        """A request of this owner begins here. Raises StaleAttempt or RequestAlreadyExists when a newer is known."""
-        self._attempts.note(request_id, ownership, time.monotonic())
-        self._kept.forget(request_id)
-
-    def keep(self, request: DecodeRequest, now_s: float) -> None:
-        """Keeps the answer of a request that has ended, for a router that attaches it."""
-        token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
-        self._kept.add(request.request_id, request, kept_bytes(token_count, request.log.logprobs), now_s)
-
     def _orphan_count(self) -> int:
         return sum(len(self.requests.of_router(router_id)) for router_id in self.streams.missing_routers)
-
-    def tell_replica(self, request: DecodeRequest, replica: Replica) -> None:
-        """Sends the router of a landed request news of its copy, with the next tokens at the latest."""
-        request.log.note_replica(replica)
-        if not isinstance(request.state, Released):
-            self.streams.announce(request)

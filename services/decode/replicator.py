@@ -36,7 +36,7 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, has_room_to_run
+from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, copy_bytes, has_room_to_run
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
@@ -61,6 +61,7 @@ _MOST_ASKED = 32
 """Holders that are asked at once."""
 _GIVEN_UP = (Outcome.ABORTED, Outcome.DEADLINE, Outcome.ROUTER_GONE)
 """How requests end that no router goes on with."""
+_UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
 _NONE_FOUND_S = 0.3
 _RELEASE_TIMEOUT_S = 2.0
 """For the holder to take the rest of a request that has stopped. Then it goes on here."""
@@ -236,9 +237,7 @@ class Replicator:
     def _choose(self, owned: _Owned, now_s: float) -> None:
         if self._asked_count >= _MOST_ASKED or now_s < self._none_until_s:
             return
-        layout = self._engine.info.layout
-        blocks = owned.request.context_tokens // layout.block_tokens + 1
-        needed_bytes = blocks * layout.layer_count * layout.block_bytes
+        needed_bytes = copy_bytes(self._engine.info.layout, owned.request.context_tokens)
         key, avoid = owned.request.key, self._resting_until_s
 
         def is_fit(instance: ViewedInstance) -> bool:
@@ -402,8 +401,8 @@ class Replicator:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
                 await stub.UpdateReplica(decode_pb2.UpdateReplicaRequest(owner=owner), timeout=_ANSWER_TIMEOUT_S)
         except aio.AioRpcError as error:
-            # A holder of the former version keeps the older owner.
-            if error.code() is not StatusCode.UNIMPLEMENTED:
+            # A holder that has refused, or does not know the call, is not asked again.
+            if error.code() in _UNANSWERED:
                 owned.told = former
 
     async def _close(self, request: DecodeRequest, holder: Holder) -> None:

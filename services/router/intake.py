@@ -117,7 +117,7 @@ class Intake:
         return await self._tokenize(prompt, limit - 1, deadline_s), limit
 
     async def detokenize(self, token_ids: Sequence[int], deadline_s: float) -> str:
-        """The text of token ids, at most as many as the model's length. Raises as accept()."""
+        """The text of token ids. There may be no more than the model is long. Raises as accept()."""
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
         if len(token_ids) > limit:
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")

@@ -82,7 +82,7 @@ class PrefillAttempts:
             self._waiting.update(view)
 
     async def close(self) -> None:
-        """Waits until no instance is told anything."""
+        """Waits until the aborts that are under way are sent."""
         self._watch.close()
         if self._errands:
             await asyncio.wait(self._errands)

@@ -1,14 +1,12 @@
 """Writes the answers of requests to their clients, domain -> proto, and reports how each has ended."""
 
-import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from grpc import aio
 
 from kaveri.domain.sampling import FinishReason
-from kaveri.errors import SlowReader
+from kaveri.hosting.read_limit import ReadLimit
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import finish_to_proto
@@ -34,44 +32,14 @@ async def write_answer(
     response. What such a client costs until then is that response and the tokens of its own answer. A client that is
     sent away gets all output that is here first, and the addresses once more.
     """
-    limit = _ReadLimit(slow_reader_s)
-    try:
-        async with limit.timeout:
-            await _write(entry, context, limit, routers, token_text)
-    except TimeoutError as error:
-        if limit.timeout.expired():
-            raise SlowReader(slow_reader_s) from error
-        raise
-    finally:
-        limit.close()
-
-
-class _ReadLimit:
-    """Ends `timeout` when a write takes too long. One timer for a whole answer: one for each write would cost more."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.timeout = asyncio.timeout(None)
-        self.writing_since_s: float | None = None
-        self._limit_s = limit_s
-        self._timer = asyncio.get_running_loop().call_later(limit_s, self._check)
-
-    def close(self) -> None:
-        self._timer.cancel()
-
-    def _check(self) -> None:
-        loop = asyncio.get_running_loop()
-        since_s = self.writing_since_s
-        left_s = self._limit_s if since_s is None else since_s + self._limit_s - time.monotonic()
-        if left_s > 0:
-            self._timer = loop.call_later(left_s, self._check)
-        else:
-            self.timeout.reschedule(loop.time())
+    async with ReadLimit(slow_reader_s) as limit:
+        await _write(entry, context, limit, routers, token_text)
 
 
 async def _write(
     entry: RequestEntry,
     context: ServicerContext,
-    limit: _ReadLimit,
+    limit: ReadLimit,
     routers: Callable[[], list[str]],
     token_text: Callable[[int], str] | None,
 ) -> None:
@@ -102,9 +70,9 @@ async def _write(
             entry.owner_news = None
         if ended and error is None:
             _complete(entry, response)
-        limit.writing_since_s = time.monotonic()
+        limit.begin()
         await context.write(response)
-        limit.writing_since_s = None
+        limit.end()
         if ended and error is not None:
             raise error
         if ended:

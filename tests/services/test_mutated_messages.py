@@ -48,7 +48,7 @@ NOT_FOR_CALLERS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.Statu
 
 
 class Attack:
-    """Valid messages about requests that nobody misses, their mutations, and what is answered."""
+    """Valid messages about requests that have no client, their mutations, and what is answered."""
 
     def __init__(
         self, rng: random.Random, cluster: Any, router: aio.Channel, served: list[str], incarnations: list[int]

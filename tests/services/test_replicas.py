@@ -343,7 +343,7 @@ async def test_a_draining_owner_lets_its_request_go_and_the_holder_computes_noth
     assert end.moved
     assert end.error
     message = owned.message()
-    # The newest token is computed by whoever draws the next one.
+    # The instance that draws the next token computes the newest one.
     assert end.replica.token_count == len(message.token_ids) - 1
     assert end.replica.holder_id == owned.holder.instance_id
     await by_hand.eventually(lambda: owned.owner.service.is_idle, "the owner has no request")
