@@ -425,6 +425,16 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.release.set()
         return prefill_pb2.GiveBackPrefillResponse()
 
+    async def AbortPrefill(  # noqa: N802
+        self, request: prefill_pb2.AbortPrefillRequest, context: Any
+    ) -> prefill_pb2.AbortPrefillResponse:
+        decode = self._decode_of()
+        for entry in request.attempts:
+            running = decode.running.get(entry.request_id)
+            if running is not None and (running.router_id, running.attempt) == (entry.router_id, entry.attempt):
+                del decode.running[entry.request_id]
+        return prefill_pb2.AbortPrefillResponse()
+
     async def AttachPrefill(  # noqa: N802
         self, request: prefill_pb2.AttachPrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.AttachPrefillResponse]:
