@@ -44,7 +44,9 @@ _EMPTY = {
     ),
 }
 """Metrics that are 0 at rest, by role. Labels that are not named are added up."""
-_THREAD_SLACK = 6
+_THREAD_SLACK = 12
+"""A decode instance has one thread for each instance that sends to it (two of prompts, two of copies), two for each of
+the two that it sends copies to, and those of executors that had nothing to do at first."""
 _DESCRIPTOR_SLACK = 40
 """Connections to Redis and among instances come and go."""
 _MEMORY_SLACK_BYTES = 64 * 2**20

@@ -350,13 +350,20 @@ async def test_reserve_static_holds_a_landed_request_back_where_greedy_preempts(
     assert (preemptions > 0) == preempts
 
 
-async def test_under_reserve_static_reservations_leave_the_blocks_alone_that_are_kept(cluster: Any) -> None:
+async def test_under_reserve_static_reservations_leave_the_blocks_alone_that_are_kept(
+    cluster: Any, by_hand: Any
+) -> None:
     # Without that, the small prompts of all nine land at once and each long answer preempts some of them.
     prefill = await cluster.prefill(max_model_len=160)
-    await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, fake_step_s=0.001, **TIGHT)
+    decode = await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, fake_step_s=0.001, **TIGHT)
     router = await cluster.router()
     prompts = {f"r{number}": prompt(number, 5 + 10 * (number % 3)) for number in range(9)}
-    calls = {name: router.prefill(prefill, name, prompts[name], max_tokens=90, ignore_eos=True) for name in prompts}
+    calls = {}
+    for name in prompts:
+        calls[name] = router.prefill(prefill, name, prompts[name], max_tokens=90, ignore_eos=True)
+        if name == "r0":
+            # Blocks are kept from here on.
+            await by_hand.eventually(lambda: decode.load().running_requests == 1, "r0 runs")
     for name, call in calls.items():
         assert await router.answer(call, name) == cluster.expected(prompts[name], 90), name
     assert [router.last[name, 1].timing.preemptions for name in prompts] == [0] * 9
