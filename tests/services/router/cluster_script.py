@@ -108,7 +108,7 @@ def logprobs_at(index: int, top_count: int) -> sampling_pb2.Logprobs:
     return sampling_pb2.Logprobs(logprob=-float(index), top=top)
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Waits until `condition()` holds; fails when it does not within `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -183,16 +183,16 @@ async def test_a_slow_client_gets_its_tokens_in_fewer_responses_and_holds_nobody
     small_window = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
     async with cluster.router() as router, aio.insecure_channel(router.address, small_window) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        slow = stub.Generate(ask((300,), max_tokens=6_000, logprobs=20, request_id="slow"), timeout=30)
+        slow = stub.Generate(ask((300,), max_tokens=3_000, logprobs=20, request_id="slow"), timeout=90)
         responses = [await slow.read()]
-        await eventually(lambda: "slow" not in cluster.decodes["decode-0"].running, timeout_s=20)
-        other = await collect(router.stub.Generate(ask((301,), max_tokens=100), timeout=20))
+        await eventually(lambda: "slow" not in cluster.decodes["decode-0"].running, timeout_s=60)
+        other = await collect(router.stub.Generate(ask((301,), max_tokens=100), timeout=60))
         assert tokens_of(other) == answer((301,), 100)
         responses += await rest_of(slow)
-        assert tokens_of(responses) == answer((300,), 6_000)
-        assert len(responses) < 3_000, len(responses)
+        assert tokens_of(responses) == answer((300,), 3_000)
+        assert len(responses) < 1_500, len(responses)
         logprobs = [entry for response in responses for entry in response.logprobs]
-        assert [entry.logprob for entry in logprobs] == [-float(index) for index in range(6_000)]
+        assert [entry.logprob for entry in logprobs] == [-float(index) for index in range(3_000)]
 
 
 async def test_messages_go_through_the_chat_template(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
