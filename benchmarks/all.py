@@ -28,6 +28,7 @@ BENCHMARKS = (
     "serving.recovery_vllm",
     "serving.silence",
     "serving.replication_overhead",
+    "serving.replication_overhead_vllm",
     "serving.replica_memory",
     "serving.migration",
     "serving.rolling_restart",
@@ -50,7 +51,12 @@ BENCHMARKS = (
     "papers.redundancy",
     "simulator.speed",
 )
-NEED_VLLM = ("engine.vllm", "serving.end_to_end_vllm", "serving.recovery_vllm")
+NEED_VLLM = (
+    "engine.vllm",
+    "serving.end_to_end_vllm",
+    "serving.recovery_vllm",
+    "serving.replication_overhead_vllm",
+)
 HEADLINES = (
     ("kv.transfer", "kv / bare: tcp, 64 MiB, 16 KiB"),
     ("kv.transfer", "kv / bare: unix, 64 MiB, contiguous"),
@@ -82,6 +88,7 @@ HEADLINES = (
     ("serving.replication_overhead", "tokens/s, on / off, 64 KiB a token, compute off the CPU"),
     ("serving.replication_overhead", "tokens/s, on / off, 800 KiB a token, compute off the CPU"),
     ("serving.replication_overhead", "tokens/s, on / off, kaveri-tiny"),
+    ("serving.replication_overhead_vllm", "tokens/s, on / off, vLLM"),
     ("serving.replica_memory", "asked for (64 MiB) / everything else"),
     ("serving.migration", "asked for (3 steps + 20 ms) / pause p99, context 4096"),
     ("serving.migration", "asked for (2 s) / slowest drain, context 4096"),

@@ -40,7 +40,7 @@ DECODES = ("decode-0", "decode-1", "decode-2")
 BEFORE_S = 5.0
 AFTER_S = 10.0
 """How long other requests arrive, before the kill and after it."""
-ARRIVAL_S = 0.25
+ARRIVAL_S = 0.1
 SHORT_PROMPT_TOKENS = 64
 SHORT_TOKENS = 2
 GOING_ON_S = 200.0

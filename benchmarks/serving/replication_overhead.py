@@ -25,10 +25,9 @@ from kaveri.local.stack import LocalStack
 LATENCY_MODEL = "opt-13b-a100-tp1"
 PREFILL, DECODES = ("prefill-0",), ("decode-0", "decode-1")
 METRICS_PORTS = {"off": 19_440, "spread": 19_450}
-BLOCK_TOKENS = 16
 LOOK_S = 0.25
 SETTLING_S = 1.0
-STEADY_TOKENS = 240
+STEADY_TOKENS = 160
 MODEL = FakeModel(verify=False)
 
 
@@ -44,6 +43,7 @@ class Case:
     """Tokens per second, with copies over without."""
     settings: dict[str, Any] = field(default_factory=dict)
     is_timed: bool = True
+    block_tokens: int = 16
 
 
 def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str) -> Case:
@@ -60,10 +60,17 @@ def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str) ->
     return Case(name, in_flight, 256, answer_tokens, 0.98, settings)
 
 
+def computing(engine: str, block_tokens: int) -> Case:
+    """kaveri-tiny, on these cores."""
+    settings = {"engine": engine, "kv_cache_memory": "64MiB", "replica_memory": "64MiB"}
+    name = "kaveri-tiny" if engine == "transformers" else "vLLM"
+    return Case(name, 8, 256, 64, 0.95, settings, is_timed=False, block_tokens=block_tokens)
+
+
 CASES = (
     timed(64 * 1024, 32, 96, "640MiB"),
-    timed(800 * 1024, 6, 160, "1200MiB"),
-    Case("kaveri-tiny", 8, 256, 64, 0.95, {"kv_cache_memory": "64MiB", "replica_memory": "64MiB"}, is_timed=False),
+    timed(800 * 1024, 6, 160, "1400MiB"),
+    computing("transformers", 16),
 )
 
 
@@ -181,7 +188,8 @@ async def measure_case(case: Case, repeats: int, turns: int) -> tuple[dict[str, 
         return found, await steady_lags(*stacks["spread"], case)
 
 
-async def measure_async(options: Options, report: Report) -> None:
+async def measure_cases(cases: Sequence[Case], options: Options, report: Report) -> None:
+    """One after the other."""
     repeats, turns = options.choose(4, 1), options.choose(3, 1)
     report.workload = {
         "cases": [
@@ -191,13 +199,13 @@ async def measure_async(options: Options, report: Report) -> None:
                 "prompt_tokens": case.prompt_tokens,
                 "answer_tokens": case.answer_tokens,
             }
-            for case in CASES
+            for case in cases
         ],
         "latency_model": LATENCY_MODEL,
         "requests_of_a_round": f"{turns} for each in flight",
         "warm_up": "one for each in flight, on each stack",
     }
-    for case in CASES:
+    for case in cases:
         _report(report, case, *await measure_case(case, repeats, turns))
 
 
@@ -225,7 +233,7 @@ def _report(report: Report, case: Case, found: dict[str, list[Round]], steady: l
     report.row(
         "requests without a whole block copied", [n for each in on for n in each.unprotected], "", case=case.name
     )
-    report.ratio(f"2 blocks / lag p99, {case.name}", 2 * BLOCK_TOKENS / max(1.0, lag), 1.0)
+    report.ratio(f"2 blocks / lag p99, {case.name}", 2 * case.block_tokens / max(1.0, lag), 1.0)
     copied = max(each.copied for each in on)
     report.ratio(f"1.02 x computed / copied tokens, {case.name}", 1.02 / max(1e-9, copied), 1.0)
     wrong = sum(each.wrong for each in (*on, *off))
@@ -236,7 +244,7 @@ def _report(report: Report, case: Case, found: dict[str, list[Round]], steady: l
 
 def measure(options: Options, report: Report) -> None:
     """All cases, each on two stacks in turn."""
-    asyncio.run(measure_async(options, report))
+    asyncio.run(measure_cases(CASES, options, report))
 
 
 if __name__ == "__main__":
