@@ -15,7 +15,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
 from services.decode.answer_log import End, GainedTokens
 from services.decode.attaching import Awaited, attached_of
-from services.decode.lifecycle import Released
+from services.decode.lifecycle import Ready, Released
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, DecodeRequests, KnownAttempts
 from services.decode.token_streams import TokenStream, TokenStreams
@@ -126,7 +126,8 @@ class RequestOwners:
     def tell_replica(self, request: DecodeRequest, replica: Replica) -> None:
         """Sends the router of a landed request news of its copy, with the next tokens at the latest."""
         request.log.note_replica(replica)
-        if not isinstance(request.state, Released):
+        if isinstance(request.state, Ready):
+            # One that runs has tokens with the next step: its news needs no message of its own.
             self.streams.announce(request)
 
     def _change_owner(self, request: DecodeRequest, ownership: Ownership) -> None:

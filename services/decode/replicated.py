@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
-from kaveri.engine.contract import DecodeEngine, EngineEvent
+from kaveri.engine.contract import DecodeEngine, EngineEvent, Replicated
 from kaveri.engine.factory import kv_transports, listen_endpoints
 from kaveri.errors import ConfigError
 from kaveri.hosting.config import name_flag
@@ -42,7 +42,9 @@ class ReplicatedDecode:
                 tasks.create_task(part.run())
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        self._instance.handle(events)
+        # A copy that has grown changes nothing for the instance, and comes with each block.
+        if not all(isinstance(event, Replicated) for event in events):
+            self._instance.handle(events)
         self._replicator.handle(events)
 
     def load(self) -> InstanceLoad:
