@@ -53,10 +53,14 @@ class Stream:
                 if chunk.timing is not None:
                     self.timing = chunk.timing.server
 
-    def pause_s(self, from_s: float) -> float:
-        """Its longest time between two pieces of which the second came after `from_s`."""
+    def gaps_s(self, from_s: float) -> list[float]:
+        """The times between two pieces of which the second came after `from_s`."""
         pairs = zip(self.at_s, self.at_s[1:], strict=False)
-        return max((later - sooner for sooner, later in pairs if later > from_s), default=0.0)
+        return [later - sooner for sooner, later in pairs if later > from_s]
+
+    def pause_s(self, from_s: float) -> float:
+        """The longest of gaps_s()."""
+        return max(self.gaps_s(from_s), default=0.0)
 
     def next_s(self, from_s: float, until_s: float = float("inf")) -> float:
         """From `from_s` to the end of its longest pause that ends between the two times. inf: it got nothing."""
