@@ -19,7 +19,7 @@ from kaveri.engine.contract import (
     StepTokens,
 )
 
-SOON_S = 20.0
+SOON_S = 60.0
 """Long enough for a busy machine; what is waited for takes a small part of it."""
 
 EventT = TypeVar("EventT")

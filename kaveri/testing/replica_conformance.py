@@ -39,7 +39,7 @@ from kaveri.kv.transfer.transport import Transport
 
 EventT = TypeVar("EventT")
 
-SOON_S = 20.0
+SOON_S = 60.0
 """Long enough for a busy machine; what is waited for takes a small part of it."""
 _POOL_BLOCKS = 64
 """Of an owner, and of an engine."""

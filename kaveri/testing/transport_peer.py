@@ -38,7 +38,7 @@ from kaveri.kv.transports.extra.emulated import EmulatedTransport
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.telemetry.logs import configure_logs
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Deadline of every wait; a loaded machine is slow, a hang never ends."""
 _PATIENCE_S = 60.0
 """The same where connections to dead and stopped processes may have to be waited for first."""

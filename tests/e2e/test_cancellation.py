@@ -108,18 +108,18 @@ async def test_requests_that_wait_in_queues_are_cancelled_too() -> None:
             return answer.finish_reason
 
         first = asyncio.create_task(ask("decoding"))
-        await cluster.wait_for_view(running("decode-0"), within_s=20)
+        await cluster.wait_for_view(running("decode-0"), within_s=60)
         waits_for_room = asyncio.create_task(ask("waits for room"))
         await cluster.wait_for_view(
             lambda view: (
                 view.instances["prefill-0"].load.free_blocks < 100
                 and view.instances["prefill-0"].load.queued_prefill_tokens == 0
             ),
-            within_s=20,
+            within_s=60,
         )
         queued = asyncio.create_task(ask("queued"))
         await cluster.wait_for_view(
-            lambda view: view.instances["prefill-0"].load.queued_prefill_tokens >= len(long_prompt), within_s=20
+            lambda view: view.instances["prefill-0"].load.queued_prefill_tokens >= len(long_prompt), within_s=60
         )
         for request_id in ("queued", "waits for room", "decoding"):
             assert await client.cancel(request_id), request_id

@@ -165,7 +165,7 @@ async def test_redis_killed_and_restarted_costs_no_request(idle: Callable[[Clust
         # The last view stays in use: new requests are served while Redis is away.
         check_exact(prompts[:2], await Watched(client, prompts[:2]).answers())
         await cluster.restart("redis")
-        await cluster.wait_for_view(idle, within_s=20)
+        await cluster.wait_for_view(idle, within_s=60)
         check_exact(prompts, await Watched(client, prompts).answers())
 
 
@@ -193,7 +193,7 @@ async def test_a_frozen_decode_instance_is_noticed_by_its_silence_while_its_leas
         check_exact(prompts, answers)
         assert max(answer.timing.server.attempts for answer in answers) > 1, "decode-0 held no request"
         assert min(answer.timing.server.attempts for answer in answers) == 1, "requests elsewhere were disturbed"
-        await cluster.wait_for_view(idle, within_s=20)
+        await cluster.wait_for_view(idle, within_s=60)
 
 
 @pytest.mark.timeout(180)

@@ -65,7 +65,7 @@ class Routers:
             routers = [name for name in ROUTERS if name in view.instances]
             return [name for name in routers if view.instances[name].load.running_requests >= count]
 
-        return found(await self.cluster.wait_for_view(lambda view: bool(found(view)), within_s=20))[0]
+        return found(await self.cluster.wait_for_view(lambda view: bool(found(view)), within_s=60))[0]
 
     async def instances_are_free(self, within_s: float) -> None:
         """Waits until no engine instance holds a block or a request, whatever routers there are."""

@@ -15,7 +15,7 @@ BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
 POOL_BLOCKS = 12
 POOL_TOKENS = POOL_BLOCKS * 16
 SMALL_POOL = {"max_model_len": POOL_TOKENS, "kv_cache_memory": POOL_BLOCKS * BLOCK_BYTES}
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 def prompt(seed: int, token_count: int) -> list[int]:

@@ -67,7 +67,7 @@ class LocalCluster:
         await self.stack.restart(name)
         await self.stack.wait_until_ready(within_s)
 
-    async def wait_for_view(self, condition: Callable[[ClusterView], bool], within_s: float = 10.0) -> ClusterView:
+    async def wait_for_view(self, condition: Callable[[ClusterView], bool], within_s: float = 60.0) -> ClusterView:
         """The first view that meets the condition. AssertionError, with the last view, after `within_s` seconds."""
         give_up_at_s = time.monotonic() + within_s
         while not condition(view := self.view()):

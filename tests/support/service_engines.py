@@ -63,7 +63,7 @@ class VllmEngines:
 
     block_tokens = 32
     # Two processes and a pipe between the test and its blocks.
-    free_within_s = 20.0
+    free_within_s = 60.0
 
     def __init__(self, folder: Path) -> None:
         # Heads as wide as vLLM's CPU kernels take them, and the fake model's vocabulary.

@@ -22,7 +22,7 @@ from kaveri.kv.transports import make_transports
 
 WHOLE = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32", order="2HND")
 RANKED = replace(WHOLE, tensor_ranks=2)
-SOON_S = 20.0
+SOON_S = 60.0
 SOURCE = [3, 0, 2, 5]
 
 

@@ -19,7 +19,7 @@ from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import DrainServiceStub
 from kaveri.wire.status import error_of
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 class Work:

@@ -16,7 +16,7 @@ from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import BROKEN_STATUS
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 class BrokenRole:

@@ -22,7 +22,7 @@ from kaveri.hosting.service_host import BROKEN_STATUS
 from kaveri.hosting.trial import Trial
 from kaveri.kv.transfer.ticket import KvEndpoint
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)

@@ -13,7 +13,7 @@ from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transports import make_transports
 
 LAYOUT = KvLayout("model", 1, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
-SOON_S = 10.0
+SOON_S = 60.0
 
 Event = TransferLanded | TransferReleased
 

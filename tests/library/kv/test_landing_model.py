@@ -15,7 +15,7 @@ from kaveri.kv.transfer.receiver import KvReceiver, TransferEvent, TransferLande
 
 LAYOUT = KvLayout("model", 2, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
 BLOCKS = 40
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 class _Sender:

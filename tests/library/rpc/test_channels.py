@@ -9,7 +9,7 @@ from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer, DecodeServiceStub
 from tests.library.rpc.echo_service import serving
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class _Slow(DecodeServiceServicer):

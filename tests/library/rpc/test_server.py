@@ -17,7 +17,7 @@ from kaveri.v1 import decode_pb2, decode_pb2_grpc
 from kaveri.wire.status import error_of
 from tests.library.rpc.echo_service import SERVICE_NAME, EchoService, serving
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 async def health_of(channel: aio.Channel, name: str) -> int:

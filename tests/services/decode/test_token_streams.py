@@ -15,7 +15,7 @@ from services.decode.lifecycle import InLine, RequestTimes
 from services.decode.requests import DecodeRequest, KnownAttempts
 from services.decode.token_streams import TokenStreams
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def request(request_id: str = "a", router_id: str = "router") -> DecodeRequest:

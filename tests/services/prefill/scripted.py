@@ -31,7 +31,7 @@ LAYOUT = KvLayout("fingerprint", 2, 16, 2, 8, "float32")
 MODEL = "tiny"
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Waits until the condition holds."""
     until_s = time.monotonic() + timeout_s
     while not condition():
