@@ -33,6 +33,7 @@ from kaveri.errors import (
     NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -60,6 +61,7 @@ __all__ = [
     "ServerTiming",
     "Stream",
     "Timing",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
 ]

@@ -7,6 +7,7 @@ KaveriError
 ├── RequestNotFound       no such request is here: request_id, reason
 ├── NoCapacity            a queue or a pool is full now: role, retry_after_s
 ├── Unavailable           no instance can serve this now: retry_after_s
+├── Unauthenticated       the caller shows no key or certificate that is good here: reason
 ├── StaleAttempt          a newer attempt of the request is known: request_id, attempt, newest_attempt
 ├── DeadlineExceeded      the request's deadline has passed
 ├── RequestCancelled      the request was cancelled, but not by this caller: request_id
@@ -89,6 +90,14 @@ class Unavailable(KaveriError):
         super().__init__(reason)
         self.reason = reason
         self.retry_after_s = retry_after_s
+
+
+class Unauthenticated(KaveriError):
+    """The caller shows no key, or no certificate, that is good here."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class StaleAttempt(KaveriError):

@@ -11,6 +11,7 @@ from kaveri.cli.config import config_app
 from kaveri.cli.drain import drain, undrain
 from kaveri.cli.generate import generate
 from kaveri.cli.health import health
+from kaveri.cli.key import key_app
 from kaveri.cli.predictor import predictor_app
 from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON, launcher
@@ -62,6 +63,7 @@ app.command()(health)
 app.command(context_settings=PASS_ON, add_help_option=False)(profile)
 app.add_typer(predictor_app, name="predictor")
 app.add_typer(config_app, name="config")
+app.add_typer(key_app, name="key")
 for _role, _help in (
     (ServiceKind.GATEWAY, "Run one gateway for HTTP; `kaveri gateway --help` lists its flags."),
     (ServiceKind.ROUTER, "Run one router; `kaveri router --help` lists its flags."),

@@ -14,6 +14,7 @@ TopP = Annotated[float, typer.Option(help="Draw from the smallest set of tokens 
 TopK = Annotated[int, typer.Option(help="Draw from this many most likely tokens. 0: all.")]
 Seed = Annotated[int | None, typer.Option(help="Makes draws repeatable. Unset: random.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be given several times.")]
+KeyLimit = Annotated[int, typer.Option(help="Limit of this key. 0: none.")]
 TimeoutS = Annotated[float, typer.Option(help="Seconds until the request is given up.")]
 
 

@@ -39,6 +39,8 @@ class AsyncStream:
         """The caller's id, or a generated one."""
         self.prompt_tokens: int | None = None
         """Tokens of the prompt. None: no chunk has come."""
+        self.completion_tokens = 0
+        """Tokens of the answer that have come."""
         self._sessions = sessions
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
@@ -125,6 +127,7 @@ class AsyncStream:
             if self._first_s is None:
                 self._first_s = now_s
             self._last_s = now_s
+            self.completion_tokens += len(response.token_ids)
         is_last = self._sessions.received.is_complete
         if self.prompt_tokens is None and response.HasField("usage"):
             self.prompt_tokens = response.usage.prompt_tokens

@@ -31,6 +31,7 @@ from kaveri.errors import (
     SlowReader,
     StaleAttempt,
     TransferFailed,
+    Unauthenticated,
     Unavailable,
     Unsupported,
 )
@@ -53,6 +54,7 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
     RequestNotFound: grpc.StatusCode.NOT_FOUND,
     NoCapacity: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     StaleAttempt: grpc.StatusCode.ABORTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelled: grpc.StatusCode.CANCELLED,
@@ -115,6 +117,8 @@ def error_of(error: aio.AioRpcError, *, peer: str = "", request_id: str = "") ->
             return ModelNotFound(message)
         case grpc.StatusCode.CANCELLED:
             return RequestCancelled(request_id)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(message)
         case grpc.StatusCode.UNAVAILABLE:
             reason = f"cannot reach {peer}: {message}" if peer else message
             return Unavailable(reason, _retry_after_s(details))
@@ -205,6 +209,8 @@ def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
         case "Unavailable":
             retry = facts.get("retry_after_s")
             return Unavailable(facts["reason"], _seconds(retry) if retry else None)
+        case "Unauthenticated":
+            return Unauthenticated(facts["reason"])
         case "StaleAttempt":
             return StaleAttempt(facts["request_id"], int(facts["attempt"]), int(facts["newest_attempt"]))
         case "DeadlineExceeded":

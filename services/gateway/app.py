@@ -1,6 +1,7 @@
 """The HTTP API: which path does what, and what becomes of a request that fails."""
 
 import asyncio
+import contextlib
 import importlib.metadata
 import re
 import secrets
@@ -21,7 +22,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kaveri.client.answer import ModelInfo
 from kaveri.client.async_client import AsyncClient
-from kaveri.errors import KaveriError, ModelNotFound, SlowReader, Unavailable
+from kaveri.errors import KaveriError, ModelNotFound, NoCapacity, SlowReader, Unauthenticated, Unavailable
+from kaveri.security.callers import Callers
 from kaveri.telemetry.logs import get_logger
 from services.gateway import metrics
 from services.gateway.answers import Answers
@@ -32,7 +34,7 @@ from services.gateway.connection import CONNECTION_KEY
 from services.gateway.departure import UntilGone
 from services.gateway.event_writer import EventWriter
 from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
-from services.gateway.http_errors import Headers, HttpError, http_error_of, retry_headers
+from services.gateway.http_errors import Headers, HttpError, http_error_of, refused_key, retry_headers
 from services.gateway.shown_prompts import show_prompts
 from services.gateway.tokenizing import detokenize, tokenize
 
@@ -41,6 +43,8 @@ _HEALTH_TIMEOUT_S = 2.0
 _CLIENT_GONE_STATUS = 499
 """As nginx counts it; no client sees it."""
 _JSON: Headers = [(b"content-type", b"application/json")]
+_OPEN_PATHS = ("/health", "/metrics")
+"""They need no API key."""
 STATE_KEY = "kaveri.request"
 """Of an HTTP scope: what the gateway knows of the request."""
 
@@ -57,6 +61,8 @@ class HttpRequest:
     answers: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    key_name: str = ""
+    """Of the client's API key; empty: none was asked for."""
 
 
 class Door(Protocol):
@@ -67,6 +73,8 @@ class Door(Protocol):
     draining: bool
     answering: set[Answers]
     """What routers were asked for, and has not ended."""
+    callers: Callers | None
+    """None: requests need no API key."""
 
     def serving(self) -> AbstractContextManager[None]:
         """One request for answers is in flight while the context lasts."""
@@ -96,7 +104,7 @@ class Edge:
 
         try:
             state.request_id = _request_id(scope) or state.request_id
-            await self._app(scope, receive, send_named)
+            await self._serve(scope, receive, send_named, state)
         except ClientGone:
             state.status = _CLIENT_GONE_STATUS
         except HttpError as error:
@@ -119,6 +127,25 @@ class Edge:
         finally:
             self._report(state)
 
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, state: HttpRequest) -> None:
+        callers = self._door.callers
+        if callers is None or scope["path"] in _OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                caller = await stack.enter_async_context(callers.admit(authorization))
+            except Unauthenticated as error:
+                raise refused_key(error) from error
+            except NoCapacity as error:
+                raise http_error_of(error) from error
+            state.key_name = caller.key.name
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                caller.tokens = state.prompt_tokens + state.completion_tokens
+
     def _report(self, state: HttpRequest) -> None:
         metrics.REQUESTS.labels(path=state.path or "other", status=str(state.status)).inc()
         if state.answers:
@@ -126,6 +153,7 @@ class Edge:
                 "http_request_finished",
                 request_id=state.request_id,
                 path=state.path,
+                key_name=state.key_name,
                 status=state.status,
                 answers=state.answers,
                 prompt_tokens=state.prompt_tokens,
@@ -196,13 +224,14 @@ class _Generate:
                         await self._collect(answers, made, state, send)
                 finally:
                     self._door.answering.discard(answers)
+                    # Also of answers that did not end.
+                    state.prompt_tokens = sum(stream.prompt_tokens or 0 for stream in answers.streams)
+                    state.completion_tokens = sum(stream.completion_tokens for stream in answers.streams)
         finally:
             metrics.IN_FLIGHT.dec(state.answers)
 
     async def _collect(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
         whole = await answers.collect()
-        state.prompt_tokens = sum(answer.usage.prompt_tokens for answer in whole)
-        state.completion_tokens = sum(answer.usage.completion_tokens for answer in whole)
         await send_body(200, made.whole(whole), _JSON, send)
 
     async def _stream(self, asked: Asked, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
@@ -212,10 +241,7 @@ class _Generate:
                 async for index, chunk in chunks:
                     if not writer.begun:
                         metrics.TTFT_S.observe(time.monotonic() - state.arrived_s)
-                    state.completion_tokens += len(chunk.token_ids)
                     metrics.TOKENS.inc(len(chunk.token_ids))
-                    if chunk.usage is not None:
-                        state.prompt_tokens += chunk.usage.prompt_tokens
                     tokens = answers.streams[index].prompt_tokens or 0
                     await writer.write(made.piece(index, chunk, tokens))
             except KaveriError as error:

@@ -6,6 +6,7 @@ from kaveri.client.targets import check_targets
 from kaveri.config.settings import MAX_PORT, setting, size_bytes
 from kaveri.errors import InvalidArgument
 from kaveri.rpc.process import ServiceConfig
+from kaveri.security.settings import KeySettings
 
 DEFAULT_PORT = 8000
 
@@ -21,7 +22,7 @@ def router_addresses(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(ServiceConfig):
+class GatewayConfig(KeySettings, ServiceConfig):
     """Answers OpenAI's HTTP API: asks the routers of one cluster, and streams their answers."""
 
     port: int = setting("port to listen on for HTTP; 0: a free one", DEFAULT_PORT, least=0, most=MAX_PORT)

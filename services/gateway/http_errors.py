@@ -12,6 +12,7 @@ from kaveri.errors import (
     NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -56,6 +57,9 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt") -> HttpError
         case NoCapacity():
             headers = retry_headers(error.retry_after_s)
             return HttpError(429, str(error), "rate_limit_error", "rate_limit_exceeded", headers=headers)
+        case Unauthenticated():
+            # Of the routers: the client can do nothing about it. Its own key is refused by refused_key().
+            return HttpError(503, f"the routers refuse this gateway: {error}", "service_unavailable", "unauthenticated")
         case Unavailable():
             headers = retry_headers(error.retry_after_s or 1.0)
             return HttpError(503, str(error), "service_unavailable", "service_unavailable", headers=headers)
@@ -66,6 +70,11 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt") -> HttpError
             return HttpError(499, str(error), "request_cancelled", "request_cancelled")
         case _:
             return HttpError(500, str(error), "server_error", "internal_error")
+
+
+def refused_key(error: Unauthenticated) -> HttpError:
+    """For a client without a good API key."""
+    return HttpError(401, str(error), code="invalid_api_key", headers=[(b"www-authenticate", b"Bearer")])
 
 
 def retry_headers(retry_after_s: float) -> Headers:

@@ -10,6 +10,7 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, Role
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
+from kaveri.security.callers import make_callers
 from kaveri.telemetry.logs import get_logger
 from services.gateway import metrics
 from services.gateway.answers import Answers
@@ -50,6 +51,7 @@ class Gateway:
     """The HostedService of a gateway."""
 
     def __init__(self, config: GatewayConfig, client: AsyncClient, store: ClusterStore) -> None:
+        """Raises ConfigError when its keys file cannot be read."""
         self.config = config
         self.client = client
         self.draining = False
@@ -59,6 +61,7 @@ class Gateway:
         self._idle.set()
         self.answering: set[Answers] = set()
         self.store = store
+        self.callers = make_callers(config.keys_file, "" if config.routers else config.redis_url, config.cluster_name)
         limits = ConnectionLimits(
             max_connections=config.max_connections,
             max_header_bytes=config.max_header_bytes,
@@ -68,8 +71,14 @@ class Gateway:
         self.server = HttpServer(config.host, config.port, Edge(self), limits, config.idle_s)
 
     async def run(self) -> None:
-        """Follows the routers that the cluster has, until cancelled."""
+        """Follows the routers that the cluster has, and the keys file, until cancelled."""
         metrics.CONNECTIONS.set_function(lambda: len(self.server.state.connections))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_routers())
+            if self.callers is not None:
+                tasks.create_task(self.callers.run())
+
+    async def _follow_routers(self) -> None:
         targets: tuple[str, ...] = ()
         while True:
             view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)

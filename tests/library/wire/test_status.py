@@ -27,6 +27,7 @@ from kaveri.errors import (
     SlowReader,
     StaleAttempt,
     TransferFailed,
+    Unauthenticated,
     Unavailable,
     Unsupported,
 )
@@ -43,6 +44,7 @@ EXAMPLES: list[KaveriError] = [
     RequestAlreadyExists("request-1"),
     RequestNotFound("request-1", "its KV has not landed"),
     NoCapacity("decode", 0.2, "no blocks"),
+    Unauthenticated("this API key is unknown"),
     Unavailable("no decode instance is left"),
     Unavailable("draining", 1.5),
     StaleAttempt("request-1", 1, 3),

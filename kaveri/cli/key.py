@@ -1,0 +1,47 @@
+"""kaveri key new: make an API key."""
+
+from typing import Annotated
+
+import typer
+
+from kaveri.cli import options
+
+key_app = typer.Typer(
+    help="Make API keys for the gateway.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@key_app.callback()
+def _key() -> None:
+    """Make API keys for the gateway."""
+
+
+@key_app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Who gets it: up to 64 letters, digits, '_' and '-'. Logs show it.")],
+    keys_file: Annotated[
+        str,
+        typer.Option(help="File to which the key's hash is added; made if there is none.", envvar="KAVERI_KEYS_FILE"),
+    ],
+    requests_per_s: options.KeyLimit = 0,
+    tokens_per_min: options.KeyLimit = 0,
+    in_flight: options.KeyLimit = 0,
+) -> None:
+    """Print a new API key, once, and add its SHA-256 and its limits to the keys file.
+
+    Limits: --requests-per-s, --tokens-per-min (of prompts and answers together) and --in-flight (requests that are
+    being answered). Gateways read the file again within two seconds. To revoke a key, remove its table from the file.
+    """
+    from kaveri.security.api_keys import KeyLimits, check_limit, check_name
+    from kaveri.security.keys_file import add_key
+
+    limits = KeyLimits(
+        requests_per_s=check_limit(requests_per_s, "--requests-per-s"),
+        tokens_per_min=check_limit(tokens_per_min, "--tokens-per-min"),
+        in_flight=check_limit(in_flight, "--in-flight"),
+    )
+    print(add_key(keys_file, check_name(name, "NAME"), limits))

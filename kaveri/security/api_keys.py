@@ -1,0 +1,112 @@
+"""API keys: how one is made, what of it is kept, and the text of a keys file. Pure, except for new_secret().
+
+A keys file is TOML, one table for each key:
+
+    [alice]
+    sha256 = "9f86d0…"          # of the key; the key itself is not kept anywhere
+    requests_per_s = 10         # 0 or left out: no limit
+    tokens_per_min = 100_000
+    in_flight = 8
+"""
+
+import hashlib
+import re
+import secrets
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kaveri.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SECRET_BYTES = 32
+MAX_LIMIT = 10**9
+MAX_KEYS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLimits:
+    """What one key may use; 0: no limit."""
+
+    requests_per_s: int = 0
+    tokens_per_min: int = 0
+    """Of prompts and answers together."""
+    in_flight: int = 0
+    """Requests that are being answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as the keys file knows it."""
+
+    name: str
+    digest: bytes
+    """SHA-256 of the key."""
+    limits: KeyLimits
+
+
+def new_secret() -> str:
+    """256 random bits as text."""
+    return "kaveri-" + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def digest_of(secret: bytes) -> bytes:
+    """What is kept of a key. A slow hash would add nothing: 256 random bits cannot be guessed."""
+    return hashlib.sha256(secret).digest()
+
+
+def key_table(name: str, secret: str, limits: KeyLimits) -> str:
+    """The text that adds a key to a keys file."""
+    lines = [f"\n[{name}]", f'sha256 = "{digest_of(secret.encode()).hex()}"']
+    given = {limit.name: getattr(limits, limit.name) for limit in fields(limits)}
+    lines += [f"{limit} = {value}" for limit, value in given.items() if value]
+    return "\n".join([*lines, ""])
+
+
+def parse_keys(text: str, path: str) -> tuple[ApiKey, ...]:
+    """The keys of a keys file. path: for errors. Raises ConfigError, naming the table and the field."""
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(path, f"is no keys file: {error}") from error
+    if len(tables) > MAX_KEYS:
+        raise ConfigError(path, f"has {len(tables)} keys; at most {MAX_KEYS} are read")
+    keys = tuple(_read_key(name, table, path) for name, table in tables.items())
+    by_digest: dict[bytes, str] = {}
+    for key in keys:
+        if by_digest.setdefault(key.digest, key.name) != key.name:
+            raise ConfigError(f"{path} [{key.name}]", f"has the same sha256 as [{by_digest[key.digest]}]")
+    return keys
+
+
+def check_name(name: str, place: str) -> str:
+    """Raises ConfigError, naming the place."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(place, f"is {name!r:.80}; write up to 64 letters, digits, '_' and '-'")
+    return name
+
+
+def check_limit(value: object, place: str) -> int:
+    """Raises ConfigError, naming the place."""
+    if type(value) is not int or not 0 <= value <= MAX_LIMIT:
+        raise ConfigError(place, f"is {value!r:.80}; write a whole number from 0 (no limit) to {MAX_LIMIT}")
+    return value
+
+
+def _read_key(name: str, table: Any, path: str) -> ApiKey:
+    place = f"{path} [{name:.80}]"
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{path} {name:.80}", "stands outside of a table; write [NAME] above it")
+    check_name(name, place)
+    known = [limit.name for limit in fields(KeyLimits)]
+    for field in table:
+        if field not in ("sha256", *known):
+            raise ConfigError(f"{place} {field:.80}", f"is no field of a key; write sha256, {', '.join(known)}")
+    digest = table.get("sha256")
+    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        # Not shown: it may be the key itself.
+        raise ConfigError(f"{place} sha256", "must be the SHA-256 of the key, 64 hexadecimal digits in lower case")
+    limits = {limit: check_limit(table.get(limit, 0), f"{place} {limit}") for limit in known}
+    return ApiKey(name, bytes.fromhex(digest), KeyLimits(**limits))

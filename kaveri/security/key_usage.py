@@ -1,0 +1,99 @@
+"""Counts what keys use in a second and in a minute, with the library `limits`: in this process, or in Redis for all
+processes of a cluster. Windows are fixed: one begins with the first use after the last one's end."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from limits import RateLimitItem, RateLimitItemPerMinute, RateLimitItemPerSecond
+from limits.aio.storage import MemoryStorage, RedisStorage
+from limits.aio.strategies import FixedWindowRateLimiter
+from redis.asyncio import BlockingConnectionPool
+from redis.exceptions import RedisError
+
+from kaveri.errors import NoCapacity
+from kaveri.security.api_keys import ApiKey
+from kaveri.telemetry.logs import get_logger
+
+_REDIS_TIMEOUT_S = 0.5
+_REDIS_CONNECTIONS = 16
+_REDIS_REST_S = 5.0
+"""For how long a Redis that has failed is not asked."""
+_MIN_RETRY_S = 0.05
+ResultT = TypeVar("ResultT")
+
+
+class KeyUsage:
+    """For one event loop. While Redis is away each process counts for itself."""
+
+    def __init__(self, redis_url: str = "", cluster_name: str = "") -> None:
+        """redis_url: empty: counts in this process only."""
+        self._own = FixedWindowRateLimiter(MemoryStorage())
+        self._shared: FixedWindowRateLimiter | None = None
+        self._pool: BlockingConnectionPool | None = None
+        self._rests_until_s = 0.0
+        if redis_url:
+            self._pool = BlockingConnectionPool.from_url(
+                redis_url,
+                max_connections=_REDIS_CONNECTIONS,
+                timeout=_REDIS_TIMEOUT_S,
+                socket_connect_timeout=_REDIS_TIMEOUT_S,
+                socket_timeout=_REDIS_TIMEOUT_S,
+                protocol=2,
+            )
+            # The pool knows the address; of the first argument only the scheme is read.
+            storage = RedisStorage(
+                "async+redis://",
+                implementation="redispy",
+                key_prefix=f"kaveri:{cluster_name}:limits",
+                connection_pool=self._pool,  # type: ignore[arg-type]
+            )
+            self._shared = FixedWindowRateLimiter(storage)
+
+    async def take_request(self, key: ApiKey) -> None:
+        """Counts a request. Raises NoCapacity when the key has no requests or no tokens left in its present window."""
+        limits = key.limits
+        if limits.requests_per_s:
+            per_s = RateLimitItemPerSecond(limits.requests_per_s)
+            if not await self._ask(lambda limiter: limiter.hit(per_s, key.name)):
+                raise await self._refusal(key, per_s, f"{limits.requests_per_s} requests a second")
+        if limits.tokens_per_min:
+            per_min = RateLimitItemPerMinute(limits.tokens_per_min)
+            if not await self._ask(lambda limiter: limiter.test(per_min, key.name)):
+                raise await self._refusal(key, per_min, f"{limits.tokens_per_min} tokens a minute")
+
+    async def add_tokens(self, key: ApiKey, tokens: int) -> None:
+        """Counts the tokens of a request that has ended. They may be more than are left: later requests wait."""
+        if key.limits.tokens_per_min and tokens:
+            per_min = RateLimitItemPerMinute(key.limits.tokens_per_min)
+            await self._ask(lambda limiter: limiter.hit(per_min, key.name, cost=tokens))
+
+    async def close(self) -> None:
+        """Disconnects."""
+        if self._pool is not None:
+            await self._pool.disconnect()
+
+    async def _refusal(self, key: ApiKey, item: RateLimitItem, limit: str) -> NoCapacity:
+        window = await self._ask(lambda limiter: limiter.get_window_stats(item, key.name))
+        retry_after_s = max(_MIN_RETRY_S, window.reset_time - time.time())
+        return limit_reached(key, limit, min(retry_after_s, item.get_expiry()))
+
+    async def _ask(self, ask: Callable[[FixedWindowRateLimiter], Awaitable[ResultT]]) -> ResultT:
+        if self._shared is not None and time.monotonic() >= self._rests_until_s:
+            try:
+                async with asyncio.timeout(_REDIS_TIMEOUT_S):
+                    return await ask(self._shared)
+            except (TimeoutError, RedisError, OSError) as error:
+                self._rests_until_s = time.monotonic() + _REDIS_REST_S
+                get_logger().warning(
+                    "key_usage_not_shared",
+                    error=str(error) or type(error).__name__,
+                    effect=f"limits of API keys hold for this process alone for {_REDIS_REST_S:g} s",
+                )
+        return await ask(self._own)
+
+
+def limit_reached(key: ApiKey, limit: str, retry_after_s: float) -> NoCapacity:
+    """The error for a key that has used what it may."""
+    return NoCapacity(f"API key {key.name}", round(retry_after_s, 3), f"its limit of {limit} is reached")

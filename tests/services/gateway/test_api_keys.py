@@ -1,0 +1,152 @@
+"""A gateway with a keys file: who gets in, and how much each key may ask for."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from kaveri.security.api_keys import KeyLimits
+from kaveri.security.keys_file import add_key
+from tests.services.gateway.conftest import WITHIN_S, GatewayUnderTest, run_gateway
+from tests.services.router.cluster_script import MODEL, ScriptedCluster
+
+_NO_REDIS = "redis://127.0.0.1:1/0"
+"""So that each test counts for itself."""
+_ASKED = {"prompt": [300, 301, 302], "max_tokens": 5, "temperature": 0}
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> str:
+    path = str(tmp_path / "keys.toml")
+    add_key(path, "root", KeyLimits())
+    return path
+
+
+def _remove_last(keys_file: str) -> None:
+    text = Path(keys_file).read_text()
+    Path(keys_file).write_text(text[: text.rindex("\n[")])
+
+
+def _bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/kaveri-tiny", "/tokenize", "/version", "/no"],
+)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": ""},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer "},
+        {"authorization": "Basic cm9vdDo="},
+        {"authorization": "Bearer kaveri-" + "A" * 43},
+        {"authorization": "Bearer " + "A" * 10_000},
+    ],
+    ids=["none", "empty", "no_key", "blank", "basic", "unknown", "huge"],
+)
+async def test_without_a_good_key_every_path_but_health_and_metrics_is_refused(
+    cluster: ScriptedCluster, keys_file: str, path: str, headers: dict[str, str]
+) -> None:
+    async with run_gateway(cluster, keys_file=keys_file, redis_url=_NO_REDIS) as gateway:
+        answer = await gateway.ask(path, _ASKED, headers=headers)
+        assert answer.status == 401
+        assert answer.error["code"] == "invalid_api_key"
+        assert answer.error["type"] == "invalid_request_error"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert gateway.gateway.in_flight == 0
+        if path == "/no":
+            assert (await gateway.ask("/health")).status == 200
+            assert (await gateway.ask("/metrics")).status == 200
+
+
+async def test_a_key_is_good_for_every_path_and_a_client_of_openai_sends_it_by_itself(
+    cluster: ScriptedCluster, keys_file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secret = add_key(keys_file, "alice", KeyLimits(requests_per_s=1000, tokens_per_min=10**6, in_flight=10))
+    async with run_gateway(cluster, keys_file=keys_file, redis_url=_NO_REDIS) as gateway:
+        async with openai.AsyncOpenAI(base_url=gateway.url, api_key=secret, max_retries=0) as client:
+            answer = await client.completions.create(model=MODEL, prompt="hello", max_tokens=3)
+            assert answer.usage is not None
+            assert [model.id async for model in client.models.list()]
+        async with openai.AsyncOpenAI(base_url=gateway.url, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError, match="unknown, or was revoked"):
+                await client.completions.create(model=MODEL, prompt="hello", max_tokens=3)
+    logged = capfd.readouterr()
+    assert secret not in logged.out + logged.err
+
+
+async def test_a_new_key_and_a_revoked_one_are_noticed_while_the_gateway_runs(
+    cluster: ScriptedCluster, keys_file: str
+) -> None:
+    async with run_gateway(cluster, keys_file=keys_file, redis_url=_NO_REDIS) as gateway:
+        secret = add_key(keys_file, "late", KeyLimits())
+        await _until_status(gateway, secret, 200)
+        _remove_last(keys_file)
+        await _until_status(gateway, secret, 401)
+
+
+async def test_requests_past_the_limit_of_a_second_get_429_and_other_keys_go_on(
+    cluster: ScriptedCluster, keys_file: str
+) -> None:
+    secret = add_key(keys_file, "slow", KeyLimits(requests_per_s=2))
+    other = add_key(keys_file, "other", KeyLimits())
+    async with run_gateway(cluster, keys_file=keys_file, redis_url=_NO_REDIS) as gateway:
+        answers = await asyncio.gather(*(gateway.ask("/v1/models", headers=_bearer(secret)) for _ in range(20)))
+        refused = [answer for answer in answers if answer.status == 429]
+        assert len(refused) >= 20 - 2 * 4, "a few seconds may pass on a busy machine"
+        assert refused[0].error["code"] == "rate_limit_exceeded"
+        assert "2 requests a second" in refused[0].error["message"]
+        assert refused[0].headers["retry-after"] == "1"
+        assert 1 <= int(refused[0].headers["retry-after-ms"]) <= 1000
+        assert (await gateway.ask("/v1/models", headers=_bearer(other))).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_of_answers_count_against_the_limit_of_a_minute(
+    cluster: ScriptedCluster, keys_file: str, stream: bool
+) -> None:
+    secret = add_key(keys_file, "small", KeyLimits(tokens_per_min=8))
+    async with run_gateway(cluster, keys_file=keys_file, redis_url=_NO_REDIS) as gateway:
+        # 3 tokens of prompt and 5 of answer.
+        first = await gateway.ask("/v1/completions", {**_ASKED, "stream": stream}, headers=_bearer(secret))
+        assert first.status == 200
+        second = await gateway.ask("/v1/completions", {**_ASKED, "stream": stream}, headers=_bearer(secret))
+        assert second.status == 429
+        assert "8 tokens a minute" in second.error["message"]
+        assert 1 <= int(second.headers["retry-after"]) <= 60
+
+
+async def test_requests_in_flight_are_limited_and_freed_when_a_client_goes(
+    cluster: ScriptedCluster, keys_file: str
+) -> None:
+    secret = add_key(keys_file, "one", KeyLimits(in_flight=1))
+    async with run_gateway(cluster, keys_file=keys_file, redis_url=_NO_REDIS) as gateway:
+        _, writer = await gateway.connect()
+        body = json.dumps({**_ASKED, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {secret}\r\n"
+        writer.write(head.encode() + f"content-length: {len(body) + 1}\r\n\r\n".encode() + body)
+        # Its last byte is missing: it is in flight until it comes, or the client goes.
+        await _until_status(gateway, secret, 429)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        await _until_status(gateway, secret, 200)
+
+
+async def test_without_a_keys_file_a_key_is_neither_asked_for_nor_looked_at(gateway: GatewayUnderTest) -> None:
+    assert (await gateway.complete()).status == 200
+    assert (await gateway.ask("/v1/models", headers=_bearer("none"))).status == 200
+
+
+async def _until_status(gateway: GatewayUnderTest, secret: str, status: int) -> Any:
+    async with asyncio.timeout(WITHIN_S):
+        while (await gateway.ask("/v1/models", headers=_bearer(secret))).status != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
