@@ -27,7 +27,7 @@ from kaveri.policy.admission import AdmissionPolicy
 from kaveri.rpc.server import RpcServer
 from kaveri.v1 import predictor_pb2
 from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceServicer, add_LengthPredictorServiceServicer_to_server
-from kaveri.workload.prompts import Prompt
+from kaveri.workload.prompts import RequestPrompt
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 MEDIAN_ANSWER_TOKENS = 128
@@ -124,7 +124,7 @@ def plan(count: int, seed: int, most_tokens: int = MOST_ANSWER_TOKENS) -> list[P
     planned = []
     for number in range(count):
         prompt_tokens = rng.choice(SHAREGPT_PROMPT_TOKENS)
-        prompt = Prompt("prompt_token_ids", [rng.randrange(1, MODEL.vocab_size) for _ in range(prompt_tokens)])
+        prompt = RequestPrompt("prompt_token_ids", [rng.randrange(1, MODEL.vocab_size) for _ in range(prompt_tokens)])
         lengths = RequestLengths(prompt_tokens, most_tokens)
         planned.append(PlannedRequest(number, number * GAP_S, lengths, prompt))
     return planned

@@ -26,7 +26,7 @@ from benchmarks.support.bursts import send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.models import KAVERI_TINY, bundled_predictor
-from kaveri.workload.prompts import Prompt
+from kaveri.workload.prompts import RequestPrompt
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 from training.predictor.make_prompts import make_prompts
 
@@ -45,7 +45,7 @@ def plan(count: int, repeat: int) -> list[PlannedRequest]:
     prompts = make_prompts(2 * count, PROMPT_SEED + repeat)
     random.Random(repeat).shuffle(prompts)
     return [
-        PlannedRequest(number, number * GAP_S, RequestLengths(0, MOST_ANSWER_TOKENS), Prompt("prompt", text))
+        PlannedRequest(number, number * GAP_S, RequestLengths(0, MOST_ANSWER_TOKENS), RequestPrompt("prompt", text))
         for number, text in enumerate(prompts[:count])
     ]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kaveri.loadgen.driver import LoadRun, RequestSettings
     from kaveri.loadgen.report import Slo
     from kaveri.workload.goodput import GoodputSearch
-    from kaveri.workload.prompts import Prompt
+    from kaveri.workload.prompts import RequestPrompt
 
 _WARM_UP_CONCURRENCY = 4
 _WARM_UP_SEED = 2**32
@@ -170,7 +170,7 @@ def bench(
     if prompts is not None:
         from kaveri.workload.prompts import read_prompts
 
-        texts: list[Prompt] = [prompt for _, prompt in read_prompts(prompts)[:requests]]
+        texts: list[RequestPrompt] = [prompt for _, prompt in read_prompts(prompts)[:requests]]
         lengths = [
             RequestLengths(len(text.content) if text.kind == "prompt_token_ids" else 0, longest_output)
             for text in texts
@@ -192,7 +192,7 @@ def bench(
             arrivals_s = [time_s / (speed or 1.0) for time_s in load.times_s]
         return plan_requests(load.lengths, arrivals_s, load.prompts)
 
-    settings = _Settings(
+    settings = _BenchSettings(
         target=target,
         model=model,
         workload=load,
@@ -220,7 +220,7 @@ def bench(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
+class _BenchSettings:
     target: str
     model: str | None
     workload: Workload
@@ -271,7 +271,7 @@ def _workload(
     return Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
 
 
-async def _run(settings: _Settings) -> bool:
+async def _run(settings: _BenchSettings) -> bool:
     """Returns whether any request was answered. Cancelled, it reports the runs that are complete."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -284,7 +284,7 @@ async def _run(settings: _Settings) -> bool:
         info = await _served(client, settings)
         phases = await engine_phases(client.target, info.name)
         progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        bench = _Bench(client, info, settings, progress)
+        bench = _BenchRuns(client, info, settings, progress)
         try:
             with progress:
                 await bench.warm_up()
@@ -302,7 +302,7 @@ async def _run(settings: _Settings) -> bool:
 
 
 def _report(
-    bench: "_Bench", info: "ModelInfo", phases: "Mapping[str, Phases]", settings: _Settings, interrupted: bool
+    bench: "_BenchRuns", info: "ModelInfo", phases: "Mapping[str, Phases]", settings: _BenchSettings, interrupted: bool
 ) -> bool:
     """Prints and draws the runs that are complete, at least one. Returns whether any request was answered."""
     from rich.console import Console
@@ -342,10 +342,12 @@ def _report(
     return any(summary["answered"] for summary in summaries)
 
 
-class _Bench:
+class _BenchRuns:
     """Runs against one cluster, one after the other. `runs` are those that count, each with its rate."""
 
-    def __init__(self, client: "AsyncClient", info: "ModelInfo", settings: _Settings, progress: "Progress") -> None:
+    def __init__(
+        self, client: "AsyncClient", info: "ModelInfo", settings: _BenchSettings, progress: "Progress"
+    ) -> None:
         self.runs: list[tuple[float | None, LoadRun]] = []
         self.goodput_search: GoodputSearch | None = None
         # Before arrivals are planned: the rate is that of the requests which are sent.
@@ -416,7 +418,7 @@ class _Bench:
         )
 
 
-async def _served(client: "AsyncClient", settings: _Settings) -> "ModelInfo":
+async def _served(client: "AsyncClient", settings: _BenchSettings) -> "ModelInfo":
     for info in await client.list_models():
         if settings.model in (None, info.name):
             return info
@@ -424,7 +426,7 @@ async def _served(client: "AsyncClient", settings: _Settings) -> "ModelInfo":
 
 
 def _goodput(
-    search: "GoodputSearch", settings: _Settings, instances: int, runs: Sequence[dict[str, Any]]
+    search: "GoodputSearch", settings: _BenchSettings, instances: int, runs: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Rates are those really offered, which those that were asked for are only on average."""
     held, failed = search.held, search.failed
@@ -440,7 +442,7 @@ def _goodput(
     }
 
 
-def _draw(runs: "Sequence[tuple[float | None, LoadRun]]", settings: _Settings, title: str, path: Path) -> None:
+def _draw(runs: "Sequence[tuple[float | None, LoadRun]]", settings: _BenchSettings, title: str, path: Path) -> None:
     from kaveri.loadgen.plot import draw_runs
 
     searched = settings.attainment is not None

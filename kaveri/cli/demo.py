@@ -58,7 +58,7 @@ class _Ask:
 
 
 @dataclass
-class _Progress:
+class _DemoProgress:
     """Prints what happens, with the seconds since the start."""
 
     console: Console
@@ -84,7 +84,7 @@ def main() -> int:
 
 async def _demo(console: Console) -> int:
     asks = _load_asks()
-    progress = _Progress(console)
+    progress = _DemoProgress(console)
     # The bundled model's answers are short; by default only longer contexts are worth a copy.
     settings = {"replication": "spread", "replica_min_tokens": 16, "replica_memory": "32MiB"}
     config = StackConfig(model=KAVERI_TINY, router_count=2, prefill_count=2, decode_count=2, settings=settings)

@@ -10,7 +10,7 @@ from typing import Self
 
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestClaim
+from kaveri.cluster.store import HeartbeatAnswer, RequestClaim, ViewSource
 from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
@@ -202,9 +202,9 @@ class MemoryCluster:
 class MemoryStore:
     """A ClusterStore on a MemoryCluster."""
 
-    def __init__(self, cluster: MemoryCluster, follow: Follow = Follow.HEARTBEATS) -> None:
+    def __init__(self, cluster: MemoryCluster, follow: ViewSource = ViewSource.HEARTBEATS) -> None:
         self._cluster = cluster
-        kind = MonitoredMembership if follow is Follow.BROADCASTS else Membership
+        kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership
         self._membership = kind(time.monotonic)
         self._changes = ViewChanges(self._membership)
         self._ticking: asyncio.Task[None] | None = None

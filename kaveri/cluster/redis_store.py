@@ -42,7 +42,7 @@ from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.redis_batches import CommandBatches
 from kaveri.cluster.redis_connection import ANSWER_TIMEOUT_S, FIRST_ANSWER_TIMEOUT_S, bad_url, connect, why
 from kaveri.cluster.redis_url import database_of, shown
-from kaveri.cluster.store import DEFAULT_CLUSTER, Follow, HeartbeatAnswer, RequestClaim
+from kaveri.cluster.store import DEFAULT_CLUSTER, HeartbeatAnswer, RequestClaim, ViewSource
 from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError, InvalidArgument
@@ -73,7 +73,7 @@ class RedisStore:
         self,
         url: str,
         cluster_name: str = DEFAULT_CLUSTER,
-        follow: Follow = Follow.HEARTBEATS,
+        follow: ViewSource = ViewSource.HEARTBEATS,
         *,
         wait_s: float = FIRST_ANSWER_TIMEOUT_S,
     ) -> None:
@@ -85,7 +85,7 @@ class RedisStore:
         self._wait_s = wait_s
         self._cluster_name = cluster_name
         self._prefix = ""
-        self._monitored = MonitoredMembership(time.monotonic) if follow is Follow.BROADCASTS else None
+        self._monitored = MonitoredMembership(time.monotonic) if follow is ViewSource.BROADCASTS else None
         self._membership = self._monitored or Membership(time.monotonic)
         self._changes = ViewChanges(self._membership)
         self._hears_heartbeats = True

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
 
-class Follow(enum.Enum):
+class ViewSource(enum.Enum):
     """What a store's view is made from; said when it is opened."""
 
     HEARTBEATS = enum.auto()

@@ -9,7 +9,7 @@ from kaveri.kv.layout.layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaLocation:
     """Where a request's copy is, as its owner knows it."""
 
     holder_id: str
@@ -75,5 +75,5 @@ class Resumed:
     incarnation: int
     held_tokens: int
     """Tokens whose KV came from the copy; the rest is computed again."""
-    replica: Replica | None = None
+    replica: ReplicaLocation | None = None
     """Set when the request does not go on there: its copy was pushed on to this holder."""

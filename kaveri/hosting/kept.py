@@ -22,7 +22,7 @@ class _Entry(NamedTuple, Generic[ItemT]):
     size: int
 
 
-class Kept(Generic[ItemT]):
+class KeptItems(Generic[ItemT]):
     """Items by request id. The oldest are forgotten when they are too many or too large."""
 
     def __init__(self, kept_s: float, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:

@@ -25,7 +25,7 @@ _STOP_GRACE_S = 1.0
 """Seconds for last messages to leave once nothing is in flight."""
 
 
-class Listener(Protocol):
+class ProcessServer(Protocol):
     """The server of a process. RpcServer is one."""
 
     port: int
@@ -95,7 +95,7 @@ class ServiceHost:
         hosted: HostedService,
         service_names: Sequence[str] = (),
         register: Callable[[aio.Server], None] | None = None,
-        server: Listener | None = None,
+        server: ProcessServer | None = None,
     ) -> None:
         """service_names: full names of the gRPC services; register adds their servicers. store: connected already.
         server: instead of a gRPC server with these services and DrainService."""

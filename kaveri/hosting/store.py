@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.store import Follow
+from kaveri.cluster.store import ViewSource
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
 
@@ -15,7 +15,7 @@ _STAND_BY_AFTER_S = 1.0
 
 @contextlib.asynccontextmanager
 async def open_store(
-    config: ServiceConfig, stopping: asyncio.Event, follow: Follow = Follow.HEARTBEATS
+    config: ServiceConfig, stopping: asyncio.Event, follow: ViewSource = ViewSource.HEARTBEATS
 ) -> AsyncIterator[RedisStore | None]:
     """The store while the context lasts; None when `stopping` was set while Redis was away.
 

@@ -11,7 +11,7 @@ from kaveri.client.answer import ServerTiming
 from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import KaveriError
-from kaveri.workload.prompts import Prompt
+from kaveri.workload.prompts import RequestPrompt
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 
 _PROBE_S = 0.02
@@ -91,7 +91,7 @@ async def run_open(
     records = [RequestRecord(planned, planned.arrival_s) for planned in requests]
     seats = asyncio.Semaphore(max_in_flight)
 
-    async def one(record: RequestRecord, prompt: Prompt) -> None:
+    async def one(record: RequestRecord, prompt: RequestPrompt) -> None:
         try:
             await _send(client, record, prompt, send, clock)
         finally:
@@ -148,7 +148,7 @@ class RequestSettings:
     before. False: it has exactly the planned length, past end-of-sequence tokens, and the cluster can read it in the
     parameters."""
 
-    def prompt(self, planned: PlannedRequest) -> Prompt:
+    def prompt(self, planned: PlannedRequest) -> RequestPrompt:
         """The request's own prompt, or random token ids that depend on seed and number only."""
         if planned.prompt is not None:
             return planned.prompt
@@ -156,11 +156,11 @@ class RequestSettings:
         token_ids: list[int] = rng.integers(
             0, min(self.vocab_size, _PROMPT_TOKEN_IDS), planned.lengths.prompt_tokens
         ).tolist()
-        return Prompt("prompt_token_ids", token_ids)
+        return RequestPrompt("prompt_token_ids", token_ids)
 
 
 async def _send(
-    client: AsyncClient, record: RequestRecord, prompt: Prompt, send: RequestSettings, clock: "_Clock"
+    client: AsyncClient, record: RequestRecord, prompt: RequestPrompt, send: RequestSettings, clock: "_Clock"
 ) -> None:
     params = SamplingParams(
         temperature=0,

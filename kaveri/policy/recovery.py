@@ -7,7 +7,7 @@ has is only copied.
 
 from dataclasses import dataclass
 
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceState, Phase, phases_now
 
 
@@ -27,7 +27,7 @@ _MOST_QUEUES = 48
 
 
 def is_worth_a_resume(
-    replica: Replica, context_tokens: int, view: ClusterView, model: str, costs: RecoveryCosts = DEFAULT_COSTS
+    replica: ReplicaLocation, context_tokens: int, view: ClusterView, model: str, costs: RecoveryCosts = DEFAULT_COSTS
 ) -> bool:
     """Whether the holder of the replica is to go on with the request. False: it is placed on a prefill instance.
 

@@ -15,7 +15,7 @@ from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import ConfigError, InvalidArgument, NoCapacity, RequestCancelled, Unavailable
 from kaveri.predictor.labels import Label, read_labels
-from kaveri.workload.prompts import Prompt
+from kaveri.workload.prompts import RequestPrompt
 
 _RETRY_AFTER_S = 1.0
 """Used when the cluster gives no retry delay."""
@@ -34,7 +34,7 @@ class LabelOutcome:
 
 
 async def label_prompts(
-    prompts: list[tuple[int, Prompt]],
+    prompts: list[tuple[int, RequestPrompt]],
     out: Path,
     target: str,
     *,
@@ -91,7 +91,7 @@ class _Run:
         self._timeout_s = timeout_s
         self._advance = advance
 
-    async def work(self, source: Iterator[tuple[int, Prompt]], file: IO[str]) -> None:
+    async def work(self, source: Iterator[tuple[int, RequestPrompt]], file: IO[str]) -> None:
         """Labels prompts until there are none left."""
         for number, prompt in source:
             try:
@@ -105,7 +105,7 @@ class _Run:
                 self.labelled += 1
             self._advance(1)
 
-    async def _label(self, prompt: Prompt) -> Label:
+    async def _label(self, prompt: RequestPrompt) -> Label:
         give_up_at_s = asyncio.get_running_loop().time() + self._timeout_s
         while True:
             try:

@@ -10,7 +10,7 @@ from typing import Any
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import ConfigError
 from kaveri.models import resolve_model
-from kaveri.workload.prompts import MalformedLine, Prompt, parse_object, parse_prompt, read_lines
+from kaveri.workload.prompts import MalformedLine, RequestPrompt, parse_object, parse_prompt, read_lines
 
 _VALIDATION_PERCENT = 10
 _HELD_OUT_PERCENT = 10
@@ -30,7 +30,7 @@ class Split(enum.StrEnum):
 class Label:
     """One prompt and its answer's length."""
 
-    prompt: Prompt
+    prompt: RequestPrompt
     model: str
     """Served name of the model that answered."""
     vocab_size: int

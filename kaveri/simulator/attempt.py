@@ -15,7 +15,7 @@ class PrefillSide(Protocol):
 
     record: InstanceRecord
 
-    def accept(self, attempt: "Attempt") -> None:
+    def accept(self, attempt: "SimulatedAttempt") -> None:
         """A router sends it."""
 
     def push_failed(self, reserved: Any) -> None:
@@ -75,7 +75,7 @@ class SimulatedRequest:
         self.retry = RetryState()
 
 
-class Attempt:
+class SimulatedAttempt:
     """One placement of a request on a prefill instance, and what follows. Hashed by identity."""
 
     __slots__ = (

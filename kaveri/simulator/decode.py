@@ -6,13 +6,13 @@ It goes the way of services/decode/instance.py, event by event.
 from collections.abc import Callable
 
 from kaveri.domain.view import InstanceLoad, InstanceRecord
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.decode_batch import DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom, RequestCounts
 from kaveri.policy.growth import BatchMember
-from kaveri.simulator.attempt import Attempt
+from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.engine import CountedEngine
 from kaveri.simulator.member import BeatingMember
 from kaveri.simulator.router_side import RouterSide
@@ -25,12 +25,14 @@ _LINE_LOOK_S = 0.05
 for requests that do not land."""
 
 
-class Reserved:
+class ReservedRequest:
     """One request at decode, from its Reserve call on."""
 
     __slots__ = ("answer", "attempt", "first_step_s", "member", "number", "preemptions", "sequence")
 
-    def __init__(self, number: int, attempt: Attempt, answer: Callable[["Reserved | KaveriError"], object]) -> None:
+    def __init__(
+        self, number: int, attempt: SimulatedAttempt, answer: Callable[["ReservedRequest | KaveriError"], object]
+    ) -> None:
         self.number = number
         self.attempt = attempt
         self.answer = answer
@@ -41,7 +43,7 @@ class Reserved:
         self.preemptions = 0
 
 
-class DecodeInstance:
+class SimulatedDecode:
     """The EngineListener of its engine."""
 
     def __init__(
@@ -68,8 +70,8 @@ class DecodeInstance:
             decode_overhead_s=overheads.decode_step_s,
         )
         self._serial = 0
-        self._in_line: dict[str, Reserved] = {}
-        self._by_serial: dict[int, Reserved] = {}
+        self._in_line: dict[str, ReservedRequest] = {}
+        self._by_serial: dict[int, ReservedRequest] = {}
         """Those past the line."""
         self._heavy_count = 0
         self._looks_again = False
@@ -78,14 +80,16 @@ class DecodeInstance:
 
     # Calls of prefill instances.
 
-    def reserve(self, attempt: Attempt, waits: bool, answer: Callable[[Reserved | KaveriError], object]) -> Reserved:
+    def reserve(
+        self, attempt: SimulatedAttempt, waits: bool, answer: Callable[[ReservedRequest | KaveriError], object]
+    ) -> ReservedRequest:
         """Asks for room. `answer` is called when there is some, or with the refusal; with `waits` perhaps later."""
         if self.is_dead:
             answer(_gone(self))
-            return Reserved(0, attempt, answer)
+            return ReservedRequest(0, attempt, answer)
         self._touch()
         self._serial += 1
-        reserved = Reserved(self._serial, attempt, answer)
+        reserved = ReservedRequest(self._serial, attempt, answer)
         try:
             needed_blocks = self.room.needed_blocks(attempt.token_count)
         except InvalidArgument as error:
@@ -107,12 +111,12 @@ class DecodeInstance:
             answer(refusal)
         return reserved
 
-    def leave_line(self, attempt: Attempt) -> None:
+    def leave_line(self, attempt: SimulatedAttempt) -> None:
         """The request wants no room any more. Idempotent."""
         if self._in_line.pop(attempt.key, None) is not None and not self.is_dead:
             self.room.line.leave(attempt.key)
 
-    def give_back(self, reserved: Reserved) -> None:
+    def give_back(self, reserved: ReservedRequest) -> None:
         """The request does not want the room that it has."""
         if reserved.number in self._by_serial and not self.is_dead:
             self._touch()
@@ -121,7 +125,7 @@ class DecodeInstance:
             self.engine.end(reserved.sequence)
             self._give_room()
 
-    def land(self, reserved: Reserved) -> None:
+    def land(self, reserved: ReservedRequest) -> None:
         """Its KV is here."""
         self._touch()
         reserved.attempt.landed_s = self._timeline.now_s
@@ -217,14 +221,14 @@ class DecodeInstance:
             self._touch()
             self._give_room()
 
-    def _ask(self, reserved: Reserved) -> bool:
+    def _ask(self, reserved: ReservedRequest) -> bool:
         attempt = reserved.attempt
         request = attempt.request
         self.room.line.asked(attempt.key)
         self.room.batch.expect(reserved.number, reserved.member, self._timeline.now_s)
         # Prefill draws the next token.
         remaining = request.output_tokens - attempt.generated - 1
-        sequence = CountedSequence(reserved.number, reserved, attempt.token_count, remaining, Phase.RESERVED)
+        sequence = CountedSequence(reserved.number, reserved, attempt.token_count, remaining, SequencePhase.RESERVED)
         if not self.engine.open(sequence, attempt.token_count + 1):
             self.room.line.refused(attempt.key)
             self.room.batch.leave(reserved.number)
@@ -244,7 +248,7 @@ class DecodeInstance:
             self.engine.admit(self._by_serial[serial].sequence)
             batch.admit(serial)
 
-    def _forget(self, reserved: Reserved) -> None:
+    def _forget(self, reserved: ReservedRequest) -> None:
         del self._by_serial[reserved.number]
         self._heavy_count -= reserved.attempt.heavy
 
@@ -261,5 +265,5 @@ class DecodeInstance:
         )
 
 
-def _gone(instance: DecodeInstance) -> Unavailable:
+def _gone(instance: SimulatedDecode) -> Unavailable:
     return Unavailable(f"{instance.member.record.instance_id} cannot be reached")

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 from kaveri.engine.stepwise.batch import form_step
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.latency.model import LatencyModel
@@ -170,14 +170,14 @@ class CountedEngine:
             return
         sequence.done = True
         match sequence.phase:
-            case Phase.PREFILLING:
+            case SequencePhase.PREFILLING:
                 self.prefilling.remove(sequence)
-            case Phase.RUNNING if not self._by_steps:
+            case SequencePhase.RUNNING if not self._by_steps:
                 # It leaves with the step under way.
                 self._ended_outside.append(sequence)
                 self._cut()
                 return
-            case Phase.LANDED | Phase.WAITING | Phase.RUNNING:
+            case SequencePhase.LANDED | SequencePhase.WAITING | SequencePhase.RUNNING:
                 self.residency.remove(cast(Any, sequence))
         self.settle(sequence)
 
@@ -190,7 +190,7 @@ class CountedEngine:
 
     def token_count(self, sequence: CountedSequence) -> int:
         """Tokens of prompt and answer, as of the last step that sync() knows of."""
-        if sequence.phase is Phase.RUNNING and not self._by_steps:
+        if sequence.phase is SequencePhase.RUNNING and not self._by_steps:
             return sequence.offset_tokens + self._steps
         return sequence.tokens
 
@@ -285,7 +285,7 @@ class CountedEngine:
                 self._listener.prefill_started(counted)
 
     def _join(self, sequence: CountedSequence) -> None:
-        sequence.phase = Phase.RUNNING
+        sequence.phase = SequencePhase.RUNNING
         running = cast(list[CountedSequence], self.residency.running)
         # Those that joined before were admitted before, unless they came back.
         if running and running[-1].admission > sequence.admission:
@@ -416,7 +416,7 @@ class CountedEngine:
     def _tell(self, computed: Iterable[CountedSequence]) -> None:
         listener = self._listener
         for sequence in computed:
-            if sequence.phase is Phase.COMPUTED:
+            if sequence.phase is SequencePhase.COMPUTED:
                 listener.first_token(sequence)
             else:
                 listener.prefill_advanced(sequence)
@@ -429,7 +429,7 @@ class CountedEngine:
         last_step = self._steps + 1
         while self._ends[0][0] <= last_step:
             sequence = heapq.heappop(self._ends)[2]
-            if sequence.phase is Phase.RUNNING and sequence.end_step == last_step and not sequence.done:
+            if sequence.phase is SequencePhase.RUNNING and sequence.end_step == last_step and not sequence.done:
                 leaving.append(sequence)
             if not self._ends:
                 break
@@ -439,7 +439,7 @@ class CountedEngine:
         for sequence in leaving:
             self._count_out(sequence)
             running.remove(sequence)
-            sequence.phase = Phase.COMPUTED
+            sequence.phase = SequencePhase.COMPUTED
             sequence.in_step = False
             sequence.block_ids = []
             # Those of its tokens before this step.
@@ -465,7 +465,7 @@ class CountedEngine:
         return computed
 
     def _draw_first(self, sequence: CountedSequence) -> None:
-        sequence.phase = Phase.COMPUTED
+        sequence.phase = SequencePhase.COMPUTED
         sequence.tokens += 1
         sequence.remaining -= 1
         if not sequence.remaining:
@@ -510,10 +510,10 @@ class CountedEngine:
         has_chunks = False
         for sequence, _ in self._planned:
             sequence.in_step = True
-            if sequence.phase is Phase.PREFILLING and not sequence.started:
+            if sequence.phase is SequencePhase.PREFILLING and not sequence.started:
                 sequence.started = True
                 self._listener.prefill_started(sequence)
-            has_chunks = has_chunks or sequence.phase is Phase.PREFILLING or sequence.pending > 1
+            has_chunks = has_chunks or sequence.phase is SequencePhase.PREFILLING or sequence.pending > 1
         step_s = self._latency.step_s([(sequence.computed, tokens) for sequence, tokens in self._planned])
         step_s += self._prefill_overhead_s if has_chunks else self._decode_overhead_s
         self._busy = True
@@ -543,7 +543,7 @@ class CountedEngine:
                 self.settle(sequence)
                 continue
             sequence.computed += tokens
-            if sequence.phase is Phase.PREFILLING:
+            if sequence.phase is SequencePhase.PREFILLING:
                 computed.append(sequence)
                 if not sequence.pending:
                     self.prefilling.remove(sequence)

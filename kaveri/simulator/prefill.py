@@ -6,7 +6,7 @@ It goes the way of services/prefill: role.py, engine_feed.py, room_finder.py and
 import random
 
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, ViewedInstance
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.place_search import PlaceSearch, draws_more, place_search
@@ -21,8 +21,8 @@ from kaveri.policy.waits import (
     ROOM_PATIENCE_S,
     ROOM_REST_WHEN_FAILED_S,
 )
-from kaveri.simulator.attempt import Attempt
-from kaveri.simulator.decode import DecodeInstance, Reserved
+from kaveri.simulator.attempt import SimulatedAttempt
+from kaveri.simulator.decode import ReservedRequest, SimulatedDecode
 from kaveri.simulator.engine import CountedEngine
 from kaveri.simulator.member import BeatingMember
 from kaveri.simulator.router_side import RouterSide
@@ -31,34 +31,34 @@ from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
 
 
-class _Question:
+class _PendingReserve:
     """A Reserve call under way."""
 
     __slots__ = ("attempt", "decode", "is_dropped", "patient_until_s", "reserved", "target", "waits")
 
-    def __init__(self, attempt: Attempt, target: ViewedInstance, waits: bool, patient_until_s: float) -> None:
+    def __init__(self, attempt: SimulatedAttempt, target: ViewedInstance, waits: bool, patient_until_s: float) -> None:
         self.attempt = attempt
         self.target = target
         self.waits = waits
         self.patient_until_s = patient_until_s
-        self.decode: DecodeInstance | None = None
+        self.decode: SimulatedDecode | None = None
         """The life of it that was asked."""
-        self.reserved: Reserved | None = None
+        self.reserved: ReservedRequest | None = None
         self.is_dropped = False
 
 
-class Seeking:
+class SeekingRequest:
     """One request that looks for room."""
 
     __slots__ = ("attempt", "none_since_s", "questions", "reserved", "unfit", "version")
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: SimulatedAttempt) -> None:
         self.attempt = attempt
-        self.questions: dict[str, _Question] = {}
+        self.questions: dict[str, _PendingReserve] = {}
         self.unfit: dict[str, KaveriError] = {}
         self.none_since_s = -1.0
         self.version = 0
-        self.reserved: Reserved | None = None
+        self.reserved: ReservedRequest | None = None
         """The room that it has."""
 
     def seeker(self) -> Seeker[str]:
@@ -73,7 +73,7 @@ class Seeking:
         return Seeker(attempt.key, attempt.token_count, predicted_tokens, attempt.heavy, waits_at, self.unfit)
 
 
-class PrefillInstance:
+class SimulatedPrefill:
     """The EngineListener of its engine."""
 
     def __init__(
@@ -92,7 +92,7 @@ class PrefillInstance:
         self._timeline = timeline
         self._spec = spec
         self._router = router
-        self._queue: PromptQueue[Attempt] = PromptQueue(
+        self._queue: PromptQueue[SimulatedAttempt] = PromptQueue(
             settings.prefill_policy, pool.chunk_tokens, settings.max_queue, settings.prefill_sched_batch
         )
         self._search: RoomSearch[str] = RoomSearch(record.model, layout, settings.decode_placement, rng)
@@ -107,21 +107,21 @@ class PrefillInstance:
             prefill_overhead_s=spec.overheads.prefill_step_s,
             decode_overhead_s=spec.overheads.decode_step_s,
         )
-        self._live: set[Attempt] = set()
+        self._live: set[SimulatedAttempt] = set()
         self._waiting_count = 0
         self._retries = False
         self.is_dead = False
         self._serial = 0
-        self._seeking: dict[Seeking, None] = {}
+        self._seeking: dict[SeekingRequest, None] = {}
         """Those that wait for an answer or a change of the view."""
         self.view = ClusterView()
         """As the monitor's broadcasts show it."""
-        self.peers: dict[str, DecodeInstance] = {}
+        self.peers: dict[str, SimulatedDecode] = {}
         self.member = BeatingMember(timeline, record, first_beat_s, spec.heartbeat_interval_s, self._load_at)
 
     # Calls of the router.
 
-    def accept(self, attempt: Attempt) -> None:
+    def accept(self, attempt: SimulatedAttempt) -> None:
         """Queues a request, or refuses it."""
         if self.is_dead:
             self._router.unreached(attempt)
@@ -151,7 +151,7 @@ class PrefillInstance:
         hop_s = self._spec.overheads.hop_s
         for attempt in sorted(self._live, key=lambda one: one.request.number):
             attempt.is_over = True
-            seeking: Seeking | None = attempt.seeking
+            seeking: SeekingRequest | None = attempt.seeking
             if seeking is not None:
                 for instance_id in list(seeking.questions):
                     self._drop(seeking, instance_id)
@@ -162,7 +162,7 @@ class PrefillInstance:
         self._live.clear()
         self._seeking.clear()
 
-    def _report_lost(self, lost: tuple[Attempt, KaveriError]) -> None:
+    def _report_lost(self, lost: tuple[SimulatedAttempt, KaveriError]) -> None:
         self._router.lost(*lost)
 
     def _submit(self) -> None:
@@ -170,7 +170,7 @@ class PrefillInstance:
         while (attempt := self._queue.next()) is not None:
             self._serial += 1
             remaining = attempt.request.output_tokens - attempt.generated
-            sequence = CountedSequence(self._serial, attempt, attempt.token_count, remaining, Phase.PREFILLING)
+            sequence = CountedSequence(self._serial, attempt, attempt.token_count, remaining, SequencePhase.PREFILLING)
             if not self.engine.open(sequence, attempt.token_count):
                 if not self._retries:
                     self._retries = True
@@ -193,7 +193,7 @@ class PrefillInstance:
         self.member.take_beats(self._timeline.now_s)
 
     def prefill_started(self, sequence: CountedSequence) -> None:
-        attempt: Attempt = sequence.owner
+        attempt: SimulatedAttempt = sequence.owner
         attempt.started_s = self._timeline.now_s
         attempt.queue_s = attempt.started_s - attempt.arrived_s
         self._waiting_count -= 1
@@ -202,7 +202,7 @@ class PrefillInstance:
             self._begin_search(attempt)
 
     def prefill_advanced(self, sequence: CountedSequence) -> None:
-        attempt: Attempt = sequence.owner
+        attempt: SimulatedAttempt = sequence.owner
         self._queue.advance(attempt, sequence.computed)
         if attempt.pushing_since_s >= 0:
             self._push_chunk(attempt)
@@ -210,7 +210,7 @@ class PrefillInstance:
             self._begin_search(attempt)
 
     def first_token(self, sequence: CountedSequence) -> None:
-        attempt: Attempt = sequence.owner
+        attempt: SimulatedAttempt = sequence.owner
         now_s = self._timeline.now_s
         self._queue.advance(attempt, attempt.token_count)
         attempt.first_token_s = now_s
@@ -245,8 +245,8 @@ class PrefillInstance:
 
     # The search for room.
 
-    def _begin_search(self, attempt: Attempt) -> None:
-        attempt.seeking = Seeking(attempt)
+    def _begin_search(self, attempt: SimulatedAttempt) -> None:
+        attempt.seeking = SeekingRequest(attempt)
         self._look(attempt.seeking)
 
     def broadcast_heard(self) -> None:
@@ -257,7 +257,7 @@ class PrefillInstance:
             if seeking.reserved is None and not seeking.attempt.is_over:
                 self._look(seeking)
 
-    def _look(self, seeking: Seeking) -> None:
+    def _look(self, seeking: SeekingRequest) -> None:
         now_s = self._timeline.now_s
         wake_s = now_s + ROOM_LOOK_S
         while True:
@@ -295,31 +295,31 @@ class PrefillInstance:
         self._router.wake_at_broadcast()
         self._timeline.at(max(wake_s, now_s), self._wake, (seeking, seeking.version))
 
-    def _wake(self, waiting: tuple[Seeking, int]) -> None:
+    def _wake(self, waiting: tuple[SeekingRequest, int]) -> None:
         seeking, version = waiting
         if seeking.version == version and seeking.reserved is None and not seeking.attempt.is_over:
             self._seeking.pop(seeking, None)
             self._look(seeking)
 
-    def _ask(self, seeking: Seeking, ask: Ask, now_s: float) -> None:
+    def _ask(self, seeking: SeekingRequest, ask: Ask, now_s: float) -> None:
         attempt = seeking.attempt
         patience_s = ROOM_PATIENCE_S if ask.shows_room else 0.0
         patient_until_s = now_s + patience_s if ask.waits else float("inf")
-        question = _Question(attempt, ask.target, ask.waits, patient_until_s)
+        question = _PendingReserve(attempt, ask.target, ask.waits, patient_until_s)
         seeking.questions[ask.target.record.instance_id] = question
         if self._spec.overheads.hop_s:
             self._timeline.after(self._spec.overheads.hop_s, self._reserve_arrives, question)
         else:
             self._reserve_arrives(question)
 
-    def _reserve_arrives(self, question: _Question) -> None:
+    def _reserve_arrives(self, question: _PendingReserve) -> None:
         if question.is_dropped:
             return
         decode = question.decode = self.peers[question.target.record.instance_id]
         hop_s = self._spec.overheads.hop_s
 
-        def answer(result: Reserved | KaveriError) -> None:
-            if isinstance(result, Reserved):
+        def answer(result: ReservedRequest | KaveriError) -> None:
+            if isinstance(result, ReservedRequest):
                 question.reserved = result
             if hop_s:
                 self._timeline.after(hop_s, self._answered, (question, result))
@@ -328,16 +328,16 @@ class PrefillInstance:
 
         decode.reserve(question.attempt, question.waits, answer)
 
-    def _answered(self, answer: tuple[_Question, Reserved | KaveriError]) -> None:
+    def _answered(self, answer: tuple[_PendingReserve, ReservedRequest | KaveriError]) -> None:
         question, result = answer
-        seeking: Seeking = question.attempt.seeking
+        seeking: SeekingRequest = question.attempt.seeking
         instance_id = question.target.record.instance_id
         if question.is_dropped or question.attempt.is_over:
             return  # the room was given back with it
         assert question.decode is not None
-        if isinstance(result, Reserved) and question.decode.is_dead:
+        if isinstance(result, ReservedRequest) and question.decode.is_dead:
             result = Unavailable(f"{instance_id} has died")
-        if isinstance(result, Reserved):
+        if isinstance(result, ReservedRequest):
             del seeking.questions[instance_id]
             for other in list(seeking.questions):
                 self._drop(seeking, other)
@@ -357,7 +357,7 @@ class PrefillInstance:
             self._seeking.pop(seeking)
             self._look(seeking)
 
-    def _drop(self, seeking: Seeking, instance_id: str) -> None:
+    def _drop(self, seeking: SeekingRequest, instance_id: str) -> None:
         """Gives up a question, and the room that its answer may have brought."""
         question = seeking.questions.pop(instance_id)
         question.is_dropped = True
@@ -368,7 +368,7 @@ class PrefillInstance:
         if question.reserved is not None:
             question.decode.give_back(question.reserved)
 
-    def _fail(self, attempt: Attempt, error: KaveriError) -> None:
+    def _fail(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         self.member.take_beats(self._timeline.now_s)
         self._live.discard(attempt)
         attempt.is_over = True
@@ -381,7 +381,7 @@ class PrefillInstance:
 
     # The push. What a step computes is sent layer by layer while it is computed.
 
-    def _placed(self, attempt: Attempt, decode: DecodeInstance) -> None:
+    def _placed(self, attempt: SimulatedAttempt, decode: SimulatedDecode) -> None:
         sequence = attempt.sequence
         assert sequence is not None
         attempt.decode = decode
@@ -392,7 +392,7 @@ class PrefillInstance:
         if attempt.first_token_s >= 0:
             self._finish_push(attempt)
 
-    def _push_chunk(self, attempt: Attempt) -> None:
+    def _push_chunk(self, attempt: SimulatedAttempt) -> None:
         """The step that ends now has computed more of a prompt whose push is open."""
         assert attempt.sequence is not None
         now_s, layers = self._timeline.now_s, self._spec.layer_count
@@ -407,16 +407,16 @@ class PrefillInstance:
         link = self._spec.link
         return token_count * (link.token_bytes or 0) / link.bytes_per_s if link is not None else 0.0
 
-    def _finish_push(self, attempt: Attempt) -> None:
+    def _finish_push(self, attempt: SimulatedAttempt) -> None:
         link, now_s = self._spec.link, self._timeline.now_s
         latency_s = link.latency_s if link is not None else 0.0
         lands_s = max(now_s, attempt.link_free_s) + latency_s + self._spec.overheads.push_tail_s
         self._timeline.at(lands_s, self._landed, attempt.seeking.reserved)
 
-    def push_failed(self, reserved: Reserved) -> None:
+    def push_failed(self, reserved: ReservedRequest) -> None:
         """The decode instance is gone: the KV is still here, and goes elsewhere."""
         attempt, now_s = reserved.attempt, self._timeline.now_s
-        seeking: Seeking = attempt.seeking
+        seeking: SeekingRequest = attempt.seeking
         if attempt.is_over or seeking.reserved is not reserved:
             return
         assert attempt.sequence is not None
@@ -429,7 +429,7 @@ class PrefillInstance:
         self._search.rest(instance_id, now_s + ROOM_REST_WHEN_FAILED_S)
         self._look(seeking)
 
-    def _landed(self, reserved: Reserved) -> None:
+    def _landed(self, reserved: ReservedRequest) -> None:
         attempt = reserved.attempt
         sequence, seeking, decode = attempt.sequence, attempt.seeking, attempt.decode
         if attempt.is_over or seeking.reserved is not reserved:

@@ -13,9 +13,9 @@ from kaveri.policy.placement import choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import PREFILL_LOOK_S
-from kaveri.simulator.attempt import Attempt, SimulatedRequest
+from kaveri.simulator.attempt import SimulatedAttempt, SimulatedRequest
 from kaveri.simulator.member import Broadcasts
-from kaveri.simulator.prefill import PrefillInstance
+from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.table import RunTable
 from kaveri.simulator.timeline import Timeline
@@ -23,7 +23,7 @@ from kaveri.simulator.timeline import Timeline
 _HOPELESS = (InvalidArgument, LayoutMismatch)
 
 
-class Router:
+class SimulatedRouter:
     """The only one of its cluster, and so the cluster monitor."""
 
     def __init__(self, timeline: Timeline, spec: ClusterSpec, model: str, table: RunTable, rng: random.Random) -> None:
@@ -38,7 +38,7 @@ class Router:
         self._line_looks = False
         self.table = table
         self.view = ClusterView()
-        self.prefills: dict[str, PrefillInstance] = {}
+        self.prefills: dict[str, SimulatedPrefill] = {}
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
         self._wakes_at_s = -1.0
         self.ended_count = 0
@@ -97,7 +97,7 @@ class Router:
         )
         if target is None:
             return False
-        attempt = Attempt(request, self.prefills[target.record.instance_id])
+        attempt = SimulatedAttempt(request, self.prefills[target.record.instance_id])
         self._unconfirmed.add(attempt.key, target, attempt.token_count)
         hop_s = self._spec.overheads.hop_s
         if request.attempt_count == 1:
@@ -128,7 +128,7 @@ class Router:
 
     # From instances.
 
-    def started(self, attempt: Attempt) -> None:
+    def started(self, attempt: SimulatedAttempt) -> None:
         """Its first chunk has begun."""
         hop_s = self._spec.overheads.hop_s
         if hop_s:
@@ -136,22 +136,22 @@ class Router:
         else:
             self._confirm(attempt)
 
-    def _confirm(self, attempt: Attempt) -> None:
+    def _confirm(self, attempt: SimulatedAttempt) -> None:
         self._unconfirmed.remove(attempt.key, attempt.prefill.record.instance_id)
         if self._line:
             self._look_at_line(None)
 
-    def drew_first(self, attempt: Attempt, drawn_s: float) -> None:
+    def drew_first(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
         """Prefill has drawn a token."""
         request = attempt.request
         request.generated = attempt.generated + 1
         if not attempt.generated:
             request.first_s = drawn_s + 2 * self._spec.overheads.hop_s
 
-    def handed_over(self, attempt: Attempt, landed_s: float) -> None:
+    def handed_over(self, attempt: SimulatedAttempt, landed_s: float) -> None:
         """Decode has the request."""
 
-    def finished(self, attempt: Attempt, end_s: float, first_step_s: float, preemptions: int) -> None:
+    def finished(self, attempt: SimulatedAttempt, end_s: float, first_step_s: float, preemptions: int) -> None:
         """It has drawn its last token."""
         attempt.is_over = True
         attempt.request.generated = attempt.request.output_tokens
@@ -159,25 +159,25 @@ class Router:
         self.ended_count += 1
         self.on_end()
 
-    def refused(self, attempt: Attempt, error: NoCapacity) -> None:
+    def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
         """The prefill instance's queue is full."""
         self._confirm(attempt)
         attempt.is_over = True
         self._set_back(attempt, Setback.FULL, attempt.prefill.record, error, error.retry_after_s)
 
-    def unreached(self, attempt: Attempt) -> None:
+    def unreached(self, attempt: SimulatedAttempt) -> None:
         """There is no prefill instance at that address now."""
         self._confirm(attempt)
         attempt.is_over = True
         error = Unavailable(f"{attempt.prefill.record.instance_id} cannot be reached")
         self._set_back(attempt, Setback.UNREACHED, attempt.prefill.record, error)
 
-    def decode_lost(self, attempt: Attempt) -> None:
+    def decode_lost(self, attempt: SimulatedAttempt) -> None:
         """The decode instance that had the request has died. Nothing is held against the prefill instance."""
         attempt.is_over = True
         self._set_back(attempt, Setback.LOST, None, Unavailable("the decode instance has died"))
 
-    def lost(self, attempt: Attempt, error: KaveriError) -> None:
+    def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         """The attempt has ended without an answer."""
         self._confirm(attempt)
         if isinstance(error, _HOPELESS):
@@ -187,7 +187,7 @@ class Router:
 
     def _set_back(
         self,
-        attempt: Attempt,
+        attempt: SimulatedAttempt,
         setback: Setback,
         at_fault: InstanceRecord | None,
         error: KaveriError,

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from kaveri.errors import KaveriError, NoCapacity
-from kaveri.simulator.attempt import Attempt
+from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.table import RunTable
 
 
@@ -12,28 +12,28 @@ class RouterSide(Protocol):
 
     table: RunTable
 
-    def started(self, attempt: Attempt) -> None:
+    def started(self, attempt: SimulatedAttempt) -> None:
         """Its first chunk has begun."""
 
-    def drew_first(self, attempt: Attempt, drawn_s: float) -> None:
+    def drew_first(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
         """Prefill has drawn a token."""
 
-    def handed_over(self, attempt: Attempt, landed_s: float) -> None:
+    def handed_over(self, attempt: SimulatedAttempt, landed_s: float) -> None:
         """Decode has the request."""
 
-    def finished(self, attempt: Attempt, end_s: float, first_step_s: float, preemptions: int) -> None:
+    def finished(self, attempt: SimulatedAttempt, end_s: float, first_step_s: float, preemptions: int) -> None:
         """It has drawn its last token."""
 
-    def refused(self, attempt: Attempt, error: NoCapacity) -> None:
+    def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
         """The prefill instance's queue is full."""
 
-    def unreached(self, attempt: Attempt) -> None:
+    def unreached(self, attempt: SimulatedAttempt) -> None:
         """There is no prefill instance at that address now."""
 
-    def decode_lost(self, attempt: Attempt) -> None:
+    def decode_lost(self, attempt: SimulatedAttempt) -> None:
         """The decode instance that had the request has died."""
 
-    def lost(self, attempt: Attempt, error: KaveriError) -> None:
+    def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         """The attempt has ended without an answer."""
 
     def wake_at_broadcast(self) -> None:

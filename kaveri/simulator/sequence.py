@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 
 
 class CountedSequence:
@@ -34,7 +34,7 @@ class CountedSequence:
         "transfer_open",
     )
 
-    def __init__(self, number: int, owner: Any, tokens: int, remaining: int, phase: Phase) -> None:
+    def __init__(self, number: int, owner: Any, tokens: int, remaining: int, phase: SequencePhase) -> None:
         """number: not used by any other sequence of the engine. owner: of the caller's. tokens: prompt and the answer
         so far. remaining: tokens that it will still draw, at least 1."""
         self.number = number

@@ -11,10 +11,10 @@ from kaveri.domain.view import ClusterView, InstanceRecord, Phase, Role, ViewedI
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.simulator.attempt import SimulatedRequest
-from kaveri.simulator.decode import DecodeInstance
+from kaveri.simulator.decode import SimulatedDecode
 from kaveri.simulator.member import HeardMember
-from kaveri.simulator.prefill import PrefillInstance
-from kaveri.simulator.router import Router
+from kaveri.simulator.prefill import SimulatedPrefill
+from kaveri.simulator.router import SimulatedRouter
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.table import RunTable
 from kaveri.simulator.timeline import Timeline
@@ -45,9 +45,9 @@ class Simulation:
         self.timeline = Timeline()
         self._rng = random.Random(spec.seed)
         self.table = RunTable(len(requests), (*spec.prefill_ids, *spec.decode_ids))
-        self.router = Router(self.timeline, spec, _MODEL, self.table, random.Random(self._rng.random()))
+        self.router = SimulatedRouter(self.timeline, spec, _MODEL, self.table, random.Random(self._rng.random()))
         self.prefills = self.router.prefills
-        self.decodes: dict[str, DecodeInstance] = {}
+        self.decodes: dict[str, SimulatedDecode] = {}
         self._present: set[str] = set()
         """Instances whose leases hold."""
         for instance_id in (*spec.decode_ids, *spec.prefill_ids):
@@ -73,9 +73,9 @@ class Simulation:
         )
         if is_prefill:
             rng = random.Random(self._rng.random())
-            self.prefills[instance_id] = PrefillInstance(timeline, spec, record, first_beat_s, router, rng)
+            self.prefills[instance_id] = SimulatedPrefill(timeline, spec, record, first_beat_s, router, rng)
         else:
-            self.decodes[instance_id] = DecodeInstance(timeline, spec, record, first_beat_s, router)
+            self.decodes[instance_id] = SimulatedDecode(timeline, spec, record, first_beat_s, router)
         self._present.add(instance_id)
 
     def _show_members(self) -> None:
@@ -108,7 +108,7 @@ class Simulation:
         assert self._spec.failures.mtbf_s is not None
         self.timeline.after(self._rng.expovariate(1 / self._spec.failures.mtbf_s), self._die, instance_id)
 
-    def _instance(self, instance_id: str) -> PrefillInstance | DecodeInstance:
+    def _instance(self, instance_id: str) -> SimulatedPrefill | SimulatedDecode:
         return self.prefills[instance_id] if instance_id in self.prefills else self.decodes[instance_id]
 
     def _die(self, instance_id: str) -> None:

@@ -4,7 +4,7 @@ from array import array
 
 import numpy as np
 
-from kaveri.simulator.attempt import Attempt, SimulatedRequest
+from kaveri.simulator.attempt import SimulatedAttempt, SimulatedRequest
 from kaveri.workload.run_columns import SERVER_PHASES, Floats, RunColumns, Whole
 
 
@@ -57,7 +57,9 @@ class RunTable:
         self._first[number] = request.first_s
         self._received[number] = request.generated
 
-    def answered(self, attempt: Attempt, last_s: float, first_step_s: float, end_s: float, preemptions: int) -> None:
+    def answered(
+        self, attempt: SimulatedAttempt, last_s: float, first_step_s: float, end_s: float, preemptions: int
+    ) -> None:
         """It was answered. last_s: when its client had the last token. first_step_s: end of its first decode step, or
         less than 0. end_s: when its last token was drawn."""
         request, server = attempt.request, self._server

@@ -25,7 +25,7 @@ from kaveri.kv.replicas.store import ReplicaGrew, ReplicaOrphaned
 from kaveri.testing.engine_conformance import MAX_MODEL_LEN, Pair, make_request, running_pair
 from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 from kaveri.testing.engine_replication import (
-    Holder,
+    ReplicaHoldingEngine,
     ReplicationHarness,
     open_holder,
     replica_key,
@@ -36,14 +36,14 @@ _TRIES = 5
 """A request may finish before it is released."""
 
 
-def _begin(pair: Pair, holder: Holder, request: EngineRequest) -> None:
+def _begin(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -> None:
     """Brings the request to the decode engine, and begins its replica."""
     pair.hand_over(request)
     pair.decoded.wait_for(Landed, request.key)
     holder.replicate(pair.decode, request)
 
 
-def _wait_until_held(pair: Pair, holder: Holder, key: EngineKey, token_count: int) -> None:
+def _wait_until_held(pair: Pair, holder: ReplicaHoldingEngine, key: EngineKey, token_count: int) -> None:
     """Until engine and holder have reported a replica of so many tokens. The engine may be first."""
     wait_until_grown(pair.decoded, key, token_count)
     grown = ReplicaGrew(replica_key(key), token_count)
@@ -55,7 +55,7 @@ def _drawn(pair: Pair, key: EngineKey) -> list[int]:
     return [first, *pair.decoded.token_ids.get(key, ())]
 
 
-def _release(pair: Pair, holder: Holder, request: EngineRequest) -> list[int]:
+def _release(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -> list[int]:
     """Releases the request, and returns the tokens that were drawn for it. Asserts that the holder lacks none."""
     pair.decode.release(request.key, SOON_S)
     let_go = pair.decoded.wait_for(LetGo, request.key)

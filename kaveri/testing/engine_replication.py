@@ -55,7 +55,7 @@ class ReplicationHarness(EngineHarness, Protocol):
         """A store of so many blocks, not started."""
 
 
-class Holder:
+class ReplicaHoldingEngine:
     """An instance that holds replicas."""
 
     def __init__(self, store: ReplicaStore) -> None:
@@ -100,9 +100,11 @@ def replica_key(key: EngineKey) -> ReplicaKey:
 
 
 @contextmanager
-def open_holder(harness: ReplicationHarness, pair: Pair, block_count: int = _STORE_BLOCKS) -> Iterator[Holder]:
+def open_holder(
+    harness: ReplicationHarness, pair: Pair, block_count: int = _STORE_BLOCKS
+) -> Iterator[ReplicaHoldingEngine]:
     """A holder of replicas of so many blocks, closed at the end."""
-    holder = Holder(harness.replica_store(pair.decode.info.layout, block_count))
+    holder = ReplicaHoldingEngine(harness.replica_store(pair.decode.info.layout, block_count))
     try:
         yield holder
     finally:
@@ -270,7 +272,7 @@ class ReplicationConformance:
         engine = harness.decode_engine(
             max_model_len=MAX_MODEL_LEN, total_blocks=200, chunk_tokens=CHUNK_TOKENS, max_batch=4
         )
-        holder = Holder(harness.replica_store(engine.info.layout, _STORE_BLOCKS))
+        holder = ReplicaHoldingEngine(harness.replica_store(engine.info.layout, _STORE_BLOCKS))
         try:
             recorder = EngineRecorder()
             engine.start(recorder)

@@ -82,7 +82,7 @@ class Heard:
         return self.of(kind, is_wanted)[0]
 
 
-class Owner:
+class ReplicaOwner:
     """An instance that owns requests: a pool of random bytes, and a sender that pushes them."""
 
     def __init__(self, harness: ReplicaHarness, seed: int = 0) -> None:
@@ -146,14 +146,14 @@ class Target:
         blocks, self._free = self._free[:count], self._free[count:]
         return self.receiver.grant(blocks, token_count, 60.0)
 
-    def require_holds(self, ticket: Ticket, owner: Owner) -> None:
+    def require_holds(self, ticket: Ticket, owner: ReplicaOwner) -> None:
         """Asserts that the ticket's blocks hold the owner's first blocks."""
         self.heard.wait_for(TransferLanded, lambda event: event.transfer_id == ticket.transfer_id)
         theirs = owner.pool.memory[:, : len(ticket.block_ids)]
         assert (self.pool.memory[:, list(ticket.block_ids)] == theirs).all(), "the replica is not what its owner wrote"
 
 
-class World:
+class ReplicaWorld:
     """A store, and what is around it; all is closed at the end."""
 
     def __init__(self, harness: ReplicaHarness, block_count: int, folder: Path, stack: ExitStack) -> None:
@@ -168,9 +168,9 @@ class World:
         self._stack = stack
         self._count = 0
 
-    def owner(self, seed: int = 0) -> Owner:
+    def owner(self, seed: int = 0) -> ReplicaOwner:
         """Another instance that owns requests."""
-        owner = Owner(self.harness, seed)
+        owner = ReplicaOwner(self.harness, seed)
         self._stack.callback(owner.sender.close)
         return owner
 
@@ -181,14 +181,14 @@ class World:
         self._stack.callback(target.receiver.close)
         return target
 
-    def open(self, owner: Owner, name: str = "r", block_count: int = 1, expires_in_s: float = 60.0) -> Ticket:
+    def open(self, owner: ReplicaOwner, name: str = "r", block_count: int = 1, expires_in_s: float = 60.0) -> Ticket:
         """A replica of a request that has so many whole blocks, and the owner's push for it."""
         token_count = max(1, owner.tokens(block_count))
         ticket = self.store.open(key_of(name), self.layout, token_count, expires_in_s)
         owner.sender.open(ticket)
         return ticket
 
-    def copied(self, owner: Owner, name: str = "r", block_count: int = 1) -> Ticket:
+    def copied(self, owner: ReplicaOwner, name: str = "r", block_count: int = 1) -> Ticket:
         """The same, with all its whole blocks marked."""
         ticket = self.open(owner, name, block_count)
         owner.mark(ticket, 0, block_count)
@@ -228,14 +228,14 @@ class ReplicaConformance:
     """The suite. Every test makes a store of its own from the `harness` fixture."""
 
     @pytest.fixture
-    def world(self, harness: ReplicaHarness, tmp_path: Path) -> Iterator[Callable[[int], World]]:
+    def world(self, harness: ReplicaHarness, tmp_path: Path) -> Iterator[Callable[[int], ReplicaWorld]]:
         """Makes the world around a store of so many blocks."""
         with ExitStack() as stack:
-            yield lambda block_count: World(harness, block_count, tmp_path, stack)
+            yield lambda block_count: ReplicaWorld(harness, block_count, tmp_path, stack)
 
     # Growing.
 
-    def test_replica_grows_with_each_mark_and_names_its_tokens(self, world: Callable[[int], World]) -> None:
+    def test_replica_grows_with_each_mark_and_names_its_tokens(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner = here.owner()
         ticket = here.open(owner, block_count=5)
@@ -249,7 +249,7 @@ class ReplicaConformance:
         assert here.told("r") == [ReplicaGrew(key_of("r"), owner.tokens(end)) for end in (2, 3, 6)]
         here.store.check_integrity()
 
-    def test_what_is_written_and_not_marked_does_not_count(self, world: Callable[[int], World]) -> None:
+    def test_what_is_written_and_not_marked_does_not_count(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner = here.owner()
         ticket = here.copied(owner, block_count=2)
@@ -258,7 +258,7 @@ class ReplicaConformance:
         here.heard.wait_for(ReplicaDropped)
         assert here.heard.of(ReplicaGrew) == [ReplicaGrew(key_of("r"), owner.tokens(2))]
 
-    def test_owner_gets_its_next_block_with_each_mark(self, world: Callable[[int], World]) -> None:
+    def test_owner_gets_its_next_block_with_each_mark(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(30)
         owner = here.owner()
         ticket = here.open(owner, block_count=0)
@@ -277,7 +277,7 @@ class ReplicaConformance:
 
     # Pushing.
 
-    def test_replica_is_pushed_to_several_engines_whole_and_in_part(self, world: Callable[[int], World]) -> None:
+    def test_replica_is_pushed_to_several_engines_whole_and_in_part(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner = here.owner()
         here.copied(owner, block_count=6)
@@ -291,7 +291,7 @@ class ReplicaConformance:
         here.store.drop(key_of("r"))
         here.wait_until_used(0)
 
-    def test_blocks_that_the_engine_has_already_are_left_out(self, world: Callable[[int], World]) -> None:
+    def test_blocks_that_the_engine_has_already_are_left_out(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner, target = here.owner(), here.target()
         here.copied(owner, block_count=4)
@@ -299,7 +299,7 @@ class ReplicaConformance:
         here.store.push(key_of("r"), ticket).result(SOON_S)
         assert (target.pool.memory[:, [8, 9]] == owner.pool.memory[:, 2:4]).all()
 
-    def test_failed_push_leaves_the_replica_as_it_was(self, world: Callable[[int], World]) -> None:
+    def test_failed_push_leaves_the_replica_as_it_was(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner, target = here.owner(), here.target()
         here.copied(owner, block_count=3)
@@ -315,7 +315,7 @@ class ReplicaConformance:
         target.require_holds(ticket, owner)
         here.store.check_integrity()
 
-    def test_more_than_is_held_is_not_pushed(self, world: Callable[[int], World]) -> None:
+    def test_more_than_is_held_is_not_pushed(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner, target = here.owner(), here.target()
         here.copied(owner, block_count=2)
@@ -331,7 +331,7 @@ class ReplicaConformance:
 
     # Owners that end.
 
-    def test_sealed_replica_takes_no_more_from_its_owner(self, world: Callable[[int], World]) -> None:
+    def test_sealed_replica_takes_no_more_from_its_owner(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner, target = here.owner(), here.target()
         ticket = here.copied(owner, block_count=3)
@@ -348,7 +348,9 @@ class ReplicaConformance:
         assert grew == ReplicaGrew(key_of("r"), owner.tokens(3))
         assert isinstance(orphaned, ReplicaOrphaned)
 
-    def test_replica_of_an_owner_that_is_lost_is_kept_until_it_is_dropped(self, world: Callable[[int], World]) -> None:
+    def test_replica_of_an_owner_that_is_lost_is_kept_until_it_is_dropped(
+        self, world: Callable[[int], ReplicaWorld]
+    ) -> None:
         here = world(10)
         owner, target = here.owner(), here.target()
         ticket = here.copied(owner, block_count=3)
@@ -363,7 +365,7 @@ class ReplicaConformance:
         here.store.drop(key_of("r"))
         here.wait_until_used(0)
 
-    def test_replica_that_its_owner_gave_up_is_dropped(self, world: Callable[[int], World]) -> None:
+    def test_replica_that_its_owner_gave_up_is_dropped(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner = here.owner()
         ticket = here.copied(owner, block_count=3)
@@ -373,7 +375,7 @@ class ReplicaConformance:
         assert here.store.watermark(key_of("r")) == 0
         here.copied(owner, block_count=2)
 
-    def test_replica_that_stays_is_kept_when_its_owner_gives_it_up(self, world: Callable[[int], World]) -> None:
+    def test_replica_that_stays_is_kept_when_its_owner_gives_it_up(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner, target = here.owner(), here.target()
         ticket = here.store.open(key_of("r"), here.layout, owner.tokens(3), 60.0, stays=True)
@@ -394,7 +396,7 @@ class ReplicaConformance:
         here.heard.wait_for(ReplicaDropped, lambda event: event.key == key_of("empty"))
         here.wait_until_used(0)
 
-    def test_replica_without_a_whole_block_goes_with_its_owner(self, world: Callable[[int], World]) -> None:
+    def test_replica_without_a_whole_block_goes_with_its_owner(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner = here.owner()
         ticket = here.open(owner, block_count=2)
@@ -406,7 +408,7 @@ class ReplicaConformance:
 
     @pytest.mark.parametrize("is_marked", [False, True])
     def test_owner_that_marks_nothing_for_too_long_counts_as_lost(
-        self, world: Callable[[int], World], is_marked: bool
+        self, world: Callable[[int], ReplicaWorld], is_marked: bool
     ) -> None:
         here = world(10)
         owner = here.owner()
@@ -419,7 +421,7 @@ class ReplicaConformance:
             here.heard.wait_for(ReplicaDropped)
         owner.wait_for_failure(ticket)
 
-    def test_mark_that_does_not_name_its_tokens_is_refused(self, world: Callable[[int], World]) -> None:
+    def test_mark_that_does_not_name_its_tokens_is_refused(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner = here.owner()
         ticket = here.copied(owner, block_count=2)
@@ -432,10 +434,10 @@ class ReplicaConformance:
 
     def test_ticket_of_a_former_incarnation_is_refused(self, harness: ReplicaHarness, tmp_path: Path) -> None:
         with ExitStack() as stack:
-            former = World(harness, 10, tmp_path, stack)
+            former = ReplicaWorld(harness, 10, tmp_path, stack)
             ticket = former.store.open(key_of("r"), former.layout, 1, 60.0)
             former.store.close()
-            here = World(harness, 10, tmp_path, stack)
+            here = ReplicaWorld(harness, 10, tmp_path, stack)
             owner = here.owner()
             owner.sender.open(ticket)
             owner.mark(ticket, 0, 1)
@@ -444,7 +446,7 @@ class ReplicaConformance:
 
     # Memory.
 
-    def test_memory_is_exactly_what_was_asked_for(self, world: Callable[[int], World]) -> None:
+    def test_memory_is_exactly_what_was_asked_for(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(7)
         assert here.store.usage().total_bytes == 7 * here.block_bytes
         owner = here.owner()
@@ -461,7 +463,7 @@ class ReplicaConformance:
         here.wait_until_used(7)
         assert here.store.usage().replica_count == 2
 
-    def test_replica_that_grows_in_a_full_store_waits_and_goes_on(self, world: Callable[[int], World]) -> None:
+    def test_replica_that_grows_in_a_full_store_waits_and_goes_on(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(6)
         owner = here.owner()
         ticket = here.open(owner, "a", block_count=0)
@@ -478,7 +480,7 @@ class ReplicaConformance:
         owner.wait_for_mark(ticket, 2)
         here.wait_until_grown(owner.tokens(2))
 
-    def test_drop_ends_the_owners_push_and_pushes_to_engines(self, world: Callable[[int], World]) -> None:
+    def test_drop_ends_the_owners_push_and_pushes_to_engines(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner, target = here.owner(), here.target()
         ticket = here.copied(owner, block_count=3)
@@ -494,7 +496,7 @@ class ReplicaConformance:
 
     # Bad calls, and the end.
 
-    def test_replicas_of_other_layouts_are_refused_by_field(self, world: Callable[[int], World]) -> None:
+    def test_replicas_of_other_layouts_are_refused_by_field(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(4)
         for field, value in (("model_fingerprint", "another"), ("block_tokens", here.layout.block_tokens * 2)):
             with pytest.raises(LayoutMismatch) as raised:
@@ -502,7 +504,7 @@ class ReplicaConformance:
             assert raised.value.field == field
         assert here.store.usage().used_bytes == 0
 
-    def test_bad_calls_are_refused_and_change_nothing(self, world: Callable[[int], World]) -> None:
+    def test_bad_calls_are_refused_and_change_nothing(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(4)
         for token_count, expires_in_s, field in ((0, 60.0, "token_count"), (1, float("nan"), "expires_in_s")):
             with pytest.raises(InvalidArgument) as raised:
@@ -516,7 +518,7 @@ class ReplicaConformance:
         assert (here.store.watermark(unknown), here.store.token_ids(unknown)) == (0, ())
         here.wait_until_used(0)
 
-    def test_replica_that_is_opened_again_begins_again(self, world: Callable[[int], World]) -> None:
+    def test_replica_that_is_opened_again_begins_again(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(4)
         owner = here.owner()
         former = here.copied(owner, block_count=2)
@@ -528,7 +530,7 @@ class ReplicaConformance:
         here.wait_until_used(2)
         assert not here.heard.of(ReplicaDropped)
 
-    def test_closed_store_ends_its_transfers_and_says_nothing(self, world: Callable[[int], World]) -> None:
+    def test_closed_store_ends_its_transfers_and_says_nothing(self, world: Callable[[int], ReplicaWorld]) -> None:
         here = world(10)
         owner = here.owner()
         ticket = here.copied(owner, block_count=3)
@@ -541,12 +543,14 @@ class ReplicaConformance:
             here.store.open(key_of("other"), here.layout, 1, 60.0)
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_random_owners_and_drops_leave_no_block_behind(self, world: Callable[[int], World], seed: int) -> None:
+    def test_random_owners_and_drops_leave_no_block_behind(
+        self, world: Callable[[int], ReplicaWorld], seed: int
+    ) -> None:
         print(f"seed {seed}")
         rng = random.Random(seed)
         here = world(24)
         target = here.target()
-        live: dict[str, tuple[Owner, Ticket, int]] = {}
+        live: dict[str, tuple[ReplicaOwner, Ticket, int]] = {}
         owners = [here.owner(number) for number in range(3)]
         for step in range(80):
             act = rng.random()

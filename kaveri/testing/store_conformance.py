@@ -15,7 +15,7 @@ import pytest
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.monitored_membership import SILENT_AFTER_S
-from kaveri.cluster.store import ClusterStore, Follow, HeartbeatAnswer, RequestClaim
+from kaveri.cluster.store import ClusterStore, HeartbeatAnswer, RequestClaim, ViewSource
 from kaveri.domain.view import (
     ClusterView,
     InstanceLoad,
@@ -59,7 +59,7 @@ REQUEST = RequestClaim("request-1", "router-0", ROUTER.incarnation)
 class ClusterUnderTest(Protocol):
     """One shared cluster state, and stores on it."""
 
-    def open_store(self, follow: Follow = Follow.HEARTBEATS) -> ClusterStore:
+    def open_store(self, follow: ViewSource = ViewSource.HEARTBEATS) -> ClusterStore:
         """A store that was not entered yet."""
 
     async def take_away(self) -> None:
@@ -216,9 +216,9 @@ class StoreConformance:
             view = await view_that(router, lambda view: view.instances["decode-0"].load.sequence_number == 2)
             assert view.instances["decode-0"].record == new
 
-    @pytest.mark.parametrize("follow", Follow)
+    @pytest.mark.parametrize("follow", ViewSource)
     async def test_instance_back_at_the_same_address_within_its_lease_is_a_new_one_at_once(
-        self, cluster: ClusterUnderTest, follow: Follow
+        self, cluster: ClusterUnderTest, follow: ViewSource
     ) -> None:
         old = replace(DECODE, incarnation=9, lease_ttl_s=60.0)
         new = replace(old, incarnation=3)
@@ -499,7 +499,7 @@ class StoreConformance:
             assert await one.campaign("one", 60.0) is None
 
     async def test_broadcast_is_what_its_followers_see(self, cluster: ClusterUnderTest) -> None:
-        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+        async with cluster.open_store() as leader, cluster.open_store(ViewSource.BROADCASTS) as prefill:
             token = await lead(leader, "one")
             load = InstanceLoad(7, InstanceState.DRAINING, 1, 2, 300, 4, 5, 600, 7, 8)
             names = InstanceStatus(DECODE, load, heartbeat_age_s=0.25), named(PREDICTOR, 3)
@@ -512,7 +512,7 @@ class StoreConformance:
             assert has()(leader.view()), "the others do not follow broadcasts"
 
     async def test_leader_that_was_replaced_is_not_heard(self, cluster: ClusterUnderTest) -> None:
-        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+        async with cluster.open_store() as leader, cluster.open_store(ViewSource.BROADCASTS) as prefill:
             old = await lead(leader, "one")
             assert await leader.broadcast(LoadBroadcast("one", old, 1, (named(DECODE, 1),)))
             assert await leader.campaign("one", 0.1) == old
@@ -540,7 +540,7 @@ class StoreConformance:
         async with cluster.open_store() as instance:
             await instance.heartbeat(replace(DECODE, lease_ttl_s=60.0), InstanceLoad(1))
             await instance.heartbeat(replace(PREFILL, lease_ttl_s=60.0), InstanceLoad(1))
-            async with cluster.open_store(Follow.BROADCASTS) as prefill:
+            async with cluster.open_store(ViewSource.BROADCASTS) as prefill:
                 assert has("decode-0")(prefill.view())
                 await instance.heartbeat(replace(DECODE, lease_ttl_s=60.0), InstanceLoad(2, free_blocks=5))
                 view = await view_that(prefill, shows("decode-0", 2))
@@ -550,7 +550,7 @@ class StoreConformance:
         self, cluster: ClusterUnderTest
     ) -> None:
         patient = replace(DECODE, lease_ttl_s=60.0)
-        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+        async with cluster.open_store() as leader, cluster.open_store(ViewSource.BROADCASTS) as prefill:
             token = await lead(leader, "one")
             assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(patient, 1), named(PREDICTOR, 1))))
             await view_that(prefill, has("decode-0", "predictor-0"))
@@ -561,7 +561,7 @@ class StoreConformance:
         self, cluster: ClusterUnderTest
     ) -> None:
         patient = replace(DECODE, lease_ttl_s=60.0)
-        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+        async with cluster.open_store() as leader, cluster.open_store(ViewSource.BROADCASTS) as prefill:
             await leader.heartbeat(patient, InstanceLoad(1))
             token = await lead(leader, "one")
             assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(patient, 1),)))
@@ -571,7 +571,7 @@ class StoreConformance:
 
     async def test_new_life_in_a_broadcast_replaces_the_old_one(self, cluster: ClusterUnderTest) -> None:
         old, new = replace(DECODE, incarnation=9), replace(DECODE, incarnation=3, address="127.0.0.1:5")
-        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+        async with cluster.open_store() as leader, cluster.open_store(ViewSource.BROADCASTS) as prefill:
             token = await lead(leader, "one")
             assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(old, 50),)))
             await view_that(prefill, shows("decode-0", 50))
@@ -582,7 +582,7 @@ class StoreConformance:
     async def test_follower_loses_nobody_without_a_leader_and_then_hears_heartbeats_again(
         self, cluster: ClusterUnderTest
     ) -> None:
-        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+        async with cluster.open_store() as leader, cluster.open_store(ViewSource.BROADCASTS) as prefill:
             token = await lead(leader, "one")
             assert await leader.broadcast(LoadBroadcast("one", token, 1, (named(DECODE, 1), named(PREDICTOR, 1))))
             await view_that(prefill, has("decode-0", "predictor-0"))
@@ -598,7 +598,7 @@ class StoreConformance:
 
     async def test_heartbeats_between_two_broadcasts_count_as_one(self, cluster: ClusterUnderTest) -> None:
         # What was sent after the first broadcast, and before the instance's tenth heartbeat, is in none of the nine.
-        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+        async with cluster.open_store() as leader, cluster.open_store(ViewSource.BROADCASTS) as prefill:
             token = await lead(leader, "one")
             for number, (heartbeat, shown) in enumerate(((1, 1), (10, 2), (10, 2), (11, 3), (40, 4)), start=1):
                 status = InstanceStatus(DECODE, InstanceLoad(heartbeat, free_blocks=number), 0.01)
@@ -614,7 +614,7 @@ class StoreConformance:
     async def test_nobody_leads_while_the_store_is_away_and_afterwards_tokens_still_grow(
         self, cluster: ClusterUnderTest
     ) -> None:
-        async with cluster.open_store() as leader, cluster.open_store(Follow.BROADCASTS) as prefill:
+        async with cluster.open_store() as leader, cluster.open_store(ViewSource.BROADCASTS) as prefill:
             tokens = [await lead(leader, "one")]
             assert await leader.broadcast(LoadBroadcast("one", tokens[0], 1, (named(DECODE, 1),)))
             await view_that(prefill, has("decode-0"))
@@ -638,7 +638,7 @@ class StoreConformance:
     async def test_leader_that_starts_in_an_empty_store_is_heard_by_who_knows_greater_tokens(
         self, cluster: ClusterUnderTest
     ) -> None:
-        async with cluster.open_store(Follow.BROADCASTS) as prefill:
+        async with cluster.open_store(ViewSource.BROADCASTS) as prefill:
             async with cluster.open_store() as former:
                 for number in range(5):
                     token = await lead(former, f"former-{number}")

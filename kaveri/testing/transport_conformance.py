@@ -32,7 +32,7 @@ from kaveri.testing.transport_marks import MarkTests
 from kaveri.testing.transport_peer import PeerNursery, fill_pool, load_transport
 from kaveri.testing.transport_refusals import RefusalTests
 from kaveri.testing.transport_runs import RandomRun
-from kaveri.testing.transport_world import SMALL_LAYOUT, World
+from kaveri.testing.transport_world import SMALL_LAYOUT, TransportWorld
 
 RUN_COUNT = int(os.environ.get("KAVERI_KV_RUNS", "0"))
 """0: runs for RUN_SECONDS, at least LEAST_RUNS."""
@@ -44,7 +44,7 @@ FIRST_SEED = int(os.environ.get("KAVERI_KV_SEED") or random.randrange(1_000_000_
 class TransportConformance(RefusalTests, DeathTests, MarkTests):
     """Subclass it; see the head of the file. What lands is here."""
 
-    def test_blocks_land_where_the_ticket_says_and_nowhere_else(self, world: World) -> None:
+    def test_blocks_land_where_the_ticket_says_and_nowhere_else(self, world: TransportWorld) -> None:
         world.allocator.allocate("hole", 1)
         ticket = world.grant(7)
         source = [40, 3, 4, 5, 63, 0, 1]
@@ -52,14 +52,14 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
         world.require_landed(ticket, source)
         world.allocator.release("hole")
 
-    def test_a_transfer_without_blocks_lands(self, world: World) -> None:
+    def test_a_transfer_without_blocks_lands(self, world: TransportWorld) -> None:
         ticket = world.grant(0)
         world.push(ticket, [])
         world.require_landed(ticket, [])
 
     def test_more_regions_than_one_system_call_takes_land(self, tmp_path: Path, nothing_left: None) -> None:
         block_count = 5000
-        world = World(self.factory, self.address(tmp_path), SMALL_LAYOUT, block_count)
+        world = TransportWorld(self.factory, self.address(tmp_path), SMALL_LAYOUT, block_count)
         try:
             ticket = world.grant(block_count)
             source = list(range(0, block_count, 2)) + list(range(1, block_count, 2))
@@ -68,7 +68,7 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
         finally:
             world.close()
 
-    def test_chunks_layers_and_transfers_may_interleave(self, world: World) -> None:
+    def test_chunks_layers_and_transfers_may_interleave(self, world: TransportWorld) -> None:
         tickets = [world.grant(6), world.grant(5)]
         sources = [[9, 8, 7, 20, 21, 22], [1, 3, 5, 30, 31]]
         for ticket in tickets:
@@ -85,7 +85,7 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
         for ticket, source in zip(tickets, sources, strict=True):
             world.require_landed(ticket, source)
 
-    def test_several_senders_push_into_one_receiver_at_once(self, world: World) -> None:
+    def test_several_senders_push_into_one_receiver_at_once(self, world: TransportWorld) -> None:
         senders = [world.start_sender() for _ in range(4)]
         try:
             grants = [(sender, world.grant(5), [i, i + 9, i + 10, i + 30, i + 2]) for i, sender in enumerate(senders)]
@@ -100,7 +100,7 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
             for sender in senders:
                 sender.close()
 
-    def test_parts_of_blocks_land_side_by_side(self, world: World) -> None:
+    def test_parts_of_blocks_land_side_by_side(self, world: TransportWorld) -> None:
         blocks, numbers = world.allocator.allocate("parts", 3), [9, 3, 4]
         part = replace(SMALL_LAYOUT, kv_head_count=1)
         target = world.expected.reshape(SMALL_LAYOUT.layer_count, -1, part.block_bytes)
@@ -123,7 +123,7 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
             world.check_target()
         world.allocator.release("parts")
 
-    def test_a_connection_takes_blocks_of_one_size(self, world: World) -> None:
+    def test_a_connection_takes_blocks_of_one_size(self, world: TransportWorld) -> None:
         world.require_works()
         blocks = world.allocator.allocate("parts", 2)
         part = replace(SMALL_LAYOUT, kv_head_count=1)

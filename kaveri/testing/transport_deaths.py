@@ -12,13 +12,13 @@ from kaveri.kv.transfer.sender import PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.transport_peer import PeerNursery, PeerProcess, load_transport, wait_until
 from kaveri.testing.transport_suite import TransportSuite
-from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, World
+from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, TransportWorld
 
 
 class DeathTests(TransportSuite):
     """Senders, receivers and connections that are closed, killed, stopped or restarted."""
 
-    def test_a_closed_receiver_fails_the_push_and_gives_the_blocks_back(self, world: World) -> None:
+    def test_a_closed_receiver_fails_the_push_and_gives_the_blocks_back(self, world: TransportWorld) -> None:
         ticket, unused = world.grant(2), world.grant(2)
         world.sender.open(ticket)
         world.sender.write(ticket.transfer_id, 0, 0, [1, 2])
@@ -30,7 +30,7 @@ class DeathTests(TransportSuite):
         with pytest.raises(TransferFailed):
             world.receiver.grant([0], 1, 1.0)
 
-    def test_a_closed_sender_gives_the_blocks_back_on_both_sides(self, world: World) -> None:
+    def test_a_closed_sender_gives_the_blocks_back_on_both_sides(self, world: TransportWorld) -> None:
         ticket = world.grant(2)
         world.sender.open(ticket)
         world.sender.write(ticket.transfer_id, 0, 0, [1, 2])
@@ -41,7 +41,7 @@ class DeathTests(TransportSuite):
         with pytest.raises(TransferFailed):
             world.sender.open(ticket)
 
-    def test_a_receiver_restarted_at_the_same_address_takes_its_own_tickets_only(self, world: World) -> None:
+    def test_a_receiver_restarted_at_the_same_address_takes_its_own_tickets_only(self, world: TransportWorld) -> None:
         world.require_works()
         first, second = world.grant(2), world.grant(2)
         world.address = self._address_again(world)
@@ -56,13 +56,13 @@ class DeathTests(TransportSuite):
         assert "epoch" in world.require_failed(second)
         world.require_works()
 
-    def test_nobody_at_the_address_fails_the_push(self, world: World) -> None:
+    def test_nobody_at_the_address_fails_the_push(self, world: TransportWorld) -> None:
         ticket = world.grant(2)
         world.receiver.close()
         world.push(ticket, [1, 2])
         assert "connect" in world.require_failed(ticket)
 
-    def test_an_idle_connection_is_given_up_and_made_again(self, world: World) -> None:
+    def test_an_idle_connection_is_given_up_and_made_again(self, world: TransportWorld) -> None:
         world.sender.close()
         before = threading.active_count()
         world.sender = world.start_sender(idle_s=0.02)
@@ -71,7 +71,9 @@ class DeathTests(TransportSuite):
         wait_until(lambda: threading.active_count() == before + 1, "the connection's threads have ended")
         world.require_works()
 
-    def test_a_sender_killed_half_way_gives_the_blocks_back(self, large_world: World, nursery: PeerNursery) -> None:
+    def test_a_sender_killed_half_way_gives_the_blocks_back(
+        self, large_world: TransportWorld, nursery: PeerNursery
+    ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
         ticket = world.grant(len(source))
         with nursery.start() as peer:
@@ -83,7 +85,7 @@ class DeathTests(TransportSuite):
         world.require_works()
 
     def test_a_receiver_killed_half_way_fails_the_push_and_its_successor_takes_the_next(
-        self, large_world: World, nursery: PeerNursery
+        self, large_world: TransportWorld, nursery: PeerNursery
     ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS))
         address = self._peer_address(world)
@@ -108,7 +110,7 @@ class DeathTests(TransportSuite):
 
     @pytest.mark.parametrize("how", ["revoked", "expired"])
     def test_blocks_of_a_stopped_sender_are_not_reused_before_it_is_fenced_off(
-        self, large_world: World, nursery: PeerNursery, how: str
+        self, large_world: TransportWorld, nursery: PeerNursery, how: str
     ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
         with nursery.start() as peer:
@@ -141,7 +143,7 @@ class DeathTests(TransportSuite):
         # check_integrity of the fixture finds whatever came late: the released blocks are marked.
 
     def test_a_stopped_receiver_holds_the_source_blocks_no_longer_than_the_ticket(
-        self, large_world: World, nursery: PeerNursery
+        self, large_world: TransportWorld, nursery: PeerNursery
     ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS))
         with nursery.start() as peer:
@@ -160,11 +162,11 @@ class DeathTests(TransportSuite):
             peer.tell("write", ticket.transfer_id, layer, 0, source)
 
     @staticmethod
-    def _peer_address(world: World) -> str:
+    def _peer_address(world: TransportWorld) -> str:
         """Where a receiver in another process may listen, beside the world's own."""
         return f"{world.address}.peer" if world.address.startswith("/") else world.address
 
     @staticmethod
-    def _address_again(world: World) -> str:
+    def _address_again(world: TransportWorld) -> str:
         """The address of the running receiver, for its successor."""
         return world.receiver.endpoints[0].address

@@ -19,7 +19,7 @@ from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.transport_peer import PeerNursery, load_transport, wait_until
 from kaveri.testing.transport_runs import OneByteWrong
 from kaveri.testing.transport_suite import TransportSuite
-from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, World
+from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, TransportWorld
 
 _SOURCE = [40, 3, 4, 5, 63, 0, 1, 22]
 """Source blocks, in the order of the request."""
@@ -48,7 +48,7 @@ class WrongLater:
 class MarkTests(TransportSuite):
     """Transfers that are marked and extended, and that are kept up to their last mark."""
 
-    def test_a_mark_is_verified_and_reported_to_both_sides(self, world: World) -> None:
+    def test_a_mark_is_verified_and_reported_to_both_sides(self, world: TransportWorld) -> None:
         ticket = world.grant_open(3, _SOURCE[:3])
         world.sender.open(ticket)
         self._write(world, ticket, 0, 1)
@@ -65,7 +65,7 @@ class MarkTests(TransportSuite):
         told = [step.block_count for step in world.landed.steps[ticket.transfer_id]]
         assert told == [step.block_count for step in world.pushed.steps[ticket.transfer_id]] == [1, 2, 3]
 
-    def test_an_open_push_grows_and_ends_with_fewer_blocks_than_it_was_granted(self, world: World) -> None:
+    def test_an_open_push_grows_and_ends_with_fewer_blocks_than_it_was_granted(self, world: TransportWorld) -> None:
         ticket = world.grant_open(1, _SOURCE)
         # Before the sender has opened it.
         world.extend(ticket, 2)
@@ -93,7 +93,7 @@ class MarkTests(TransportSuite):
 
     def test_an_extension_of_more_blocks_than_a_frame_takes_arrives(self, tmp_path: Path, nothing_left: None) -> None:
         block_count = 2500
-        world = World(self.factory, self.address(tmp_path), SMALL_LAYOUT, block_count)
+        world = TransportWorld(self.factory, self.address(tmp_path), SMALL_LAYOUT, block_count)
         try:
             source = list(range(block_count))
             ticket = world.grant_open(1, source)
@@ -113,7 +113,7 @@ class MarkTests(TransportSuite):
         "how",
         ["given up", "given up, marks kept", "sender closed", "revoked", "expired", "wrong digest", "end is early"],
     )
-    def test_what_was_marked_survives_the_end_of_its_push(self, world: World, how: str) -> None:
+    def test_what_was_marked_survives_the_end_of_its_push(self, world: TransportWorld, how: str) -> None:
         # Layer by layer, so that all of the first two blocks is before any of the third.
         right_bytes = 2 * SMALL_LAYOUT.layer_count * SMALL_LAYOUT.block_bytes
         digest: Any = partial(WrongLater, right_bytes) if how == "wrong digest" else xxh3
@@ -151,7 +151,9 @@ class MarkTests(TransportSuite):
         world.receiver.check_integrity()
         world.require_works()
 
-    def test_what_was_marked_survives_the_death_of_the_sender(self, large_world: World, nursery: PeerNursery) -> None:
+    def test_what_was_marked_survives_the_death_of_the_sender(
+        self, large_world: TransportWorld, nursery: PeerNursery
+    ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
         ticket = world.grant_open(len(source), source)
         with nursery.start() as peer:
@@ -170,7 +172,7 @@ class MarkTests(TransportSuite):
         world.require_works()
 
     def test_a_stopped_sender_gets_no_more_bytes_in_once_it_is_fenced_off_and_its_marks_stand(
-        self, large_world: World, nursery: PeerNursery
+        self, large_world: TransportWorld, nursery: PeerNursery
     ) -> None:
         world, source = large_world, list(range(PEER_BLOCKS // 2))
         ticket = world.grant_open(len(source), source)
@@ -191,7 +193,7 @@ class MarkTests(TransportSuite):
         assert world.kept_counts[ticket.transfer_id] >= 8
         # check_integrity of the fixture finds whatever came late.
 
-    def test_a_wrong_digest_is_found_at_the_first_mark(self, world: World) -> None:
+    def test_a_wrong_digest_is_found_at_the_first_mark(self, world: TransportWorld) -> None:
         ticket = world.grant_open(2, _SOURCE)
         with contextlib.closing(world.start_sender(digest=OneByteWrong)) as sender:
             sender.open(ticket)
@@ -205,7 +207,7 @@ class MarkTests(TransportSuite):
 
     @pytest.mark.parametrize("told", [0, 1, 2, 4, 1 << 31])
     def test_a_mark_that_goes_back_or_is_ahead_of_its_blocks_ends_its_transfer_only(
-        self, world: World, told: int
+        self, world: TransportWorld, told: int
     ) -> None:
         ticket = world.grant_open(5, _SOURCE)
         lying = _Lying(load_transport(self.factory), {3: told})
@@ -223,7 +225,7 @@ class MarkTests(TransportSuite):
             world.push(plain, [7, 9], sender)
             world.require_landed(plain, [7, 9])
 
-    def test_a_sender_is_not_let_to_mark_back_or_ahead_of_what_it_has_queued(self, world: World) -> None:
+    def test_a_sender_is_not_let_to_mark_back_or_ahead_of_what_it_has_queued(self, world: TransportWorld) -> None:
         ticket = world.grant_open(3, _SOURCE)
         world.sender.open(ticket)
         world.sender.write(ticket.transfer_id, 0, 0, _SOURCE[:2])
@@ -242,7 +244,7 @@ class MarkTests(TransportSuite):
         world.sender.abort(ticket.transfer_id)
         world.require_released(ticket)
 
-    def test_the_time_limit_of_an_open_transfer_counts_from_its_last_mark(self, world: World) -> None:
+    def test_the_time_limit_of_an_open_transfer_counts_from_its_last_mark(self, world: TransportWorld) -> None:
         world.require_works()
         ticket = world.grant_open(8, _SOURCE, expires_in_s=2.0)
         world.sender.open(ticket)
@@ -256,7 +258,7 @@ class MarkTests(TransportSuite):
         world.require_released(ticket)
         assert world.kept_counts[ticket.transfer_id] == 8
 
-    def test_blocks_of_another_size_are_refused_to_open_pushes(self, world: World) -> None:
+    def test_blocks_of_another_size_are_refused_to_open_pushes(self, world: TransportWorld) -> None:
         layout = KvLayout("conformance", 3, block_tokens=8, kv_head_count=2, head_dim=5, dtype="float32")
         ticket = world.grant_open(2, _SOURCE)
         with (
@@ -269,7 +271,7 @@ class MarkTests(TransportSuite):
         world.receiver.revoke(ticket.transfer_id)
         world.require_released(ticket)
 
-    def test_open_and_ordinary_pushes_share_a_connection_and_its_credit(self, world: World) -> None:
+    def test_open_and_ordinary_pushes_share_a_connection_and_its_credit(self, world: TransportWorld) -> None:
         ticket = world.grant_open(8, _SOURCE)
         world.sender.open(ticket)
         for index in range(8):
@@ -284,13 +286,13 @@ class MarkTests(TransportSuite):
         world.require_works()
 
     @staticmethod
-    def _write(world: World, ticket: Ticket, start: int, end: int, sender: KvSender | None = None) -> None:
+    def _write(world: TransportWorld, ticket: Ticket, start: int, end: int, sender: KvSender | None = None) -> None:
         """Source blocks [start, end) of the transfer, of every layer."""
         layers, source = range(world.source.layout.layer_count), world.sources[ticket.transfer_id][start:end]
         (sender or world.sender).write_layers(ticket.transfer_id, layers, start, source)
 
     @staticmethod
-    def _require_marked(world: World, ticket: Ticket, block_count: int, note: bytes = b"") -> None:
+    def _require_marked(world: TransportWorld, ticket: Ticket, block_count: int, note: bytes = b"") -> None:
         """Waits until both sides know of the mark."""
         world.pushed.wait_for_step(PushMarked(ticket.transfer_id, block_count))
         world.landed.wait_for_step(TransferMarked(ticket.transfer_id, block_count, note))

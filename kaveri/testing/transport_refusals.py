@@ -12,7 +12,7 @@ from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.transport_peer import Recorder, load_transport, wait_until
 from kaveri.testing.transport_runs import OneByteWrong
 from kaveri.testing.transport_suite import TransportSuite
-from kaveri.testing.transport_world import SMALL_LAYOUT, World
+from kaveri.testing.transport_world import SMALL_LAYOUT, TransportWorld
 
 
 class RefusalTests(TransportSuite):
@@ -20,25 +20,25 @@ class RefusalTests(TransportSuite):
 
     # What is refused
 
-    def test_a_layout_that_differs_is_refused_at_once(self, world: World) -> None:
+    def test_a_layout_that_differs_is_refused_at_once(self, world: TransportWorld) -> None:
         ticket = dataclasses.replace(
             world.grant(1), layout=dataclasses.replace(SMALL_LAYOUT, head_dim=SMALL_LAYOUT.head_dim + 1)
         )
         with pytest.raises(LayoutMismatch):
             world.sender.open(ticket)
 
-    def test_no_transport_in_common_is_refused_at_once(self, world: World) -> None:
+    def test_no_transport_in_common_is_refused_at_once(self, world: TransportWorld) -> None:
         ticket = dataclasses.replace(world.grant(1), endpoints=(KvEndpoint("carrier-pigeon", "the loft"),))
         with pytest.raises(TransferFailed):
             world.sender.open(ticket)
 
-    def test_an_unknown_transfer_is_refused(self, world: World) -> None:
+    def test_an_unknown_transfer_is_refused(self, world: TransportWorld) -> None:
         ticket = dataclasses.replace(world.grant(2), transfer_id=bytes(16))
         world.push(ticket, [1, 2])
         assert "unknown" in world.require_failed(ticket)
         world.require_works()
 
-    def test_a_wrong_secret_is_refused_and_the_right_one_still_lands(self, world: World) -> None:
+    def test_a_wrong_secret_is_refused_and_the_right_one_still_lands(self, world: TransportWorld) -> None:
         ticket = world.grant(2)
         world.push(dataclasses.replace(ticket, secret=bytes(16)), [5, 6])
         assert "secret" in world.require_failed(ticket)
@@ -48,13 +48,13 @@ class RefusalTests(TransportSuite):
             world.push(ticket, [1, 2], second)
             world.require_landed(ticket, [1, 2])
 
-    def test_a_ticket_of_another_epoch_is_refused(self, world: World) -> None:
+    def test_a_ticket_of_another_epoch_is_refused(self, world: TransportWorld) -> None:
         ticket = dataclasses.replace(world.grant(2), epoch=world.epoch + 1)
         world.push(ticket, [1, 2])
         assert "epoch" in world.require_failed(ticket)
         world.require_works()
 
-    def test_a_ticket_in_use_is_refused_to_a_second_sender(self, world: World) -> None:
+    def test_a_ticket_in_use_is_refused_to_a_second_sender(self, world: TransportWorld) -> None:
         ticket, source = world.grant(2), [1, 2]
         world.sender.open(ticket)
         world.sender.write(ticket.transfer_id, 0, 0, source)
@@ -70,7 +70,7 @@ class RefusalTests(TransportSuite):
         world.sender.finish(ticket.transfer_id, b"note")
         world.require_landed(ticket, source)
 
-    def test_a_ticket_that_has_landed_is_void(self, world: World) -> None:
+    def test_a_ticket_that_has_landed_is_void(self, world: TransportWorld) -> None:
         ticket = world.grant(2)
         world.push(ticket, [1, 2])
         world.require_landed(ticket, [1, 2])
@@ -78,14 +78,16 @@ class RefusalTests(TransportSuite):
         world.push(ticket, [3, 4])
         assert "unknown" in world.require_failed(ticket)
 
-    def test_a_second_end_changes_nothing(self, world: World) -> None:
+    def test_a_second_end_changes_nothing(self, world: TransportWorld) -> None:
         ticket = world.grant(2)
         world.push(ticket, [1, 2])
         world.sender.finish(ticket.transfer_id, b"another note")
         world.require_landed(ticket, [1, 2])
         world.require_works()
 
-    def test_a_receiver_out_of_room_grants_nothing_and_takes_more_when_a_transfer_ends(self, world: World) -> None:
+    def test_a_receiver_out_of_room_grants_nothing_and_takes_more_when_a_transfer_ends(
+        self, world: TransportWorld
+    ) -> None:
         tickets = [world.grant(world.allocator.total // 2) for _ in range(2)]
         for ticket in tickets:
             world.sender.open(ticket)
@@ -102,7 +104,7 @@ class RefusalTests(TransportSuite):
         world.landed.wait(tickets[1])
         world.require_landed(tickets[1], source)
 
-    def test_an_end_before_all_blocks_is_refused(self, world: World) -> None:
+    def test_an_end_before_all_blocks_is_refused(self, world: TransportWorld) -> None:
         ticket = world.grant(3)
         world.sender.open(ticket)
         for layer in range(SMALL_LAYOUT.layer_count):
@@ -112,7 +114,7 @@ class RefusalTests(TransportSuite):
         assert "incomplete" in world.require_released(ticket)
         world.require_works()
 
-    def test_a_flipped_byte_is_found_and_the_next_transfer_lands(self, world: World) -> None:
+    def test_a_flipped_byte_is_found_and_the_next_transfer_lands(self, world: TransportWorld) -> None:
         ticket = world.grant(4)
         with contextlib.closing(world.start_sender(digest=OneByteWrong)) as sender:
             world.push(ticket, [1, 2, 3, 4], sender)
@@ -125,7 +127,7 @@ class RefusalTests(TransportSuite):
     @pytest.mark.parametrize("layers_written", range(SMALL_LAYOUT.layer_count + 1))
     @pytest.mark.parametrize("end", ["abort", "revoke"])
     def test_abort_and_revoke_end_both_sides_before_the_ticket_does(
-        self, world: World, end: str, layers_written: int
+        self, world: TransportWorld, end: str, layers_written: int
     ) -> None:
         ticket = world.grant(3)
         bystander = world.grant(2)
@@ -147,14 +149,14 @@ class RefusalTests(TransportSuite):
         world.sender.finish(bystander.transfer_id, b"note")
         world.require_landed(bystander, [8, 9])
 
-    def test_unknown_ids_are_ignored(self, world: World) -> None:
+    def test_unknown_ids_are_ignored(self, world: TransportWorld) -> None:
         world.receiver.revoke(bytes(16))
         world.sender.write(bytes(16), 0, 0, [1])
         world.sender.finish(bytes(16), b"")
         world.sender.abort(bytes(16))
         world.require_works()
 
-    def test_revoking_what_has_landed_changes_nothing(self, world: World) -> None:
+    def test_revoking_what_has_landed_changes_nothing(self, world: TransportWorld) -> None:
         ticket = world.grant(2)
         world.push(ticket, [1, 2])
         world.require_landed(ticket, [1, 2])
@@ -162,7 +164,7 @@ class RefusalTests(TransportSuite):
         world.require_works()
         assert isinstance(world.landed.wait(ticket), TransferLanded)
 
-    def test_a_ticket_that_nobody_uses_expires(self, world: World) -> None:
+    def test_a_ticket_that_nobody_uses_expires(self, world: TransportWorld) -> None:
         # The sender gives up by itself, too, unless it is connected soon enough to be refused.
         world.require_works()
         ticket = world.grant(2, expires_in_s=0.1)
@@ -170,7 +172,7 @@ class RefusalTests(TransportSuite):
         world.push(ticket, [1, 2])
         assert "unknown" in world.require_failed(ticket)
 
-    def test_a_transfer_that_stands_still_expires_on_both_sides(self, world: World) -> None:
+    def test_a_transfer_that_stands_still_expires_on_both_sides(self, world: TransportWorld) -> None:
         ticket = world.grant(2, expires_in_s=0.2)
         world.sender.open(ticket)
         world.sender.write(ticket.transfer_id, 0, 0, [1, 2])

@@ -85,7 +85,7 @@ class _Transfer:
 
 
 @dataclass
-class _Account:
+class _RunAccount:
     """The expected content of the receiver's pool. Used by the listener of transfer ends, under the lock."""
 
     memory: npt.NDArray[np.uint8]
@@ -239,7 +239,7 @@ class RandomRun:
             stack.callback(here.end)
             target, self._endpoints = here.start_receiver(*listen)
         target.memory[:] = 0x11
-        self._account = _Account(target.memory, reference.memory.copy(), BlockAllocator(count))
+        self._account = _RunAccount(target.memory, reference.memory.copy(), BlockAllocator(count))
         if self._where == "sender elsewhere":
             assert peer is not None
             self._sender = peer

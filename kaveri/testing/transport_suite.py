@@ -9,7 +9,7 @@ import pytest
 
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.transport_peer import PeerNursery, load_transport, open_descriptors
-from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, World
+from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, SMALL_LAYOUT, TransportWorld
 
 
 class TransportSuite:
@@ -40,8 +40,8 @@ class TransportSuite:
         assert not (new := open_descriptors() - descriptors), f"descriptors are left: {new}"
 
     @pytest.fixture
-    def world(self, tmp_path: Path, nothing_left: None) -> Iterator[World]:
-        world = World(self.factory, self.address(tmp_path), SMALL_LAYOUT, 64)
+    def world(self, tmp_path: Path, nothing_left: None) -> Iterator[TransportWorld]:
+        world = TransportWorld(self.factory, self.address(tmp_path), SMALL_LAYOUT, 64)
         try:
             yield world
             world.check_integrity()
@@ -49,9 +49,9 @@ class TransportSuite:
             world.close()
 
     @pytest.fixture
-    def large_world(self, tmp_path: Path, nothing_left: None) -> Iterator[World]:
+    def large_world(self, tmp_path: Path, nothing_left: None) -> Iterator[TransportWorld]:
         """Its source pool equals that of a sender in another process."""
-        world = World(self.factory, self.address(tmp_path), PEER_LAYOUT, PEER_BLOCKS)
+        world = TransportWorld(self.factory, self.address(tmp_path), PEER_LAYOUT, PEER_BLOCKS)
         try:
             yield world
             world.check_integrity()
@@ -59,7 +59,7 @@ class TransportSuite:
             world.close()
 
     @staticmethod
-    def _arrived(world: World, ticket: Ticket, layer: int, source: list[int]) -> bool:
+    def _arrived(world: TransportWorld, ticket: Ticket, layer: int, source: list[int]) -> bool:
         """The bytes of these first blocks of a layer are in the target pool."""
         blocks = list(ticket.block_ids[: len(source)])
         return bool((world.target.memory[layer, blocks] == world.source.memory[layer, source]).all())

@@ -21,7 +21,7 @@ PEER_LAYOUT = KvLayout("conformance", 4, block_tokens=16, kv_head_count=4, head_
 PEER_BLOCKS = 512
 
 
-class World:
+class TransportWorld:
     """A sender and a receiver over one transport, with the account of the receiver's blocks.
 
     The receiver's pool must equal `expected` at every rest: granted blocks change by a landing only, blocks of released

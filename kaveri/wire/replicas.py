@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kaveri.domain.replica import Replica, ReplicaOffer, Resumed, Resumption
+from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2
 from kaveri.wire.attempts import check_ownership
@@ -16,14 +16,14 @@ from kaveri.wire.messages import (
 )
 
 
-def replica_to_proto(replica: Replica) -> decode_pb2.Replica:
+def replica_to_proto(replica: ReplicaLocation) -> decode_pb2.Replica:
     return decode_pb2.Replica(
         holder_id=replica.holder_id, holder_incarnation=replica.holder_incarnation, token_count=replica.token_count
     )
 
 
-def replica_from_proto(message: decode_pb2.Replica) -> Replica:
-    return Replica(message.holder_id, message.holder_incarnation, message.token_count)
+def replica_from_proto(message: decode_pb2.Replica) -> ReplicaLocation:
+    return ReplicaLocation(message.holder_id, message.holder_incarnation, message.token_count)
 
 
 def offer_to_proto(offer: ReplicaOffer) -> decode_pb2.OpenReplicaRequest:

@@ -17,7 +17,7 @@ class MalformedLine(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RequestPrompt:
     """A prompt in one of its three forms, as the SDK accepts it."""
 
     kind: str
@@ -35,7 +35,7 @@ class Prompt:
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).digest()
 
 
-def read_prompts(path: Path) -> list[tuple[int, Prompt]]:
+def read_prompts(path: Path) -> list[tuple[int, RequestPrompt]]:
     """All prompts of a file, each with its line's number, from 1. Blank lines are skipped.
 
     A .jsonl file has an object per line with one of "prompt", "messages" or "prompt_token_ids"; other keys are ignored.
@@ -44,7 +44,7 @@ def read_prompts(path: Path) -> list[tuple[int, Prompt]]:
     prompts = []
     for number, line in read_lines(path, "--prompts"):
         try:
-            prompt = parse_prompt(parse_object(line)) if path.suffix == ".jsonl" else Prompt("prompt", line)
+            prompt = parse_prompt(parse_object(line)) if path.suffix == ".jsonl" else RequestPrompt("prompt", line)
         except MalformedLine as error:
             raise ConfigError("--prompts", f"{path}, line {number}: {error}") from error
         prompts.append((number, prompt))
@@ -80,7 +80,7 @@ def parse_object(line: str) -> dict[str, Any]:
     return content
 
 
-def parse_prompt(content: dict[str, Any]) -> Prompt:
+def parse_prompt(content: dict[str, Any]) -> RequestPrompt:
     """Reads the prompt in a line's object. Raises MalformedLine."""
     given = [kind for kind in KINDS if kind in content]
     if len(given) != 1:
@@ -101,7 +101,7 @@ def parse_prompt(content: dict[str, Any]) -> Prompt:
         raise MalformedLine(f"{kind} is {value!r:.60}; it must be {wanted}")
     if kind == "messages":
         value = [{"role": entry["role"], "content": entry["content"]} for entry in value]
-    return Prompt(kind, value)
+    return RequestPrompt(kind, value)
 
 
 def _is_message(entry: Any) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from kaveri.errors import ConfigError
-from kaveri.workload.prompts import Prompt
+from kaveri.workload.prompts import RequestPrompt
 
 HEAVY_PROMPT_TOKENS = 512
 """A prompt of more tokens is heavy (TetriInfer, arXiv 2401.11181, section 5.1)."""
@@ -51,7 +51,7 @@ class Workload:
     lengths: Sequence[RequestLengths]
     times_s: Sequence[float] = ()
     """Arrival times from a trace. Empty: no arrival times."""
-    prompts: Sequence[Prompt] = ()
+    prompts: Sequence[RequestPrompt] = ()
     """Empty: random prompts of the given lengths are generated."""
 
     def fitting(self, most_tokens: int) -> "Workload":
@@ -73,7 +73,7 @@ class PlannedRequest:
     arrival_s: float
     """Seconds after the start of the run. Closed loop: 0, it is sent when an earlier one ends."""
     lengths: RequestLengths
-    prompt: Prompt | None = None
+    prompt: RequestPrompt | None = None
     """None: a random prompt of the planned length is generated."""
 
 
@@ -120,10 +120,10 @@ def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: random
 
 
 def plan_requests(
-    lengths: Sequence[RequestLengths], arrivals_s: Sequence[float], prompts: Sequence[Prompt] = ()
+    lengths: Sequence[RequestLengths], arrivals_s: Sequence[float], prompts: Sequence[RequestPrompt] = ()
 ) -> list[PlannedRequest]:
     """Pairs lengths with arrivals, and with prompts if there are any. Equal counts; arrivals in ascending order."""
-    texts: Sequence[Prompt | None] = prompts or [None] * len(lengths)
+    texts: Sequence[RequestPrompt | None] = prompts or [None] * len(lengths)
     entries = enumerate(zip(arrivals_s, lengths, texts, strict=True))
     return [PlannedRequest(number, *entry) for number, entry in entries]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kaveri.domain.owner import Owner
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import TokenStep
 from services.decode.lifecycle import RequestTimes
@@ -34,7 +34,7 @@ class GainedTokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     end: End = GOING_ON
-    replica: Replica | None = None
+    replica: ReplicaLocation | None = None
     """News of the request's copy. None: there are none."""
 
 
@@ -50,7 +50,7 @@ class AnswerLog:
     """One for each token, or none at all."""
     end: End = GOING_ON
     end_sent: bool = False
-    replica: Replica | None = None
+    replica: ReplicaLocation | None = None
     """Where the request's copy is. None: it had none so far."""
     replica_sent: bool = True
 
@@ -97,7 +97,7 @@ class AnswerLog:
         self.end_sent = False
         self.replica_sent = self.replica is None
 
-    def note_replica(self, replica: Replica) -> None:
+    def note_replica(self, replica: ReplicaLocation) -> None:
         """The request's copy is there from now on, and of that size."""
         self.replica, self.replica_sent = replica, False
 

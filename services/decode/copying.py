@@ -9,7 +9,7 @@ step() returns the next state and what the service has to carry out, in order.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.kv.transfer.ticket import Ticket
 
 FIRST_PAUSE_S = 0.1
@@ -85,7 +85,7 @@ class HolderChosen:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomGranted:
+class CopyRoomGranted:
     """The holder has room."""
 
     ticket: Ticket
@@ -134,7 +134,7 @@ class RequestEnded:
     router has the end of the answer."""
 
 
-Event = HolderChosen | RoomGranted | CopyLost | CopyGrew | MoveAsked | MoveFailed | MoveDone | RequestEnded
+Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | MoveAsked | MoveFailed | MoveDone | RequestEnded
 
 # ---- actions ----
 
@@ -161,10 +161,10 @@ class CloseCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class TellRouter:
+class TellRouterOfCopy:
     """Send the request's router news of the copy."""
 
-    replica: Replica
+    replica: ReplicaLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +176,10 @@ class LetGoInEngine:
 class EndAsMoved:
     """End the request here. Its router resumes it from this replica."""
 
-    replica: Replica
+    replica: ReplicaLocation
 
 
-Action = AskHolder | BeginCopy | CloseCopy | TellRouter | LetGoInEngine | EndAsMoved
+Action = AskHolder | BeginCopy | CloseCopy | TellRouterOfCopy | LetGoInEngine | EndAsMoved
 Step = tuple[Copy, tuple[Action, ...]]
 
 
@@ -188,7 +188,7 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
     match event, copy:
         case HolderChosen(holder), Alone():
             return Opening(holder, copy.failures, copy.former), (AskHolder(holder),)
-        case RoomGranted(ticket, incarnation), Opening():
+        case CopyRoomGranted(ticket, incarnation), Opening():
             return _granted(copy, ticket, copy.holder._replace(incarnation=incarnation))
         case CopyLost(pause_s), Opening():
             return _alone(copy.failures, pause_s, copy.former, now_s), ()
@@ -197,7 +197,7 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
         case CopyGrew(token_count), Copied() | Moving() if token_count > copy.token_count:
             # What has grown was no failure.
             grown = replace(copy, failures=0, token_count=token_count)
-            return grown, (TellRouter(_replica(copy.holder, token_count)),)
+            return grown, (TellRouterOfCopy(_replica(copy.holder, token_count)),)
         case MoveAsked(), Copied():
             return Moving(copy.holder, copy.failures, copy.token_count), (LetGoInEngine(),)
         case MoveFailed(), Moving():
@@ -216,8 +216,8 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
             return copy, ()
 
 
-def _replica(holder: Holder, token_count: int) -> Replica:
-    return Replica(holder.instance_id, holder.incarnation, token_count)
+def _replica(holder: Holder, token_count: int) -> ReplicaLocation:
+    return ReplicaLocation(holder.instance_id, holder.incarnation, token_count)
 
 
 def _granted(copy: Opening, ticket: Ticket, holder: Holder) -> Step:

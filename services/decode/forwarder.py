@@ -13,7 +13,7 @@ from dataclasses import replace
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.replica import Replica, ReplicaOffer
+from kaveri.domain.replica import ReplicaLocation, ReplicaOffer
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, NoCapacity
 from kaveri.kv.replicas.store import ReplicaKey, ReplicaStore
@@ -57,7 +57,7 @@ class ReplicaForwarder:
             await asyncio.wait(self._errands)
         await self._channels.close()
 
-    async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> Replica:
+    async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> ReplicaLocation:
         """Pushes a copy to an instance with room for it and to run its request. Returns where it is.
 
         offer: of the copy's owner. context_tokens: of the request. Raises NoCapacity when there is none, or it does
@@ -103,7 +103,7 @@ class ReplicaForwarder:
             holder_id=target.record.instance_id,
             tokens=token_count,
         )
-        return Replica(target.record.instance_id, incarnation, token_count)
+        return ReplicaLocation(target.record.instance_id, incarnation, token_count)
 
     async def _push(self, key: ReplicaKey, offer: ReplicaOffer, target: InstanceRecord, token_count: int) -> int:
         """Returns the life of the target that has it."""

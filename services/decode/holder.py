@@ -75,7 +75,7 @@ class Complete:
 
 
 @dataclass(frozen=True, slots=True)
-class Resuming:
+class ResumingHere:
     """A request goes on from it here. It is shut to its owner."""
 
     ownership: Ownership
@@ -95,13 +95,13 @@ class HeldReplica:
     watermark: int = 0
     starved_since_s: float | None = None
     """Since when there is no block for what its owner draws."""
-    state: Growing | Orphan | Complete | Resuming = Growing()
+    state: Growing | Orphan | Complete | ResumingHere = Growing()
 
     @property
     def newest(self) -> Owner:
         """The newest owner of the request that is known here."""
         owner = self.offer.ownership.owner
-        return max(owner, self.state.ownership.owner) if isinstance(self.state, Resuming) else owner
+        return max(owner, self.state.ownership.owner) if isinstance(self.state, ResumingHere) else owner
 
     @property
     def ends_s(self) -> float:
@@ -244,7 +244,7 @@ class ReplicaHolder:
         """Holds nothing any more: owners look for other holders."""
         self._draining = True
         for held in list(self._held.values()):
-            if not isinstance(held.state, Resuming):
+            if not isinstance(held.state, ResumingHere):
                 self._drop(held, "draining")
 
     def undrain(self) -> None:
@@ -305,7 +305,7 @@ class ReplicaHolder:
         """The outcome of the resumption, which is begun unless it was already."""
         request_id, ownership = resumption.request_id, resumption.ownership
         held = self._held.get(request_id)
-        if held is not None and isinstance(held.state, Resuming) and held.state.ownership == ownership:
+        if held is not None and isinstance(held.state, ResumingHere) and held.state.ownership == ownership:
             return held.state.outcome
         outcome: asyncio.Future[Resumed] = asyncio.get_running_loop().create_future()
         running = self._instance.owners.resumed(request_id, ownership)
@@ -313,7 +313,7 @@ class ReplicaHolder:
             outcome.set_result(Resumed(self._incarnation, running.resumed.held_tokens))
             return outcome
         held = self._resumable(resumption)
-        held.state = Resuming(ownership, outcome)
+        held.state = ResumingHere(ownership, outcome)
         self._tasks.create_task(self._conclude(outcome, held, resumption))
         return outcome
 
@@ -493,7 +493,7 @@ class ReplicaHolder:
 
     def _is_resuming(self, held: HeldReplica, ownership: Ownership) -> bool:
         """Whether the copy is here, and this owner the last one to go on from it."""
-        is_its = isinstance(held.state, Resuming) and held.state.ownership == ownership
+        is_its = isinstance(held.state, ResumingHere) and held.state.ownership == ownership
         return is_its and self._held.get(held.key.request_id) is held
 
     def _drop(self, held: HeldReplica, cause: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.owner import Ownership
-from kaveri.domain.replica import Replica, Resumption
+from kaveri.domain.replica import ReplicaLocation, Resumption
 from kaveri.domain.sampling import Logprobs, SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.contract import (
@@ -172,7 +172,7 @@ class DecodeInstance:
         """The requests whose KV is here, or is computed again."""
         return (request for request in self._requests if isinstance(request.state, Ready | Running))
 
-    def move(self, request: DecodeRequest, replica: Replica) -> None:
+    def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """The engine has let the request go: its router resumes it at the holder of the replica."""
         request.log.note_replica(replica)
         self._take(request, lifecycle.Moved(replica.holder_id))
@@ -425,7 +425,7 @@ class DecodeInstance:
 
     def _act(self, request: DecodeRequest, action: lifecycle.Action, now_s: float) -> None:
         match action:
-            case lifecycle.Answer(result):
+            case lifecycle.AnswerReserve(result):
                 self._answer(request, result)
             case lifecycle.LeaveLine():
                 self._room.line.leave(request.request_id)

@@ -67,7 +67,7 @@ class Running(NamedTuple):
     """False: it was preempted, and has drawn no token since."""
 
 
-class Outcome(enum.StrEnum):
+class DecodeOutcome(enum.StrEnum):
     """How a request has ended here."""
 
     FINISHED = "finished"
@@ -89,7 +89,7 @@ class Outcome(enum.StrEnum):
 class Released:
     """It has ended here, and holds nothing."""
 
-    outcome: Outcome
+    outcome: DecodeOutcome
 
 
 State = InLine | Reserving | Reserved | Ready | Running | Released
@@ -238,7 +238,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerReserve:
     """Answer its Reserve call, if it still waits."""
 
     result: Ticket | KaveriError | None
@@ -313,7 +313,7 @@ class RequestTimes:
 class Report:
     """Note its end in metrics and log. The last action of every life."""
 
-    outcome: Outcome
+    outcome: DecodeOutcome
     reason: str | None = None
     preemptions: int = 0
     times: RequestTimes | None = None
@@ -321,7 +321,7 @@ class Report:
 
 
 Action = (
-    Answer
+    AnswerReserve
     | LeaveLine
     | KeepPlace
     | AbortInEngine
@@ -343,7 +343,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case RoomAsked(), InLine():
             return Reserving(state.stays, now_s), ()
         case RoomGranted(), Reserving():
-            return Reserved(state.asked_s), (LeaveLine(), Answer(event.ticket))
+            return Reserved(state.asked_s), (LeaveLine(), AnswerReserve(event.ticket))
         case RoomRefused(NoCapacity()), Reserving(stays=True):
             return InLine(stays=True), (KeepPlace(),)
         case RoomRefused(), Reserving():
@@ -356,7 +356,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return Ready(now_s), (CountLanding(event.kv_bytes, now_s - state.asked_s),)
         case KvNotLanded(), Reserving() | Reserved():
             # Reserving: the reservation has expired before its grant was heard of.
-            return _ended(state, Outcome.NOT_LANDED, reason=event.reason)
+            return _ended(state, DecodeOutcome.NOT_LANDED, reason=event.reason)
         case SeatTaken(), Ready():
             return Running(state.landed_s, None, 0, state.preemptions, state.holds_blocks), ()
         case BlocksLost(), Ready():
@@ -368,7 +368,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return state, ()
         case Moved(holder_id), Ready() | Running():
             tell = TellRouter(f"it goes on at {holder_id}", moved=True)
-            return _ended(state, Outcome.MOVED, tell=tell, aborts=False)
+            return _ended(state, DecodeOutcome.MOVED, tell=tell, aborts=False)
         case ((CallEnded() | AbortAsked() | RivalCame() | TimeOver() | RouterLost() | Broken()), live) if (
             not isinstance(live, Released)
         ):
@@ -382,54 +382,54 @@ def _drew(state: Running, event: Drew, now_s: float) -> Step:
     if not event.is_last:
         return Running(state.landed_s, first_step_s, state.drawn + 1, state.preemptions), ()
     times = RequestTimes(first_step_s - state.landed_s, now_s - first_step_s, state.preemptions)
-    outcome = Outcome.FINISHED
+    outcome = DecodeOutcome.FINISHED
     return Released(outcome), (Report(outcome, preemptions=state.preemptions, times=times),)
 
 
 def _refused(state: InLine | Reserving, error: KaveriError) -> Step:
     match error:
         case NoCapacity():
-            return _ended(state, Outcome.NO_ROOM, error)
+            return _ended(state, DecodeOutcome.NO_ROOM, error)
         case EngineError():
-            return _ended(state, Outcome.FAILED, Unavailable(str(error)), str(error))
+            return _ended(state, DecodeOutcome.FAILED, Unavailable(str(error)), str(error))
         case _:
-            return _ended(state, Outcome.REFUSED, error, str(error))
+            return _ended(state, DecodeOutcome.REFUSED, error, str(error))
 
 
 def _given_up(state: State, event: CallEnded | AbortAsked | RivalCame | TimeOver | RouterLost | Broken) -> Step:
     match event:
         case CallEnded() | AbortAsked() if isinstance(state, InLine):
-            return _ended(state, Outcome.LEFT_LINE)
+            return _ended(state, DecodeOutcome.LEFT_LINE)
         case AbortAsked(by_router=True) if isinstance(state, Running):
             # The router may have all it needs, a stop text for instance, and die before its client has it.
-            return _ended(state, Outcome.ABORTED, tell=KeepTokens("it was aborted"))
+            return _ended(state, DecodeOutcome.ABORTED, tell=KeepTokens("it was aborted"))
         case CallEnded() | AbortAsked(by_router=True):
-            return _ended(state, Outcome.ABORTED)
+            return _ended(state, DecodeOutcome.ABORTED)
         case AbortAsked():
             # Once it has landed, its router may wait for nothing but this instance's tokens.
             tell = TellRouter("its prefill instance has given the request up") if _has_landed(state) else None
-            return _ended(state, Outcome.ABORTED, tell=tell)
+            return _ended(state, DecodeOutcome.ABORTED, tell=tell)
         case RivalCame(Rival.OTHER_REQUEST, error):
             tell = TellRouter("another request with the same id has begun", replaced=True)
-            return _ended(state, Outcome.REPLACED, error, tell=tell)
+            return _ended(state, DecodeOutcome.REPLACED, error, tell=tell)
         case RivalCame(Rival.SAME_OWNER, error) if _has_landed(state):
-            return _ended(state, Outcome.REPLACED, error, tell=TellRouter("its room was asked for again"))
+            return _ended(state, DecodeOutcome.REPLACED, error, tell=TellRouter("its room was asked for again"))
         case RivalCame(_, error):
-            return _ended(state, Outcome.REPLACED, error)
+            return _ended(state, DecodeOutcome.REPLACED, error)
         case TimeOver():
-            return _ended(state, Outcome.DEADLINE, DeadlineExceeded())
+            return _ended(state, DecodeOutcome.DEADLINE, DeadlineExceeded())
         case RouterLost():
-            return _ended(state, Outcome.ROUTER_GONE, tell=TellRouter("its router was away for too long"))
+            return _ended(state, DecodeOutcome.ROUTER_GONE, tell=TellRouter("its router was away for too long"))
         case Broken(reason):
             # Not aborted once it has landed: the engine has ended it, or ends with this process. An abort would have
             # the holder drop the copy from which it can go on.
             tell = TellRouter(reason)
-            return _ended(state, Outcome.FAILED, Unavailable(reason), reason, tell, aborts=not _has_landed(state))
+            return _ended(state, DecodeOutcome.FAILED, Unavailable(reason), reason, tell, aborts=not _has_landed(state))
 
 
 def _ended(
     state: State,
-    outcome: Outcome,
+    outcome: DecodeOutcome,
     error: KaveriError | None = None,
     reason: str | None = None,
     tell: TellRouter | KeepTokens | None = None,
@@ -441,7 +441,7 @@ def _ended(
     report = Report(outcome, reason, preemptions)
     actions: tuple[Action, ...] = ()
     if isinstance(state, InLine | Reserving):
-        actions = (LeaveLine(), Answer(error))
+        actions = (LeaveLine(), AnswerReserve(error))
     if not isinstance(state, InLine):
         actions = (*actions, *((AbortInEngine(),) if aborts else ()), DropTokens() if tell is None else tell)
     return Released(outcome), (*actions, report)

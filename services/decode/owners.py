@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Ownership
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.errors import InvalidArgument, RequestNotFound
-from kaveri.hosting.kept import Kept, kept_bytes
+from kaveri.hosting.kept import KeptItems, kept_bytes
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
 from services.decode.answer_log import End, GainedTokens
@@ -34,7 +34,7 @@ class RequestOwners:
         self.requests = DecodeRequests()
         self.streams = TokenStreams(orphan_grace_s, router_gone, self._requests_of)
         self._attempts = KnownAttempts(_ATTEMPTS_REMEMBERED_S, _ATTEMPTS_REMEMBERED_COUNT)
-        self._kept: Kept[DecodeRequest] = Kept(orphan_grace_s)
+        self._kept: KeptItems[DecodeRequest] = KeptItems(orphan_grace_s)
         self._metrics = metrics
         # Read by the threads that serve metrics.
         metrics.orphans.set_function(self._orphan_count)
@@ -123,7 +123,7 @@ class RequestOwners:
         token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
         self._kept.add(request.request_id, request, kept_bytes(token_count, request.log.logprobs), now_s)
 
-    def tell_replica(self, request: DecodeRequest, replica: Replica) -> None:
+    def tell_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """Sends the router of a landed request news of its copy, with the next tokens at the latest."""
         request.log.note_replica(replica)
         if isinstance(request.state, Ready):

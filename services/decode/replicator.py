@@ -50,7 +50,7 @@ from kaveri.wire.status import error_of
 from services.decode import copying
 from services.decode.copying import Alone, Copied, Copy, Holder, Moving
 from services.decode.instance import DecodeInstance
-from services.decode.lifecycle import Outcome, Ready, Released, Running
+from services.decode.lifecycle import DecodeOutcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
@@ -59,7 +59,7 @@ _ANSWER_TIMEOUT_S = 2.0
 """Of a holder that is asked for room, or told that a copy is not wanted."""
 _MOST_ASKED = 32
 """Holders that are asked at once."""
-_GIVEN_UP = (Outcome.ABORTED, Outcome.DEADLINE, Outcome.ROUTER_GONE)
+_GIVEN_UP = (DecodeOutcome.ABORTED, DecodeOutcome.DEADLINE, DecodeOutcome.ROUTER_GONE)
 """How requests end that no router goes on with."""
 _UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
 _NONE_FOUND_S = 0.3
@@ -177,7 +177,7 @@ class Replicator:
         for key in [key for key in self._owned if key not in here]:
             state = self._owned[key].request.state
             # The router resumes one that has failed here from its copy.
-            if state != Released(Outcome.FAILED):
+            if state != Released(DecodeOutcome.FAILED):
                 self._take(key, copying.RequestEnded(isinstance(state, Released) and state.outcome in _GIVEN_UP))
             del self._owned[key]
         for key, request in here.items():
@@ -282,7 +282,7 @@ class Replicator:
                     self._lost(owned.request.key, str(error))
             case copying.CloseCopy(holder):
                 self._tasks.create_task(self._close(owned.request, holder))
-            case copying.TellRouter(replica):
+            case copying.TellRouterOfCopy(replica):
                 self._instance.owners.tell_replica(owned.request, replica)
             case copying.LetGoInEngine():
                 try:
@@ -326,7 +326,7 @@ class Replicator:
             await self._close(request, holder)
             return
         self._metrics.opens.labels("granted").inc()
-        self._take(key, copying.RoomGranted(ticket, response.incarnation))
+        self._take(key, copying.CopyRoomGranted(ticket, response.incarnation))
 
     async def _open(self, owned: _Owned, holder: Holder) -> decode_pb2.OpenReplicaResponse:
         request = owned.request

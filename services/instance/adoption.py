@@ -5,7 +5,7 @@ import time
 from kaveri.engine.contract import KvPushFailed
 from kaveri.errors import KaveriError
 from services.decode.instance import DecodeInstance
-from services.prefill.requests import Adopted, Failed, Placed, PrefillRequest
+from services.prefill.requests import Adopted, HandOverFailed, PrefillRequest, RoomReserved
 
 
 class Adoption:
@@ -35,9 +35,9 @@ class Adoption:
                 request.predicted_length,
             )
         except KaveriError as error:
-            request.report(request, Failed(error))
+            request.report(request, HandOverFailed(error))
             return
-        placed = Placed(self._instance_id, self._incarnation)
+        placed = RoomReserved(self._instance_id, self._incarnation)
         request.report(request, Adopted(placed))
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:

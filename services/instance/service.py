@@ -7,7 +7,7 @@ import random
 from grpc import aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kaveri.cluster.store import ClusterStore, Follow
+from kaveri.cluster.store import ClusterStore, ViewSource
 from kaveri.domain.view import Phase
 from kaveri.engine.factory import BuiltEngine
 from kaveri.hosting.config import load_engine
@@ -39,7 +39,7 @@ from services.prefill.role import PrefillRole
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
     """Serves until `stopping`, then drains. Returns the exit status. Raises ConfigError."""
-    async with open_store(config, stopping, Follow.BROADCASTS) as store:
+    async with open_store(config, stopping, ViewSource.BROADCASTS) as store:
         if store is None:
             return 0
         # Load before registering: routers must not find this instance while the model loads.

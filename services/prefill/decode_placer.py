@@ -19,13 +19,13 @@ from kaveri.policy.room_search import RoomSearch
 from kaveri.telemetry.logs import get_logger
 from services.prefill.decode_peers import DecodePeers
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.requests import Failed, Placed, PrefillRequest
-from services.prefill.room_finder import RoomFinder, Seeking
+from services.prefill.requests import HandOverFailed, PrefillRequest, RoomReserved
+from services.prefill.room_finder import RoomFinder, RoomSeeker
 
 
 @dataclass(eq=False, slots=True)
 class _Placement:
-    seeking: Seeking
+    seeking: RoomSeeker
     task: asyncio.Task[None]
     target: ViewedInstance | None = None
     """Where it has room."""
@@ -90,14 +90,14 @@ class DecodePlacer:
         try:
             await self._place(request)
         except EngineError as error:
-            request.report(request, Failed(Unavailable(str(error))))
+            request.report(request, HandOverFailed(Unavailable(str(error))))
         except KaveriError as error:
-            request.report(request, Failed(error))
+            request.report(request, HandOverFailed(error))
         except Exception as error:  # One request's bad luck must not end the others'.
             get_logger().exception(
                 "placement_failed_unexpectedly", request_id=request.request_id, attempt=request.owner.attempt
             )
-            request.report(request, Failed(Unavailable(f"placement failed: {error!r}")))
+            request.report(request, HandOverFailed(Unavailable(f"placement failed: {error!r}")))
 
     async def _place(self, request: PrefillRequest) -> NoReturn:
         """Goes on until end() cancels it: only the engine says that the KV has arrived."""
@@ -113,7 +113,7 @@ class DecodePlacer:
                 placement.seeking.unfit[instance_id] = error
                 self._give_back(request, placement)
                 continue
-            request.report(request, Placed(instance_id, reservation.incarnation))
+            request.report(request, RoomReserved(instance_id, reservation.incarnation))
             failure = await placement.push_failure
             self._give_back(request, placement)
             self._finder.failed_there(request, room.target, "push_failed", failure.reason)

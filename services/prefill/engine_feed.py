@@ -7,7 +7,7 @@ from kaveri.engine.contract import PrefillEngine
 from kaveri.errors import EngineError, InvalidArgument, NoCapacity
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S as _BLOCKS_RETRY_S
-from services.prefill.requests import Failed, PrefillRequest
+from services.prefill.requests import HandOverFailed, PrefillRequest
 
 HasRoom = Callable[[PrefillRequest, Collection[PrefillRequest]], bool]
 """Whether a prompt may be submitted beside those that are being computed, the earliest submitted first."""
@@ -39,7 +39,7 @@ class EngineFeed:
             except EngineError:
                 return  # it stopped; EngineStopped follows and ends every request
             except InvalidArgument as error:
-                request.report(request, Failed(error))
+                request.report(request, HandOverFailed(error))
             else:
                 self._queue.submitted(request)
 

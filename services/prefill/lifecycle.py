@@ -2,11 +2,11 @@
 
 ::
 
-    Held ── Queued ── Prefilling ── Placing ⇄ Pushing ── Ended
+    AwaitingLength ── Queued ── ComputingPrompt ── Placing ⇄ Pushing ── EndedAtPrefill
 
-Held only while a length is awaited before the queue; Ended from every state. A place at decode may be looked for, and a
-push may begin, before the prompt is computed: Placing and Pushing say how far it is. The service performs the actions
-in their order, after it has stored the new state.
+A request is AwaitingLength only when the queue needs its length. Every state may become EndedAtPrefill. The search for
+room at decode, and the push, may begin before the prompt is computed: Placing and Pushing say how far it is. The
+service performs the actions in their order, after it has stored the new state.
 """
 
 import enum
@@ -17,7 +17,15 @@ from kaveri.engine.contract import FirstToken, KvPushed, KvPushFailed, PrefillPr
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.policy.place_search import PlaceSearch
 from kaveri.policy.prediction import PredictionOutcome, usable_length
-from services.prefill.requests import Adopted, Failed, FirstTokenDrawn, HandedOver, Placed, Progress, Started
+from services.prefill.requests import (
+    Adopted,
+    FirstTokenDrawn,
+    HandedOver,
+    HandOverFailed,
+    Progress,
+    RoomReserved,
+    Started,
+)
 
 NO_TRANSPORT = "none"
 """The transport of a hand-over that moves nothing."""
@@ -66,7 +74,7 @@ Forecast = Known | LengthPending | Predicted
 
 
 @dataclass(frozen=True, slots=True)
-class Computing:
+class FirstChunkBegun:
     """The first chunk has begun."""
 
     started_s: float
@@ -74,7 +82,7 @@ class Computing:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class PromptComputed:
     """The first token is drawn."""
 
     first_token_s: float
@@ -84,7 +92,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class AwaitingLength:
     """Has a place in the queue, and waits for its length before it stands in line."""
 
     terms: Terms
@@ -99,11 +107,11 @@ class Queued:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilling:
+class ComputingPrompt:
     """Is being computed. No place has been looked for."""
 
     terms: Terms
-    compute: Computing
+    compute: FirstChunkBegun
     forecast: Forecast
 
 
@@ -112,7 +120,7 @@ class Placing:
     """Looks for a place at decode."""
 
     terms: Terms
-    compute: Computing | Computed
+    compute: FirstChunkBegun | PromptComputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +128,11 @@ class Pushing:
     """Has a place; its KV is on the way there."""
 
     terms: Terms
-    compute: Computing | Computed
+    compute: FirstChunkBegun | PromptComputed
     since_s: float
 
 
-class Outcome(enum.StrEnum):
+class PrefillOutcome(enum.StrEnum):
     """How a life ended."""
 
     HANDED_OVER = "handed_over"
@@ -140,17 +148,17 @@ class Outcome(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedAtPrefill:
     """No event follows."""
 
-    outcome: Outcome
+    outcome: PrefillOutcome
 
 
-Alive = Held | Queued | Prefilling | Placing | Pushing
-State = Alive | Ended
+Alive = AwaitingLength | Queued | ComputingPrompt | Placing | Pushing
+State = Alive | EndedAtPrefill
 
 
-# The events: the engine's, the hand-over's (Placed, Adopted, Failed), and these.
+# The events: the engine's, the hand-over's (RoomReserved, Adopted, HandOverFailed), and these.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +169,16 @@ class LengthAnswered:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class EndRequested:
     """The request must end now. `error` is for its router."""
 
-    outcome: Outcome
+    outcome: PrefillOutcome
     error: KaveriError | None = None
 
 
 EngineReport = PrefillStarted | PrefillProgress | FirstToken | KvPushed | KvPushFailed | RequestFailed
 """The engine's events that concern this side of a request."""
-Event = EngineReport | LengthAnswered | Placed | Adopted | Failed | Stopped
+Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | EndRequested
 
 
 # The actions.
@@ -236,7 +244,7 @@ class EndHandOver:
 class Close:
     """The last action: nothing more is kept or told."""
 
-    outcome: Outcome
+    outcome: PrefillOutcome
     error: KaveriError | None
     seconds: float
     """Of the whole life."""
@@ -248,40 +256,40 @@ Step = tuple[State, tuple[Action, ...]]
 
 def step(state: State, event: Event, now_s: float) -> Step:
     """What the event makes of the state, and what is to be done about it. Illegal pairs raise AssertionError."""
-    assert not isinstance(state, Ended), f"{event} in {state}"
+    assert not isinstance(state, EndedAtPrefill), f"{event} in {state}"
     terms = state.terms
     match event:
-        case Stopped():
+        case EndRequested():
             return _end(state, event.outcome, now_s, error=event.error)
-        case Failed():
-            return _end(state, Outcome.FAILED, now_s, error=event.error)
+        case HandOverFailed():
+            return _end(state, PrefillOutcome.FAILED, now_s, error=event.error)
         case RequestFailed():
-            return _end(state, Outcome.FAILED, now_s, error=Unavailable(event.reason))
+            return _end(state, PrefillOutcome.FAILED, now_s, error=Unavailable(event.reason))
     match state, event:
-        case Held(), LengthAnswered():
+        case AwaitingLength(), LengthAnswered():
             return Queued(terms, _answered(event)), (Do.ENQUEUE,)
         case Queued(forecast=LengthPending()), LengthAnswered():
             return Queued(terms, _answered(event)), ()
-        case Prefilling(forecast=LengthPending()), LengthAnswered():
+        case ComputingPrompt(forecast=LengthPending()), LengthAnswered():
             return _search_if_due(replace(state, forecast=_answered(event)))
         case Queued(), PrefillStarted():
             started = Tell(Started(now_s - terms.arrived_s))
-            return _search_if_due(Prefilling(terms, Computing(now_s), state.forecast), started)
-        case Prefilling() | Placing() | Pushing(), PrefillProgress() if isinstance(state.compute, Computing):
+            return _search_if_due(ComputingPrompt(terms, FirstChunkBegun(now_s), state.forecast), started)
+        case ComputingPrompt() | Placing() | Pushing(), PrefillProgress() if isinstance(state.compute, FirstChunkBegun):
             advance = Advance(event.computed_tokens, event.computed_tokens - state.compute.computed_tokens)
             after = replace(state, compute=replace(state.compute, computed_tokens=event.computed_tokens))
             return _search_if_due(after, advance)
-        case Prefilling() | Placing() | Pushing(), FirstToken() if isinstance(state.compute, Computing):
+        case ComputingPrompt() | Placing() | Pushing(), FirstToken() if isinstance(state.compute, FirstChunkBegun):
             return _first_token(state, state.compute, event, now_s)
-        case Placing(), Placed():
+        case Placing(), RoomReserved():
             return Pushing(terms, state.compute, now_s), (Tell(event),)
-        case Placing(compute=Computed() as compute), Adopted():
+        case Placing(compute=PromptComputed() as compute), Adopted():
             handed_over = HandedOver(0, 0.0, now_s - compute.first_token_s, NO_TRANSPORT)
-            return _end(state, Outcome.HANDED_OVER, now_s, Tell(event.placed), Tell(handed_over))
-        case Pushing(compute=Computed() as compute), KvPushed():
+            return _end(state, PrefillOutcome.HANDED_OVER, now_s, Tell(event.placed), Tell(handed_over))
+        case Pushing(compute=PromptComputed() as compute), KvPushed():
             transfer_s, tail_s = now_s - state.since_s, now_s - compute.first_token_s
             handed_over = HandedOver(event.kv_bytes, transfer_s, tail_s, event.transport)
-            return _end(state, Outcome.HANDED_OVER, now_s, Tell(handed_over))
+            return _end(state, PrefillOutcome.HANDED_OVER, now_s, Tell(handed_over))
         case Pushing(), KvPushFailed():
             return Placing(terms, state.compute), (FindAnotherPlace(event),)
     raise AssertionError(f"{event} in {state}")
@@ -291,20 +299,22 @@ def _answered(event: LengthAnswered) -> Forecast:
     return Known(None) if event.length is None else Predicted(event.length)
 
 
-def _first_token(state: Prefilling | Placing | Pushing, compute: Computing, event: FirstToken, now_s: float) -> Step:
+def _first_token(
+    state: ComputingPrompt | Placing | Pushing, compute: FirstChunkBegun, event: FirstToken, now_s: float
+) -> Step:
     token_count = state.terms.token_count
     advance = Advance(token_count, token_count - compute.computed_tokens)
     drawn = Tell(FirstTokenDrawn(event.token_id, event.logprobs, event.finish, now_s - compute.started_s))
     if event.finish is not None:
-        return _end(state, Outcome.FINISHED, now_s, advance, drawn)
-    if isinstance(state, Prefilling):
-        return _search(state.terms, Computed(now_s), state.forecast, advance, drawn)
-    return replace(state, compute=Computed(now_s)), (advance, drawn)
+        return _end(state, PrefillOutcome.FINISHED, now_s, advance, drawn)
+    if isinstance(state, ComputingPrompt):
+        return _search(state.terms, PromptComputed(now_s), state.forecast, advance, drawn)
+    return replace(state, compute=PromptComputed(now_s)), (advance, drawn)
 
 
-def _search_if_due(state: Prefilling | Placing | Pushing, *actions: Action) -> Step:
+def _search_if_due(state: ComputingPrompt | Placing | Pushing, *actions: Action) -> Step:
     """Begins to look for a place at decode, if it is time and it has not begun."""
-    if not isinstance(state, Prefilling):
+    if not isinstance(state, ComputingPrompt):
         return state, actions
     match state.terms.place_search:
         case PlaceSearch.AT_START:
@@ -317,7 +327,7 @@ def _search_if_due(state: Prefilling | Placing | Pushing, *actions: Action) -> S
     return _search(state.terms, state.compute, state.forecast, *actions) if is_due else (state, actions)
 
 
-def _search(terms: Terms, compute: Computing | Computed, forecast: Forecast, *actions: Action) -> Step:
+def _search(terms: Terms, compute: FirstChunkBegun | PromptComputed, forecast: Forecast, *actions: Action) -> Step:
     """Looks for a place with the length that is known now. An answer that comes later is not used."""
     length = None
     match forecast:
@@ -332,19 +342,21 @@ def _search(terms: Terms, compute: Computing | Computed, forecast: Forecast, *ac
     return Placing(terms, compute), (*actions, FindPlace(length))
 
 
-def _end(state: Alive, outcome: Outcome, now_s: float, *actions: Action, error: KaveriError | None = None) -> Step:
+def _end(
+    state: Alive, outcome: PrefillOutcome, now_s: float, *actions: Action, error: KaveriError | None = None
+) -> Step:
     """Ends the life and gives back what its state holds, and nothing else."""
     ends = list(actions)
     match state:
-        case Held() | Queued(forecast=LengthPending()) | Prefilling(forecast=LengthPending()):
+        case AwaitingLength() | Queued(forecast=LengthPending()) | ComputingPrompt(forecast=LengthPending()):
             ends.append(Do.DROP_QUESTION)
     match state:
-        case Held() | Queued():
+        case AwaitingLength() | Queued():
             ends.append(Do.LEAVE_QUEUE)
-        case _ if isinstance(state.compute, Computing) and outcome is not Outcome.FINISHED:
+        case _ if isinstance(state.compute, FirstChunkBegun) and outcome is not PrefillOutcome.FINISHED:
             ends.append(Do.LEAVE_QUEUE)
     if isinstance(state, Placing | Pushing):
-        ends.append(EndHandOver(outcome is Outcome.HANDED_OVER))
-    if outcome not in (Outcome.HANDED_OVER, Outcome.FINISHED):
+        ends.append(EndHandOver(outcome is PrefillOutcome.HANDED_OVER))
+    if outcome not in (PrefillOutcome.HANDED_OVER, PrefillOutcome.FINISHED):
         ends.append(Do.ABORT_IN_ENGINE)
-    return Ended(outcome), (*ends, Close(outcome, error, now_s - state.terms.arrived_s))
+    return EndedAtPrefill(outcome), (*ends, Close(outcome, error, now_s - state.terms.arrived_s))

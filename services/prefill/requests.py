@@ -20,7 +20,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RoomReserved:
     """A decode instance has reserved room."""
 
     decode_instance_id: str
@@ -47,25 +47,25 @@ class HandedOver:
     kv_transport: str
 
 
-Progress = Started | Placed | FirstTokenDrawn | HandedOver
+Progress = Started | RoomReserved | FirstTokenDrawn | HandedOver
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
     """The engine that computed the request decodes it too; nothing is pushed."""
 
-    placed: Placed
+    placed: RoomReserved
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class HandOverFailed:
     """The request cannot be handed over."""
 
     error: KaveriError
 
 
-HandOverReport = Placed | Adopted | Failed
-"""What a hand-over reports about a request. Placed: room is reserved and the push has begun."""
+HandOverReport = RoomReserved | Adopted | HandOverFailed
+"""What a hand-over reports about a request. RoomReserved: room is reserved and the push has begun."""
 
 
 class ProgressOutbox:

@@ -21,7 +21,7 @@ from kaveri.errors import (
     RequestNotFound,
     Unavailable,
 )
-from kaveri.hosting.kept import Kept, kept_bytes
+from kaveri.hosting.kept import KeptItems, kept_bytes
 from kaveri.policy.place_search import draws_more, place_search
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.waits import QUEUE_FULL_RETRY_S
@@ -34,32 +34,32 @@ from services.prefill.lifecycle import (
     NO_TRANSPORT,
     Action,
     Advance,
+    AwaitingLength,
     Close,
     CountPrediction,
     Do,
-    Ended,
+    EndedAtPrefill,
     EndHandOver,
+    EndRequested,
     EngineReport,
     Event,
     FindAnotherPlace,
     FindPlace,
-    Held,
     Known,
     LengthAnswered,
     LengthPending,
-    Outcome,
+    PrefillOutcome,
     Queued,
     State,
-    Stopped,
     Tell,
     Terms,
     step,
 )
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import (
-    Failed,
     FirstTokenDrawn,
     HandedOver,
+    HandOverFailed,
     PrefillRequest,
     Progress,
     ProgressOutbox,
@@ -108,7 +108,7 @@ class PrefillRole:
         self._lives: dict[str, _Life] = {}
         """By request id."""
         self._orphan_grace_s = orphan_grace_s
-        self._kept: Kept[PrefillRequest] = Kept(orphan_grace_s)
+        self._kept: KeptItems[PrefillRequest] = KeptItems(orphan_grace_s)
         """Handed over, or finished with their first token."""
         self._draining = False
         self._idle = asyncio.Event()
@@ -143,7 +143,7 @@ class PrefillRole:
         _check_fit(self._engine.info, token_ids, generated_count, params)
         self._replace(request_id, ownership)
         if not self._queue.room:
-            self._metrics.requests.labels(Outcome.REFUSED).inc()
+            self._metrics.requests.labels(PrefillOutcome.REFUSED).inc()
             reason = f"{self._queue.max_waiting} requests are queued already"
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
@@ -204,7 +204,7 @@ class PrefillRole:
 
     def cancel(self, request: PrefillRequest) -> None:
         """Its router does not wait any more: frees all that the request holds, here and at decode. Idempotent."""
-        self._happened(request, Stopped(Outcome.CANCELLED))
+        self._happened(request, EndRequested(PrefillOutcome.CANCELLED))
 
     def abort(self, request_id: str, ownership: Ownership) -> None:
         """Ends the request, unless it is another one or belongs to a newer owner. Unknown ones are ignored."""
@@ -220,9 +220,9 @@ class PrefillRole:
         life = self._lives.get(request_id)
         if not self._draining or life is None:
             return
-        waits = isinstance(life.state, Held | Queued) and life.request not in self._queue.computing
+        waits = isinstance(life.state, AwaitingLength | Queued) and life.request not in self._queue.computing
         if waits and ownership.comparable(life.request.ownership) == life.request.owner:
-            self._happened(life.request, Stopped(Outcome.GIVEN_BACK, _draining()))
+            self._happened(life.request, EndRequested(PrefillOutcome.GIVEN_BACK, _draining()))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
@@ -236,7 +236,7 @@ class PrefillRole:
     def load(self) -> InstanceLoad:
         self._kept.prune(time.monotonic())
         stats = self._engine.stats()
-        waiting_count = sum(isinstance(life.state, Held | Queued) for life in self._lives.values())
+        waiting_count = sum(isinstance(life.state, AwaitingLength | Queued) for life in self._lives.values())
         return InstanceLoad(
             waiting_requests=waiting_count,
             running_requests=len(self._lives) - waiting_count,
@@ -262,7 +262,7 @@ class PrefillRole:
 
     def fail_all(self, reason: str) -> None:
         for life in list(self._lives.values()):
-            self._happened(life.request, Failed(Unavailable(reason)))
+            self._happened(life.request, HandOverFailed(Unavailable(reason)))
 
     def _replace(self, request_id: str, ownership: Ownership) -> None:
         """Ends the request that has this id. Raises StaleAttempt or RequestAlreadyExists when that has the same owner
@@ -277,7 +277,7 @@ class PrefillRole:
             if owner <= former.owner:
                 raise owner.stale(request_id, former.owner)
             error = former.owner.stale(request_id, owner)
-        self._happened(former, Stopped(Outcome.REFUSED, error))
+        self._happened(former, EndRequested(PrefillOutcome.REFUSED, error))
 
     def _begin(self, request: PrefillRequest, now_s: float, timeout_s: float) -> None:
         info, sent = self._engine.info, request.engine_request
@@ -300,7 +300,7 @@ class PrefillRole:
             )
         forecast = LengthPending() if question is not None else Known(request.predicted_length)
         waits = question is not None and self._forecaster.comes_first
-        state = Held(terms) if waits else Queued(terms, forecast)
+        state = AwaitingLength(terms) if waits else Queued(terms, forecast)
         deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, request)
         self._lives[request.request_id] = _Life(request, state, question, deadline)
         self._idle.clear()
@@ -308,7 +308,7 @@ class PrefillRole:
             self._enqueue(request)
 
     def _expire(self, request: PrefillRequest) -> None:
-        self._happened(request, Stopped(Outcome.DEADLINE, DeadlineExceeded()))
+        self._happened(request, EndRequested(PrefillOutcome.DEADLINE, DeadlineExceeded()))
 
     def _happened(self, request: PrefillRequest, event: Event) -> None:
         """The only way in which a request's state changes. Ended requests are ignored."""
@@ -316,7 +316,7 @@ class PrefillRole:
         if life is None or life.request is not request:
             return
         life.state, actions = step(life.state, event, time.monotonic())
-        if isinstance(life.state, Ended):
+        if isinstance(life.state, EndedAtPrefill):
             del self._lives[request.request_id]
         for action in actions:
             self._do(life, action)
@@ -372,7 +372,7 @@ class PrefillRole:
         life.deadline.cancel()
         if life.orphan is not None:
             life.orphan.cancel()
-        if request.can_be_attached and close.outcome in (Outcome.HANDED_OVER, Outcome.FINISHED):
+        if request.can_be_attached and close.outcome in (PrefillOutcome.HANDED_OVER, PrefillOutcome.FINISHED):
             first = request.outbox.first_token
             logprobs = [first.logprobs] if first is not None and first.logprobs is not None else []
             size = kept_bytes(request.token_count, logprobs)

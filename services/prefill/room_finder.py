@@ -36,7 +36,7 @@ _VIEW_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
-class _Question:
+class _ReserveCall:
     """A Reserve call under way."""
 
     target: ViewedInstance
@@ -48,14 +48,14 @@ class _Question:
 
 
 @dataclass(eq=False, slots=True)
-class Seeking:
+class RoomSeeker:
     """One request that looks for room."""
 
     request: PrefillRequest
     heavy: bool
     unfit: dict[str, KaveriError] = field(default_factory=dict)
     """By instance id: why that one can never take it."""
-    questions: dict[str, _Question] = field(default_factory=dict)
+    questions: dict[str, _ReserveCall] = field(default_factory=dict)
     """By instance id. At most one waits in line, and at most one other is open beside it."""
 
     def seeker(self) -> Seeker[EngineKey]:
@@ -117,12 +117,12 @@ class RoomFinder:
         finally:
             await self._peers.channels.close()
 
-    def seek(self, request: PrefillRequest, unfit: Mapping[str, KaveriError]) -> Seeking:
+    def seek(self, request: PrefillRequest, unfit: Mapping[str, KaveriError]) -> RoomSeeker:
         """Begins a search; find() goes on with it and give_up() ends it. unfit: instances that cannot take it."""
         is_heavy = self._thresholds.is_heavy(request.predicted_length, request.prompt_tokens)
-        return Seeking(request, is_heavy, dict(unfit))
+        return RoomSeeker(request, is_heavy, dict(unfit))
 
-    async def find(self, seeking: Seeking) -> Room:
+    async def find(self, seeking: RoomSeeker) -> Room:
         """Waits for room, and holds no other place or room for the request when it returns.
 
         Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch when no instance can ever take
@@ -165,7 +165,7 @@ class RoomFinder:
             if room is not None:
                 return room
 
-    def give_up(self, seeking: Seeking) -> None:
+    def give_up(self, seeking: RoomSeeker) -> None:
         """Ends the search: no place in line is kept, and room that was granted meanwhile is given back. Idempotent."""
         for instance_id in list(seeking.questions):
             self._drop(seeking, instance_id)
@@ -189,7 +189,7 @@ class RoomFinder:
             reason=reason,
         )
 
-    def _ask(self, seeking: Seeking, ask: Ask, now_s: float) -> None:
+    def _ask(self, seeking: RoomSeeker, ask: Ask, now_s: float) -> None:
         request = seeking.request
         patience_s = _PATIENCE_S if ask.shows_room else 0.0
         # An instance that is not waited at answers soon, or fails.
@@ -197,7 +197,7 @@ class RoomFinder:
         request.reservation_count += 1
         answer = self._tasks.create_task(self._answer(request, ask, request.reservation_count))
         instance_id = ask.target.record.instance_id
-        seeking.questions[instance_id] = _Question(ask.target, request.owner, ask.waits, patient_until_s, answer)
+        seeking.questions[instance_id] = _ReserveCall(ask.target, request.owner, ask.waits, patient_until_s, answer)
 
     async def _answer(self, request: PrefillRequest, ask: Ask, reservation: int) -> Reservation | Exception:
         try:
@@ -206,7 +206,7 @@ class RoomFinder:
         except Exception as error:  # Raised where the placement is: a task that fails would end all others.
             return error
 
-    async def _wait(self, seeking: Seeking, timeout_s: float) -> None:
+    async def _wait(self, seeking: RoomSeeker, timeout_s: float) -> None:
         """Until a question is answered or the view changes."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
@@ -214,7 +214,7 @@ class RoomFinder:
         awaited += [question.answer for question in seeking.questions.values()]
         await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
-    def _take_answers(self, seeking: Seeking) -> Room | None:
+    def _take_answers(self, seeking: RoomSeeker) -> Room | None:
         request = seeking.request
         for instance_id, question in list(seeking.questions.items()):
             if not question.answer.done():
@@ -245,11 +245,11 @@ class RoomFinder:
                     raise error
         return None
 
-    def _forget(self, seeking: Seeking, instance_id: str) -> None:
+    def _forget(self, seeking: RoomSeeker, instance_id: str) -> None:
         del seeking.questions[instance_id]
         self._search.forget(seeking.request.key, instance_id)
 
-    def _drop(self, seeking: Seeking, instance_id: str) -> None:
+    def _drop(self, seeking: RoomSeeker, instance_id: str) -> None:
         """Gives up a question, and the room that its answer may have brought."""
         question = seeking.questions.pop(instance_id)
         question.answer.cancel()

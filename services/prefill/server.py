@@ -11,7 +11,7 @@ from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
 from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_ownership, ownership_from_proto
 from kaveri.wire.messages import finish_to_proto, logprobs_to_proto, params_from_proto
 from kaveri.wire.status import abort
-from services.prefill.requests import FirstTokenDrawn, HandedOver, Placed, Progress, ProgressOutbox, Started
+from services.prefill.requests import FirstTokenDrawn, HandedOver, Progress, ProgressOutbox, RoomReserved, Started
 from services.prefill.role import PrefillRole
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
@@ -92,7 +92,7 @@ def _to_proto(progress: Progress) -> prefill_pb2.PrefillResponse:
     match progress:
         case Started():
             return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=progress.queue_s))
-        case Placed():
+        case RoomReserved():
             placed = prefill_pb2.PrefillPlaced(
                 decode_instance_id=progress.decode_instance_id,
                 decode_incarnation=progress.decode_incarnation,

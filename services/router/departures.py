@@ -7,12 +7,12 @@ they are.
 
 import time
 
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceState, Phase, ViewedInstance, phases_now
 from kaveri.errors import NoCapacity
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from services.router.holders import Holders
-from services.router.lifecycle_values import Decoding, Life, PlaceLost
+from services.router.lifecycle_values import Decoding, InstanceLife, PlaceLost
 from services.router.requests import RequestEntry, RequestTable
 from services.router.token_feeds import TokenFeeds
 
@@ -31,7 +31,7 @@ class Departures:
         self._feeds = feeds
         self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
         """Blocks of requests that were moved to holders and that no heartbeat shows yet."""
-        self._since_s: dict[Life, float] = {}
+        self._since_s: dict[InstanceLife, float] = {}
         """time.monotonic() when each was first seen to drain."""
 
     def update(self, view: ClusterView) -> None:
@@ -47,9 +47,9 @@ class Departures:
             if isinstance(entry.state, Decoding) and entry.state.place in overdue:
                 self._move(entry, entry.state.place, view)
 
-    def _move(self, entry: RequestEntry, place: Life, view: ClusterView) -> None:
+    def _move(self, entry: RequestEntry, place: InstanceLife, view: ClusterView) -> None:
         replica = self._holders.replica_of(entry)
-        if replica is None or not self._feeds.is_connected(Life(replica.holder_id, replica.holder_incarnation)):
+        if replica is None or not self._feeds.is_connected(InstanceLife(replica.holder_id, replica.holder_incarnation)):
             return
         holder = view.instances[replica.holder_id]
         needed_blocks = self._needed_blocks(entry, replica, holder)
@@ -60,7 +60,7 @@ class Departures:
         entry.note_loss(cause, place)
         entry.handle(PlaceLost(NoCapacity("decode", 0.0, cause)), time.monotonic())
 
-    def _needed_blocks(self, entry: RequestEntry, replica: Replica, holder: ViewedInstance) -> int | None:
+    def _needed_blocks(self, entry: RequestEntry, replica: ReplicaLocation, holder: ViewedInstance) -> int | None:
         """Of the request at the holder; None: the replica lacks too much."""
         layout = holder.record.layout
         context_tokens = len(entry.accepted.prompt_token_ids) + len(entry.answer.token_ids)
@@ -69,9 +69,9 @@ class Departures:
         return layout.block_count(context_tokens + 1)
 
 
-def _draining(view: ClusterView) -> frozenset[Life]:
+def _draining(view: ClusterView) -> frozenset[InstanceLife]:
     return frozenset(
-        Life(instance_id, status.record.incarnation)
+        InstanceLife(instance_id, status.record.incarnation)
         for instance_id, status in view.instances.items()
         if status.load.state is InstanceState.DRAINING and Phase.DECODE in phases_now(status)
     )

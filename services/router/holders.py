@@ -7,7 +7,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.replica import Replica, Resumed, Resumption
+from kaveri.domain.replica import ReplicaLocation, Resumed, Resumption
 from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestCancelled, RequestNotFound, Unavailable
 from kaveri.policy.recovery import is_worth_a_resume
 from kaveri.rpc.channels import Channels
@@ -20,7 +20,7 @@ from services.router.lifecycle_values import (
     NO_LIFE,
     Attempt,
     Decoding,
-    Life,
+    InstanceLife,
     Lost,
     Placed,
     ResumeAccepted,
@@ -45,7 +45,7 @@ class Holders:
         self._stream_id = stream_id
         self._model = model
 
-    def replica_of(self, entry: RequestEntry) -> Replica | None:
+    def replica_of(self, entry: RequestEntry) -> ReplicaLocation | None:
         """The replica from which the request should be resumed when its present instance is lost, if there is one."""
         context_tokens = len(entry.accepted.prompt_token_ids) + len(entry.answer.token_ids)
         match entry.state:
@@ -53,7 +53,7 @@ class Holders:
                 replica = entry.state.replica
             case Unplaced() if (holder := entry.accepted.received.owner.holder) is not None:
                 # A hint does not say how much it has.
-                replica = Replica(*holder, context_tokens)
+                replica = ReplicaLocation(*holder, context_tokens)
             case _:
                 return None
         if replica is None or not is_worth_a_resume(replica, context_tokens, self._store.view(), self._model):
@@ -65,11 +65,11 @@ class Holders:
         has a replica, or the instance was only asked to resume it."""
         return isinstance(entry.state, Resuming) or self.replica_of(entry) is not None
 
-    async def resume(self, entry: RequestEntry, number: int, replica: Replica) -> None:
+    async def resume(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> None:
         """Runs attempt `number` at the holder until it is over, or the holder has refused it.
 
         replica: as replica_of() returned it just now."""
-        holder = Life(replica.holder_id, replica.holder_incarnation)
+        holder = InstanceLife(replica.holder_id, replica.holder_incarnation)
         entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
         first_index = len(entry.answer.token_ids)
         over = entry.begin(ResumeAsked(Attempt(number, NO_LIFE, first_index, entry.accepted.most_tokens), holder))
@@ -99,7 +99,7 @@ class Holders:
             _take(entry, holder, first_index, answer)
         await over
 
-    def _ask(self, entry: RequestEntry, number: int, replica: Replica) -> "aio.UnaryUnaryCall[Any, Any]":
+    def _ask(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> "aio.UnaryUnaryCall[Any, Any]":
         left_s = entry.accepted.deadline_s - time.monotonic()
         context_tokens = len(entry.accepted.prompt_token_ids) + len(entry.answer.token_ids)
         resumption = Resumption(
@@ -123,7 +123,7 @@ class Holders:
         return call
 
 
-def _take(entry: RequestEntry, holder: Life, first_index: int, answer: Resumed | ResumeRefused) -> None:
+def _take(entry: RequestEntry, holder: InstanceLife, first_index: int, answer: Resumed | ResumeRefused) -> None:
     """Takes in the holder's answer."""
     if isinstance(answer, Resumed) and answer.incarnation != holder.incarnation:
         restarted = Unavailable(f"decode instance {holder.instance_id} has restarted")

@@ -14,7 +14,7 @@ from kaveri.text.tokenizer import ModelTokenizer, Turn
 from kaveri.wire.attempts import check_secret, check_session
 from services.router.answer import Answer
 from services.router.request_placer import RequestPlacer
-from services.router.requests import NOTHING_RECEIVED, AcceptedRequest, OwnerHint, Received
+from services.router.requests import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, OwnerHint
 
 _SLICE_TOKENS = 65_536
 """Token ids are copied and checked in slices, about a millisecond of the event loop each."""
@@ -140,11 +140,11 @@ class Intake:
                 raise InvalidArgument("received.characters", received.characters, limit)
         return answer
 
-    async def _received(self, received: OfferedReceived | None, max_tokens: int) -> Received:
+    async def _received(self, received: OfferedReceived | None, max_tokens: int) -> AlreadyReceived:
         if received is None:
             return NOTHING_RECEIVED
         token_ids = await self._checked("received.token_ids", received.token_ids, max_tokens)
-        return Received(tuple(token_ids), received.characters, received.owner)
+        return AlreadyReceived(tuple(token_ids), received.characters, received.owner)
 
     async def _tokenize(self, prompt: Prompt, max_tokens: int, deadline_s: float) -> list[int]:
         match prompt:

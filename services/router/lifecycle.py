@@ -37,20 +37,20 @@ from services.router.lifecycle_values import (
     Attempt,
     AwaitReport,
     Cancelled,
-    Complete,
+    CannotAnswer,
+    CompleteAnswer,
     Decoding,
     Disown,
     Ended,
     Event,
     Exhausted,
-    Failed,
     Finishing,
-    FirstToken,
+    FirstTokenReported,
     Follow,
     GivenUp,
     GraceOver,
-    HandedOver,
-    Held,
+    HandOverReported,
+    HeldEvents,
     LeaveAttempt,
     Lost,
     NotFound,
@@ -66,7 +66,7 @@ from services.router.lifecycle_values import (
     ResumeAsked,
     ResumeRefused,
     Resuming,
-    Seeking,
+    SeekingOwner,
     Sent,
     Sought,
     State,
@@ -100,9 +100,9 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _took_over(state, event, now_s)
         case PlaceNamed():
             return _place_named(state, event, now_s)
-        case FirstToken():
+        case FirstTokenReported():
             return _first_token(state, event, now_s)
-        case HandedOver():
+        case HandOverReported():
             return _handed_over(state, event)
         case PrefillEnded():
             return _prefill_ended(state, event)
@@ -128,7 +128,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _ended_early(state, FinishReason.CANCELLED)
         case Superseded():
             return _superseded(state, event)
-        case Failed():
+        case CannotAnswer():
             return _ended_early(state, event.error)
 
 
@@ -158,7 +158,7 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
                 # The first token comes by another road.
                 return _held(state, event)
             return lost_by_gap(state, event)
-        case Seeking(attempt) | Prefilling(attempt):
+        case SeekingOwner(attempt) | Prefilling(attempt):
             if event.attempt == attempt.number:
                 return _held(state, event)
             return _of_another_attempt(state, attempt, event)
@@ -199,21 +199,21 @@ def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
             append = (Append(event.token_ids, event.logprobs, event.finish),)
     if event.finish is None:
         return Decoding(state.attempt, state.next_index + max(0, added), state.place, state.leg, state.replica), append
-    complete = Complete(event.decode_queue_s, event.decode_s)
+    complete = CompleteAnswer(event.decode_queue_s, event.decode_s)
     if state.leg.is_open:
         wait = AwaitReport(now_s + HAND_OVER_GRACE_S)
         return Finishing(state.attempt, event.finish), (*append, complete, Unfollow(), wait)
     return Ended(event.finish, state.attempt), (*append, complete, LeaveAttempt())
 
 
-def _held(state: Seeking | Prefilling | Placed, event: Tokens | GivenUp) -> Step:
+def _held(state: SeekingOwner | Prefilling | Placed, event: Tokens | GivenUp) -> Step:
     token_count = state.held.token_count + (len(event.token_ids) if isinstance(event, Tokens) else 1)
     if token_count > state.attempt.most_tokens:
-        if isinstance(state, Seeking):
+        if isinstance(state, SeekingOwner):
             # A gap, once the instance is known.
             return state, ()
         return lost(state, Unavailable(f"decode instance {event.source.instance_id} sent tokens, and no placement"))
-    return replace(state, held=Held((*state.held.events, event), token_count)), ()
+    return replace(state, held=HeldEvents((*state.held.events, event), token_count)), ()
 
 
 def _given_up(state: State, event: GivenUp) -> Step:
@@ -228,7 +228,7 @@ def _given_up(state: State, event: GivenUp) -> Step:
             if event.source == place:
                 return lost(state, event.error, decode_has_ended=True)
             return _held(state, event)
-        case Seeking(attempt) | Prefilling(attempt):
+        case SeekingOwner(attempt) | Prefilling(attempt):
             return _held(state, event) if event.attempt == attempt.number else (state, ())
         case Unplaced() | Lost() | Finishing() | Ended():
             return state, ()
@@ -250,14 +250,14 @@ def _sent(state: State, event: Sent) -> Step:
 def _sought(state: State, event: Sought) -> Step:
     match state:
         case Unplaced(next_index) | Lost(_, next_index):
-            return Seeking(event.attempt, next_index), withheld_by(state)
+            return SeekingOwner(event.attempt, next_index), withheld_by(state)
         case _:
             raise impossible(state, event)
 
 
 def _not_found(state: State, event: NotFound) -> Step:
     match state:
-        case Seeking(_, next_index):
+        case SeekingOwner(_, next_index):
             return Unplaced(next_index), ()
         case _:
             raise impossible(state, event)
@@ -265,7 +265,7 @@ def _not_found(state: State, event: NotFound) -> Step:
 
 def _took_over(state: State, event: TookOver, now_s: float) -> Step:
     match state:
-        case Seeking(_, next_index, held):
+        case SeekingOwner(_, next_index, held):
             attempt = event.attempt
             append: tuple[Action, ...] = ()
             if event.missing:
@@ -322,14 +322,14 @@ def _place_named(state: State, event: PlaceNamed, now_s: float) -> Step:
     return now, actions
 
 
-def _first_token(state: State, event: FirstToken, now_s: float) -> Step:
+def _first_token(state: State, event: FirstTokenReported, now_s: float) -> Step:
     match state:
         case Prefilling(attempt, next_index) | Placed(attempt, next_index):
             if next_index != attempt.first_index:
                 return state, ()
             append = Append(event.token_ids, event.logprobs, event.finish)
             if event.finish is not None:
-                return Ended(event.finish, attempt), (append, Complete(), *leaving(state))
+                return Ended(event.finish, attempt), (append, CompleteAnswer(), *leaving(state))
             taken = replace(state, next_index=next_index + 1)
             return _replayed(taken, (append,), now_s) if isinstance(taken, Placed) else (taken, (append,))
         case Decoding() | Finishing():
@@ -351,7 +351,7 @@ def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
     return now, actions
 
 
-def _handed_over(state: State, event: HandedOver) -> Step:
+def _handed_over(state: State, event: HandOverReported) -> Step:
     match state:
         case Placed():
             return replace(state, leg=PrefillLeg.HANDED_OVER), ()
@@ -407,7 +407,7 @@ def _text_stopped(state: State, event: TextStopped) -> Step:
         case Lost(attempt):
             # The attempt was lost behind the tokens that hold the stop text.
             return Ended(FinishReason.STOP, attempt), state.withheld
-        case Seeking(attempt):
+        case SeekingOwner(attempt):
             # The client has the tokens that hold it, of an earlier session.
             return Ended(FinishReason.STOP, attempt), (LeaveAttempt(), Abort(attempt.number, None))
         case _:
@@ -417,9 +417,9 @@ def _text_stopped(state: State, event: TextStopped) -> Step:
 def _exhausted(state: State, event: Exhausted) -> Step:
     match state:
         case Lost(attempt):
-            return Ended(FinishReason.LENGTH, attempt), (Complete(), *state.withheld)
+            return Ended(FinishReason.LENGTH, attempt), (CompleteAnswer(), *state.withheld)
         case Unplaced():
-            return Ended(FinishReason.LENGTH, None), (Complete(),)
+            return Ended(FinishReason.LENGTH, None), (CompleteAnswer(),)
         case _:
             raise impossible(state, event)
 
@@ -433,7 +433,7 @@ def _grace_over(state: State, event: GraceOver) -> Step:
 
 
 def _ended_early(state: State, outcome: FinishReason | KaveriError) -> Step:
-    complete = (Complete(),) if isinstance(outcome, FinishReason) else ()
+    complete = (CompleteAnswer(),) if isinstance(outcome, FinishReason) else ()
     match state:
         case Ended():
             return state, ()
@@ -443,7 +443,7 @@ def _ended_early(state: State, outcome: FinishReason | KaveriError) -> Step:
             return Ended(outcome, None), complete
         case Lost(attempt):
             return Ended(outcome, attempt), (*complete, *state.withheld)
-        case Seeking(attempt):
+        case SeekingOwner(attempt):
             # The instance that has it may have given it to this router already.
             return Ended(outcome, attempt), (*complete, LeaveAttempt(), Abort(attempt.number, None))
         case Prefilling(attempt) | Placed(attempt) | Resuming(attempt) | Decoding(attempt):

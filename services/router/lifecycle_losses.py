@@ -11,7 +11,7 @@ from services.router.lifecycle_values import (
     Disown,
     Event,
     GivenUp,
-    Held,
+    HeldEvents,
     LeaveAttempt,
     Lost,
     Placed,
@@ -80,9 +80,9 @@ def leg_of(state: Placed | Resuming | Decoding) -> PrefillLeg:
     return PrefillLeg.COMPLETE if isinstance(state, Resuming) else state.leg
 
 
-def held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> Held:
+def held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
     """With the number of their tokens."""
-    return Held(events, sum(map(_held_tokens, events)))
+    return HeldEvents(events, sum(map(_held_tokens, events)))
 
 
 def _held_tokens(event: Tokens | GivenUp | ReplicaNamed) -> int:

@@ -18,7 +18,7 @@ from services.router.lifecycle_values import (
     ResumeAsked,
     ResumeRefused,
     Resuming,
-    Seeking,
+    SeekingOwner,
     State,
     Tokens,
     Unplaced,
@@ -32,7 +32,7 @@ def replica_named(state: State, event: ReplicaNamed) -> Step:
             return replace(state, replica=event.replica), ()
         case Decoding(attempt, _, place) if event.attempt == attempt.number and event.source == place:
             return state._replace(replica=event.replica), ()
-        case Seeking(attempt) | Prefilling(attempt) | Placed(attempt) if event.attempt == attempt.number:
+        case SeekingOwner(attempt) | Prefilling(attempt) | Placed(attempt) if event.attempt == attempt.number:
             if isinstance(state, Placed) and event.source in state.left:
                 return state, ()
             # The last word of each instance.

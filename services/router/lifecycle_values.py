@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError
 from kaveri.policy.retry import Setback
 
 
-class Life(NamedTuple):
+class InstanceLife(NamedTuple):
     """One life of an instance."""
 
     instance_id: str
     incarnation: int
 
 
-NO_LIFE = Life("", 0)
+NO_LIFE = InstanceLife("", 0)
 """Of the prefill instance of a resumed attempt, and of one that is not known."""
 
 
@@ -31,7 +31,7 @@ class Attempt:
     """One placement of the request: on a prefill instance, or on the holder of its replica, where it is resumed."""
 
     number: int
-    prefill: Life
+    prefill: InstanceLife
     first_index: int
     """Index of the first token that this placement draws: prefill draws it, or the holder of the replica."""
     most_tokens: int
@@ -69,7 +69,7 @@ class Tokens(NamedTuple):
     """Tokens that a decode instance drew, as one batch."""
 
     attempt: int
-    source: Life
+    source: InstanceLife
     first_index: int
     """Index of the first of them within the answer."""
     token_ids: Sequence[int]
@@ -86,7 +86,7 @@ class GivenUp:
     """A decode instance will not finish the request."""
 
     attempt: int
-    source: Life
+    source: InstanceLife
     error: KaveriError
 
 
@@ -94,8 +94,8 @@ class ReplicaNamed(NamedTuple):
     """The decode instance says where a replica of the request is, and how much of it."""
 
     attempt: int
-    source: Life
-    replica: Replica | None
+    source: InstanceLife
+    replica: ReplicaLocation | None
     """None: there is none any more."""
 
 
@@ -109,7 +109,7 @@ class ResumeAsked:
     """The holder of a replica is asked to go on with the request."""
 
     attempt: Attempt
-    holder: Life
+    holder: InstanceLife
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ResumeRefused:
     error: KaveriError
     may_have_begun: bool
     """Whether it may go on with it all the same."""
-    replica: Replica | None = None
+    replica: ReplicaLocation | None = None
     """Where it has pushed the replica on to: it has no room."""
 
 
@@ -133,7 +133,7 @@ class Sent:
     """The request goes to a prefill instance."""
 
     attempt: Attempt
-    place: Life | None = None
+    place: InstanceLife | None = None
     """The instance that will decode, where that is known already: one that does both phases."""
 
 
@@ -157,7 +157,7 @@ class TookOver:
     attempt: Attempt
     missing: Sequence[int] = ()
     """Tokens that earlier placements have drawn and the client lacks."""
-    place: Life | None = None
+    place: InstanceLife | None = None
     """The decode instance, which is attached already. None: prefill has it."""
 
 
@@ -165,11 +165,11 @@ class TookOver:
 class PlaceNamed:
     """Prefill says which decode instance has reserved room."""
 
-    place: Life
+    place: InstanceLife
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstTokenReported:
     """The token that prefill drew."""
 
     token_ids: Sequence[int]
@@ -178,7 +178,7 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class HandOverReported:
     """Decode has accepted the KV."""
 
 
@@ -227,7 +227,7 @@ class Superseded:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class CannotAnswer:
     """The request cannot be answered: its deadline has passed, say."""
 
     error: KaveriError
@@ -246,8 +246,8 @@ Event = (
     | NotFound
     | TookOver
     | PlaceNamed
-    | FirstToken
-    | HandedOver
+    | FirstTokenReported
+    | HandOverReported
     | PrefillEnded
     | PlaceLost
     | TextStopped
@@ -255,18 +255,18 @@ Event = (
     | GraceOver
     | Cancelled
     | Superseded
-    | Failed
+    | CannotAnswer
 )
 
 
-class Held(NamedTuple):
+class HeldEvents(NamedTuple):
     """Events of decode instances that cannot be taken yet, in the order in which they came."""
 
     events: tuple[Tokens | GivenUp | ReplicaNamed, ...] = ()
     token_count: int = 0
 
 
-NOTHING_HELD = Held()
+NOTHING_HELD = HeldEvents()
 
 
 # ---- states ----
@@ -280,12 +280,12 @@ class Unplaced:
 
 
 @dataclass(frozen=True, slots=True)
-class Seeking:
+class SeekingOwner:
     """The instances that may have the request are asked. One of them may send tokens before it has answered."""
 
     attempt: Attempt
     next_index: int
-    held: Held = NOTHING_HELD
+    held: HeldEvents = NOTHING_HELD
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ class Prefilling:
 
     attempt: Attempt
     next_index: int
-    held: Held = NOTHING_HELD
+    held: HeldEvents = NOTHING_HELD
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +303,12 @@ class Placed:
 
     attempt: Attempt
     next_index: int
-    place: Life
+    place: InstanceLife
     leg: PrefillLeg = PrefillLeg.WORKING
-    left: tuple[Life, ...] = ()
+    left: tuple[InstanceLife, ...] = ()
     """Decode instances that this attempt was placed on before."""
-    held: Held = NOTHING_HELD
-    replica: Replica | None = None
+    held: HeldEvents = NOTHING_HELD
+    replica: ReplicaLocation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ class Resuming:
 
     attempt: Attempt
     next_index: int
-    place: Life
+    place: InstanceLife
     """The holder."""
     withheld: tuple["Abort", ...] = ()
     """As in Lost."""
@@ -328,9 +328,9 @@ class Decoding(NamedTuple):
 
     attempt: Attempt
     next_index: int
-    place: Life
+    place: InstanceLife
     leg: PrefillLeg
-    replica: Replica | None = None
+    replica: ReplicaLocation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,9 +349,9 @@ class Lost:
     next_index: int
     error: KaveriError
     setback: Setback
-    place: Life | None
+    place: InstanceLife | None
     leg: PrefillLeg
-    replica: Replica | None = None
+    replica: ReplicaLocation | None = None
     """Where the request may be resumed."""
     withheld: tuple["Abort", ...] = ()
     """For the former decode instance. It would tell the holder to drop the replica, so the holder is asked first."""
@@ -372,7 +372,7 @@ class Ended:
     """The last one; None: there was none."""
 
 
-State = Unplaced | Seeking | Prefilling | Placed | Resuming | Decoding | Finishing | Lost | Ended
+State = Unplaced | SeekingOwner | Prefilling | Placed | Resuming | Decoding | Finishing | Lost | Ended
 
 
 # ---- actions ----
@@ -387,7 +387,7 @@ class Append(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class CompleteAnswer:
     """No more tokens will come: release the text that is held back."""
 
     decode_queue_s: float = 0.0
@@ -400,7 +400,7 @@ class Follow:
     had, or when the instance does not have the request."""
 
     attempt: int
-    place: Life
+    place: InstanceLife
     is_there: bool = True
     """Whether the instance has reserved room, so that it knows the request."""
 
@@ -427,7 +427,7 @@ class Abort:
     """Tell decode instances to end an attempt."""
 
     attempt: int
-    place: Life | None
+    place: InstanceLife | None
     """None: the instance is unknown, so all of them."""
 
 
@@ -436,7 +436,7 @@ class Disown:
     """A decode instance that no placement named has an attempt that has ended: tell it to end that attempt."""
 
     attempt: int
-    source: Life
+    source: InstanceLife
 
 
-Action = Append | Complete | Follow | Unfollow | AwaitReport | LeaveAttempt | Abort | Disown
+Action = Append | CompleteAnswer | Follow | Unfollow | AwaitReport | LeaveAttempt | Abort | Disown

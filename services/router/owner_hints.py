@@ -3,7 +3,7 @@
 from google.protobuf.message import DecodeError
 
 from kaveri.v1 import inference_pb2
-from services.router.lifecycle_values import Life
+from services.router.lifecycle_values import InstanceLife
 from services.router.requests import OwnerHint
 
 
@@ -34,5 +34,5 @@ def hint_from_bytes(value: bytes) -> OwnerHint:
         return OwnerHint()
 
 
-def _life(instance_id: str, incarnation: int) -> Life | None:
-    return Life(instance_id, incarnation) if instance_id else None
+def _life(instance_id: str, incarnation: int) -> InstanceLife | None:
+    return InstanceLife(instance_id, incarnation) if instance_id else None

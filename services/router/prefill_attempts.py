@@ -21,9 +21,9 @@ from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import error_of, is_answer
 from services.router.lifecycle_values import (
     Attempt,
-    FirstToken,
-    HandedOver,
-    Life,
+    FirstTokenReported,
+    HandOverReported,
+    InstanceLife,
     Placed,
     PlaceNamed,
     PrefillEnded,
@@ -224,7 +224,7 @@ class PrefillAttempts:
                 timing.prefill_queue_s = event.started.queue_s
             case "placed":
                 placed = event.placed
-                life = Life(placed.decode_instance_id, placed.decode_incarnation)
+                life = InstanceLife(placed.decode_instance_id, placed.decode_incarnation)
                 entry.note_owner(attempt.prefill, life)
                 entry.handle(PlaceNamed(life), now_s)
                 entry.note_holder()
@@ -232,10 +232,12 @@ class PrefillAttempts:
                 first = event.first_token
                 timing.prefill_s = first.prefill_s
                 logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
-                entry.handle(FirstToken((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s)
+                entry.handle(
+                    FirstTokenReported((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s
+                )
             case "handed_over":
                 timing.kv_bytes = event.handed_over.kv_bytes
                 timing.kv_transfer_s = event.handed_over.kv_transfer_s
                 timing.kv_tail_s = event.handed_over.kv_tail_s
                 timing.kv_transport = event.handed_over.kv_transport
-                entry.handle(HandedOver(), now_s)
+                entry.handle(HandOverReported(), now_s)

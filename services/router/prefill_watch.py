@@ -36,7 +36,7 @@ class PrefillSteps:
         self.call.cancel()
 
 
-class _Question:
+class _SilenceCheck:
     """Waits for a sign of life of an instance that has gone silent."""
 
     leaves_unheard = False
@@ -68,7 +68,7 @@ class PrefillWatch:
         """suspect_after_s: an instance that is silent for so long, while this process runs, is suspected."""
         self._channels = channels
         self._liveness = Liveness(self._beat, suspect_after_s)
-        self._silent: dict[str, tuple[InstanceRecord, _Question]] = {}
+        self._silent: dict[str, tuple[InstanceRecord, _SilenceCheck]] = {}
 
     def begin(self, steps: PrefillSteps) -> None:
         """An attempt waits for reports. They are broken off when the instance goes silent."""
@@ -90,7 +90,7 @@ class PrefillWatch:
         """Reports of the instance were broken off: it counts as silent until it is heard, or leaves the cluster."""
         if record.instance_id not in self._silent:
             metrics.SUSPICIONS.inc()
-            self._silent[record.instance_id] = record, _Question(self._liveness, record.address)
+            self._silent[record.instance_id] = record, _SilenceCheck(self._liveness, record.address)
 
     def update(self, view: ClusterView) -> None:
         """Forgets instances that have left, or were heard again."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
 from kaveri.errors import (
     DeadlineExceeded,
@@ -40,8 +40,8 @@ from services.router.lifecycle_values import (
     Ended,
     Exhausted,
     Follow,
+    InstanceLife,
     LeaveAttempt,
-    Life,
     Lost,
     NotFound,
     Placed,
@@ -249,10 +249,10 @@ class RequestPlacer:
                 entry.handle(Exhausted(), time.monotonic())
                 return
 
-    def _usable_replica(self, entry: RequestEntry) -> Replica | None:
+    def _usable_replica(self, entry: RequestEntry) -> ReplicaLocation | None:
         """The replica from which the request is to go on, if there is one and its holder can be heard."""
         replica = self._holders.replica_of(entry)
-        if replica is None or not self._feeds.is_connected(Life(replica.holder_id, replica.holder_incarnation)):
+        if replica is None or not self._feeds.is_connected(InstanceLife(replica.holder_id, replica.holder_incarnation)):
             return None
         return replica
 
@@ -344,7 +344,7 @@ class RequestPlacer:
     async def _follow(self, entry: RequestEntry, number: int, target: ViewedInstance) -> None:
         """Runs one attempt until it is over."""
         record = target.record
-        prefill = Life(record.instance_id, record.incarnation)
+        prefill = InstanceLife(record.instance_id, record.incarnation)
         attempt = Attempt(number, prefill, len(entry.answer.token_ids), entry.accepted.most_tokens)
         entry.note_recomputed(prefill)
         # One that does both phases will decode the request too: an abort or a broken stream misses no moment.

@@ -29,15 +29,15 @@ from services.router.lifecycle_values import (
     Append,
     AwaitReport,
     Cancelled,
-    Complete,
+    CannotAnswer,
+    CompleteAnswer,
     Decoding,
     Ended,
     Event,
-    Failed,
     Finishing,
     GraceOver,
+    InstanceLife,
     LeaveAttempt,
-    Life,
     Placed,
     ReplicaNamed,
     ResumeAsked,
@@ -69,14 +69,14 @@ class SentAway(Unavailable):
 class OwnerHint:
     """The lives of instances that had a request last. None: there was none."""
 
-    prefill: Life | None = None
-    decode: Life | None = None
-    holder: Life | None = None
+    prefill: InstanceLife | None = None
+    decode: InstanceLife | None = None
+    holder: InstanceLife | None = None
     """Of the replica."""
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class AlreadyReceived:
     """What a client has of an answer."""
 
     token_ids: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Received:
     owner: OwnerHint = OwnerHint()
 
 
-NOTHING_RECEIVED = Received()
+NOTHING_RECEIVED = AlreadyReceived()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class AcceptedRequest:
     """How often the client has re-attached."""
     secret: bytes = b""
     """Empty: the client cannot re-attach."""
-    received: Received = NOTHING_RECEIVED
+    received: AlreadyReceived = NOTHING_RECEIVED
     """What the client has of earlier sessions."""
 
     @property
@@ -217,7 +217,7 @@ class RequestEntry:
         self.handle(event, self.begun_s)
         return over
 
-    def note_owner(self, prefill: Life | None, decode: Life | None) -> None:
+    def note_owner(self, prefill: InstanceLife | None, decode: InstanceLife | None) -> None:
         """Remembers the instances of the attempt, for its timing, for the client, and for a later session. prefill:
         None when the attempt needs none; the timing then keeps the last one."""
         self._note_hint(OwnerHint(prefill, decode))
@@ -235,29 +235,29 @@ class RequestEntry:
         if not isinstance(self.state, Placed | Decoding):
             return
         replica = self.state.replica
-        holder = None if replica is None else Life(replica.holder_id, replica.holder_incarnation)
+        holder = None if replica is None else InstanceLife(replica.holder_id, replica.holder_incarnation)
         if holder != self._hint.holder:
             self._note_hint(replace(self._hint, holder=holder))
 
-    def note_loss(self, cause: str, former: Life) -> None:
+    def note_loss(self, cause: str, former: InstanceLife) -> None:
         """An instance was lost. The owner changes from now on, unless it is doing so already."""
         if self.owner_change is None:
             since_s = self.answer.last_token_s or time.monotonic()
             self.owner_change = OwnerChange(cause, former.instance_id, since_s)
 
-    def note_resumed(self, holder: Life, first_index: int, held_tokens: int) -> None:
+    def note_resumed(self, holder: InstanceLife, first_index: int, held_tokens: int) -> None:
         """The holder of the replica goes on from token `first_index`, and has the KV of so many tokens."""
         self.note_owner(None, holder)
         self.timing.resumes += 1
         self.timing.held_tokens += held_tokens
         self._note_gone_on("resumed", holder, first_index, held_tokens)
 
-    def note_recomputed(self, prefill: Life) -> None:
+    def note_recomputed(self, prefill: InstanceLife) -> None:
         """The request goes to a prefill instance: what it has so far is computed again if an instance was lost."""
         if self.owner_change is not None:
             self._note_gone_on("recomputed", prefill, len(self.answer.token_ids), 0)
 
-    def _note_gone_on(self, outcome: str, life: Life, first_index: int, held_tokens: int) -> None:
+    def _note_gone_on(self, outcome: str, life: InstanceLife, first_index: int, held_tokens: int) -> None:
         recomputed_tokens = max(0, len(self.accepted.prompt_token_ids) + first_index - held_tokens)
         self.timing.recomputed_tokens += recomputed_tokens
         if (change := self.owner_change) is not None:
@@ -305,7 +305,7 @@ class RequestEntry:
 
     def _carry_out(self, action: Action, now_s: float) -> None:
         match action:
-            case Complete():
+            case CompleteAnswer():
                 self.answer.flush()
                 self.timing.decode_queue_s, self.timing.decode_s = action.decode_queue_s, action.decode_s
             case AwaitReport():
@@ -327,7 +327,7 @@ class RequestEntry:
 
     def fail(self, error: KaveriError) -> None:
         """Ends the request with an error. Ignored when it has ended."""
-        self.handle(Failed(error), time.monotonic())
+        self.handle(CannotAnswer(error), time.monotonic())
 
     def supersede(self) -> None:
         """Ends this session of the request, and leaves its instances to a later one."""

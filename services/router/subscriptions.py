@@ -10,7 +10,7 @@ from grpc import aio
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.v1 import decode_pb2
-from services.router.lifecycle_values import Attempt, Life, PlaceLost
+from services.router.lifecycle_values import Attempt, InstanceLife, PlaceLost
 from services.router.requests import RequestEntry
 
 CONNECT_GRACE_S = 2.0
@@ -24,7 +24,7 @@ class Tie:
 
     entry: RequestEntry
     attempt: Attempt
-    place: Life
+    place: InstanceLife
     is_there: bool
     needs_attach: bool = False
     """Whether its tokens do not come on the stream by themselves."""

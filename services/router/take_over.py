@@ -27,7 +27,7 @@ from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto
 from kaveri.wire.status import error_of
-from services.router.lifecycle_values import NO_LIFE, Life
+from services.router.lifecycle_values import NO_LIFE, InstanceLife
 from services.router.prefill_watch import PrefillSteps
 from services.router.requests import OwnerHint, RequestEntry
 from services.router.token_feeds import ATTACH_SOON_S, ATTACH_TIMEOUT_S, REOPEN_GRACE_S, TokenFeeds
@@ -45,8 +45,8 @@ class Found:
     """Who has the request, and goes on for this router."""
 
     attached: Attached
-    prefill: Life
-    decode: Life | None
+    prefill: InstanceLife
+    decode: InstanceLife | None
     """The decode instance, if the request is there already."""
     steps: PrefillSteps | None
     """What prefill reports, if the request is there."""
@@ -203,5 +203,5 @@ def _first(entry: RequestEntry, outcomes: list[Found | BaseException]) -> Found 
     return None
 
 
-def _life(record: InstanceRecord) -> Life:
-    return Life(record.instance_id, record.incarnation)
+def _life(record: InstanceRecord) -> InstanceLife:
+    return InstanceLife(record.instance_id, record.incarnation)

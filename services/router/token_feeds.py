@@ -13,7 +13,7 @@ from grpc import aio
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.domain.silence import TICK_S, SilenceWatch
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
@@ -36,7 +36,7 @@ from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import Attempt, Decoding, GivenUp, Life, Lost, ReplicaNamed, Tokens
+from services.router.lifecycle_values import Attempt, Decoding, GivenUp, InstanceLife, Lost, ReplicaNamed, Tokens
 from services.router.requests import RequestEntry, RequestTable
 from services.router.subscriptions import Subscription, Tie
 
@@ -120,7 +120,7 @@ class TokenFeeds:
                 subscription.start(record, self._follow(subscription, record))
         self._find_silent()
 
-    def follow(self, entry: RequestEntry, attempt: Attempt, life: Life, is_there: bool) -> None:
+    def follow(self, entry: RequestEntry, attempt: Attempt, life: InstanceLife, is_there: bool) -> None:
         """Ties an attempt to the life of a decode instance, and to no other. The attempt is lost when the view names
         another life, when the instance does not have it, or has had no stream for CONNECT_GRACE_S. is_there: whether
         the instance knows the request already.
@@ -146,7 +146,7 @@ class TokenFeeds:
         if former is not None:
             former.ties.pop(entry, None)
 
-    def abort(self, request_id: str, ownership: Ownership, place: Life | None) -> None:
+    def abort(self, request_id: str, ownership: Ownership, place: InstanceLife | None) -> None:
         """Tells a decode instance to end an attempt; all of them when the place is not known. Best effort: an instance
         that cannot be reached ends it after the orphan grace, or when its tokens come here."""
         name = ownership_to_proto(request_id, ownership)
@@ -234,7 +234,7 @@ class TokenFeeds:
             raise Unavailable(f"decode instance {record.instance_id} has restarted")
         return attached_from_proto(response.attached)
 
-    def is_connected(self, life: Life) -> bool:
+    def is_connected(self, life: InstanceLife) -> bool:
         """Whether the token stream of this life stands."""
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None or subscription.record is None or not subscription.connected:
@@ -307,7 +307,7 @@ class TokenFeeds:
     async def _read(self, subscription: Subscription, record: InstanceRecord) -> None:
         request = decode_pb2.StreamTokensRequest(router_id=self._stream_id, requests=subscription.open())
         call = self._channels.stub(DecodeServiceStub, record.address).StreamTokens(request)
-        life = Life(record.instance_id, record.incarnation)
+        life = InstanceLife(record.instance_id, record.incarnation)
         subscription.call = call
         beats = False
         try:
@@ -338,7 +338,7 @@ class TokenFeeds:
             self._silence.forget(subscription)
             call.cancel()
 
-    def _deliver(self, life: Life, update: decode_pb2.RequestTokens, now_s: float) -> None:
+    def _deliver(self, life: InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)
         has_ended = update.finish_reason or update.error
         if entry is None:
@@ -369,12 +369,12 @@ class TokenFeeds:
             entry.fail(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
-def _replica_of(update: decode_pb2.RequestTokens) -> Replica | None:
+def _replica_of(update: decode_pb2.RequestTokens) -> ReplicaLocation | None:
     replica = replica_from_proto(update.replica)
     return replica if replica.holder_id else None
 
 
-def _event_of(life: Life, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
+def _event_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
     finish = finish_from_proto(update.finish_reason)
     if finish is None and not update.error:
         return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)

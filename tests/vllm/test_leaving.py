@@ -12,8 +12,8 @@ from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest
 from kaveri.engine.shared import Shared
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
-from kaveri.engine.vllm.life import Drawn, JoinedAnew, KvLanded, Placed, Scheduled, Stepped
-from kaveri.engine.vllm.request import Computing, VllmRequest
+from kaveri.engine.vllm.life import BlocksAllocated, Drawn, JoinedAnew, KvArrived, Scheduled, Stepped
+from kaveri.engine.vllm.request import EntryComputing, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
 from kaveri.kv.layout.layout import KvLayout
@@ -76,15 +76,15 @@ class _Bench:
         request = self.requests.open_decode(EngineRequest(EngineKey("r", 1), (1,) * 5, 0, params))
         self.requests.by_id[request.engine_id] = request
         self.requests.added.clear()
-        self.requests.apply(request, Placed(2))
-        self.requests.apply(request, KvLanded(7))
+        self.requests.apply(request, BlocksAllocated(2))
+        self.requests.apply(request, KvArrived(7))
         request.drawn.append(7)
         self.requests.admit(request.key)
         self.requests.take_waiting(8)
         self.requests.apply(request, JoinedAnew())
         self.core.add(request.engine_id, (), None, is_prefill=False)
         assert request.entry is not None
-        request.entry.state = Computing()
+        request.entry.state = EntryComputing()
         self.requests.apply(request, Scheduled(2))
         self.requests.apply(request, Stepped(6))
         self.requests.apply(request, Drawn(8, None, None))

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kaveri.engine.contract import EngineKey, EngineStats
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.errors import NoCapacity, RequestAlreadyExists
@@ -46,7 +46,7 @@ class Account:
 
         Returns it when it had to give them up, since there was none for its next token.
         """
-        assert sequence.phase is Phase.COMPUTED, "only a computed prompt can be decoded"
+        assert sequence.phase is SequencePhase.COMPUTED, "only a computed prompt can be decoded"
         if sequence.key in self.decodes:
             raise RequestAlreadyExists(sequence.key.request_id)
         self.decodes[sequence.key] = self.prefills.pop(sequence.key)
@@ -57,9 +57,9 @@ class Account:
     def end(self, sequence: Sequence) -> None:
         """The request is done: nothing more is heard of it. Its blocks follow when nothing can touch them."""
         sequence.done = True
-        if sequence.phase in (Phase.PREFILLING, Phase.COMPUTED):
+        if sequence.phase in (SequencePhase.PREFILLING, SequencePhase.COMPUTED):
             del self.prefills[sequence.key]
-            if sequence.phase is Phase.PREFILLING:
+            if sequence.phase is SequencePhase.PREFILLING:
                 self.prefilling.remove(sequence)
         else:
             del self.decodes[sequence.key]

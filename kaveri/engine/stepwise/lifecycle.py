@@ -24,7 +24,7 @@ from kaveri.engine.copier import BlockPlace
 from kaveri.engine.pushes import Source
 from kaveri.engine.stepwise.account import Account
 from kaveri.engine.stepwise.batch import PlannedSlice, form_step
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.runner import Drawn, NoToken
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.engine.stopping import finish_reason
@@ -53,7 +53,7 @@ class Lifecycle:
 
     def open_prefill(self, request: EngineRequest) -> None:
         """Takes the prompt's blocks and queues it. Raises RequestAlreadyExists and NoCapacity."""
-        sequence = Sequence.of(request, Phase.PREFILLING)
+        sequence = Sequence.of(request, SequencePhase.PREFILLING)
         self._account.open_prefill(sequence)
         sequence.source = Source(sequence.block_ids, len(request.token_ids))
         self._on_work()
@@ -65,7 +65,7 @@ class Lifecycle:
     def adopt(self, key: EngineKey) -> None:
         """A computed prompt without an open push becomes a landed request here. Others are ignored."""
         sequence = self._account.prefills.get(key)
-        if sequence is not None and sequence.phase is Phase.COMPUTED and sequence.transfer_id is None:
+        if sequence is not None and sequence.phase is SequencePhase.COMPUTED and sequence.transfer_id is None:
             sequence.mirrored = sequence.computed // self._info.layout.block_tokens
             for preempted in self._account.adopt(sequence):
                 self._put(Preempted(preempted.key))
@@ -75,7 +75,7 @@ class Lifecycle:
     def admit(self, key: EngineKey) -> None:
         """A landed request may run from the next step on. Others are ignored."""
         sequence = self._account.decodes.get(key)
-        if sequence is not None and sequence.phase is Phase.LANDED:
+        if sequence is not None and sequence.phase is SequencePhase.LANDED:
             self._account.residency.admit(sequence)
             self._on_work()
 
@@ -86,7 +86,7 @@ class Lifecycle:
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> Sequence:
         """Takes the blocks of the prompt and one more token."""
-        sequence = Sequence.of(request, Phase.RESERVED)
+        sequence = Sequence.of(request, SequencePhase.RESERVED)
         sequence.held_tokens = held_tokens
         self._account.open_decode(sequence)
         return sequence
@@ -139,7 +139,7 @@ class Lifecycle:
         return sequence.token_ids[start:stop]
 
     def stop(self, sequence: Sequence) -> str | None:
-        if sequence.phase not in (Phase.LANDED, Phase.WAITING, Phase.RUNNING):
+        if sequence.phase not in (SequencePhase.LANDED, SequencePhase.WAITING, SequencePhase.RUNNING):
             return "its KV is not here"
         if not sequence.block_ids or sequence.pending != 1:
             return "it is being computed again"
@@ -149,7 +149,7 @@ class Lifecycle:
         return None
 
     def stopped_tokens(self, sequence: Sequence) -> int | None:
-        return sequence.computed if sequence.phase is Phase.STOPPED else None
+        return sequence.computed if sequence.phase is SequencePhase.STOPPED else None
 
     def go_on(self, sequence: Sequence) -> None:
         for preempted in self._account.residency.go_on(sequence):
@@ -179,7 +179,7 @@ class Lifecycle:
         sequence.is_saving = False
         if sequence.done:
             self._account.settle(sequence)
-        elif sequence.phase is Phase.STOPPING:
+        elif sequence.phase is SequencePhase.STOPPING:
             self._account.residency.stopped(sequence)
         else:
             for preempted in self._account.residency.make_whole(sequence):
@@ -203,7 +203,7 @@ class Lifecycle:
         planned = form_step(self._account.residency.running, self._account.prefilling, self._chunk_tokens)
         for sequence, _ in planned:
             sequence.in_step = True
-            if sequence.phase is Phase.PREFILLING and not sequence.started:
+            if sequence.phase is SequencePhase.PREFILLING and not sequence.started:
                 sequence.started = True
                 self._put(PrefillStarted(sequence.key))
         return planned
@@ -230,12 +230,12 @@ class Lifecycle:
                 continue
             sequence.computed += token_count
             if sequence.pending > 0:
-                if sequence.phase is Phase.PREFILLING:
+                if sequence.phase is SequencePhase.PREFILLING:
                     self._put(PrefillProgress(sequence.key, sequence.computed))
                 continue
             assert token is not None, "the runner has drawn no token at the end of a sequence"
             if isinstance(token, NoToken):
-                if sequence.phase is Phase.PREFILLING and sequence.transfer_id is not None:
+                if sequence.phase is SequencePhase.PREFILLING and sequence.transfer_id is not None:
                     unwanted.append(sequence.transfer_id)
                 self._put(RequestFailed(sequence.key, token.reason))
                 self._account.end(sequence)
@@ -251,16 +251,16 @@ class Lifecycle:
                 len(sequence.token_ids),
                 self._info.max_model_len,
             )
-            if sequence.phase is Phase.PREFILLING:
+            if sequence.phase is SequencePhase.PREFILLING:
                 self._put(FirstToken(sequence.key, token.token_id, token.logprobs, finish))
                 self._account.prefilling.remove(sequence)
-                sequence.phase = Phase.COMPUTED
+                sequence.phase = SequencePhase.COMPUTED
                 assert sequence.source is not None
                 computed.append((sequence.source, token.token_id))
             else:
                 steps.append(TokenStep(sequence.key, index, token.token_id, token.logprobs, finish))
             if finish is not None:
-                if sequence.phase is Phase.COMPUTED:
+                if sequence.phase is SequencePhase.COMPUTED:
                     computed.pop()
                     if sequence.transfer_id is not None:
                         unwanted.append(sequence.transfer_id)

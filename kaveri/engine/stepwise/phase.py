@@ -3,7 +3,7 @@
 import enum
 
 
-class Phase(enum.Enum):
+class SequencePhase(enum.Enum):
     """Where a request stands. The prefill side uses the first two, the decode side the others."""
 
     PREFILLING = enum.auto()

@@ -16,7 +16,7 @@ many; and a sequence alone in the pool fits by construction.
 from bisect import insort
 from collections.abc import Iterable
 
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.blocks import BlockAllocator
@@ -42,7 +42,7 @@ class Residency:
 
     def land(self, sequence: Sequence) -> None:
         """The KV of a reserved sequence is here."""
-        sequence.phase = Phase.LANDED
+        sequence.phase = SequencePhase.LANDED
         self.landed[sequence] = None
 
     def make_whole(self, sequence: Sequence) -> list[Sequence]:
@@ -58,7 +58,7 @@ class Residency:
     def admit(self, sequence: Sequence) -> None:
         """A landed sequence may run. It waits for a place in the batch behind those admitted before."""
         del self.landed[sequence]
-        sequence.phase = Phase.WAITING
+        sequence.phase = SequencePhase.WAITING
         sequence.admission = self._admission_count
         self._admission_count += 1
         self.waiting.append(sequence)
@@ -66,13 +66,13 @@ class Residency:
     def stop(self, sequence: Sequence) -> None:
         """It joins no further step. Its blocks stay its own."""
         self.remove(sequence)
-        sequence.phase = Phase.STOPPING
+        sequence.phase = SequencePhase.STOPPING
         self.stopping[sequence] = None
 
     def stopped(self, sequence: Sequence) -> None:
         """Nothing has to be done for it any more."""
         del self.stopping[sequence]
-        sequence.phase = Phase.STOPPED
+        sequence.phase = SequencePhase.STOPPED
 
     def go_on(self, sequence: Sequence) -> list[Sequence]:
         """A stopped sequence takes its place again. Returns it when it had to give up its blocks, since there was none
@@ -80,26 +80,26 @@ class Residency:
         self.remove(sequence)
         if sequence.in_step:
             # Its seat is free still: the batch changes between steps only.
-            sequence.phase = Phase.RUNNING
+            sequence.phase = SequencePhase.RUNNING
             insort(self.running, sequence, key=_admission)
             return []
         if sequence.admission < 0:
             self.land(sequence)
         else:
-            sequence.phase = Phase.WAITING
+            sequence.phase = SequencePhase.WAITING
             insort(self.waiting, sequence, key=_admission)
         # The caller makes it whole once its blocks are not read any more.
         return [] if sequence.is_saving else self.make_whole(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence; its blocks are the caller's to release."""
-        if sequence.phase is Phase.LANDED:
+        if sequence.phase is SequencePhase.LANDED:
             del self.landed[sequence]
-        elif sequence.phase is Phase.WAITING:
+        elif sequence.phase is SequencePhase.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.phase is Phase.RUNNING:
+        elif sequence.phase is SequencePhase.RUNNING:
             self.running.remove(sequence)
-        elif sequence.phase is Phase.STOPPING:
+        elif sequence.phase is SequencePhase.STOPPING:
             del self.stopping[sequence]
 
     def prepare_step(self) -> list[Sequence]:
@@ -124,11 +124,11 @@ class Residency:
         counted = 0
         for sequence in decodes:
             phase = sequence.phase
-            assert (sequence in self.landed) == (phase is Phase.LANDED), f"{sequence.key}: {phase}"
-            assert (sequence in self.waiting) == (phase is Phase.WAITING), f"{sequence.key}: {phase}"
-            assert (sequence in self.running) == (phase is Phase.RUNNING), f"{sequence.key}: {phase}"
-            assert (sequence in self.stopping) == (phase is Phase.STOPPING), f"{sequence.key}: {phase}"
-            counted += phase not in (Phase.RESERVED, Phase.STOPPED)
+            assert (sequence in self.landed) == (phase is SequencePhase.LANDED), f"{sequence.key}: {phase}"
+            assert (sequence in self.waiting) == (phase is SequencePhase.WAITING), f"{sequence.key}: {phase}"
+            assert (sequence in self.running) == (phase is SequencePhase.RUNNING), f"{sequence.key}: {phase}"
+            assert (sequence in self.stopping) == (phase is SequencePhase.STOPPING), f"{sequence.key}: {phase}"
+            counted += phase not in (SequencePhase.RESERVED, SequencePhase.STOPPED)
         containers = (self.landed, self.waiting, self.running, self.stopping)
         assert counted == sum(map(len, containers)), "an ended sequence is still here"
 
@@ -150,9 +150,9 @@ class Residency:
         """Preempts until `wanted` blocks are free. False when `sequence` itself had to go."""
         while self._allocator.free_count < wanted:
             victim = self._latest_outside() or self.running[-1]
-            if victim.phase is Phase.RUNNING:
+            if victim.phase is SequencePhase.RUNNING:
                 self.running.pop()
-                victim.phase = Phase.WAITING
+                victim.phase = SequencePhase.WAITING
                 insort(self.waiting, victim, key=_admission)
             self._give_up_blocks(victim, preempted)
             if victim is sequence:
@@ -169,7 +169,7 @@ class Residency:
                 blocked = True
                 continue
             self.waiting.remove(sequence)
-            sequence.phase = Phase.RUNNING
+            sequence.phase = SequencePhase.RUNNING
             insort(self.running, sequence, key=_admission)
 
     def _resume(self, sequence: Sequence, preempted: list[Sequence]) -> bool:

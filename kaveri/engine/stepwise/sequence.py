@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.pushes import Source
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.runner import SequenceSlice
 
 
@@ -22,7 +22,7 @@ class Sequence:
     """Prompt and every token drawn so far; grows in place."""
     draw_index: int
     """Index within the answer of the next token to draw."""
-    phase: Phase
+    phase: SequencePhase
     held_tokens: int | None = None
     """Resumed: the KV of so many tokens lands, and the rest is computed here."""
     block_ids: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Sequence:
         self.prompt_tokens = len(self.token_ids)
 
     @classmethod
-    def of(cls, request: EngineRequest, phase: Phase) -> "Sequence":
+    def of(cls, request: EngineRequest, phase: SequencePhase) -> "Sequence":
         """Copies what will grow; takes no blocks."""
         return cls(request.key, request.params, list(request.token_ids), request.generated_count, phase)
 

@@ -4,8 +4,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kaveri.engine.vllm.life import OF_PREFILL
-from kaveri.engine.vllm.orders import Chunk, StepOrders
-from kaveri.engine.vllm.request import AwaitingBlocks, AwaitingKv, Computing, Entry, Kept, Released, VllmRequest
+from kaveri.engine.vllm.orders import PromptChunk, StepOrders
+from kaveri.engine.vllm.request import (
+    AwaitingBlocks,
+    AwaitingKv,
+    Entry,
+    EntryComputing,
+    EntryKept,
+    EntryReleased,
+    VllmRequest,
+)
 
 _PARAM = "kaveri_engine_id"
 
@@ -20,7 +28,7 @@ class Placement(NamedTuple):
     """Of all that it has."""
 
 
-class Advance(NamedTuple):
+class RequestAdvance(NamedTuple):
     """A request is computed by a step."""
 
     entry: Entry
@@ -37,8 +45,8 @@ class StepHooks(Protocol):
         """The request that vLLM was given under this id of ours."""
 
     def stepping(
-        self, placements: Sequence[Placement], advances: Sequence[Advance], preempted: Sequence[Entry]
-    ) -> Sequence[Chunk]:
+        self, placements: Sequence[Placement], advances: Sequence[RequestAdvance], preempted: Sequence[Entry]
+    ) -> Sequence[PromptChunk]:
         """A step begins: it has placed, computes, and has preempted these. Returns the prompts for the ranks to
         follow."""
 
@@ -75,7 +83,7 @@ class SchedulerSide:
 
     def release(self, entry: Entry) -> None:
         """With the next step vLLM takes back the blocks of a request that has ended. Once for each."""
-        entry.state = Released()
+        entry.state = EntryReleased()
         self._released.append(entry.vllm_id)
 
     def release_unknown(self, vllm_id: str) -> None:
@@ -128,14 +136,14 @@ class SchedulerSide:
         self._landed_block_ids, self._released, self._completed_block_ids, self._left_block_ids = [], [], [], []
         return orders
 
-    def _tell_hooks(self, scheduler_output: Any) -> Sequence[Chunk]:
+    def _tell_hooks(self, scheduler_output: Any) -> Sequence[PromptChunk]:
         if self.hooks is None:
             return ()
-        advances: list[Advance] = []
+        advances: list[RequestAdvance] = []
         for vllm_id, token_count in scheduler_output.num_scheduled_tokens.items():
             entry = self._entries.get(vllm_id)
             if entry is not None:
-                entry.state = Computing()
+                entry.state = EntryComputing()
                 block_ids: Sequence[int] = ()
                 computed = entry.record.num_computed_tokens + token_count
                 is_prefill = isinstance(entry.owner.state, OF_PREFILL)
@@ -144,7 +152,7 @@ class SchedulerSide:
                     if not is_prefill:
                         known = len(entry.owner.whole_block_ids)
                         self._completed_block_ids += block_ids[known : computed // self._block_tokens]
-                advances.append(Advance(entry, computed, block_ids))
+                advances.append(RequestAdvance(entry, computed, block_ids))
         entries = self._entries
         preempted = [entries[vllm_id] for vllm_id in scheduler_output.preempted_req_ids if vllm_id in entries]
         placements, self._placements = self._placements, []
@@ -157,5 +165,5 @@ class SchedulerSide:
             return False
         drawn = request.output_token_ids
         kept = self.hooks.keeps_blocks(entry, drawn[-1] if len(drawn) else None)
-        entry.state = Kept()
+        entry.state = EntryKept()
         return kept

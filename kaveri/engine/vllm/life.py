@@ -1,11 +1,11 @@
 """The life of one request inside the vLLM engine, as values: step(state, event) -> (state, actions). Needs no vLLM.
 
-    prefill   Submitted ── Prefilling ── Computed ── pushed
-                                            │ adopted
-    decode    Reserved ─────── landed ─── Arrived ── Waiting ── Joining ── Running ⇄ Evicted
-    released  Running ── Leaving ── Left ── let go, or Returning ── Joining;   Arrived ⇄ Left
+    prefill   Submitted ── VllmPrefilling ── VllmComputed ── pushed
+                                                  │ adopted
+    decode    VllmReserved ─────── landed ───── Arrived ── Waiting ── Joining ── VllmRunning ⇄ Evicted
+    released  VllmRunning ── Leaving ── Left ── let go, or Returning ── Joining;   Arrived ⇄ Left
 
-Every state may become Ended. An ended request causes no event; its blocks follow when no transfer touches them.
+Every state may become VllmEnded. An ended request causes no event; its blocks follow when no transfer touches them.
 What vLLM itself keeps for a request is an entry (request.py).
 """
 
@@ -89,7 +89,7 @@ class Submitted(_Touched):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefilling(_Touched):
+class VllmPrefilling(_Touched):
     """A prompt that is being computed."""
 
     block_count: int
@@ -97,14 +97,14 @@ class Prefilling(_Touched):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Computed(_Touched):
+class VllmComputed(_Touched):
     """A prompt whose KV waits to be accepted elsewhere."""
 
     first_token_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved(_Touched):
+class VllmReserved(_Touched):
     """A prompt whose KV a transfer is to bring."""
 
 
@@ -132,7 +132,7 @@ class Joining(_State):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running(_State):
+class VllmRunning(_State):
     """vLLM computes it."""
 
     index: int
@@ -167,28 +167,28 @@ class Returning(_State):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended(_Touched):
+class VllmEnded(_Touched):
     """Done. vLLM frees its blocks as soon as no transfer touches them."""
 
 
 State = (
     Submitted
-    | Prefilling
-    | Computed
-    | Reserved
+    | VllmPrefilling
+    | VllmComputed
+    | VllmReserved
     | Arrived
     | Waiting
     | Joining
-    | Running
+    | VllmRunning
     | Evicted
     | Leaving
     | Left
     | Returning
-    | Ended
+    | VllmEnded
 )
-OF_PREFILL = (Submitted, Prefilling, Computed)
-"""States of the prefill side. The others, but Ended, are of the decode side."""
-IN_BATCH = (Joining, Running, Evicted, Leaving, Returning)
+OF_PREFILL = (Submitted, VllmPrefilling, VllmComputed)
+"""States of the prefill side. The others, but VllmEnded, are of the decode side."""
+IN_BATCH = (Joining, VllmRunning, Evicted, Leaving, Returning)
 
 
 # Events.
@@ -207,14 +207,14 @@ class TransferEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class KvLanded:
+class KvArrived:
     """A transfer has brought all of its KV."""
 
     first_token_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class AdoptedForDecode:
     """It is decoded here."""
 
 
@@ -249,7 +249,7 @@ class WentOn:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class BlocksAllocated:
     """vLLM has given it so many blocks, for the KV that a transfer brings."""
 
     block_count: int
@@ -294,26 +294,26 @@ class BlocksGivenUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class VllmFailed:
     """vLLM cannot go on with it."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class NoLongerNeeded:
     """It is not needed any more: it was aborted, pushed, or refused."""
 
 
 Event = (
     TransferOpened
     | TransferEnded
-    | KvLanded
-    | Adopted
+    | KvArrived
+    | AdoptedForDecode
     | Admitted
     | Joined
     | JoinedAnew
-    | Placed
+    | BlocksAllocated
     | LeaveAsked
     | LeftBatch
     | WentOn
@@ -323,8 +323,8 @@ Event = (
     | LeftOut
     | BlocksTaken
     | BlocksGivenUp
-    | Failed
-    | Stopped
+    | VllmFailed
+    | NoLongerNeeded
 )
 
 Action = EngineEvent | TokenStep | AbortPush | PassFirstToken
@@ -337,10 +337,10 @@ def submitted(engine_id: str, request: EngineRequest, layout: KvLayout) -> Submi
     return Submitted(facts=facts, promised=facts.block_count(facts.prompt_tokens))
 
 
-def reserved(engine_id: str, request: EngineRequest, layout: KvLayout, held_tokens: int | None = None) -> Reserved:
+def reserved(engine_id: str, request: EngineRequest, layout: KvLayout, held_tokens: int | None = None) -> VllmReserved:
     """A new prompt whose KV is to land. Its blocks, and that of its next token, are promised."""
     facts = replace(_facts(engine_id, request, layout), held_tokens=held_tokens)
-    return Reserved(facts=facts, promised=facts.block_count(facts.prompt_tokens + 1))
+    return VllmReserved(facts=facts, promised=facts.block_count(facts.prompt_tokens + 1))
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
@@ -348,9 +348,9 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     match event:
         case TransferOpened() | TransferEnded():
             return _with_transfer(state, event), ()
-        case Stopped() | Failed() | BlocksTaken():
+        case NoLongerNeeded() | VllmFailed() | BlocksTaken():
             return _ended(state, event)
-        case KvLanded() | Adopted() | Admitted() | Joined() | JoinedAnew() | Placed():
+        case KvArrived() | AdoptedForDecode() | Admitted() | Joined() | JoinedAnew() | BlocksAllocated():
             return _advanced(state, event), ()
         case LeaveAsked() | LeftBatch() | WentOn():
             return _released(state, event)
@@ -371,41 +371,47 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 
 def _with_transfer(state: State, event: TransferOpened | TransferEnded) -> State:
     match state, event:
-        case (Submitted() | Prefilling() | Computed() | Reserved(), TransferOpened()) if state.open_id is None:
+        case (Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved(), TransferOpened()) if (
+            state.open_id is None
+        ):
             return replace(state, open_id=event.transfer_id)
-        case (Submitted() | Prefilling() | Computed() | Reserved() | Ended(), TransferEnded()) if state.open_id:
+        case (Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved() | VllmEnded(), TransferEnded()) if (
+            state.open_id
+        ):
             return replace(state, open_id=None)
     raise _impossible(state, event)
 
 
-def _ended(state: State, event: Stopped | Failed | BlocksTaken) -> tuple[State, tuple[Action, ...]]:
+def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tuple[State, tuple[Action, ...]]:
     facts, open_id = state.facts, state.transfer_id
-    ended = Ended(facts=facts, open_id=open_id)
+    ended = VllmEnded(facts=facts, open_id=open_id)
     # The blocks are others' from now on, or the token means nothing: what was queued must not be accepted.
     abort = (AbortPush(open_id),) if open_id is not None and isinstance(state, OF_PREFILL) else ()
     match state, event:
-        case (Ended(), _):
+        case (VllmEnded(), _):
             pass
-        case (_, Stopped()):
+        case (_, NoLongerNeeded()):
             return ended, ()
-        case (Submitted() | Prefilling() | Joining() | Running() | Evicted() | Leaving(), Failed()):
+        case (Submitted() | VllmPrefilling() | Joining() | VllmRunning() | Evicted() | Leaving(), VllmFailed()):
             return ended, (RequestFailed(facts.key, event.reason), *abort)
-        case (Submitted() | Prefilling() | Computed(), BlocksTaken()):
+        case (Submitted() | VllmPrefilling() | VllmComputed(), BlocksTaken()):
             return ended, (RequestFailed(facts.key, "vLLM took back the blocks that it was promised"), *abort)
-        case (Joining() | Running() | Evicted() | Leaving(), BlocksTaken()):
+        case (Joining() | VllmRunning() | Evicted() | Leaving(), BlocksTaken()):
             return Evicted(facts=facts, index=state.index), (Preempted(facts.key),)
     raise _impossible(state, event)
 
 
-def _advanced(state: State, event: KvLanded | Adopted | Admitted | Joined | JoinedAnew | Placed) -> State:
+def _advanced(
+    state: State, event: KvArrived | AdoptedForDecode | Admitted | Joined | JoinedAnew | BlocksAllocated
+) -> State:
     facts, prompt_tokens = state.facts, state.facts.prompt_tokens
     match state, event:
-        case (Reserved(), Placed()):
+        case (VllmReserved(), BlocksAllocated()):
             return replace(state, promised=max(0, state.promised - event.block_count))
-        case (Reserved(open_id=None), KvLanded()):
+        case (VllmReserved(open_id=None), KvArrived()):
             token_id, promised = event.first_token_id, state.promised
             return Arrived(facts=facts, computed=facts.landing_tokens, promised=promised, first_token_id=token_id)
-        case (Computed(open_id=None), Adopted()):
+        case (VllmComputed(open_id=None), AdoptedForDecode()):
             token_id, promised = state.first_token_id, facts.next_block(prompt_tokens)
             return Arrived(facts=facts, computed=prompt_tokens, promised=promised, first_token_id=token_id)
         case (Arrived(), Admitted()):
@@ -426,12 +432,12 @@ def _released(state: State, event: LeaveAsked | LeftBatch | WentOn) -> tuple[Sta
     match state, event:
         case (Arrived(), LeaveAsked()):
             return Left(facts=facts, computed=computed, promised=promised, former=state), ()
-        case (Running(), LeaveAsked()):
+        case (VllmRunning(), LeaveAsked()):
             return Leaving(facts=facts, computed=computed, promised=promised, index=state.index), ()
         case (Leaving(), LeftBatch()):
             return Left(facts=facts, computed=computed, former=state), ()
         case (Leaving(), WentOn()):
-            return Running(facts=facts, computed=computed, promised=promised, index=state.index), ()
+            return VllmRunning(facts=facts, computed=computed, promised=promised, index=state.index), ()
         case (Left(former=Arrived() as former), WentOn()):
             return former, ()
         case (Left(former=Leaving() as former), WentOn()):
@@ -442,10 +448,10 @@ def _released(state: State, event: LeaveAsked | LeftBatch | WentOn) -> tuple[Sta
 def _scheduled(state: State, event: Scheduled) -> tuple[State, tuple[Action, ...]]:
     facts = state.facts
     match state:
-        case Submitted() | Prefilling():
-            started = () if isinstance(state, Prefilling) else (PrefillStarted(facts.key),)
+        case Submitted() | VllmPrefilling():
+            started = () if isinstance(state, VllmPrefilling) else (PrefillStarted(facts.key),)
             promised = max(0, facts.block_count(facts.prompt_tokens) - event.block_count)
-            prefilling = Prefilling(
+            prefilling = VllmPrefilling(
                 facts=facts,
                 computed=state.computed,
                 promised=promised,
@@ -453,8 +459,8 @@ def _scheduled(state: State, event: Scheduled) -> tuple[State, tuple[Action, ...
                 block_count=event.block_count,
             )
             return prefilling, started
-        case Joining() | Running() | Evicted():
-            return Running(facts=facts, computed=state.computed, index=state.index), ()
+        case Joining() | VllmRunning() | Evicted():
+            return VllmRunning(facts=facts, computed=state.computed, index=state.index), ()
         case Leaving():
             return replace(state, promised=0), ()
     raise _impossible(state, event)
@@ -463,11 +469,13 @@ def _scheduled(state: State, event: Scheduled) -> tuple[State, tuple[Action, ...
 def _stepped(state: State, event: Stepped) -> tuple[State, tuple[Action, ...]]:
     facts, computed = state.facts, event.computed
     match state:
-        case Prefilling():
+        case VllmPrefilling():
             progress = (PrefillProgress(facts.key, computed),) if computed < facts.prompt_tokens else ()
             return replace(state, computed=computed), progress
-        case Running():
-            return Running(facts=facts, computed=computed, promised=facts.next_block(computed), index=state.index), ()
+        case VllmRunning():
+            return VllmRunning(
+                facts=facts, computed=computed, promised=facts.next_block(computed), index=state.index
+            ), ()
         case Leaving():
             return replace(state, computed=computed, promised=facts.next_block(computed)), ()
     raise _impossible(state, event)
@@ -476,24 +484,24 @@ def _stepped(state: State, event: Stepped) -> tuple[State, tuple[Action, ...]]:
 def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
     facts, token_id, finish = state.facts, event.token_id, event.finish
     match state:
-        case Prefilling():
+        case VllmPrefilling():
             open_id = state.open_id
             first = FirstToken(facts.key, token_id, event.logprobs, finish)
             if finish is not None:
                 abort = (AbortPush(open_id),) if open_id is not None else ()
-                return Ended(facts=facts, open_id=open_id), (first, *abort)
-            computed = Computed(facts=facts, computed=state.computed, open_id=open_id, first_token_id=token_id)
+                return VllmEnded(facts=facts, open_id=open_id), (first, *abort)
+            computed = VllmComputed(facts=facts, computed=state.computed, open_id=open_id, first_token_id=token_id)
             return computed, (first, PassFirstToken(facts.engine_id, token_id))
-        case Running():
+        case VllmRunning():
             token = TokenStep(facts.key, state.index, token_id, event.logprobs, finish)
             if finish is not None:
-                return Ended(facts=facts), (token,)
+                return VllmEnded(facts=facts), (token,)
             index = state.index + 1
-            return Running(facts=facts, computed=state.computed, promised=state.promised, index=index), (token,)
+            return VllmRunning(facts=facts, computed=state.computed, promised=state.promised, index=index), (token,)
         case Leaving():
             token = TokenStep(facts.key, state.index, token_id, event.logprobs, finish)
             if finish is not None:
-                return Ended(facts=facts), (token,)
+                return VllmEnded(facts=facts), (token,)
             return replace(state, index=state.index + 1), (token,)
     raise _impossible(state, event)
 

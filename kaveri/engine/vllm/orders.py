@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """A step computes tokens of a prompt whose KV is to be pushed."""
 
     engine_id: str
@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
 class StepOrders:
     """Of one step, the same for every rank."""
 
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[PromptChunk, ...] = ()
     landed_block_ids: tuple[int, ...] = ()
     """Blocks that transfers have written, and that may be read from this step on."""
     released: tuple[str, ...] = ()

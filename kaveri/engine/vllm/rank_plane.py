@@ -10,7 +10,7 @@ from functools import partial
 
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.pushes import Source
-from kaveri.engine.vllm.orders import Chunk
+from kaveri.engine.vllm.orders import PromptChunk
 from kaveri.engine.vllm.rank import (
     AbortCopy,
     AbortPush,
@@ -121,7 +121,7 @@ class RankPlane:
 
     # What the step under way does.
 
-    def begin_step(self, chunks: Sequence[Chunk]) -> None:
+    def begin_step(self, chunks: Sequence[PromptChunk]) -> None:
         """The model is about to compute these."""
         if not chunks or (kv := self._kv) is None:
             return

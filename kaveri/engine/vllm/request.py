@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.engine.contract import EngineKey, EngineRequest
-from kaveri.engine.vllm.life import Ended, Reserved, State
+from kaveri.engine.vllm.life import State, VllmEnded, VllmReserved
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +53,7 @@ class VllmRequest:
 
     @property
     def done(self) -> bool:
-        return isinstance(self.state, Ended)
+        return isinstance(self.state, VllmEnded)
 
     @property
     def transfer_id(self) -> bytes | None:
@@ -66,20 +66,22 @@ class VllmRequest:
 
     def enter(self, vllm_id: str, record: Any) -> "Entry":
         """vLLM has taken it in."""
-        self.entry = Entry(self, vllm_id, record, AwaitingBlocks() if isinstance(self.state, Reserved) else Queued())
+        self.entry = Entry(
+            self, vllm_id, record, AwaitingBlocks() if isinstance(self.state, VllmReserved) else EntryQueued()
+        )
         return self.entry
 
     def leave_entry(self) -> "VllmRequest | None":
         """Parts with what vLLM keeps for it: that belongs to the returned stand-in, which has ended. None: nothing."""
         if self.entry is None:
             return None
-        left = VllmRequest(self.request, Ended(facts=self.state.facts), self.entry)
+        left = VllmRequest(self.request, VllmEnded(facts=self.state.facts), self.entry)
         self.entry.owner, self.entry = left, None
         return left
 
 
 @dataclass(frozen=True, slots=True)
-class Queued:
+class EntryQueued:
     """vLLM has not begun it."""
 
 
@@ -97,17 +99,17 @@ class AwaitingKv:
 
 
 @dataclass(frozen=True, slots=True)
-class Computing:
+class EntryComputing:
     """vLLM computes it, or will when there are blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class EntryKept:
     """vLLM computes it no more, and may keep its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class EntryReleased:
     """vLLM is to take the blocks back with the next step."""
 
 
@@ -120,4 +122,4 @@ class Entry:
     vllm_id: str
     record: Any
     """vLLM's own; VllmCore.begin_answer writes its last token, nothing else is written."""
-    state: Queued | AwaitingBlocks | AwaitingKv | Computing | Kept | Released
+    state: EntryQueued | AwaitingBlocks | AwaitingKv | EntryComputing | EntryKept | EntryReleased

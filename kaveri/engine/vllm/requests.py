@@ -10,27 +10,27 @@ from kaveri.engine.vllm.life import (
     IN_BATCH,
     OF_PREFILL,
     Admitted,
-    Adopted,
+    AdoptedForDecode,
     Arrived,
     BlocksGivenUp,
     BlocksTaken,
-    Computed,
     Drawn,
-    Ended,
     Event,
     Evicted,
-    KvLanded,
+    KvArrived,
     LeaveAsked,
     Leaving,
     Left,
-    Prefilling,
+    NoLongerNeeded,
     Returning,
-    Running,
     State,
-    Stopped,
     Submitted,
     TransferEnded,
     TransferOpened,
+    VllmComputed,
+    VllmEnded,
+    VllmPrefilling,
+    VllmRunning,
     Waiting,
     WentOn,
     reserved,
@@ -95,10 +95,10 @@ class Requests:
     def adopt(self, key: EngineKey) -> None:
         """A computed prompt without an open push becomes one that has arrived. Others are ignored."""
         request = self.prefills.get(key)
-        if request is not None and isinstance(request.state, Computed) and request.transfer_id is None:
+        if request is not None and isinstance(request.state, VllmComputed) and request.transfer_id is None:
             if key in self.decodes:
                 raise RequestAlreadyExists(key.request_id)
-            self.apply(request, Adopted())
+            self.apply(request, AdoptedForDecode())
             self.decodes[key] = self.prefills.pop(key)
             self._on_work()
 
@@ -123,7 +123,7 @@ class Requests:
                 request.tail_block_ids = None
                 if isinstance(request.state, Returning):
                     request.give_up_blocks()
-        if isinstance(request.state, Ended) and not isinstance(before, Ended):
+        if isinstance(request.state, VllmEnded) and not isinstance(before, VllmEnded):
             self._retire(request, before)
         rest: list[TokenStep | AbortPush | PassFirstToken] = []
         for action in actions:
@@ -170,7 +170,7 @@ class Requests:
 
     def stats(self) -> EngineStats:
         """Takes time in proportion to the live requests."""
-        prefilling = [r for r in self.prefills.values() if isinstance(r.state, Submitted | Prefilling)]
+        prefilling = [r for r in self.prefills.values() if isinstance(r.state, Submitted | VllmPrefilling)]
         admitted = len(self.waiting) + self.running_count()
         return EngineStats(
             free_blocks=self.free_blocks,
@@ -212,7 +212,7 @@ class Requests:
     def land(self, request: VllmRequest, first_token_id: int | None) -> str | None:
         if first_token_id is not None and not self.goes_on(request):
             return f"no room behind {self._max_model_len} tokens"
-        self.apply(request, KvLanded(first_token_id))
+        self.apply(request, KvArrived(first_token_id))
         if first_token_id is not None:
             request.drawn.append(first_token_id)
         facts, entry = request.state.facts, request.entry
@@ -224,7 +224,7 @@ class Requests:
         return None
 
     def end(self, request: VllmRequest) -> None:
-        self.apply(request, Stopped())
+        self.apply(request, NoLongerNeeded())
 
     def abort(self, key: EngineKey) -> tuple[VllmRequest | None, VllmRequest | None]:
         prefill, decode = self.prefills.get(key), self.decodes.get(key)
@@ -258,7 +258,7 @@ class Requests:
         if state.computed != request.prompt_tokens + len(request.drawn) - 1:
             return "it is being computed again"
         match state:
-            case Running():
+            case VllmRunning():
                 self.apply(request, LeaveAsked())
                 self._on_work()
                 return None

@@ -13,17 +13,16 @@ from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.transfers import Transfers
-from kaveri.engine.vllm.connector_scheduler import Advance, Placement
+from kaveri.engine.vllm.connector_scheduler import Placement, RequestAdvance
 from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.life import (
     OF_PREFILL,
     Arrived,
+    BlocksAllocated,
     BlocksGivenUp,
     BlocksTaken,
     Drawn,
-    Ended,
-    Failed,
     Joined,
     JoinedAnew,
     Joining,
@@ -31,18 +30,28 @@ from kaveri.engine.vllm.life import (
     Left,
     LeftBatch,
     LeftOut,
-    Placed,
-    Prefilling,
-    Reserved,
     Returning,
-    Running,
     Scheduled,
     Stepped,
+    VllmEnded,
+    VllmFailed,
+    VllmPrefilling,
+    VllmReserved,
+    VllmRunning,
     Waiting,
 )
-from kaveri.engine.vllm.orders import Chunk
+from kaveri.engine.vllm.orders import PromptChunk
 from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken
-from kaveri.engine.vllm.request import AwaitingBlocks, AwaitingKv, Computing, Entry, Kept, Queued, Released, VllmRequest
+from kaveri.engine.vllm.request import (
+    AwaitingBlocks,
+    AwaitingKv,
+    Entry,
+    EntryComputing,
+    EntryKept,
+    EntryQueued,
+    EntryReleased,
+    VllmRequest,
+)
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, refusal_of
 from kaveri.errors import NoCapacity
@@ -78,7 +87,7 @@ class Steps:
         self._info = info
         self._max_batch = max_batch
         # What the step under way computes.
-        self._advances: Sequence[Advance] = ()
+        self._advances: Sequence[RequestAdvance] = ()
 
     def runnable_count(self) -> int:
         """Requests that the next step could compute something for. With the lock held."""
@@ -115,7 +124,7 @@ class Steps:
         # Nothing waits for room inside vLLM: room would come when it is not needed any more.
         for request in added:
             unplaced = request.entry is None or isinstance(request.entry.state, AwaitingBlocks)
-            if unplaced and isinstance(request.state, Reserved):
+            if unplaced and isinstance(request.state, VllmReserved):
                 self._transfers.refuse(request, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
         return reporting or advanced or bool(added)
 
@@ -138,9 +147,9 @@ class Steps:
         return self._requests.by_id.get(engine_id)
 
     def stepping(
-        self, placements: Sequence[Placement], advances: Sequence[Advance], preempted: Sequence[Entry]
-    ) -> Sequence[Chunk]:
-        chunks: list[Chunk] = []
+        self, placements: Sequence[Placement], advances: Sequence[RequestAdvance], preempted: Sequence[Entry]
+    ) -> Sequence[PromptChunk]:
+        chunks: list[PromptChunk] = []
         actions: _Actions = []
         with self._shared.lock:
             for entry in preempted:
@@ -153,7 +162,7 @@ class Steps:
                     actions += self._requests.apply(entry.owner, Scheduled(len(block_ids)))
             for entry, _, block_count in placements:
                 if not entry.owner.done:
-                    actions += self._requests.apply(entry.owner, Placed(block_count))
+                    actions += self._requests.apply(entry.owner, BlocksAllocated(block_count))
             self._requests.unused_blocks = self._core.free_blocks
         self._call_ranks(actions)
         for entry, first_block, _ in placements:
@@ -171,7 +180,7 @@ class Steps:
         with self._shared.lock:
             if entry.owner.transfer_id is not None or isinstance(entry.owner.state, Left):
                 return True
-            is_prompt = isinstance(entry.owner.state, Prefilling)
+            is_prompt = isinstance(entry.owner.state, VllmPrefilling)
             return is_prompt and token_id is not None and self._finish(entry.owner, token_id) is None
 
     # Before the step.
@@ -205,12 +214,12 @@ class Steps:
             ended = [(request, request.entry, request.transfer_id is None) for request in self._requests.ended]
         gone = []
         for request, entry, untouched in ended:
-            if entry is not None and not isinstance(entry.state, Kept | Released):
+            if entry is not None and not isinstance(entry.state, EntryKept | EntryReleased):
                 self._core.abort(entry.vllm_id)
             if entry is None or not self._core.holds(entry.vllm_id):
                 if untouched:
                     gone.append(request)
-            elif untouched and not isinstance(entry.state, Released):
+            elif untouched and not isinstance(entry.state, EntryReleased):
                 self._core.scheduler_side.release(entry)
         with self._shared.lock:
             for request in gone:
@@ -267,7 +276,7 @@ class Steps:
         for request, entry, first_token_id in joined:
             if entry is not None and isinstance(entry.state, AwaitingKv):
                 self._core.scheduler_side.landed(entry.state.landing_blocks)
-                entry.state = Computing()
+                entry.state = EntryComputing()
                 self._core.begin_answer(entry.record, first_token_id)
             else:
                 self._submit_again(request, first_token_id)
@@ -311,7 +320,7 @@ class Steps:
         entry = left.entry if left is not None else None
         # One that waits for its KV, as far as vLLM knows, is aborted with the others that have ended. vLLM fails when
         # blocks are freed twice.
-        if entry is not None and isinstance(entry.state, Kept) and self._core.holds(entry.vllm_id):
+        if entry is not None and isinstance(entry.state, EntryKept) and self._core.holds(entry.vllm_id):
             self._core.scheduler_side.release(entry)
 
     # Behind the step.
@@ -325,15 +334,15 @@ class Steps:
                 request = advance.entry.owner
                 if not request.done:
                     actions += apply(request, Stepped(advance.computed))
-                    if advance.block_ids and isinstance(request.state, Running | Leaving):
+                    if advance.block_ids and isinstance(request.state, VllmRunning | Leaving):
                         block_tokens = request.state.facts.block_tokens
                         request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
             for output in outputs:
                 found = self._requests.by_id.get(output.request_id)
-                if found is not None and not isinstance(found.state, Ended | Left | Returning):
+                if found is not None and not isinstance(found.state, VllmEnded | Left | Returning):
                     actions += apply(found, self._outcome(found, output))
-                    if isinstance(found.state, Running | Leaving) and output.finished:
-                        actions += apply(found, Failed(_ended_by_vllm(output)))
+                    if isinstance(found.state, VllmRunning | Leaving) and output.finished:
+                        actions += apply(found, VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
                 if isinstance(request.state, Joining) and _is_queued(request):
                     # Others must not take what it waits for.
@@ -347,13 +356,13 @@ class Steps:
         self._call_ranks(actions)
         self._on_stepped()
 
-    def _outcome(self, request: VllmRequest, output: Any) -> Drawn | Failed:
+    def _outcome(self, request: VllmRequest, output: Any) -> Drawn | VllmFailed:
         """What the step drew for a request."""
         drawn = output.outputs[0]
         if not drawn.token_ids:
-            return Failed(_ended_by_vllm(output))
+            return VllmFailed(_ended_by_vllm(output))
         if request.entry is not None and self._core.undrawable(request.entry.record):
-            return Failed(NOT_FINITE)
+            return VllmFailed(NOT_FINITE)
         token_id = drawn.token_ids[0]
         position = drawn.logprobs[0] if drawn.logprobs else None
         logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
@@ -362,7 +371,7 @@ class Steps:
     def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
         """Why the request ends with this token, its next; None when it goes on."""
         state, first_index = request.state, request.request.generated_count
-        index = state.index if isinstance(state, Running | Leaving) else first_index
+        index = state.index if isinstance(state, VllmRunning | Leaving) else first_index
         context_tokens = request.prompt_tokens + index - first_index + 1
         eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
         return finish_reason(request.request.params, eos_token_ids, token_id, index, context_tokens, max_model_len)
@@ -373,11 +382,11 @@ class Steps:
                 self._plane.do(action)
 
 
-def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> Chunk:
+def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> PromptChunk:
     """What a step adds to a prompt. Before it is applied to the request."""
     state = request.state
-    known = state.block_count if isinstance(state, Prefilling) else 0
-    return Chunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)
+    known = state.block_count if isinstance(state, VllmPrefilling) else 0
+    return PromptChunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)
 
 
 def _awaits_kv(request: VllmRequest) -> bool:
@@ -385,7 +394,7 @@ def _awaits_kv(request: VllmRequest) -> bool:
 
 
 def _is_queued(request: VllmRequest) -> bool:
-    return request.entry is not None and isinstance(request.entry.state, Queued)
+    return request.entry is not None and isinstance(request.entry.state, EntryQueued)
 
 
 def _ended_by_vllm(output: Any) -> str:

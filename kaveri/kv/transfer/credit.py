@@ -25,7 +25,7 @@ that stands still keeps what it has."""
 
 
 @dataclass(slots=True)
-class _Account:
+class _SenderAccount:
     outstanding_bytes: int = 0
     arriving_bytes: int = 0
     # Of its open transfers, what has not arrived yet.
@@ -51,7 +51,7 @@ class CreditBook(Generic[SenderT]):
         """least_bytes: at least 2."""
         self.total_bytes = total_bytes
         self.least_bytes = least_bytes
-        self._accounts: dict[SenderT, _Account] = {}
+        self._accounts: dict[SenderT, _SenderAccount] = {}
         # Who is asked next whether it wants some.
         self._ring: deque[SenderT] = deque()
         self._held_bytes = 0
@@ -80,7 +80,7 @@ class CreditBook(Generic[SenderT]):
     def join(self, sender: SenderT) -> None:
         """One sender more. It holds nothing yet: see grants()."""
         assert sender not in self._accounts, "joined twice"
-        self._accounts[sender] = _Account()
+        self._accounts[sender] = _SenderAccount()
         self._ring.append(sender)
 
     def leave(self, sender: SenderT) -> None:
@@ -144,6 +144,6 @@ class CreditBook(Generic[SenderT]):
         assert sum(map(self._shared_bytes, accounts)) <= self.total_bytes, "too much was given"
         assert sorted(map(id, self._ring)) == sorted(map(id, self._accounts)), "a sender is forgotten"
 
-    def _shared_bytes(self, account: _Account) -> int:
+    def _shared_bytes(self, account: _SenderAccount) -> int:
         """What the sender holds of the total, beyond what it has in any case."""
         return max(0, account.held_bytes - self.least_bytes)

@@ -12,12 +12,12 @@ _TELL_AGAIN_S = 0.25
 _TELL_AGAIN_MAX_S = 4.0
 """First delay, doubled each time, before an unreachable receiver is notified again of pushes that were given up."""
 
-# What a push has queued, in order: one Opening, for each layer at most a QueuedWrite for each block, at most a Marking
-# for each block, one Ending.
+# What a push has queued, in order: one PushOpening; for each layer at most a QueuedWrite for each block; at most a
+# Marking for each block; one Ending.
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class PushOpening:
     """The transfer is to be begun at the receiver."""
 
 
@@ -66,7 +66,7 @@ class Push:
         """Of an open push: counted from the last mark that was answered."""
         self.digest = digest()
         self.queued = [0] * ticket.layout.layer_count
-        self.queue: deque[Opening | QueuedWrite | Marking | Ending] = deque((Opening(),))
+        self.queue: deque[PushOpening | QueuedWrite | Marking | Ending] = deque((PushOpening(),))
         self.marks = Marks()
         self.kv_bytes = 0
         self.connection: Connection | None = None

@@ -21,7 +21,7 @@ from kaveri.kv.transfer.actions import (
 )
 from kaveri.kv.transfer.connection import Connection
 from kaveri.kv.transfer.flow import PeerFlow
-from kaveri.kv.transfer.outgoing import Ending, Marking, Opening, Push, QueuedWrite, Untold
+from kaveri.kv.transfer.outgoing import Ending, Marking, Push, PushOpening, QueuedWrite, Untold
 from kaveri.kv.transfer.peer_setup import PeerSetup, Route
 from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushMarked
 from kaveri.kv.transfer.ticket import Ticket
@@ -304,7 +304,7 @@ class Peer:
     def _next_of(self, push: Push) -> PeerAction:
         action: PeerAction
         match push.queue[0]:
-            case Opening():
+            case PushOpening():
                 push.queue.popleft()
                 action = SendOpening(push)
             case Marking(block_count, note):

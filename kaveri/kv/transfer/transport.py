@@ -3,7 +3,7 @@
 A transport moves blocks, named by their index in a registered pool and never by an address. Three events stay apart:
 
     local done      Link.write() has returned: the transport no longer reads the source blocks
-    remote visible  Intake hears of the blocks, and at last of the note, which is ordered behind every byte
+    remote visible  TransferIntake hears of the blocks, and at last of the note, which is ordered behind every byte
     accepted        the receiver has verified the digest, if it wants one, and its answer has reached the sender
 
 An open transfer (Ticket.is_open) may be marked on its way: the receiver verifies all that was sent up to the mark,
@@ -151,7 +151,7 @@ class Progress(Protocol):
         """The transfer has more destination blocks: block_ids[i] is number first_index + i."""
 
 
-class Intake(Protocol):
+class TransferIntake(Protocol):
     """The receiver, as a transport's listener sees it. Safe to use from any thread."""
 
     @property
@@ -283,5 +283,5 @@ class Transport(Protocol):
         """Registers the pool where need be, and connects. Blocks; raises LinkLost, also when the receiver that answers
         is not of this epoch."""
 
-    def listen(self, address: str, pool: KvPool, intake: Intake) -> Listener:
+    def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> Listener:
         """Registers the pool where need be, and listens. Raises ConfigError when the address cannot be bound."""

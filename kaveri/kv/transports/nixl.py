@@ -40,7 +40,7 @@ from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.one_sided import OneSidedLink, OneSidedReceivingConnection
 from kaveri.kv.transports.socket import SocketTransport
-from kaveri.kv.transports.stream import Stream, never
+from kaveri.kv.transports.stream import ByteStream, never
 
 _OFFER = struct.Struct("<QQI")
 """Address of the receiver's pool, bytes of a layer of it, and how many bytes of NIXL's own follow."""
@@ -89,7 +89,7 @@ class NixlTransport(SocketTransport):
         )
 
     def _link(
-        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> "NixlLink":
         address, layer_bytes, metadata_bytes = _OFFER.unpack(meeting.receive_bytes(_OFFER.size))
         if metadata_bytes > _OFFER_BYTES_MAX:
@@ -107,7 +107,7 @@ class NixlLink(OneSidedLink):
     """A sender's connection; see Link and OneSidedLink. The agent is used by the thread that writes."""
 
     def __init__(
-        self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, agent: "_SendingAgent"
+        self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, agent: "_SendingAgent"
     ) -> None:
         self._agent = agent
         super().__init__(stream, pool, listener, endpoint, agent.target_block_count)

@@ -22,7 +22,7 @@ from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.socket import SocketLink
 from kaveri.kv.transports.socket_listener import ReceivingConnection
-from kaveri.kv.transports.stream import CACHED_BYTES, Stream, batches
+from kaveri.kv.transports.stream import CACHED_BYTES, ByteStream, batches
 
 _LET_GO_WITHIN_S = 1.0
 """How long a closing receiver waits for its senders. After it the pool must not be used for anything else."""
@@ -36,7 +36,7 @@ class OneSidedLink(SocketLink, ABC):
     """
 
     def __init__(
-        self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, target_block_count: int
+        self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, target_block_count: int
     ) -> None:
         """target_block_count: of the receiver's pool, per layer."""
         self._target_block_count = target_block_count

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from kaveri.kv.tiers.pool import KvPool, is_run
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.kv.transfer.transport import Intake, LinkListener, LinkLost
+from kaveri.kv.transfer.transport import LinkListener, LinkLost, TransferIntake
 from kaveri.kv.transports.one_sided import OneSidedLink, OneSidedReceivingConnection
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.socket_listener import SocketListener
-from kaveri.kv.transports.stream import CACHED_BYTES, Stream
+from kaveri.kv.transports.stream import CACHED_BYTES, ByteStream
 
 _OFFER = struct.Struct("<Q")
 """Bytes of a layer of the receiver's pool. Its descriptor comes with it."""
@@ -47,13 +47,13 @@ class ShmTransport(SocketTransport):
         self.connection_type = ShmReceivingConnection
         self.capabilities = replace(self.capabilities, one_sided=True, can_revoke=False, is_byte_stream=False)
 
-    def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
+    def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> SocketListener:
         """See Transport.listen. Raises ConfigError, too, for a pool that is in no memory file."""
         _ = pool.descriptor
         return super().listen(address, pool, intake)
 
     def _link(
-        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> "ShmLink":
         offer, descriptor = meeting.receive_descriptor(_OFFER.size)
         try:
@@ -69,7 +69,7 @@ class ShmLink(OneSidedLink):
 
     def __init__(
         self,
-        stream: Stream,
+        stream: ByteStream,
         pool: KvPool,
         listener: LinkListener,
         endpoint: KvEndpoint,

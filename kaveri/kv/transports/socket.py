@@ -14,7 +14,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.kv.transfer.transport import Capabilities, Intake, LinkListener, LinkLost
+from kaveri.kv.transfer.transport import Capabilities, LinkListener, LinkLost, TransferIntake
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
@@ -29,7 +29,7 @@ from kaveri.kv.transports.frames import (
     unpack_hello,
 )
 from kaveri.kv.transports.socket_listener import ReceivingConnection, SocketListener
-from kaveri.kv.transports.stream import Stream, batches
+from kaveri.kv.transports.stream import ByteStream, batches
 from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
 
@@ -101,7 +101,7 @@ class SocketTransport:
             connection.close()
             raise
 
-    def listen(self, address: str, pool: KvPool, intake: Intake) -> SocketListener:
+    def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> SocketListener:
         """See Transport.listen."""
         try:
             listening, path = self._listen(address)
@@ -128,12 +128,12 @@ class SocketTransport:
             listening.close()
             raise ConfigError(f"kv {self.name} address", f"cannot listen on {address}: {error}") from error
 
-    def _stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool = False) -> Stream:
+    def _stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool = False) -> ByteStream:
         self._set_up(connected, progress_timeout_s)
         return self._make_stream(connected, progress_timeout_s, is_accepted=is_accepted)
 
-    def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> Stream:
-        return Stream(connected, progress_timeout_s)
+    def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> ByteStream:
+        return ByteStream(connected, progress_timeout_s)
 
     def _set_up(self, connected: socket.socket, progress_timeout_s: float) -> None:
         if not self._is_unix:
@@ -153,7 +153,7 @@ class SocketTransport:
             raise LinkLost(f"{endpoint.transport} {endpoint.address}: {error}") from error
 
     def _link(
-        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> "SocketLink":
         """The link over a connection whose hellos were exchanged.
 
@@ -192,7 +192,7 @@ class SocketTransport:
 class SocketLink:
     """A sender's connection; see Link. Its own thread reads the answers."""
 
-    def __init__(self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> None:
+    def __init__(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> None:
         self._stream = stream
         self._pool = pool
         self._listener = listener

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.ticket import KvEndpoint
-from kaveri.kv.transfer.transport import Credit, Intake, Landing, LinkLost
+from kaveri.kv.transfer.transport import Credit, Landing, LinkLost, TransferIntake
 from kaveri.kv.transports.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
@@ -25,7 +25,7 @@ from kaveri.kv.transports.frames import (
     unpack_hello,
     unpack_opening,
 )
-from kaveri.kv.transports.stream import Stream, batches
+from kaveri.kv.transports.stream import ByteStream, batches
 from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
 
@@ -50,11 +50,11 @@ class SocketListener:
         listening: socket.socket,
         path: UnixPath | None,
         pool: KvPool,
-        intake: Intake,
+        intake: TransferIntake,
         *,
         endpoint: KvEndpoint,
         connection_limit: int,
-        make_stream: Callable[[socket.socket], Stream],
+        make_stream: Callable[[socket.socket], ByteStream],
         connection_type: "type[ReceivingConnection]",
         with_digests: bool,
     ) -> None:
@@ -175,7 +175,7 @@ class SocketListener:
 class ReceivingConnection:
     """One sender's connection, on the receiving side."""
 
-    def __init__(self, stream: Stream, pool: KvPool, intake: Intake, with_digests: bool) -> None:
+    def __init__(self, stream: ByteStream, pool: KvPool, intake: TransferIntake, with_digests: bool) -> None:
         self._stream = stream
         self._pool = pool
         self._intake = intake

@@ -35,7 +35,7 @@ def never() -> bool:
     return False
 
 
-class Stream:
+class ByteStream:
     """Used by one reading and one writing thread; the socket is closed by its owner, and broken by anyone."""
 
     def __init__(self, connected: socket.socket, progress_timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.socket import SocketTransport
-from kaveri.kv.transports.stream import Stream
+from kaveri.kv.transports.stream import ByteStream
 from kaveri.kv.transports.tls_stream import TlsStream
 
 
@@ -56,7 +56,7 @@ class TlsTransport(SocketTransport):
         # For resuming sessions, which is not used.
         self._accepting.num_tickets = 0
 
-    def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> Stream:
+    def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> ByteStream:
         context = self._accepting if is_accepted else self._connecting
         return TlsStream(connected, progress_timeout_s, context, is_server=is_accepted)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kaveri.kv.transfer.transport import LinkLost
-from kaveri.kv.transports.stream import Stream, never
+from kaveri.kv.transports.stream import ByteStream, never
 
 _PIECE_BYTES = 1 << 18
 """What is encrypted, and what is taken off the socket, at a time: it stays in the second-level cache."""
@@ -24,8 +24,8 @@ _REFUSAL_S = 1.0
 _FOREIGN = frozenset({"WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "HTTP_REQUEST", "BAD_RECORD_TYPE"})
 
 
-class TlsStream(Stream):
-    """See Stream; what only one-sided links need is not for it.
+class TlsStream(ByteStream):
+    """See ByteStream; what only one-sided links need is not for it.
 
     What was encrypted and could not be sent before send() was stopped is kept, and goes in front of what comes next.
     """
@@ -42,7 +42,7 @@ class TlsStream(Stream):
         self._unsent = memoryview(b"")
 
     def start(self) -> None:
-        """See Stream.start: the handshake."""
+        """See ByteStream.start: the handshake."""
         began_s = time.monotonic()
         while True:
             try:
@@ -63,7 +63,7 @@ class TlsStream(Stream):
                 return
 
     def receive(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
-        """See Stream.receive."""
+        """See ByteStream.receive."""
         left_bytes, progress_s = sum(map(len, regions)), time.monotonic()
         for region in regions:
             start = 0
@@ -80,7 +80,7 @@ class TlsStream(Stream):
         return left_bytes
 
     def send(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
-        """See Stream.send."""
+        """See ByteStream.send."""
         if not self._send_rest(is_stopped):
             return sum(map(len, regions))
         left_bytes, waiting_bytes = sum(map(len, regions)), 0
@@ -98,7 +98,7 @@ class TlsStream(Stream):
         return left_bytes
 
     def send_now(self, data: bytes) -> None:
-        """See Stream.send_now."""
+        """See ByteStream.send_now."""
         self._encrypt(memoryview(data))
         super().send_now(self._encrypted())
 

@@ -9,7 +9,7 @@ from kaveri.client.async_stream import AsyncStream
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, RequestAlreadyExists, RequestCancelled, Unavailable
 from kaveri.testing.simulation.outcomes import RequestOutcome
-from kaveri.testing.simulation.plan import PlannedRequest
+from kaveri.testing.simulation.plan import ScheduledRequest
 from kaveri.testing.simulation.world import World
 
 _SEND_AGAIN_AFTER_S = 0.1
@@ -25,7 +25,7 @@ class Clients:
         self._world = world
         self._sdks: dict[tuple[str, str], AsyncClient] = {}
 
-    async def send(self, planned: PlannedRequest, probe: bool = False) -> None:
+    async def send(self, planned: ScheduledRequest, probe: bool = False) -> None:
         """One request, in its client's process, with all its repetitions."""
         world = self._world
         first_s = world.now()
@@ -56,7 +56,7 @@ class Clients:
             if not isinstance(outcome.error, _TAKEN) or outcome.cancelled_s is not None:
                 return
 
-    async def _send(self, planned: PlannedRequest, outcome: RequestOutcome, first_s: float) -> None:
+    async def _send(self, planned: ScheduledRequest, outcome: RequestOutcome, first_s: float) -> None:
         sdk = self._sdk(planned.client, outcome.router)
         try:
             stream = sdk.stream(
@@ -77,7 +77,7 @@ class Clients:
 
     @contextlib.asynccontextmanager
     async def _cancelling(
-        self, planned: PlannedRequest, outcome: RequestOutcome, sdk: AsyncClient, stream: AsyncStream
+        self, planned: ScheduledRequest, outcome: RequestOutcome, sdk: AsyncClient, stream: AsyncStream
     ) -> AsyncIterator[None]:
         """Gives the request up when the plan says so."""
         if planned.cancel_after_s is None:

@@ -24,7 +24,7 @@ _PROGRESS_EVERY = 250
 
 
 @dataclass(slots=True)
-class Account:
+class ScheduleAccount:
     """What many schedules came to."""
 
     first_seed: int
@@ -99,7 +99,7 @@ def _replay(seed: int, trace: bool, faults: bool, plant: str | None) -> int:
 
 
 def _run_many(options: argparse.Namespace) -> int:
-    account = Account(options.seed)
+    account = ScheduleAccount(options.seed)
     started_s = time.monotonic()
     seeds = range(options.seed, options.seed + options.count)
     for seed, one in _results(seeds, options):
@@ -125,7 +125,7 @@ def _run_many(options: argparse.Namespace) -> int:
     return 1 if account.violations else 0
 
 
-def _write(account: Account, path: str | None) -> None:
+def _write(account: ScheduleAccount, path: str | None) -> None:
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(account.to_json(), file, indent=1)
@@ -133,7 +133,7 @@ def _write(account: Account, path: str | None) -> None:
 
 
 def _results(seeds: Sequence[int], options: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
-    _Shared.settings = _Settings(options.faults, options.plant, _tokenizer())
+    _Shared.settings = _CommandSettings(options.faults, options.plant, _tokenizer())
     gc.collect()
     gc.freeze()
     if options.jobs == 1:
@@ -145,7 +145,7 @@ def _results(seeds: Sequence[int], options: argparse.Namespace) -> Iterator[tupl
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class _CommandSettings:
     faults: bool
     plant: str | None
     tokenizer: "ModelTokenizer"
@@ -154,7 +154,7 @@ class _Settings:
 class _Shared:
     """What forked processes find."""
 
-    settings: _Settings | None = None
+    settings: _CommandSettings | None = None
 
 
 def _one(seed: int) -> tuple[int, dict[str, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kaveri.domain.sampling import SamplingParams
 from kaveri.testing.simulation.draw import draw_prompt
-from kaveri.testing.simulation.plan import INSTANCE_KINDS, Fault, Plan, PlannedInstance, PlannedRequest
+from kaveri.testing.simulation.plan import INSTANCE_KINDS, Fault, Plan, PlannedInstance, ScheduledRequest
 
 CLIENT = "client-0"
 
@@ -31,9 +31,9 @@ def request(
     router: str = "router-0",
     sends_again: Sequence[str] = (),
     timeout_s: float = 120.0,
-) -> PlannedRequest:
+) -> ScheduledRequest:
     """A greedy request of exactly `max_tokens` tokens."""
-    return PlannedRequest(
+    return ScheduledRequest(
         request_id=request_id,
         client=CLIENT,
         router=router,
@@ -47,7 +47,7 @@ def request(
 
 def story(
     instances: tuple[PlannedInstance, ...],
-    requests: Sequence[PlannedRequest],
+    requests: Sequence[ScheduledRequest],
     faults: Sequence[Fault],
     seed: int = 0,
     **settings: object,

@@ -11,7 +11,7 @@ from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
 from kaveri.policy.replication import ReplicationMode
 from kaveri.testing.simulation.network import LinkQuality
-from kaveri.testing.simulation.plan import INSTANCE_KINDS, Fault, FaultKind, Plan, PlannedInstance, PlannedRequest
+from kaveri.testing.simulation.plan import INSTANCE_KINDS, Fault, FaultKind, Plan, PlannedInstance, ScheduledRequest
 from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.tokenizer import STOP_TEXTS, make_tokenizer
 
@@ -204,7 +204,7 @@ def _request(
     routers: tuple[str, ...],
     load_s: float,
     max_model_len: int,
-) -> PlannedRequest:
+) -> ScheduledRequest:
     prompt_tokens = min(rng.choice((4, 20, 60, 150)) + rng.randrange(30), max_model_len // 2)
     is_text = rng.random() < 0.15
     drawn_tokens = 1 + int(rng.expovariate(1 / rng.choice((8, 16, 16, 80))))
@@ -219,7 +219,7 @@ def _request(
         logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
     )
     short = rng.random() < 0.04
-    return PlannedRequest(
+    return ScheduledRequest(
         request_id=request_id,
         client=rng.choice(clients),
         router=rng.choice(routers),

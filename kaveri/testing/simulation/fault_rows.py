@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from kaveri.testing.simulation.plan import Fault, FaultKind
 from kaveri.testing.simulation.store import STORE_NAME
 from kaveri.testing.simulation.world import World
-from services.router.lifecycle_values import Decoding, Life, Lost, Placed, Prefilling, Resuming, Seeking, Unplaced
+from services.router.lifecycle_values import (
+    Decoding,
+    InstanceLife,
+    Lost,
+    Placed,
+    Prefilling,
+    Resuming,
+    SeekingOwner,
+    Unplaced,
+)
 from services.router.requests import RequestEntry
 
 HOW = {
@@ -137,7 +146,7 @@ class FaultRows:
                     yield names[run.epoch]
 
 
-def _owner(entry: RequestEntry) -> Life | None:
+def _owner(entry: RequestEntry) -> InstanceLife | None:
     match entry.state:
         case Decoding() | Resuming() | Placed() | Lost():
             return entry.state.place
@@ -163,7 +172,7 @@ def _prefill(entry: RequestEntry) -> str | None:
 
 def _phase(entry: RequestEntry) -> str:
     match entry.state:
-        case Unplaced() | Seeking() | Lost():
+        case Unplaced() | SeekingOwner() | Lost():
             return "not placed"
         case Prefilling():
             return "queued or computing"
@@ -180,4 +189,4 @@ def _phase(entry: RequestEntry) -> str:
 def _recovers(entry: RequestEntry) -> bool:
     """Whether it has lost an instance or a router, and has had no token since."""
     is_again = entry.owner_change is not None or (entry.accepted.session > 0 and not isinstance(entry.state, Decoding))
-    return is_again or isinstance(entry.state, Lost | Resuming | Seeking)
+    return is_again or isinstance(entry.state, Lost | Resuming | SeekingOwner)

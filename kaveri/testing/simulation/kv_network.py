@@ -16,7 +16,7 @@ _CLIENT, _SERVER = 0, 1
 
 
 @dataclass(eq=False, slots=True)
-class _Listener:
+class _NetworkListener:
     process: SimulatedProcess
     accept: Callable[[KvLink], KvEnd]
     connections: "dict[_KvConnection, None]" = field(default_factory=dict)
@@ -32,7 +32,7 @@ class NetworkWire:
 
     def listen(self, accept: Callable[[KvLink], KvEnd]) -> str:
         address = f"{self._process.name}:kv{self._network.new_port()}"
-        self._network.listeners[address] = _Listener(self._process, accept)
+        self._network.listeners[address] = _NetworkListener(self._process, accept)
         return address
 
     def connect(self, address: str, end: KvEnd) -> KvLink:
@@ -52,7 +52,7 @@ class NetworkWire:
 
     def stop_listening(self, address: str) -> None:
         listener = self._network.listeners.pop(address, None)
-        if isinstance(listener, _Listener):
+        if isinstance(listener, _NetworkListener):
             for connection in list(listener.connections):
                 connection.close(_SERVER)
 
@@ -82,7 +82,7 @@ class _KvConnection:
     """A Breakable that carries KV. Its ends may be in one process: a holder pushes to its own engine."""
 
     def __init__(
-        self, network: Network, client: SimulatedProcess, listener: _Listener, link: _Link, end: KvEnd
+        self, network: Network, client: SimulatedProcess, listener: _NetworkListener, link: _Link, end: KvEnd
     ) -> None:
         self.network = network
         self.client = client

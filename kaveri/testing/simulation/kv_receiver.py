@@ -52,7 +52,7 @@ class _Landing:
     told_count: int = 0
     """Blocks that the sender knows of: those of the grant, and those of extensions once the transfer is open."""
     state: _LandingState = _LandingState.GRANTED
-    connection: "_Connection | None" = None
+    connection: "_LandingConnection | None" = None
     reason: str = ""
 
 
@@ -77,7 +77,7 @@ class SimulatedReceiver:
         self._listener = listener
         self._context = contextvars.copy_context()
         self._landings: dict[bytes, _Landing] = {}
-        self._connections: dict[_Connection, None] = {}
+        self._connections: dict[_LandingConnection, None] = {}
         self._address = wire.listen(self._accept)
 
     @property
@@ -153,7 +153,7 @@ class SimulatedReceiver:
         self._connections.clear()
         self._wire.stop_listening(self._address)
 
-    def open(self, connection: "_Connection", message: OpenPush) -> None:
+    def open(self, connection: "_LandingConnection", message: OpenPush) -> None:
         """For connections: a sender shows a ticket."""
         landing = self._landings.get(message.transfer_id)
         refusal = self._refusal(landing, message)
@@ -171,7 +171,7 @@ class SimulatedReceiver:
         for block_id, block in message.blocks:
             self._memory.put(block_id, block)
 
-    def mark(self, connection: "_Connection", message: MarkPush) -> None:
+    def mark(self, connection: "_LandingConnection", message: MarkPush) -> None:
         """For connections: a sender marks an open push."""
         landing = self._written(connection, message.transfer_id)
         if landing is None:
@@ -192,7 +192,7 @@ class SimulatedReceiver:
         self._listener(TransferMarked(ticket.transfer_id, block_count, message.note))
         connection.send(PushKept(ticket.transfer_id, block_count))
 
-    def finish(self, connection: "_Connection", message: FinishPush) -> None:
+    def finish(self, connection: "_LandingConnection", message: FinishPush) -> None:
         """For connections: a sender has written everything."""
         landing = self._written(connection, message.transfer_id)
         if landing is None:
@@ -208,7 +208,7 @@ class SimulatedReceiver:
         self._conclude(landing, TransferLanded(ticket.transfer_id, kv_bytes, message.note))
         connection.send(PushAnswer(ticket.transfer_id, None))
 
-    def fenced(self, connection: "_Connection", message: PushFenced) -> None:
+    def fenced(self, connection: "_LandingConnection", message: PushFenced) -> None:
         """For connections: the sender writes no more for this transfer."""
         landing = self._landings.get(message.transfer_id)
         if landing is not None and landing.connection is connection:
@@ -216,15 +216,15 @@ class SimulatedReceiver:
             reason = landing.reason or "the sender gave up"
             self._conclude(landing, TransferReleased(message.transfer_id, reason, given_up))
 
-    def lost(self, connection: "_Connection", reason: str) -> None:
+    def lost(self, connection: "_LandingConnection", reason: str) -> None:
         """For connections: nothing can be written over it any more."""
         self._connections.pop(connection, None)
         for landing in [each for each in self._landings.values() if each.connection is connection]:
             released = TransferReleased(landing.ticket.transfer_id, landing.reason or f"connection lost: {reason}")
             self._conclude(landing, released)
 
-    def _accept(self, link: KvLink) -> "_Connection":
-        connection = _Connection(self, link)
+    def _accept(self, link: KvLink) -> "_LandingConnection":
+        connection = _LandingConnection(self, link)
         self._connections[connection] = None
         return connection
 
@@ -250,7 +250,7 @@ class SimulatedReceiver:
             landing.told_count = len(ticket.block_ids)
             landing.connection.send(ExtendPush(ticket.transfer_id, told_count, ticket.block_ids[told_count:]))
 
-    def _written(self, connection: "_Connection", transfer_id: bytes) -> _Landing | None:
+    def _written(self, connection: "_LandingConnection", transfer_id: bytes) -> _Landing | None:
         """The transfer of this name, while this connection's sender may write into it."""
         landing = self._landings.get(transfer_id)
         if landing is None or landing.state is not _LandingState.OPEN or landing.connection is not connection:
@@ -291,7 +291,7 @@ class SimulatedReceiver:
         self._listener(event)
 
 
-class _Connection:
+class _LandingConnection:
     """The receiver's end of one connection; a KvEnd."""
 
     def __init__(self, receiver: SimulatedReceiver, link: KvLink) -> None:

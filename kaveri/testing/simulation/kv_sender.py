@@ -49,7 +49,7 @@ class _PushState(enum.Enum):
 @dataclass(eq=False, slots=True)
 class _Push:
     ticket: Ticket
-    peer: "_Peer"
+    peer: "_SimulatedPeer"
     deadline: asyncio.TimerHandle
     state: _PushState = _PushState.OPENING
     queued: list[tuple[int, tuple[int, ...]] | MarkPush] = field(default_factory=list)
@@ -77,7 +77,7 @@ class SimulatedSender:
         self._listener = listener
         self._context = contextvars.copy_context()
         self._pushes: dict[bytes, _Push] = {}
-        self._peers: dict[tuple[str, int], _Peer] = {}
+        self._peers: dict[tuple[str, int], _SimulatedPeer] = {}
         self._closed = False
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
@@ -91,7 +91,7 @@ class SimulatedSender:
         place = (addresses[0], ticket.epoch)
         peer = self._peers.get(place)
         if peer is None:
-            peer = self._peers[place] = _Peer(self, place)
+            peer = self._peers[place] = _SimulatedPeer(self, place)
             peer.link = self._wire.connect(addresses[0], peer)
         self._pushes[ticket.transfer_id] = _Push(ticket, peer, self._deadline(ticket))
         peer.send(OpenPush(ticket.transfer_id, ticket.secret, ticket.epoch))
@@ -178,7 +178,7 @@ class SimulatedSender:
             push.ticket = replace(push.ticket, block_ids=push.ticket.block_ids + block_ids)
             self._listener(PushExtended(transfer_id, len(push.ticket.block_ids)))
 
-    def answered(self, peer: "_Peer", transfer_id: bytes, reason: str | None) -> None:
+    def answered(self, peer: "_SimulatedPeer", transfer_id: bytes, reason: str | None) -> None:
         """For peers: the receiver says how the push has ended."""
         if reason is not None:
             # Also for a push that this end has given up: the receiver waits for it.
@@ -192,7 +192,7 @@ class SimulatedSender:
         else:
             self._conclude(push, PushFailed(transfer_id, reason))
 
-    def lost(self, peer: "_Peer", reason: str) -> None:
+    def lost(self, peer: "_SimulatedPeer", reason: str) -> None:
         """For peers: the connection is gone."""
         if self._peers.get(peer.place) is peer:
             del self._peers[peer.place]
@@ -233,7 +233,7 @@ class SimulatedSender:
         self._listener(event)
 
 
-class _Peer:
+class _SimulatedPeer:
     """The sender's end of one connection; a KvEnd."""
 
     def __init__(self, sender: SimulatedSender, place: tuple[str, int]) -> None:

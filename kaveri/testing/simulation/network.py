@@ -28,7 +28,7 @@ class LinkQuality:
     """Most that a message is later than that."""
 
 
-class Link:
+class NetworkLink:
     """One direction between two names. It outlives the processes at its ends."""
 
     __slots__ = ("cut_since_s", "extra_s", "held", "source", "target")
@@ -95,7 +95,7 @@ class Network:
         self.rng = rng
         self.trace = trace
         self._quality = quality
-        self._links: dict[tuple[str, str], Link] = {}
+        self._links: dict[tuple[str, str], NetworkLink] = {}
         self._to_damage: set[tuple[str, str]] = set()
         """Source and target of links whose next block of KV arrives damaged."""
         self.connections: dict[Breakable, None] = {}
@@ -111,14 +111,14 @@ class Network:
         """A port that is not in use."""
         return next(self._ports)
 
-    def link(self, source: str, target: str) -> Link:
+    def link(self, source: str, target: str) -> NetworkLink:
         """The link from one name to another."""
         link = self._links.get((source, target))
         if link is None:
-            link = self._links[source, target] = Link(source, target)
+            link = self._links[source, target] = NetworkLink(source, target)
         return link
 
-    def draw_delay_s(self, link: Link) -> float:
+    def draw_delay_s(self, link: NetworkLink) -> float:
         """How long the next message over the link takes."""
         quality = self._quality
         return quality.delay_s + quality.jitter_s * self.rng.random() + link.extra_s
@@ -175,7 +175,7 @@ class Network:
         for connection in [c for c in self.connections if process in (c.client, c.server)]:
             connection.peer_ended(process)
 
-    def _still_cut(self, link: Link, since_s: float) -> None:
+    def _still_cut(self, link: NetworkLink, since_s: float) -> None:
         if link.cut_since_s != since_s:
             return
         ends = {link.source, link.target}

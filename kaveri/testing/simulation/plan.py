@@ -108,7 +108,7 @@ INSTANCE_KINDS: Mapping[str, tuple[Role, tuple[Phase, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRequest:
+class ScheduledRequest:
     """One request of one client."""
 
     request_id: str
@@ -136,7 +136,7 @@ class Plan:
     seed: int
     instances: tuple[PlannedInstance, ...]
     clients: tuple[str, ...]
-    requests: tuple[PlannedRequest, ...]
+    requests: tuple[ScheduledRequest, ...]
     faults: tuple[Fault, ...] = ()
     link: LinkQuality = field(default_factory=LinkQuality)
     max_model_len: int = 256
@@ -190,7 +190,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def _request(request: PlannedRequest) -> str:
+def _request(request: ScheduledRequest) -> str:
     default = SamplingParams()
     params = {
         item.name: getattr(request.params, item.name)

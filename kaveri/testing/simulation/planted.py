@@ -144,7 +144,7 @@ def early_tokens_dropped() -> Iterator[None]:
     """The router forgets tokens of decode that come before the first token of prefill."""
 
     def change(state: Any, event: Any) -> Any:
-        if isinstance(event, lives.FirstToken) and isinstance(state, lives.Prefilling | lives.Placed):
+        if isinstance(event, lives.FirstTokenReported) and isinstance(state, lives.Prefilling | lives.Placed):
             state = replace(state, held=lives.NOTHING_HELD)
         return state, event
 
@@ -336,7 +336,7 @@ def abort_of_a_running_request_unanswered() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def ended(state: Any, outcome: Any, *args: Any, **named: Any) -> Any:
-            if outcome is decode_lifecycle.Outcome.ABORTED:
+            if outcome is decode_lifecycle.DecodeOutcome.ABORTED:
                 named["tell"] = None
             return original(state, outcome, *args, **named)
 
@@ -352,7 +352,7 @@ def replaced_owner_not_told() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def ended(state: Any, outcome: Any, *args: Any, **named: Any) -> Any:
-            if outcome is decode_lifecycle.Outcome.REPLACED:
+            if outcome is decode_lifecycle.DecodeOutcome.REPLACED:
                 named["tell"] = None
             return original(state, outcome, *args, **named)
 

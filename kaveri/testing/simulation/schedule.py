@@ -25,7 +25,7 @@ from kaveri.testing.simulation.entropy import import_services, replaced_world
 from kaveri.testing.simulation.faults import Faults
 from kaveri.testing.simulation.loop import SimulatedLoop, Stuck
 from kaveri.testing.simulation.network import Network
-from kaveri.testing.simulation.plan import Plan, PlannedRequest
+from kaveri.testing.simulation.plan import Plan, ScheduledRequest
 from kaveri.testing.simulation.rest import extra_tasks, leftovers
 from kaveri.testing.simulation.tokenizer import make_tokenizer
 from kaveri.testing.simulation.trace import Trace
@@ -173,7 +173,7 @@ async def _run(world: World) -> None:
     world.violations += leftovers(world) + extra_tasks(world)
 
 
-def _at(world: World, request: PlannedRequest, clients: Clients, probe: bool = False) -> asyncio.Task[None]:
+def _at(world: World, request: ScheduledRequest, clients: Clients, probe: bool = False) -> asyncio.Task[None]:
     """Sends a request at its time, in its client's process."""
 
     async def send() -> None:
@@ -183,10 +183,10 @@ def _at(world: World, request: PlannedRequest, clients: Clients, probe: bool = F
     return world.loop.spawn(world.clients[request.client], send())
 
 
-def _probes(world: World) -> list[PlannedRequest]:
+def _probes(world: World) -> list[ScheduledRequest]:
     rng = random.Random(world.plan.seed + 1)
     return [
-        PlannedRequest(
+        ScheduledRequest(
             request_id=f"probe-{router.name}-{number}",
             client=PROBER,
             router=router.name,

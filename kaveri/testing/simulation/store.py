@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, cast
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.monitored_membership import MonitoredMembership
-from kaveri.cluster.store import Follow, HeartbeatAnswer, RequestClaim
+from kaveri.cluster.store import HeartbeatAnswer, RequestClaim, ViewSource
 from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 from kaveri.errors import ConfigError
@@ -127,10 +127,10 @@ class _MonitoredRelay(_Relay, MonitoredMembership):
 class SimulatedStore:
     """A ClusterStore whose state is in another process."""
 
-    def __init__(self, server: SimulatedStoreServer, follow: Follow = Follow.HEARTBEATS) -> None:
+    def __init__(self, server: SimulatedStoreServer, follow: ViewSource = ViewSource.HEARTBEATS) -> None:
         self._server = server
         self._network = server.network
-        kind = MonitoredMembership if follow is Follow.BROADCASTS else Membership
+        kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership
         self._membership = kind(time.monotonic)
         self._changes = ViewChanges(self._membership)
         self.process = current_process()

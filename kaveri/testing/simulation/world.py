@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kaveri.cluster.store import Follow
+from kaveri.cluster.store import ViewSource
 from kaveri.domain.view import Phase, Role
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
@@ -234,7 +234,7 @@ class World:
             replication=plan.replication,
             replica_min_tokens=plan.replica_min_tokens,
         )
-        async with SimulatedStore(self.store, Follow.BROADCASTS) as store:
+        async with SimulatedStore(self.store, ViewSource.BROADCASTS) as store:
             engine = life.engine = SimulatedEngine(
                 self.model,
                 wire=NetworkWire(self.network),

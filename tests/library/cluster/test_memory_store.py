@@ -3,7 +3,7 @@
 import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
-from kaveri.cluster.store import Follow
+from kaveri.cluster.store import ViewSource
 from kaveri.testing.store_conformance import StoreConformance
 
 
@@ -11,7 +11,7 @@ class _Cluster:
     def __init__(self) -> None:
         self._state = MemoryCluster()
 
-    def open_store(self, follow: Follow = Follow.HEARTBEATS) -> MemoryStore:
+    def open_store(self, follow: ViewSource = ViewSource.HEARTBEATS) -> MemoryStore:
         return MemoryStore(self._state, follow)
 
     async def take_away(self) -> None:

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from kaveri.cluster.metrics import REFUSED_HEARTBEATS
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.store import Follow, HeartbeatAnswer
+from kaveri.cluster.store import HeartbeatAnswer, ViewSource
 from kaveri.domain.view import InstanceLoad
 from kaveri.errors import ConfigError
 from kaveri.testing.store_conformance import DECODE, REQUEST, ROUTER, beating, has, lead, shows, view_that
@@ -119,7 +119,7 @@ async def test_redis_far_away_locks_nobody_out() -> None:
         instance, router = [await stack.enter_async_context(RedisStore(url)) for _ in range(2)]
         await stack.enter_async_context(beating(instance, replace(DECODE, lease_ttl_s=lease_s)))
         await view_that(router, has("decode-0"), within_s=20.0)
-        late = await stack.enter_async_context(RedisStore(url, follow=Follow.BROADCASTS))
+        late = await stack.enter_async_context(RedisStore(url, follow=ViewSource.BROADCASTS))
         assert has("decode-0")(late.view())
         # Several at once, each over a connection of its own that has to be opened first.
         claims = [router.claim_request(replace(REQUEST, request_id=f"request-{n}"), 60.0) for n in range(4)]

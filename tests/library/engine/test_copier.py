@@ -24,7 +24,7 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import make_request
 from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
-from kaveri.testing.engine_replication import Holder
+from kaveri.testing.engine_replication import ReplicaHoldingEngine
 
 _LAYOUT = KvLayout("model", layer_count=2, block_tokens=4, kv_head_count=1, head_dim=4, dtype="float32")
 _KEY = EngineKey("r", 1)
@@ -399,7 +399,7 @@ def test_engine_outlives_a_copier_that_fails(tmp_path: Path, stack: ExitStack) -
     stack.callback(engine.close)
     recorder = EngineRecorder()
     engine.start(recorder)
-    holder = Holder(_store(model, tmp_path))
+    holder = ReplicaHoldingEngine(_store(model, tmp_path))
     stack.callback(holder.store.close)
     request = make_request(engine, "r", 40, 20)
     engine.prefill(request)
@@ -443,7 +443,7 @@ def test_copies_wait_for_their_rate_and_for_prompts_and_requests_do_not(
     ending.wait = lambda timeout=None: waits.append(timeout or 0) is None and False  # type: ignore[method-assign]
     recorder = EngineRecorder()
     engine.start(recorder)
-    holder = Holder(_store(model, tmp_path))
+    holder = ReplicaHoldingEngine(_store(model, tmp_path))
     stack.callback(holder.store.close)
     request = make_request(engine, "r", 40, 20)
     engine.prefill(request)
@@ -542,7 +542,7 @@ def test_requests_whose_holder_is_frozen_finish_and_free_their_blocks(tmp_path: 
     stack.callback(frozen.close)
     frozen.bind(str(tmp_path / "frozen.sock"))
     frozen.listen()
-    holder = Holder(_store(model, tmp_path))
+    holder = ReplicaHoldingEngine(_store(model, tmp_path))
     stack.callback(holder.store.close)
     requests = [make_request(engine, f"r{i}", 40, 200) for i in range(6)]
     for number, request in enumerate(requests):

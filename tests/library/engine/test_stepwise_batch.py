@@ -3,13 +3,19 @@
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import EngineKey
 from kaveri.engine.stepwise.batch import form_step
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.sequence import Sequence
 
 
 def _sequence(name: str, token_count: int, computed: int = 0) -> Sequence:
     return Sequence(
-        EngineKey(name, 1), SamplingParams(), [1] * token_count, 0, Phase.RUNNING, [*range(100)], computed=computed
+        EngineKey(name, 1),
+        SamplingParams(),
+        [1] * token_count,
+        0,
+        SequencePhase.RUNNING,
+        [*range(100)],
+        computed=computed,
     )
 
 

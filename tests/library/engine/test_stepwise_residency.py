@@ -8,7 +8,7 @@ import pytest
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import EngineKey
 from kaveri.engine.stepwise.batch import form_step
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.sequence import Sequence
 from kaveri.errors import NoCapacity
@@ -38,7 +38,9 @@ class _Pool:
         if self.residency.short_of_blocks:
             raise NoCapacity("decode", 0.1)
         params = SamplingParams(max_tokens=answer_tokens)
-        sequence = Sequence(EngineKey(f"r{next(self._names)}", 1), params, [0] * prompt_tokens, 0, Phase.RESERVED)
+        sequence = Sequence(
+            EngineKey(f"r{next(self._names)}", 1), params, [0] * prompt_tokens, 0, SequencePhase.RESERVED
+        )
         sequence.block_ids += self.allocator.allocate(sequence, _LAYOUT.block_count(prompt_tokens + 1))
         self.live.append(sequence)
         return sequence
@@ -58,7 +60,7 @@ class _Pool:
     def take_blocks_of(self, sequence: Sequence) -> None:
         """As a preemption does."""
         self.allocator.release(sequence)
-        sequence.block_ids, sequence.computed, sequence.phase = [], 0, Phase.WAITING
+        sequence.block_ids, sequence.computed, sequence.phase = [], 0, SequencePhase.WAITING
         self.residency.running.remove(sequence)
         self.residency.waiting.insert(0, sequence)
 
@@ -116,7 +118,7 @@ def test_landed_and_unadmitted_gives_way_before_the_batch_does() -> None:
     while not (preempted := pool.step()):
         assert not running.done
     assert preempted == [landed]
-    assert landed.phase is Phase.LANDED
+    assert landed.phase is SequencePhase.LANDED
     # A copy of its blocks that spans this is no copy of them.
     assert landed.generation == 1
     pool.residency.admit(landed)
@@ -145,7 +147,7 @@ def test_landing_makes_room_for_one_that_was_preempted_before() -> None:
         assert not running.done
     pool.land(reserved)
     assert pool.step() == [reserved]
-    assert running.phase is Phase.RUNNING
+    assert running.phase is SequencePhase.RUNNING
     pool.residency.admit(reserved)
     while pool.live:
         pool.step()

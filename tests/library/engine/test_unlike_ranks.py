@@ -16,7 +16,7 @@ from kaveri.engine.pushes import first_token_of
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.orders import Chunk
+from kaveri.engine.vllm.orders import PromptChunk
 from kaveri.engine.vllm.rank import PassFirstToken, RankSetup, RevokeTicket
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import InvalidArgument, LayoutMismatch
@@ -87,7 +87,7 @@ class Instance:
         """One step that computes a whole prompt, whose KV is `values`."""
         self.fill(block_ids, values)
         for rank in self.ranks:
-            rank.begin_step([Chunk(name, TOKENS, tuple(block_ids), 0, TOKENS)])
+            rank.begin_step([PromptChunk(name, TOKENS, tuple(block_ids), 0, TOKENS)])
             for layer in range(self.layout.layer_count):
                 rank.layer_done(layer)
             rank.end_step()
@@ -324,7 +324,7 @@ def test_parts_that_were_handed_over_with_unlike_tokens_name_none(make_pair: Any
     pair = make_pair("unix", source, MODEL)
     pair.push(pair.receiving.grant(source, [5, 1, 6]))
     for number, rank in enumerate(pair.sending.ranks):
-        rank.begin_step([Chunk("r", TOKENS, (0, 3, 2), 0, TOKENS)])
+        rank.begin_step([PromptChunk("r", TOKENS, (0, 3, 2), 0, TOKENS)])
         rank.end_step()
         rank.do(PassFirstToken("r", number))
     landed = pair.receiving.next()
@@ -366,7 +366,7 @@ def test_a_stepwise_engine_pushes_to_two_ranks_and_takes_from_two(
             assert len(ticket.parts) == 2
             name = request.key.request_id
             for rank in relay.ranks:
-                rank.begin_step([Chunk(name, token_count, block_ids, 0, token_count)])
+                rank.begin_step([PromptChunk(name, token_count, block_ids, 0, token_count)])
                 rank.end_step()
             relay.plane.open_push(name, ticket)
             first_token_id = first_token_of(landed.note)

@@ -24,7 +24,7 @@ import pytest
 from kaveri.engine.kv_plane import Granted, PlaneEvent
 from kaveri.engine.vllm import remote_rank
 from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.orders import Chunk
+from kaveri.engine.vllm.orders import PromptChunk
 from kaveri.engine.vllm.rank import ForgetPrompt, PassFirstToken, Rank, RankSetup, RevokeTicket
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.engine.vllm.rank_server import serve_rank
@@ -96,7 +96,7 @@ class RankMemory:
 
     def compute(self, number: str, block_ids: Sequence[int]) -> None:
         """One step that computes a whole prompt."""
-        self.plane.begin_step([Chunk(number, TOKENS, tuple(block_ids), 0, TOKENS)])
+        self.plane.begin_step([PromptChunk(number, TOKENS, tuple(block_ids), 0, TOKENS)])
         for layer in range(self.layout.layer_count):
             self.plane.layer_done(layer)
         self.plane.end_step()

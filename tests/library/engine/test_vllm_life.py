@@ -24,37 +24,37 @@ from kaveri.engine.contract import (
 )
 from kaveri.engine.vllm.life import (
     Admitted,
-    Adopted,
+    AdoptedForDecode,
     Arrived,
+    BlocksAllocated,
     BlocksGivenUp,
     BlocksTaken,
-    Computed,
     Drawn,
-    Ended,
     Event,
     Evicted,
-    Failed,
     Joined,
     JoinedAnew,
     Joining,
-    KvLanded,
+    KvArrived,
     LeaveAsked,
     Leaving,
     Left,
     LeftBatch,
     LeftOut,
-    Placed,
-    Prefilling,
-    Reserved,
+    NoLongerNeeded,
     Returning,
-    Running,
     Scheduled,
     State,
     Stepped,
-    Stopped,
     Submitted,
     TransferEnded,
     TransferOpened,
+    VllmComputed,
+    VllmEnded,
+    VllmFailed,
+    VllmPrefilling,
+    VllmReserved,
+    VllmRunning,
     Waiting,
     WentOn,
     reserved,
@@ -72,43 +72,43 @@ _EVENTS: dict[type[Any], Event] = {
     for event in (
         TransferOpened(b"x"),
         TransferEnded(),
-        KvLanded(1),
-        Adopted(),
+        KvArrived(1),
+        AdoptedForDecode(),
         Admitted(),
         Joined(),
         JoinedAnew(),
         LeaveAsked(),
         LeftBatch(),
         WentOn(),
-        Placed(1),
+        BlocksAllocated(1),
         Scheduled(1),
         Stepped(1),
         Drawn(1, None, None),
         LeftOut(),
         BlocksTaken(),
         BlocksGivenUp(),
-        Failed("why"),
-        Stopped(),
+        VllmFailed("why"),
+        NoLongerNeeded(),
     )
 }
 _LEGAL: dict[type[Any], set[type[Any]]] = {
-    Submitted: {TransferOpened, TransferEnded, Scheduled, BlocksTaken, Failed, Stopped},
-    Prefilling: {TransferOpened, TransferEnded, Scheduled, Stepped, Drawn, BlocksTaken, Failed, Stopped},
-    Computed: {TransferOpened, TransferEnded, Adopted, BlocksTaken, Stopped},
-    Reserved: {TransferOpened, TransferEnded, Placed, KvLanded, Stopped},
-    Arrived: {Admitted, LeaveAsked, BlocksGivenUp, Stopped},
-    Waiting: {Joined, JoinedAnew, BlocksGivenUp, Stopped},
-    Joining: {Scheduled, LeftOut, BlocksTaken, Failed, Stopped},
-    Running: {Scheduled, Stepped, Drawn, LeaveAsked, BlocksTaken, Failed, Stopped},
-    Evicted: {Scheduled, BlocksTaken, Failed, Stopped},
-    Leaving: {Scheduled, Stepped, Drawn, LeftBatch, WentOn, BlocksTaken, Failed, Stopped},
-    Left: {WentOn, Stopped},
-    Returning: {JoinedAnew, Stopped},
-    Ended: {TransferEnded},
+    Submitted: {TransferOpened, TransferEnded, Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded},
+    VllmPrefilling: {TransferOpened, TransferEnded, Scheduled, Stepped, Drawn, BlocksTaken, VllmFailed, NoLongerNeeded},
+    VllmComputed: {TransferOpened, TransferEnded, AdoptedForDecode, BlocksTaken, NoLongerNeeded},
+    VllmReserved: {TransferOpened, TransferEnded, BlocksAllocated, KvArrived, NoLongerNeeded},
+    Arrived: {Admitted, LeaveAsked, BlocksGivenUp, NoLongerNeeded},
+    Waiting: {Joined, JoinedAnew, BlocksGivenUp, NoLongerNeeded},
+    Joining: {Scheduled, LeftOut, BlocksTaken, VllmFailed, NoLongerNeeded},
+    VllmRunning: {Scheduled, Stepped, Drawn, LeaveAsked, BlocksTaken, VllmFailed, NoLongerNeeded},
+    Evicted: {Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded},
+    Leaving: {Scheduled, Stepped, Drawn, LeftBatch, WentOn, BlocksTaken, VllmFailed, NoLongerNeeded},
+    Left: {WentOn, NoLongerNeeded},
+    Returning: {JoinedAnew, NoLongerNeeded},
+    VllmEnded: {TransferEnded},
 }
 
 
-_ENDS = {Stopped, Failed, BlocksTaken}
+_ENDS = {NoLongerNeeded, VllmFailed, BlocksTaken}
 
 
 def _request(prompt_tokens: int) -> EngineRequest:
@@ -141,9 +141,9 @@ class Life(RuleBasedStateMachine):
                 return
             case TransferEnded() if self.state.transfer_id is None:
                 return
-            case KvLanded() | Adopted() if self.state.transfer_id is not None:
+            case KvArrived() | AdoptedForDecode() if self.state.transfer_id is not None:
                 return
-            case Scheduled() | Placed():
+            case Scheduled() | BlocksAllocated():
                 event = type(event)(data.draw(st.integers(0, 6)))
             case Stepped():
                 event = Stepped(self.state.computed + data.draw(st.integers(1, 5)))
@@ -156,7 +156,7 @@ class Life(RuleBasedStateMachine):
 
     def check(self, before: State, event: Event, actions: list[Any]) -> None:
         """The actions of each event; a push ends with its prompt."""
-        is_prompt = isinstance(before, Submitted | Prefilling | Computed)
+        is_prompt = isinstance(before, Submitted | VllmPrefilling | VllmComputed)
         abort = [AbortPush(before.transfer_id)] if is_prompt and before.transfer_id is not None else []
         key = before.facts.key
         expected: list[Any] = []
@@ -178,7 +178,7 @@ class Life(RuleBasedStateMachine):
                 expected = [Preempted(key)]
             case BlocksTaken() if not is_prompt:
                 expected = [Preempted(key)]
-            case Failed() | BlocksTaken():
+            case VllmFailed() | BlocksTaken():
                 expected = [RequestFailed(key, actions[0].reason), *abort]
         assert actions == expected
 
@@ -189,11 +189,11 @@ class Life(RuleBasedStateMachine):
         state, facts = self.state, self.state.facts
         assert 0 <= state.promised <= facts.block_count(facts.prompt_tokens + 1)
         match state:
-            case Ended():
+            case VllmEnded():
                 assert (state.computed, state.promised) == (0, 0)
             case Evicted():
                 assert (state.computed, state.promised) == (0, 0)
-            case Running() | Joining():
+            case VllmRunning() | Joining():
                 assert state.transfer_id is None
             case Arrived() | Waiting():
                 assert (state.computed, state.transfer_id) in {(facts.prompt_tokens, None), (0, None)}
@@ -203,7 +203,7 @@ class Life(RuleBasedStateMachine):
         ends = [each for each in getattr(self, "told", ()) if _is_end(each)]
         assert len(ends) <= 1
         if ends:
-            assert isinstance(self.state, Ended)
+            assert isinstance(self.state, VllmEnded)
 
 
 def _is_end(told: Any) -> bool:
@@ -238,24 +238,24 @@ def test_every_pair_of_state_and_event_is_either_possible_or_refused_by_both_nam
                 step(state, event)
 
 
-@pytest.mark.parametrize("event", [KvLanded(1), Adopted(), TransferOpened(b"y")])
+@pytest.mark.parametrize("event", [KvArrived(1), AdoptedForDecode(), TransferOpened(b"y")])
 def test_nothing_becomes_of_a_request_whose_transfer_is_open(event: Event) -> None:
-    for kind in (Reserved, Computed):
+    for kind in (VllmReserved, VllmComputed):
         state = replace(_example(kind), open_id=b"x")  # type: ignore[type-var, call-arg]
         with pytest.raises(AssertionError):
             step(state, event)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("event", [Drawn(5, None, FinishReason.STOP), Failed("why"), BlocksTaken()])
+@pytest.mark.parametrize("event", [Drawn(5, None, FinishReason.STOP), VllmFailed("why"), BlocksTaken()])
 def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
-    ended, actions = step(replace(_example(Prefilling), open_id=b"x"), event)  # type: ignore[type-var, call-arg]
+    ended, actions = step(replace(_example(VllmPrefilling), open_id=b"x"), event)  # type: ignore[type-var, call-arg]
     assert AbortPush(b"x") in actions
     # Its blocks are touched until the push has ended.
     assert ended.transfer_id == b"x"
 
 
 def test_a_preempted_answer_goes_on_with_its_next_token() -> None:
-    state: State = _example(Running)
+    state: State = _example(VllmRunning)
     state, (first,) = step(state, Drawn(5, None, None))
     state, _ = step(state, BlocksTaken())
     state, _ = step(state, Scheduled(0))

@@ -7,17 +7,17 @@ import pytest
 from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest
 from kaveri.engine.vllm.life import (
+    BlocksAllocated,
     BlocksTaken,
     Drawn,
     JoinedAnew,
     Joining,
-    KvLanded,
+    KvArrived,
     LeftOut,
-    Placed,
     Scheduled,
     Stepped,
 )
-from kaveri.engine.vllm.request import Entry, Kept, VllmRequest
+from kaveri.engine.vllm.request import Entry, EntryKept, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 from kaveri.kv.layout.layout import KvLayout
@@ -34,8 +34,8 @@ class _Table(Requests):
 
     def admitted(self, name: str, prompt_tokens: int = 3) -> VllmRequest:
         request = self.open_decode(_request(name, prompt_tokens))
-        self.apply(request, Placed(_LAYOUT.block_count(prompt_tokens + 1)))
-        self.apply(request, KvLanded(7))
+        self.apply(request, BlocksAllocated(_LAYOUT.block_count(prompt_tokens + 1)))
+        self.apply(request, KvArrived(7))
         self.admit(request.key)
         return request
 
@@ -147,7 +147,7 @@ def test_what_a_request_leaves_behind_is_known_until_vllm_has_it_back() -> None:
     table = _Table(40)
     request = table.admitted("a")
     record: Any = object()
-    entry = Entry(request, "vllm-1", record, Kept())
+    entry = Entry(request, "vllm-1", record, EntryKept())
     request.entry = entry
     left = table.leave_entry(request)
     assert left is not None

@@ -26,7 +26,7 @@ from kaveri.testing.transport_peer import (
     load_transport,
     wait_until,
 )
-from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, World
+from kaveri.testing.transport_world import PEER_BLOCKS, PEER_LAYOUT, TransportWorld
 
 LAYOUT = KvLayout("flow", 8, block_tokens=16, kv_head_count=8, head_dim=64, dtype="float32")
 """64 KiB blocks."""
@@ -47,14 +47,14 @@ _NEEDS_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, 
 _TRANSPORTS = [pytest.param(name, marks=[_NEEDS_NIXL] if name == "nixl" else []) for name in _FACTORIES]
 
 
-class FlowWorld(World):
+class FlowWorld(TransportWorld):
     """A world whose receiver gives little credit, and may be slow."""
 
     credit_bytes = 128 * MIB
     digest: Callable[[], Digest] = xxh3
 
     def start_receiver(self) -> KvReceiver:
-        """See World."""
+        """See TransportWorld."""
         self.epoch += 1
         transport = load_transport(self.factory)
         self.receiver = KvReceiver(
@@ -171,7 +171,9 @@ class WrittenBytes:
         return sum(byte_count for writer, byte_count in self.writes[:last] if writer == other_id)
 
 
-def sender_of(world: World, on_local_done: WrittenBytes | None = None, credit_timeout_s: float = 10.0) -> KvSender:
+def sender_of(
+    world: TransportWorld, on_local_done: WrittenBytes | None = None, credit_timeout_s: float = 10.0
+) -> KvSender:
     return KvSender(
         world.source,
         world.pushed,
@@ -193,7 +195,7 @@ def credit_is_where_it_should_be(receiver: KvReceiver, senders: Sequence[KvSende
     )
 
 
-def first_block_arrived(world: World, ticket: Ticket, layer: int) -> bool:
+def first_block_arrived(world: TransportWorld, ticket: Ticket, layer: int) -> bool:
     """Of a push from source block 0 on."""
     return bool((world.target.memory[layer, ticket.block_ids[0]] == world.source.memory[layer, 0]).all())
 

@@ -21,7 +21,7 @@ from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports, shm_transport, transport_names
-from kaveri.kv.transports.stream import Stream
+from kaveri.kv.transports.stream import ByteStream
 from kaveri.testing.transport_peer import Recorder, fill_pool, wait_until
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
@@ -171,7 +171,7 @@ def test_descriptors_of_a_receiver_that_sends_too_many_are_given_back(tmp_path: 
         for message in range(2):
             socket.send_fds(far, [b"data"], [sent.fileno()] * (message < count))
         with pytest.raises(LinkLost, match=f"{count} descriptors"):
-            Stream(near, 10.0).receive_descriptor(8)
+            ByteStream(near, 10.0).receive_descriptor(8)
         assert _descriptors_of(tmp_path / "sent") == [sent.fileno()]
 
 

@@ -12,7 +12,7 @@ from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports.frames import HEADER_BYTES, Header, Kind, unpack_header
 from kaveri.kv.transports.socket import SocketLink
-from kaveri.kv.transports.stream import Stream, never
+from kaveri.kv.transports.stream import ByteStream, never
 from kaveri.testing.transport_peer import fill_pool
 
 LAYOUT = KvLayout("link", 2, block_tokens=4, kv_head_count=2, head_dim=5, dtype="float32")
@@ -34,7 +34,7 @@ class Listener:
         pass
 
 
-class Narrow(Stream):
+class Narrow(ByteStream):
     """Takes so many bytes of what may be stopped, then its sender is stopped."""
 
     room_bytes = 0

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
 from kaveri.policy.recovery import RecoveryCosts, is_worth_a_resume
 
 MODEL = "tiny"
-REPLICA = Replica("decode-1", 7, 960)
+REPLICA = ReplicaLocation("decode-1", 7, 960)
 CONTEXT = 1_000
 
 

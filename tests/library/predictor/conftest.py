@@ -6,7 +6,7 @@ import pytest
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.predictor.labels import Label, load_tokenizer
-from kaveri.workload.prompts import Prompt
+from kaveri.workload.prompts import RequestPrompt
 from training.kaveri_tiny.families import WORDS
 
 
@@ -19,7 +19,7 @@ def make_labels(count: int = 120) -> list[Label]:
         text = f"Sing about {WORDS[place]}" if song else f"Spell {WORDS[place]}."
         labels.append(
             Label(
-                prompt=Prompt("prompt", text),
+                prompt=RequestPrompt("prompt", text),
                 model="kaveri-tiny",
                 vocab_size=1536,
                 prompt_tokens=len(tokenizer.backend_tokenizer.encode(text).ids),

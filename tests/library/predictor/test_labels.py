@@ -9,10 +9,12 @@ import pytest
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import ConfigError
 from kaveri.predictor.labels import Label, Split, load_tokenizer, parse_label, read_labels, token_ids_of
-from kaveri.workload.prompts import Prompt
+from kaveri.workload.prompts import RequestPrompt
 
 
-def make_label(prompt: Prompt, prompt_tokens: int = 3, output_tokens: int = 5, model: str = "kaveri-tiny") -> Label:
+def make_label(
+    prompt: RequestPrompt, prompt_tokens: int = 3, output_tokens: int = 5, model: str = "kaveri-tiny"
+) -> Label:
     return Label(
         prompt=prompt,
         model=model,
@@ -26,12 +28,12 @@ def make_label(prompt: Prompt, prompt_tokens: int = 3, output_tokens: int = 5, m
 @pytest.mark.parametrize(
     "prompt",
     [
-        Prompt("prompt", "Grüße\nan alle\u2028"),
-        Prompt("messages", [{"role": "user", "content": "hello"}]),
-        Prompt("prompt_token_ids", [1, 2, 3]),
+        RequestPrompt("prompt", "Grüße\nan alle\u2028"),
+        RequestPrompt("messages", [{"role": "user", "content": "hello"}]),
+        RequestPrompt("prompt_token_ids", [1, 2, 3]),
     ],
 )
-def test_a_label_survives_its_file(tmp_path: Path, prompt: Prompt) -> None:
+def test_a_label_survives_its_file(tmp_path: Path, prompt: RequestPrompt) -> None:
     label = make_label(prompt)
     path = tmp_path / "labels.jsonl"
     path.write_text(label.as_line() * 2)
@@ -39,7 +41,7 @@ def test_a_label_survives_its_file(tmp_path: Path, prompt: Prompt) -> None:
 
 
 def test_the_split_depends_on_the_prompt_alone_and_has_the_promised_shares() -> None:
-    prompts = [Prompt("prompt", f"prompt {number}") for number in range(2000)]
+    prompts = [RequestPrompt("prompt", f"prompt {number}") for number in range(2000)]
     splits = [make_label(prompt).split for prompt in prompts]
     assert splits == [make_label(prompt, output_tokens=99, model="other").split for prompt in prompts]
     counts = Counter(splits)
@@ -63,7 +65,7 @@ def test_the_split_depends_on_the_prompt_alone_and_has_the_promised_shares() -> 
 def test_a_malformed_label_is_named_with_its_number_and_reason(
     tmp_path: Path, change: dict[str, object], reason: str
 ) -> None:
-    line = make_label(Prompt("prompt", "hello")).as_line()
+    line = make_label(RequestPrompt("prompt", "hello")).as_line()
     path = tmp_path / "labels.jsonl"
     path.write_text(line + json.dumps(json.loads(line) | change) + "\n")
     with pytest.raises(ConfigError) as caught:
@@ -74,13 +76,13 @@ def test_a_malformed_label_is_named_with_its_number_and_reason(
 
 def test_prompts_are_tokenized_as_they_were_served() -> None:
     tokenizer = load_tokenizer("kaveri-tiny")
-    raw = parse_label(make_label(Prompt("prompt", "Spell river.")).as_line())
+    raw = parse_label(make_label(RequestPrompt("prompt", "Spell river.")).as_line())
     ids = tokenizer.backend_tokenizer.encode("Spell river.").ids
-    chat = Prompt("messages", [{"role": "user", "content": "Spell river."}])
+    chat = RequestPrompt("messages", [{"role": "user", "content": "Spell river."}])
     labels = [
         make_label(raw.prompt, len(ids)),
         make_label(chat, len(ids) + 3),  # <|user|>, <|end|> and <|assistant|>
-        make_label(Prompt("prompt_token_ids", [5, 4, 3]), 3),
+        make_label(RequestPrompt("prompt_token_ids", [5, 4, 3]), 3),
     ]
     plain, templated, given = token_ids_of(labels, tokenizer)
     assert plain == ids
@@ -89,7 +91,7 @@ def test_prompts_are_tokenized_as_they_were_served() -> None:
 
 
 def test_a_tokenizer_that_counts_otherwise_than_the_cluster_is_refused() -> None:
-    label = make_label(Prompt("prompt", "Spell river."), prompt_tokens=99)
+    label = make_label(RequestPrompt("prompt", "Spell river."), prompt_tokens=99)
     with pytest.raises(ConfigError, match=r"--tokenizer: is not that of model 'kaveri-tiny': .* 99 were served"):
         token_ids_of([label], load_tokenizer("kaveri-tiny"))
     with pytest.raises(ConfigError, match="--tokenizer: '/nowhere' has no tokenizer"):

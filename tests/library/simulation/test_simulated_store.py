@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.cluster.store import Follow
+from kaveri.cluster.store import ViewSource
 from kaveri.testing.simulation.entropy import replaced_world
 from kaveri.testing.simulation.loop import SimulatedLoop, SimulatedProcess
 from kaveri.testing.simulation.network import LinkQuality, Network
@@ -33,7 +33,7 @@ class _Cluster:
         self.loop.run_until_complete(self.loop.spawn(self._process, test))
         assert not self.loop.unhandled
 
-    def open_store(self, follow: Follow = Follow.HEARTBEATS) -> SimulatedStore:
+    def open_store(self, follow: ViewSource = ViewSource.HEARTBEATS) -> SimulatedStore:
         return SimulatedStore(self._server, follow)
 
     async def take_away(self) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.latency.model import load_latency_model
 from kaveri.simulator.engine import CountedEngine
@@ -87,14 +87,14 @@ class _Both:
         prompt_tokens, answer_tokens = rng.randrange(1, 100), rng.randrange(2, 90)
         kind = rng.choice(self.kinds)
         if kind == "decode":
-            sequence = CountedSequence(self.number, None, prompt_tokens, answer_tokens - 1, Phase.RESERVED)
+            sequence = CountedSequence(self.number, None, prompt_tokens, answer_tokens - 1, SequencePhase.RESERVED)
             fits = self.engine.open(sequence, prompt_tokens + 1)
             assert fits == self.reference.decode(self.number, prompt_tokens, answer_tokens, now_s)
             if fits:
                 self.engine.land(sequence)
                 self.engine.admit(sequence)
         else:
-            sequence = CountedSequence(self.number, None, prompt_tokens, answer_tokens, Phase.PREFILLING)
+            sequence = CountedSequence(self.number, None, prompt_tokens, answer_tokens, SequencePhase.PREFILLING)
             fits = self.engine.open(sequence, prompt_tokens)
             assert fits == self.reference.prefill(self.number, prompt_tokens, answer_tokens, now_s)
             if fits:

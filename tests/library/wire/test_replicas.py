@@ -6,7 +6,7 @@ import pytest
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.replica import Replica, ReplicaOffer, Resumed, Resumption
+from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.errors import InvalidArgument
@@ -32,7 +32,7 @@ RESUMPTION = Resumption("r", OWNERSHIP, (1, 2, 3, 4), 2, PARAMS, 30.0, TokenRang
 
 
 def test_what_is_said_of_replicas_survives_the_wire() -> None:
-    replica, resumed = Replica("decode-1", 5, 64), Resumed(5, 64)
+    replica, resumed = ReplicaLocation("decode-1", 5, 64), Resumed(5, 64)
     assert replica_from_proto(replica_to_proto(replica)) == replica
     assert resumed_from_proto(resumed_to_proto(resumed)) == resumed
     assert offer_from_proto(offer_to_proto(OFFER)) == OFFER

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kaveri.errors import ConfigError
-from kaveri.workload.prompts import Prompt, read_prompts
+from kaveri.workload.prompts import RequestPrompt, read_prompts
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -15,7 +15,7 @@ def test_a_text_file_has_a_prompt_per_line_and_blank_lines_do_not_count(tmp_path
     path = tmp_path / "prompts.txt"
     path.write_bytes("hello\r\n\n  \n Grüße\x85{}\n".encode())
     # Spaces at the ends belong to a prompt, and so does what only Unicode takes for the end of a line.
-    assert read_prompts(path) == [(1, Prompt("prompt", "hello")), (4, Prompt("prompt", " Grüße\x85{}"))]
+    assert read_prompts(path) == [(1, RequestPrompt("prompt", "hello")), (4, RequestPrompt("prompt", " Grüße\x85{}"))]
 
 
 def test_a_jsonl_file_has_all_three_kinds_and_ignores_other_keys(tmp_path: Path) -> None:

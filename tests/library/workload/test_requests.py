@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.errors import ConfigError
-from kaveri.workload.prompts import Prompt
+from kaveri.workload.prompts import RequestPrompt
 from kaveri.workload.requests import (
     RequestLengths,
     Workload,
@@ -139,7 +139,7 @@ def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_what_fits_counts_prompt_and_answer_and_keeps_times_and_prompts_together() -> None:
     lengths = [RequestLengths(60, 40), RequestLengths(60, 41), RequestLengths(99, 1), RequestLengths(100, 1)]
-    prompts = [Prompt("prompt", str(number)) for number in range(4)]
+    prompts = [RequestPrompt("prompt", str(number)) for number in range(4)]
     fitting = Workload(lengths=lengths, times_s=[0.0, 1.0, 2.0, 3.0], prompts=prompts).fitting(100)
     assert list(fitting.lengths) == [lengths[0], lengths[2]]
     assert list(fitting.times_s) == [0.0, 2.0]

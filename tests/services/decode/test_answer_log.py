@@ -1,7 +1,7 @@
 """What a router is sent of a request's copy."""
 
 from kaveri.domain.owner import Owner
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import EngineKey, TokenStep
 from services.decode.answer_log import AnswerLog, End
@@ -12,17 +12,17 @@ OWNER = Owner(0, 1)
 def test_news_of_a_copy_are_sent_once_and_again_to_a_router_that_attaches() -> None:
     log = AnswerLog.after(0)
     assert log.take("r", OWNER).replica is None
-    log.note_replica(Replica("d1", 1, 16))
-    log.note_replica(Replica("d1", 1, 32))
-    assert log.take("r", OWNER).replica == Replica("d1", 1, 32)
+    log.note_replica(ReplicaLocation("d1", 1, 16))
+    log.note_replica(ReplicaLocation("d1", 1, 32))
+    assert log.take("r", OWNER).replica == ReplicaLocation("d1", 1, 32)
     assert log.take("r", OWNER).replica is None
     log.send_from(log.next_index)
-    assert log.take("r", OWNER).replica == Replica("d1", 1, 32)
+    assert log.take("r", OWNER).replica == ReplicaLocation("d1", 1, 32)
 
 
 def test_no_copy_is_named_of_a_request_that_has_ended() -> None:
     log = AnswerLog.drawn_here(0)
-    log.note_replica(Replica("d1", 1, 16))
+    log.note_replica(ReplicaLocation("d1", 1, 16))
     log.gain(TokenStep(EngineKey("r", 1), 0, 42, None, FinishReason.LENGTH), None)
     log.send_from(0)
     gained = log.take("r", OWNER)
@@ -31,13 +31,13 @@ def test_no_copy_is_named_of_a_request_that_has_ended() -> None:
 
 def test_the_copy_of_a_moved_request_is_named_with_its_end() -> None:
     log = AnswerLog.drawn_here(0)
-    log.note_replica(Replica("d1", 1, 16))
+    log.note_replica(ReplicaLocation("d1", 1, 16))
     log.take("r", OWNER)
-    log.note_replica(Replica("d1", 1, 21))
+    log.note_replica(ReplicaLocation("d1", 1, 21))
     log.end = End(error="it goes on at d1", moved=True)
     for _ in range(2):
         gained = log.take("r", OWNER)
-        assert (gained.end.moved, gained.replica) == (True, Replica("d1", 1, 21))
+        assert (gained.end.moved, gained.replica) == (True, ReplicaLocation("d1", 1, 21))
         # Another router attaches.
         log.send_from(0)
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from services.decode.copying import (
@@ -20,6 +20,7 @@ from services.decode.copying import (
     Copy,
     CopyGrew,
     CopyLost,
+    CopyRoomGranted,
     EndAsMoved,
     Event,
     Holder,
@@ -30,8 +31,7 @@ from services.decode.copying import (
     MoveFailed,
     Opening,
     RequestEnded,
-    RoomGranted,
-    TellRouter,
+    TellRouterOfCopy,
     step,
 )
 
@@ -51,33 +51,37 @@ def after(*events: Event) -> tuple[Copy, list[Action]]:
 
 
 def test_a_copy_that_grows_is_told_to_the_router() -> None:
-    copy, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), CopyGrew(16), CopyGrew(32))
+    copy, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16), CopyGrew(16), CopyGrew(32))
     assert copy == Copied(ONE, 0, 32)
     assert done == [
         AskHolder(ONE),
         BeginCopy(TICKET),
-        TellRouter(Replica("d1", 1, 16)),
-        TellRouter(Replica("d1", 1, 32)),
+        TellRouterOfCopy(ReplicaLocation("d1", 1, 16)),
+        TellRouterOfCopy(ReplicaLocation("d1", 1, 32)),
     ]
 
 
 def test_the_life_that_granted_the_room_is_the_holder_not_the_one_of_the_view() -> None:
-    copy, done = after(HolderChosen(ONE), RoomGranted(TICKET, 7), CopyGrew(16))
+    copy, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 7), CopyGrew(16))
     assert isinstance(copy, Copied)
     assert copy.holder.incarnation == 7
-    assert done[-1] == TellRouter(Replica("d1", 7, 16))
+    assert done[-1] == TellRouterOfCopy(ReplicaLocation("d1", 7, 16))
 
 
 def test_a_request_is_moved_once_the_engine_has_let_it_go() -> None:
-    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16))
+    copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16))
     _, done = after(*copied, MoveAsked(), CopyGrew(32), MoveDone(37))
-    assert done[-3:] == [LetGoInEngine(), TellRouter(Replica("d1", 1, 32)), EndAsMoved(Replica("d1", 1, 37))]
+    assert done[-3:] == [
+        LetGoInEngine(),
+        TellRouterOfCopy(ReplicaLocation("d1", 1, 32)),
+        EndAsMoved(ReplicaLocation("d1", 1, 37)),
+    ]
     _, done = after(*copied, MoveAsked(), MoveDone(37), RequestEnded())
     assert not any(isinstance(action, CloseCopy) for action in done), "the request goes on from that copy"
 
 
 def test_a_request_that_could_not_be_let_go_keeps_its_copy_or_looks_for_another() -> None:
-    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), MoveAsked())
+    copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16), MoveAsked())
     copy, _ = after(*copied, MoveFailed())
     assert copy == Copied(ONE, 0, 16)
     copy, _ = after(*copied, LOST, MoveFailed())
@@ -86,37 +90,37 @@ def test_a_request_that_could_not_be_let_go_keeps_its_copy_or_looks_for_another(
 
 
 def test_a_request_that_is_given_up_while_it_is_let_go_leaves_no_copy() -> None:
-    moving = (HolderChosen(ONE), RoomGranted(TICKET, 1), MoveAsked())
+    moving = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), MoveAsked())
     _, done = after(*moving, RequestEnded(is_given_up=True), MoveDone(37))
     assert done[-1] == CloseCopy(ONE)
 
 
 def test_a_request_that_ends_by_its_last_token_while_it_is_let_go_leaves_its_copy_for_a_moment() -> None:
-    moving = (HolderChosen(ONE), RoomGranted(TICKET, 1), MoveAsked())
+    moving = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), MoveAsked())
     copy, done = after(*moving, RequestEnded(), MoveDone(37))
     assert done[-1] == LetGoInEngine(), "the router may need it if this instance dies before the end has arrived"
     assert copy == Alone()
 
 
 def test_a_former_holder_is_closed_once_another_one_has_granted_room() -> None:
-    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, HolderChosen(OTHER))
+    copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), LOST, HolderChosen(OTHER))
     _, before = after(*copied)
     assert not any(isinstance(action, CloseCopy) for action in before), "its copy may still be resumed from"
-    _, done = after(*copied, RoomGranted(TICKET, 1))
+    _, done = after(*copied, CopyRoomGranted(TICKET, 1))
     assert done[-2:] == [CloseCopy(ONE), BeginCopy(TICKET)]
 
 
 def test_a_former_holder_that_grants_room_again_is_not_closed() -> None:
-    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, HolderChosen(ONE), RoomGranted(TICKET, 1))
+    _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), LOST, HolderChosen(ONE), CopyRoomGranted(TICKET, 1))
     assert not any(isinstance(action, CloseCopy) for action in done)
 
 
 def test_a_request_that_ends_between_two_holders_closes_the_former_copy() -> None:
-    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, RequestEnded())
+    _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), LOST, RequestEnded())
     assert done[-1] == CloseCopy(ONE)
-    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), RequestEnded(is_given_up=True))
+    _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), RequestEnded(is_given_up=True))
     assert done[-1] == CloseCopy(ONE._replace(incarnation=1))
-    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), RequestEnded())
+    _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), RequestEnded())
     assert not any(isinstance(action, CloseCopy) for action in done), "its engine has given the copy up"
 
 
@@ -131,7 +135,7 @@ def test_pauses_double_until_a_copy_grows_and_have_a_limit() -> None:
     assert pauses[0] == FIRST_PAUSE_S
     assert all(late >= early for early, late in itertools.pairwise(pauses))
     assert pauses[-1] == LONGEST_PAUSE_S
-    for event in (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), LOST):
+    for event in (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16), LOST):
         copy, _ = step(copy, event, 0.0)
     assert isinstance(copy, Alone)
     assert copy.until_s == FIRST_PAUSE_S
@@ -140,8 +144,8 @@ def test_pauses_double_until_a_copy_grows_and_have_a_limit() -> None:
 EVENTS: list[Event] = [
     HolderChosen(ONE),
     HolderChosen(OTHER),
-    RoomGranted(TICKET, 1),
-    RoomGranted(TICKET, 2),
+    CopyRoomGranted(TICKET, 1),
+    CopyRoomGranted(TICKET, 2),
     LOST,
     CopyGrew(16),
     CopyGrew(32),

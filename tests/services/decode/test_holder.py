@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.replica import Replica, ReplicaOffer, Resumption
+from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumption
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
@@ -171,11 +171,11 @@ def test_the_copy_of_an_owner_whose_life_has_left_the_cluster_is_kept_for_the_gr
 
 
 async def test_a_copy_that_was_pushed_on_stays_the_newer_owners_that_goes_on_from_it(store: Store) -> None:
-    pushes: asyncio.Queue[asyncio.Future[Replica]] = asyncio.Queue()
+    pushes: asyncio.Queue[asyncio.Future[ReplicaLocation]] = asyncio.Queue()
 
     class Forwarder:
-        async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> Replica:
-            push: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+        async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> ReplicaLocation:
+            push: asyncio.Future[ReplicaLocation] = asyncio.get_running_loop().create_future()
             pushes.put_nowait(push)
             return await push
 
@@ -189,11 +189,11 @@ async def test_a_copy_that_was_pushed_on_stays_the_newer_owners_that_goes_on_fro
             resumption = Resumption("r", owned(session, attempt), TOKENS, 2, params, 60.0, None, 7, may_push_on=True)
             resumes.append(asyncio.ensure_future(holder.resume(resumption)))
             taken.append(await pushes.get())
-        taken[0].set_result(Replica("d2", 1, 8))
-        assert (await resumes[0]).replica == Replica("d2", 1, 8)
+        taken[0].set_result(ReplicaLocation("d2", 1, 8))
+        assert (await resumes[0]).replica == ReplicaLocation("d2", 1, 8)
         holder.close("r", owned(0, 2))
         assert holder.held_count == 1, "a late abort of the older owner has closed it"
-        taken[1].set_result(Replica("d3", 1, 8))
+        taken[1].set_result(ReplicaLocation("d3", 1, 8))
         await resumes[1]
         holder.close("r", owned(1, 1))
     assert holder.held_count == 0

@@ -16,10 +16,11 @@ from services.decode.lifecycle import (
     AbortInEngine,
     Action,
     AdoptedHere,
-    Answer,
+    AnswerReserve,
     BlocksLost,
     Broken,
     CallEnded,
+    DecodeOutcome,
     Drew,
     DropTokens,
     Event,
@@ -29,7 +30,6 @@ from services.decode.lifecycle import (
     KvLanded,
     KvNotLanded,
     LeaveLine,
-    Outcome,
     Ready,
     Released,
     Report,
@@ -92,7 +92,7 @@ POSSIBLE = {
 
 
 @pytest.mark.parametrize(
-    ("state", "event"), list(itertools.product((*STATES, Released(Outcome.FINISHED)), EVENTS)), ids=repr
+    ("state", "event"), list(itertools.product((*STATES, Released(DecodeOutcome.FINISHED)), EVENTS)), ids=repr
 )
 def test_an_impossible_event_is_an_assertion_that_names_both(state: State, event: Event) -> None:
     anywhere = {type(each) for each in STATES}
@@ -129,15 +129,15 @@ def test_a_router_hears_of_an_end_only_when_it_may_wait_for_tokens_in_vain(state
 @pytest.mark.parametrize(
     ("error", "outcome", "answer"),
     [
-        (FULL, Outcome.NO_ROOM, NoCapacity),
-        (EngineError("stopped"), Outcome.FAILED, Unavailable),
-        (InvalidArgument("a", 1, "less"), Outcome.REFUSED, InvalidArgument),
+        (FULL, DecodeOutcome.NO_ROOM, NoCapacity),
+        (EngineError("stopped"), DecodeOutcome.FAILED, Unavailable),
+        (InvalidArgument("a", 1, "less"), DecodeOutcome.REFUSED, InvalidArgument),
     ],
 )
-def test_a_refusal_of_the_engine_answers_the_call(error: Exception, outcome: Outcome, answer: type) -> None:
+def test_a_refusal_of_the_engine_answers_the_call(error: Exception, outcome: DecodeOutcome, answer: type) -> None:
     state, actions = step(Reserving(False, 0.0), RoomRefused(error), 1.0)  # type: ignore[arg-type]
     assert state == Released(outcome)
-    assert isinstance(next(action.result for action in actions if isinstance(action, Answer)), answer)
+    assert isinstance(next(action.result for action in actions if isinstance(action, AnswerReserve)), answer)
 
 
 def test_a_request_that_stays_goes_back_to_its_place_when_the_engine_has_no_room() -> None:
@@ -149,7 +149,7 @@ def test_a_finished_request_says_where_its_time_went() -> None:
     for event, now_s in ((BlocksLost(), 2.0), (SeatTaken(), 3.0), (Drew(False), 4.0), (Drew(False), 5.0)):
         state, _ = step(state, event, now_s)
     state, (report,) = step(state, Drew(True), 7.0)
-    assert state == Released(Outcome.FINISHED)
+    assert state == Released(DecodeOutcome.FINISHED)
     assert isinstance(report, Report)
     assert report.times == lifecycle.RequestTimes(queue_s=3.0, decode_s=3.0, preemptions=1)
 
@@ -198,7 +198,7 @@ class Life(RuleBasedStateMachine):
     def act(self, action: Action) -> None:
         assert not self.reports, "the report is the last action"
         match action:
-            case Answer(result):
+            case AnswerReserve(result):
                 self.answers.append(result)
             case LeaveLine():
                 self.in_line = False
@@ -237,4 +237,4 @@ def test_a_stale_call_is_answered_with_the_rivals_error() -> None:
     stale = StaleAttempt("a", 1, 2)
     for state in (InLine(True), Reserving(True, 0.0)):
         _, actions = step(state, RivalCame(Rival.NEWER_OWNER, stale), 1.0)
-        assert Answer(stale) in actions
+        assert AnswerReserve(stale) in actions

@@ -15,7 +15,7 @@ from kaveri.engine.contract import EngineKey, EngineRequest, LetGo
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.replication import CopyRules, ReplicationMode
 from services.decode.copying import Holder, Moving
-from services.decode.lifecycle import Outcome, Ready, Released, Running
+from services.decode.lifecycle import DecodeOutcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.replicator import ReplicationSettings, Replicator, _Owned
 from services.decode.requests import DecodeRequest
@@ -77,9 +77,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(monkeypatch)
 
 
-@pytest.mark.parametrize(("outcome", "closes"), [(Outcome.ABORTED, True), (Outcome.FAILED, False)])
+@pytest.mark.parametrize(("outcome", "closes"), [(DecodeOutcome.ABORTED, True), (DecodeOutcome.FAILED, False)])
 async def test_the_copy_of_a_request_that_fails_while_it_is_let_go_is_left_to_its_router(
-    bench: Bench, outcome: Outcome, closes: bool
+    bench: Bench, outcome: DecodeOutcome, closes: bool
 ) -> None:
     bench.request.state = Released(outcome)
     await asyncio.wait_for(bench.look(), 5)
@@ -87,7 +87,7 @@ async def test_the_copy_of_a_request_that_fails_while_it_is_let_go_is_left_to_it
 
 
 async def test_the_copy_of_a_request_that_was_aborted_before_its_holder_had_all_is_closed(bench: Bench) -> None:
-    bench.request.state = Released(Outcome.ABORTED)
+    bench.request.state = Released(DecodeOutcome.ABORTED)
     bench.replicator.handle([LetGo(KEY, 3)])
     await asyncio.wait_for(bench.look(), 5)
     assert bench.closed == [HOLDER]

@@ -28,7 +28,7 @@ from kaveri.policy import retry
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill import decode_peers, room_finder
 from services.prefill.decode_placer import DecodePlacer
-from services.prefill.requests import Failed, HandOverReport, Placed, PrefillRequest
+from services.prefill.requests import HandOverFailed, HandOverReport, PrefillRequest, RoomReserved
 from tests.services.prefill.scripted import MODEL, ScriptedDecode, ScriptedEngine, eventually, new_metrics, params
 
 
@@ -56,9 +56,9 @@ class World:
     def reported(self, request: PrefillRequest, report: HandOverReport) -> None:
         """As the instance does."""
         match report:
-            case Placed():
+            case RoomReserved():
                 request.outbox.put(report)
-            case Failed():
+            case HandOverFailed():
                 self.failed[request.request_id] = report.error
                 self.decode_placer.end(request, handed_over=False)
 
@@ -112,7 +112,7 @@ async def world() -> AsyncIterator[World]:
 async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_router_hears_where(world: World) -> None:
     decode = await world.decode()
     request = world.begin("a", 20, predicted_length=TokenRange(7, 9))
-    assert await asyncio.wait_for(request.outbox.take(), 10) == [Placed("decode-0", decode.incarnation)]
+    assert await asyncio.wait_for(request.outbox.take(), 10) == [RoomReserved("decode-0", decode.incarnation)]
     ((key, ticket),) = world.engine.pushes
     assert key == request.key
     assert ticket.token_count == 20
@@ -162,7 +162,7 @@ async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: World
     assert elsewhere.asked == ["a"]
     await eventually(lambda: here.aborted == [("a", 3)])
     assert world.outcome("push_failed") == 1
-    assert request.outbox._unread[Placed] == Placed(elsewhere.instance_id, elsewhere.incarnation)
+    assert request.outbox._unread[RoomReserved] == RoomReserved(elsewhere.instance_id, elsewhere.incarnation)
     world.decode_placer.end(request, handed_over=True)
 
 

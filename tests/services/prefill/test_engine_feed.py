@@ -9,7 +9,7 @@ from kaveri.errors import InvalidArgument, NoCapacity
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.prompt_queue import PromptQueue
 from services.prefill.engine_feed import EngineFeed, HasRoom
-from services.prefill.requests import Failed, HandOverReport, PrefillRequest
+from services.prefill.requests import HandOverFailed, HandOverReport, PrefillRequest
 from tests.services.prefill.scripted import eventually
 
 
@@ -56,7 +56,7 @@ class Feed:
 
     def _reported(self, request: PrefillRequest, report: HandOverReport) -> None:
         """As the owner of the request does."""
-        assert isinstance(report, Failed)
+        assert isinstance(report, HandOverFailed)
         self.refused.append(request)
         self.queue.remove(request)
 

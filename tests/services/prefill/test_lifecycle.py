@@ -24,37 +24,37 @@ from kaveri.policy.prediction import PredictionOutcome
 from services.prefill.lifecycle import (
     Action,
     Advance,
+    AwaitingLength,
     Close,
-    Computed,
-    Computing,
+    ComputingPrompt,
     CountPrediction,
     Do,
-    Ended,
+    EndedAtPrefill,
     EndHandOver,
+    EndRequested,
     Event,
     FindAnotherPlace,
     FindPlace,
-    Held,
+    FirstChunkBegun,
     Known,
     LengthAnswered,
     LengthPending,
-    Outcome,
     Placing,
     Predicted,
-    Prefilling,
+    PrefillOutcome,
+    PromptComputed,
     Pushing,
     Queued,
     State,
-    Stopped,
     Tell,
     Terms,
     step,
 )
-from services.prefill.requests import Adopted, Failed, FirstTokenDrawn, HandedOver, Placed, Started
+from services.prefill.requests import Adopted, FirstTokenDrawn, HandedOver, HandOverFailed, RoomReserved, Started
 
 KEY = EngineKey("a", 1)
 TOKENS = 100
-PLACED = Placed("decode-0", 1)
+PLACED = RoomReserved("decode-0", 1)
 LENGTHS = [None, TokenRange(5, 9), TokenRange(200, 300)]
 
 
@@ -78,7 +78,7 @@ class Model:
         match event:
             case _ if self.ended:
                 return False
-            case Stopped() | Failed() | RequestFailed():
+            case EndRequested() | HandOverFailed() | RequestFailed():
                 return True
             case LengthAnswered():
                 return self.question_open
@@ -86,7 +86,7 @@ class Model:
                 return not self.held and not self.started
             case PrefillProgress() | FirstToken():
                 return self.started and not self.first_token
-            case Placed():
+            case RoomReserved():
                 return self.hand_over_open and not self.pushing
             case Adopted():
                 return self.hand_over_open and not self.pushing and self.first_token
@@ -113,9 +113,9 @@ events = st.one_of(
 )
 ends = st.sampled_from(
     [
-        Stopped(Outcome.CANCELLED),
-        Stopped(Outcome.REFUSED, Unavailable("replaced")),
-        Failed(Unavailable("no place")),
+        EndRequested(PrefillOutcome.CANCELLED),
+        EndRequested(PrefillOutcome.REFUSED, Unavailable("replaced")),
+        HandOverFailed(Unavailable("no place")),
         RequestFailed(KEY, "broken"),
     ]
 )
@@ -131,7 +131,7 @@ class LifeMachine(RuleBasedStateMachine):
         terms = Terms(0.0, TOKENS, 10, 50, search)
         match first:
             case "held":
-                self.state = Held(terms)
+                self.state = AwaitingLength(terms)
             case "asked":
                 self.state = Queued(terms, LengthPending())
             case "known":
@@ -175,7 +175,7 @@ class LifeMachine(RuleBasedStateMachine):
                 model.started = True
             case FirstToken():
                 model.first_token = True
-            case Placed():
+            case RoomReserved():
                 model.pushing = True
             case KvPushFailed():
                 model.pushing = False
@@ -191,7 +191,7 @@ class LifeMachine(RuleBasedStateMachine):
                     assert model.question_open
                     model.question_open = False
                 case Do.ABORT_IN_ENGINE:
-                    assert isinstance(event, Stopped | Failed | RequestFailed)
+                    assert isinstance(event, EndRequested | HandOverFailed | RequestFailed)
                 case Advance():
                     model.computed_tokens += action.new_tokens
                     assert model.computed_tokens == action.computed_tokens
@@ -214,9 +214,9 @@ class LifeMachine(RuleBasedStateMachine):
                     model.hand_over_open = model.pushing = False
                 case Close():
                     assert number == len(actions)
-                    assert isinstance(self.state, Ended)
+                    assert isinstance(self.state, EndedAtPrefill)
                     model.ended = True
-        assert model.ended == isinstance(self.state, Ended)
+        assert model.ended == isinstance(self.state, EndedAtPrefill)
 
     @invariant()
     def nothing_is_kept_after_the_end(self) -> None:
@@ -226,7 +226,7 @@ class LifeMachine(RuleBasedStateMachine):
     @invariant()
     def a_place_is_looked_for_in_time(self) -> None:
         model = self.model
-        if not model.ended and not isinstance(self.state, Held):
+        if not model.ended and not isinstance(self.state, AwaitingLength):
             match self.state.terms.place_search:
                 case PlaceSearch.AT_START:
                     due = model.started and (not model.question_open or model.computed_tokens > 0)
@@ -238,7 +238,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_router_hears_each_thing_once_and_in_order_but_for_places(self) -> None:
-        told = [kind for kind in self.model.told if kind is not Placed]
+        told = [kind for kind in self.model.told if kind is not RoomReserved]
         assert told == [Started, FirstTokenDrawn, HandedOver][: len(told)]
 
 
@@ -251,7 +251,7 @@ def test_a_prediction_is_used_unless_the_answer_has_outlived_it(
     low: int, width: int, generated: int, most: int
 ) -> None:
     terms = Terms(0.0, TOKENS, generated, most, PlaceSearch.AT_START)
-    state, _ = step(Held(terms), LengthAnswered(TokenRange(low, low + width)), 1.0)
+    state, _ = step(AwaitingLength(terms), LengthAnswered(TokenRange(low, low + width)), 1.0)
     _, actions = step(state, PrefillStarted(KEY), 2.0)
     counted, found = actions[-2:]
     assert isinstance(found, FindPlace)
@@ -270,20 +270,20 @@ def test_a_place_is_looked_for_after_the_first_chunk_when_the_length_has_not_com
 
 TERMS = Terms(0.0, TOKENS, 0, 50, PlaceSearch.AFTER_FIRST_CHUNK)
 GIVES_BACK: list[tuple[State, list[Action]]] = [
-    (Held(TERMS), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
+    (AwaitingLength(TERMS), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
     (Queued(TERMS, LengthPending()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
     (Queued(TERMS, Known(None)), [Do.LEAVE_QUEUE]),
-    (Prefilling(TERMS, Computing(1.0), LengthPending()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
-    (Prefilling(TERMS, Computing(1.0), Predicted(TokenRange(1, 2))), [Do.LEAVE_QUEUE]),
-    (Placing(TERMS, Computing(1.0)), [Do.LEAVE_QUEUE, EndHandOver(False)]),
-    (Placing(TERMS, Computed(1.0)), [EndHandOver(False)]),
-    (Pushing(TERMS, Computing(1.0), 1.0), [Do.LEAVE_QUEUE, EndHandOver(False)]),
-    (Pushing(TERMS, Computed(1.0), 1.0), [EndHandOver(False)]),
+    (ComputingPrompt(TERMS, FirstChunkBegun(1.0), LengthPending()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
+    (ComputingPrompt(TERMS, FirstChunkBegun(1.0), Predicted(TokenRange(1, 2))), [Do.LEAVE_QUEUE]),
+    (Placing(TERMS, FirstChunkBegun(1.0)), [Do.LEAVE_QUEUE, EndHandOver(False)]),
+    (Placing(TERMS, PromptComputed(1.0)), [EndHandOver(False)]),
+    (Pushing(TERMS, FirstChunkBegun(1.0), 1.0), [Do.LEAVE_QUEUE, EndHandOver(False)]),
+    (Pushing(TERMS, PromptComputed(1.0), 1.0), [EndHandOver(False)]),
 ]
 
 
 @pytest.mark.parametrize(("state", "gives_back"), GIVES_BACK)
 def test_an_early_end_gives_back_what_the_state_holds_and_nothing_else(state: State, gives_back: list[Action]) -> None:
-    ended, actions = step(state, Stopped(Outcome.CANCELLED), 3.0)
-    assert ended == Ended(Outcome.CANCELLED)
-    assert list(actions) == [*gives_back, Do.ABORT_IN_ENGINE, Close(Outcome.CANCELLED, None, 3.0)]
+    ended, actions = step(state, EndRequested(PrefillOutcome.CANCELLED), 3.0)
+    assert ended == EndedAtPrefill(PrefillOutcome.CANCELLED)
+    assert list(actions) == [*gives_back, Do.ABORT_IN_ENGINE, Close(PrefillOutcome.CANCELLED, None, 3.0)]

@@ -32,12 +32,12 @@ from kaveri.policy.prompt_queue import PromptQueue
 from services.prefill import role
 from services.prefill.requests import (
     Adopted,
-    Failed,
     FirstTokenDrawn,
     HandedOver,
-    Placed,
+    HandOverFailed,
     PrefillRequest,
     ProgressOutbox,
+    RoomReserved,
     Started,
 )
 from services.prefill.role import LONGEST_REQUEST_S, PrefillRole
@@ -89,7 +89,7 @@ class World:
     def hand_over_to_decode(self, request: PrefillRequest) -> None:
         """All of it, as far as a decode instance's acceptance."""
         self.compute(request)
-        request.report(request, Placed("decode-0", 1))
+        request.report(request, RoomReserved("decode-0", 1))
         self.role.handle([KvPushed(request.key, 100, "tcp")])
 
     def count(self, outcome: str) -> float:
@@ -104,7 +104,7 @@ async def told(request: PrefillRequest) -> list[Any]:
 ENDS: dict[str, Callable[[World, PrefillRequest], None]] = {
     "cancelled": lambda world, request: world.role.cancel(request),
     "aborted by its router": lambda world, request: world.abort(request.request_id, 1, "router"),
-    "failed": lambda world, request: request.report(request, Failed(Unavailable("no place"))),
+    "failed": lambda world, request: request.report(request, HandOverFailed(Unavailable("no place"))),
     "given up by the engine": lambda world, request: world.role.handle([RequestFailed(request.key, "broken")]),
     "replaced by a newer attempt": lambda world, request: world.accept(request.request_id, 1, attempt=2) and None,
     "finished with its first token": lambda world, request: world.compute(request, FinishReason.STOP),
@@ -166,7 +166,7 @@ async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it
     assert world.engine.aborted == ([] if keeps else [request.key])
     # Once is enough: nothing is freed or counted twice.
     world.role.cancel(request)
-    request.report(request, Failed(Unavailable("again")))
+    request.report(request, HandOverFailed(Unavailable("again")))
     assert world.engine.aborted == ([] if keeps else [request.key])
     assert sum(world.count(name) for name in ("cancelled", "failed", "refused", "finished", "handed_over")) == 1
 
@@ -301,8 +301,8 @@ async def test_a_router_hears_of_each_step_and_of_the_times_between_them(monkeyp
     assert await told(request) == [Started(10.0)]
     now_s = 115.0
     world.role.handle([PrefillProgress(request.key, 16), PrefillProgress(request.key, 32)])
-    request.report(request, Placed("decode-0", 1))
-    assert await told(request) == [Placed("decode-0", 1)]
+    request.report(request, RoomReserved("decode-0", 1))
+    assert await told(request) == [RoomReserved("decode-0", 1)]
     now_s = 130.0
     world.role.handle([FirstToken(request.key, 5, None, None)])
     assert await told(request) == [FirstTokenDrawn(5, None, None, 20.0)]
@@ -318,9 +318,9 @@ async def test_an_adopted_request_is_handed_over_without_a_push() -> None:
     world = World(at_first_token=True)
     request = world.accept("a")
     world.compute(request)
-    request.report(request, Adopted(Placed("here", 1)))
+    request.report(request, Adopted(RoomReserved("here", 1)))
     *_, placed, handed_over = await told(request)
-    assert placed == Placed("here", 1)
+    assert placed == RoomReserved("here", 1)
     assert (handed_over.kv_bytes, handed_over.kv_transport) == (0, "none")
     assert await told(request) == []
     assert world.engine.aborted == []
@@ -374,7 +374,7 @@ async def test_a_failed_push_is_the_hand_overs_to_know_and_ends_nothing() -> Non
     world = World()
     request = world.accept("a")
     world.compute(request)
-    request.report(request, Placed("decode-0", 1))
+    request.report(request, RoomReserved("decode-0", 1))
     world.role.handle([KvPushFailed(request.key, "refused")])
     assert world.hand_over.failed == ["a"]
     assert world.engine.aborted == []
@@ -515,10 +515,10 @@ async def test_an_outbox_gives_the_latest_of_each_kind_in_order_then_the_error()
     assert not reading.done()
     outbox.put(Started(1.0))
     assert await asyncio.wait_for(reading, 1.0) == [Started(1.0)]
-    outbox.put(Placed("d0", 1))
+    outbox.put(RoomReserved("d0", 1))
     outbox.put(FirstTokenDrawn(5, None, None, 1.0))
-    outbox.put(Placed("d1", 2))
+    outbox.put(RoomReserved("d1", 2))
     outbox.close(Unavailable("gone"))
-    assert await outbox.take() == [Placed("d1", 2), FirstTokenDrawn(5, None, None, 1.0)]
+    assert await outbox.take() == [RoomReserved("d1", 2), FirstTokenDrawn(5, None, None, 1.0)]
     with pytest.raises(Unavailable, match="gone"):
         await outbox.take()

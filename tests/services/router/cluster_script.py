@@ -17,7 +17,7 @@ from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import BOTH_PHASES, InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 from kaveri.errors import KaveriError, RequestNotFound, Unavailable
 from kaveri.hosting.service_host import ServiceHost
@@ -361,7 +361,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         if self.holder is not None and token_count > running.replicated:
             running.replicated = token_count
             self.holder.copies.add(running.request_id)
-            replica = Replica(self.holder.instance_id, self.holder.incarnation, token_count)
+            replica = ReplicaLocation(self.holder.instance_id, self.holder.incarnation, token_count)
             update.replica.CopyFrom(replica_to_proto(replica))
 
 

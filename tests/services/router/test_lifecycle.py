@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.policy.retry import Setback
@@ -21,21 +21,21 @@ from services.router.lifecycle_values import (
     Attempt,
     AwaitReport,
     Cancelled,
-    Complete,
+    CannotAnswer,
+    CompleteAnswer,
     Decoding,
     Disown,
     Ended,
     Event,
     Exhausted,
-    Failed,
     Finishing,
-    FirstToken,
+    FirstTokenReported,
     Follow,
     GivenUp,
     GraceOver,
-    HandedOver,
+    HandOverReported,
+    InstanceLife,
     LeaveAttempt,
-    Life,
     Lost,
     NotFound,
     Placed,
@@ -50,7 +50,7 @@ from services.router.lifecycle_values import (
     ResumeAsked,
     ResumeRefused,
     Resuming,
-    Seeking,
+    SeekingOwner,
     Sent,
     Sought,
     State,
@@ -62,8 +62,8 @@ from services.router.lifecycle_values import (
     Unplaced,
 )
 
-PREFILL = Life("prefill-0", 1)
-ONE, OTHER = Life("decode-0", 11), Life("decode-1", 12)
+PREFILL = InstanceLife("prefill-0", 1)
+ONE, OTHER = InstanceLife("decode-0", 11), InstanceLife("decode-1", 12)
 ATTEMPT = Attempt(1, PREFILL, 0, 20)
 GONE = Unavailable("gone")
 
@@ -82,11 +82,11 @@ def appended(actions: list[Action]) -> list[int]:
     return [token_id for action in actions if isinstance(action, Append) for token_id in action.token_ids]
 
 
-def tokens(source: Life, first_index: int, *token_ids: int, finish: FinishReason | None = None) -> Tokens:
+def tokens(source: InstanceLife, first_index: int, *token_ids: int, finish: FinishReason | None = None) -> Tokens:
     return Tokens(1, source, first_index, token_ids, (), finish)
 
 
-FIRST = FirstToken((7,))
+FIRST = FirstTokenReported((7,))
 
 
 def test_tokens_of_a_second_instance_are_not_put_behind_those_of_the_first() -> None:
@@ -154,7 +154,7 @@ def test_no_more_tokens_are_held_than_the_answer_may_have() -> None:
 def test_who_has_announced_a_request_is_told_when_it_ends_before_its_placement_is_known() -> None:
     announced = tokens(ONE, 0)
     _, actions = run(announced, Cancelled())
-    assert actions == [Complete(), LeaveAttempt(), Disown(1, ONE)]
+    assert actions == [CompleteAnswer(), LeaveAttempt(), Disown(1, ONE)]
     state, _ = run(announced, PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8))
     assert isinstance(state, Decoding)
     assert state.next_index == 2
@@ -179,8 +179,8 @@ def test_an_answer_whose_hand_over_is_not_reported_waits_for_the_report() -> Non
     state, actions = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8, finish=FinishReason.LENGTH))
     assert isinstance(state, Finishing)
     assert actions[-2:] == [Unfollow(), AwaitReport(100.0 + HAND_OVER_GRACE_S)]
-    for last in (PrefillEnded(), PrefillEnded(GONE), GraceOver(), Cancelled(), Failed(GONE)):
-        ended, actions = run(HandedOver(), last, state=state)
+    for last in (PrefillEnded(), PrefillEnded(GONE), GraceOver(), Cancelled(), CannotAnswer(GONE)):
+        ended, actions = run(HandOverReported(), last, state=state)
         assert ended == Ended(FinishReason.LENGTH, ATTEMPT)
         assert not any(isinstance(action, Abort) for action in actions)
 
@@ -211,14 +211,14 @@ def test_prefill_may_die_once_the_answer_has_a_token_of_decode_and_not_before() 
     lost, _ = run(PlaceLost(GONE), state=state)
     assert isinstance(lost, Lost)
     assert lost.is_prefills_fault
-    lost, _ = run(PlaceNamed(ONE), FIRST, HandedOver(), PrefillEnded(), PlaceLost(GONE))
+    lost, _ = run(PlaceNamed(ONE), FIRST, HandOverReported(), PrefillEnded(), PlaceLost(GONE))
     assert isinstance(lost, Lost)
     assert not lost.is_prefills_fault
 
 
 def test_a_prefill_that_ends_without_its_first_token_loses_the_attempt() -> None:
     """The tokens of decode waited for it until the deadline."""
-    state, _ = run(PlaceNamed(ONE), HandedOver(), tokens(ONE, 1, 8, 9), PrefillEnded())
+    state, _ = run(PlaceNamed(ONE), HandOverReported(), tokens(ONE, 1, 8, 9), PrefillEnded())
     assert isinstance(state, Lost)
     assert "without its first token" in str(state.error)
 
@@ -227,7 +227,7 @@ def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
     both = replace(ATTEMPT, prefill=ONE)
     state, actions = run(Sent(both, ONE), state=Unplaced())
     assert (state, actions) == (Placed(both, 0, ONE), [Follow(1, ONE, is_there=False)])
-    lost, _ = run(FIRST, HandedOver(), PlaceLost(GONE), state=state)
+    lost, _ = run(FIRST, HandOverReported(), PlaceLost(GONE), state=state)
     assert isinstance(lost, Lost)
     assert lost.is_prefills_fault
 
@@ -254,11 +254,11 @@ def test_an_impossible_pair_is_an_assertion_that_names_both(state: State, event:
 
 
 MOST_TOKENS = 8
-DECODES = [Life("decode-0", 1), Life("decode-0", 2), Life("decode-1", 1)]
+DECODES = [InstanceLife("decode-0", 1), InstanceLife("decode-0", 2), InstanceLife("decode-1", 1)]
 FINISHES = st.sampled_from([None, None, None, FinishReason.LENGTH, FinishReason.STOP])
 
 
-def token_of(attempt: int, source: Life, index: int) -> Any:
+def token_of(attempt: int, source: InstanceLife, index: int) -> Any:
     """A token that says who drew it."""
     return attempt, source, index
 
@@ -271,9 +271,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.state: State = Unplaced()
         self.answer: list[Any] = []
         self.number = 0
-        self.named: list[Life] = []
+        self.named: list[InstanceLife] = []
         """The places of this attempt, in order."""
-        self.followed: Life | None = None
+        self.followed: InstanceLife | None = None
         self.ended_at: int | None = None
         self.flushed = 0
         self.unaborted: list[Abort] = []
@@ -287,7 +287,7 @@ class AnyOrder(RuleBasedStateMachine):
                 case Append(token_ids, logprobs, _):
                     assert not logprobs or len(logprobs) == len(token_ids)
                     self.answer += token_ids
-                case Complete():
+                case CompleteAnswer():
                     self.flushed += 1
                 case Follow(number, place, _):
                     assert number == self.number
@@ -321,28 +321,34 @@ class AnyOrder(RuleBasedStateMachine):
         with_logprobs=st.booleans(),
     )
     def tokens(
-        self, back: int, source: Life, first_index: int, count: int, finish: FinishReason | None, with_logprobs: bool
+        self,
+        back: int,
+        source: InstanceLife,
+        first_index: int,
+        count: int,
+        finish: FinishReason | None,
+        with_logprobs: bool,
     ) -> None:
         number = max(1, self.number - back)
         batch = [token_of(number, source, first_index + offset) for offset in range(count)]
         self.take(Tokens(number, source, first_index, batch, batch if with_logprobs else (), finish))
 
     @rule(source=st.sampled_from(DECODES), count=st.integers(1, 3), finish=FINISHES)
-    def tokens_that_follow(self, source: Life, count: int, finish: FinishReason | None) -> None:
+    def tokens_that_follow(self, source: InstanceLife, count: int, finish: FinishReason | None) -> None:
         self.tokens(0, source, max(1, len(self.answer)), count, finish, True)
 
     @rule(back=st.integers(0, 1), source=st.sampled_from(DECODES))
-    def given_up(self, back: int, source: Life) -> None:
+    def given_up(self, back: int, source: InstanceLife) -> None:
         self.take(GivenUp(max(1, self.number - back), source, GONE))
 
     @rule(back=st.integers(0, 1), source=st.sampled_from(DECODES), holder=st.sampled_from([None, *DECODES]))
-    def replica_named(self, back: int, source: Life, holder: Life | None) -> None:
-        replica = None if holder is None else Replica(*holder, 4)
+    def replica_named(self, back: int, source: InstanceLife, holder: InstanceLife | None) -> None:
+        replica = None if holder is None else ReplicaLocation(*holder, 4)
         self.take(ReplicaNamed(max(1, self.number - back), source, replica))
 
     @precondition(lambda self: self.reads_prefill)
     @rule(place=st.sampled_from(DECODES))
-    def place_named(self, place: Life) -> None:
+    def place_named(self, place: InstanceLife) -> None:
         self.named.append(place)
         self.take(PlaceNamed(place))
 
@@ -351,12 +357,12 @@ class AnyOrder(RuleBasedStateMachine):
     def first_token(self, finish: FinishReason | None) -> None:
         assert not isinstance(self.state, Unplaced)
         first_index = getattr(self.state, "attempt", ATTEMPT).first_index
-        self.take(FirstToken((token_of(self.number, PREFILL, first_index),), (), finish))
+        self.take(FirstTokenReported((token_of(self.number, PREFILL, first_index),), (), finish))
 
     @precondition(lambda self: self.reads_prefill)
     @rule()
     def handed_over(self) -> None:
-        self.take(HandedOver())
+        self.take(HandOverReported())
 
     @precondition(lambda self: self.reads_prefill)
     @rule(error=st.sampled_from([None, GONE, NoCapacity("prefill", 0.1)]), was_reached=st.booleans())
@@ -378,14 +384,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.named = []
         self.take(Sought(Attempt(self.number, PREFILL, len(self.answer), MOST_TOKENS)))
 
-    @precondition(lambda self: isinstance(self.state, Seeking))
+    @precondition(lambda self: isinstance(self.state, SeekingOwner))
     @rule()
     def not_found(self) -> None:
         self.take(NotFound())
 
-    @precondition(lambda self: isinstance(self.state, Seeking))
+    @precondition(lambda self: isinstance(self.state, SeekingOwner))
     @rule(place=st.sampled_from([None, *DECODES]), missing=st.integers(0, 2), earlier=st.integers(0, 2))
-    def took_over(self, place: Life | None, missing: int, earlier: int) -> None:
+    def took_over(self, place: InstanceLife | None, missing: int, earlier: int) -> None:
         self.named = [] if place is None else [place]
         has = len(self.answer)
         first_index = has + missing if missing else max(0, has - earlier)
@@ -415,7 +421,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @precondition(lambda self: isinstance(self.state, Unplaced | Lost))
     @rule(holder=st.sampled_from(DECODES))
-    def resume_asked(self, holder: Life) -> None:
+    def resume_asked(self, holder: InstanceLife) -> None:
         self.number += 1
         self.named = [holder]
         self.take(ResumeAsked(Attempt(self.number, NO_LIFE, len(self.answer), MOST_TOKENS), holder))
@@ -440,7 +446,9 @@ class AnyOrder(RuleBasedStateMachine):
     def place_lost(self) -> None:
         self.take(PlaceLost(GONE))
 
-    @precondition(lambda self: isinstance(self.state, Seeking | Prefilling | Placed | Decoding | Lost) and self.answer)
+    @precondition(
+        lambda self: isinstance(self.state, SeekingOwner | Prefilling | Placed | Decoding | Lost) and self.answer
+    )
     @rule()
     def text_stopped(self) -> None:
         self.take(TextStopped())
@@ -456,7 +464,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.take(Exhausted())
 
     @precondition(lambda self: self.number > 2)
-    @rule(event=st.sampled_from([Cancelled(), Failed(GONE)]))
+    @rule(event=st.sampled_from([Cancelled(), CannotAnswer(GONE)]))
     def ends_early(self, event: Event) -> None:
         self.take(event)
 
@@ -464,7 +472,7 @@ class AnyOrder(RuleBasedStateMachine):
     def awaits_holder(self) -> bool:
         """Whether the answer of a holder may come."""
         match self.state:
-            case Resuming() | Decoding(Attempt(_, Life("", 0))):
+            case Resuming() | Decoding(Attempt(_, InstanceLife("", 0))):
                 return True
             case _:
                 return False
@@ -483,7 +491,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def every_token_has_its_index(self) -> None:
         assert [index for _, _, index in self.answer] == list(range(len(self.answer)))
-        if isinstance(self.state, Seeking | Prefilling | Placed | Resuming | Decoding | Lost | Unplaced):
+        if isinstance(self.state, SeekingOwner | Prefilling | Placed | Resuming | Decoding | Lost | Unplaced):
             assert self.state.next_index == len(self.answer)
 
     @invariant()
@@ -506,7 +514,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_bounded_and_of_no_place_that_was_left(self) -> None:
-        if isinstance(self.state, Seeking | Prefilling | Placed):
+        if isinstance(self.state, SeekingOwner | Prefilling | Placed):
             held = self.state.held
             events = [event for event in held.events if not isinstance(event, ReplicaNamed)]
             weights = [len(event.token_ids) if isinstance(event, Tokens) else 1 for event in events]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaveri.domain.replica import Replica
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, NoCapacity, RequestNotFound, Unavailable
 from kaveri.policy.retry import Setback
@@ -14,18 +14,18 @@ from services.router.lifecycle_values import (
     Append,
     Attempt,
     Cancelled,
-    Complete,
+    CannotAnswer,
+    CompleteAnswer,
     Decoding,
     Disown,
     Ended,
     Event,
-    Failed,
     Finishing,
-    FirstToken,
+    FirstTokenReported,
     Follow,
     GivenUp,
+    InstanceLife,
     LeaveAttempt,
-    Life,
     Lost,
     Placed,
     PlaceLost,
@@ -38,7 +38,7 @@ from services.router.lifecycle_values import (
     ResumeAsked,
     ResumeRefused,
     Resuming,
-    Seeking,
+    SeekingOwner,
     Sent,
     State,
     Superseded,
@@ -48,11 +48,11 @@ from services.router.lifecycle_values import (
     Unplaced,
 )
 
-PREFILL, OWNER, HOLDER = Life("prefill-0", 1), Life("decode-0", 11), Life("decode-1", 12)
+PREFILL, OWNER, HOLDER = InstanceLife("prefill-0", 1), InstanceLife("decode-0", 11), InstanceLife("decode-1", 12)
 FIRST, SECOND = Attempt(1, PREFILL, 0, 20), Attempt(2, NO_LIFE, 3, 20)
 THIRD = Attempt(3, PREFILL, 3, 20)
 GONE = Unavailable("gone")
-REPLICA = Replica(*HOLDER, 32)
+REPLICA = ReplicaLocation(*HOLDER, 32)
 OWNED = Decoding(FIRST, 3, OWNER, PrefillLeg.COMPLETE, REPLICA)
 ASKED = ResumeAsked(SECOND, HOLDER)
 END_OF_OWNER, END_OF_HOLDER = Abort(1, OWNER), Abort(2, HOLDER)
@@ -83,7 +83,9 @@ def resuming() -> State:
     return run(lost(), ASKED)[0]
 
 
-def drawn(attempt: int, source: Life, first_index: int, *token_ids: int, finish: FinishReason | None = None) -> Tokens:
+def drawn(
+    attempt: int, source: InstanceLife, first_index: int, *token_ids: int, finish: FinishReason | None = None
+) -> Tokens:
     return Tokens(attempt, source, first_index, token_ids, (), finish)
 
 
@@ -151,7 +153,7 @@ def test_a_refused_resume_is_placed_again_and_costs_no_attempt(
 
 
 def test_a_replica_that_was_pushed_on_is_resumed_where_it_is_and_the_former_owner_is_ended() -> None:
-    error, other = NoCapacity("decode", 0.0), Replica("decode-2", 13, 32, was_pushed_on=True)
+    error, other = NoCapacity("decode", 0.0), ReplicaLocation("decode-2", 13, 32, was_pushed_on=True)
     state, actions = run(resuming(), ResumeRefused(error, may_have_begun=False, replica=other))
     assert state == Lost(SECOND, 3, error, Setback.REFUSED, HOLDER, PrefillLeg.COMPLETE, other)
     assert (actions[0], aborts(actions)) == (LeaveAttempt(), [END_OF_OWNER])
@@ -169,10 +171,10 @@ def test_the_death_of_the_holder_while_it_is_asked_loses_the_attempt() -> None:
 
 
 def test_a_resumed_request_may_be_resumed_again_at_its_next_holder() -> None:
-    other = Life("decode-2", 13)
-    state, _ = run(resuming(), ResumeAccepted(), ReplicaNamed(2, HOLDER, Replica(*other, 48)), PlaceLost(GONE))
+    other = InstanceLife("decode-2", 13)
+    state, _ = run(resuming(), ResumeAccepted(), ReplicaNamed(2, HOLDER, ReplicaLocation(*other, 48)), PlaceLost(GONE))
     assert isinstance(state, Lost)
-    assert (state.replica, state.withheld) == (Replica(*other, 48), (END_OF_HOLDER,))
+    assert (state.replica, state.withheld) == (ReplicaLocation(*other, 48), (END_OF_HOLDER,))
     state, _ = run(resuming(), ResumeAccepted(), PlaceLost(GONE))
     assert isinstance(state, Lost)
     assert state.replica is None, "the holder's own copy is used up"
@@ -180,7 +182,7 @@ def test_a_resumed_request_may_be_resumed_again_at_its_next_holder() -> None:
 
 @pytest.mark.parametrize(
     ("event", "first"),
-    [(Cancelled(), [Complete()]), (Failed(GONE), []), (TextStopped(), [])],
+    [(Cancelled(), [CompleteAnswer()]), (CannotAnswer(GONE), []), (TextStopped(), [])],
     ids=["cancel", "error", "stop"],
 )
 def test_what_ends_a_lost_request_ends_it_at_the_former_instance(event: Event, first: list[Action]) -> None:
@@ -189,7 +191,9 @@ def test_what_ends_a_lost_request_ends_it_at_the_former_instance(event: Event, f
     assert actions == [*first, END_OF_OWNER]
 
 
-@pytest.mark.parametrize(("event", "first"), [(Cancelled(), [Complete()]), (Failed(GONE), [])], ids=["cancel", "error"])
+@pytest.mark.parametrize(
+    ("event", "first"), [(Cancelled(), [CompleteAnswer()]), (CannotAnswer(GONE), [])], ids=["cancel", "error"]
+)
 def test_what_ends_a_request_while_it_is_resumed_ends_it_at_both(event: Event, first: list[Action]) -> None:
     state, actions = run(resuming(), event)
     assert isinstance(state, Ended)
@@ -218,10 +222,10 @@ def test_an_instance_that_gives_a_request_up_leaves_its_replica_and_is_not_told_
 
 
 def test_only_the_owner_names_a_replica_and_the_last_word_counts() -> None:
-    foreign = ReplicaNamed(1, HOLDER, Replica(*OWNER, 8))
+    foreign = ReplicaNamed(1, HOLDER, ReplicaLocation(*OWNER, 8))
     assert run(OWNED, foreign, ReplicaNamed(2, OWNER, None)) == (OWNED, [])
-    grown = ReplicaNamed(1, OWNER, Replica(*HOLDER, 48))
-    assert run(OWNED, grown)[0] == OWNED._replace(replica=Replica(*HOLDER, 48))
+    grown = ReplicaNamed(1, OWNER, ReplicaLocation(*HOLDER, 48))
+    assert run(OWNED, grown)[0] == OWNED._replace(replica=ReplicaLocation(*HOLDER, 48))
     assert run(OWNED, ReplicaNamed(1, OWNER, None))[0] == OWNED._replace(replica=None)
 
 
@@ -238,13 +242,13 @@ def test_a_replica_may_be_named_before_the_first_token_and_ends_with_the_place()
 
 
 def test_a_replica_that_is_named_before_its_place_counts_once_the_place_is_known() -> None:
-    grown = Replica(*HOLDER, 48)
+    grown = ReplicaLocation(*HOLDER, 48)
     early = [ReplicaNamed(1, OWNER, REPLICA), ReplicaNamed(1, HOLDER, None), ReplicaNamed(1, OWNER, grown)]
     state, actions = run(Prefilling(FIRST, 0), *early, PlaceNamed(OWNER))
     assert isinstance(state, Placed)
     assert (state.replica, actions) == (grown, [Follow(1, OWNER)])
     assert len(state.held.events) == 1, "the last word of each instance is kept"
-    many = [ReplicaNamed(1, Life("decode-0", number), REPLICA) for number in range(100)]
+    many = [ReplicaNamed(1, InstanceLife("decode-0", number), REPLICA) for number in range(100)]
     state, _ = run(Prefilling(FIRST, 0), *many)
     assert isinstance(state, Prefilling)
     assert len(state.held.events) == FIRST.most_tokens
@@ -253,7 +257,7 @@ def test_a_replica_that_is_named_before_its_place_counts_once_the_place_is_known
 @pytest.mark.parametrize("received", [0, 3])
 def test_a_whole_answer_and_a_replica_may_come_before_the_answer_to_an_attach(received: int) -> None:
     whole = drawn(2, OWNER, received, *range(received, 20), finish=FinishReason.LENGTH)
-    seeking = Seeking(Attempt(2, NO_LIFE, received, 20), received)
+    seeking = SeekingOwner(Attempt(2, NO_LIFE, received, 20), received)
     taken = TookOver(Attempt(2, PREFILL, received, 20), (), OWNER)
     state, actions = run(seeking, ReplicaNamed(2, OWNER, REPLICA), whole, taken)
     assert state == Ended(FinishReason.LENGTH, taken.attempt)
@@ -261,9 +265,9 @@ def test_a_whole_answer_and_a_replica_may_come_before_the_answer_to_an_attach(re
 
 
 def test_a_replica_leaves_room_for_all_tokens_of_a_place_that_is_named_late() -> None:
-    foreign, own = ReplicaNamed(1, HOLDER, Replica(*OWNER, 8)), ReplicaNamed(1, OWNER, REPLICA)
+    foreign, own = ReplicaNamed(1, HOLDER, ReplicaLocation(*OWNER, 8)), ReplicaNamed(1, OWNER, REPLICA)
     rest = drawn(1, OWNER, 1, *range(1, 20), finish=FinishReason.LENGTH)
-    state, actions = run(Prefilling(FIRST, 0), FirstToken((0,)), foreign, own, rest, PlaceNamed(OWNER))
+    state, actions = run(Prefilling(FIRST, 0), FirstTokenReported((0,)), foreign, own, rest, PlaceNamed(OWNER))
     assert isinstance(state, Finishing)
     assert appended(actions) == list(range(20))
 

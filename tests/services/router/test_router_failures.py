@@ -16,7 +16,7 @@ from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from services.router import subscriptions, token_feeds
-from services.router.lifecycle_values import Life, Placed
+from services.router.lifecycle_values import InstanceLife, Placed
 from tests.services.router.cluster_script import (
     PROMPT,
     RouterUnderTest,
@@ -551,7 +551,7 @@ async def test_an_abort_that_was_sent_again_is_remembered_as_new(
     decode = cluster.decodes["decode-0"]
     async with cluster.router() as router:
         feeds = router.router.feeds
-        place = Life("decode-0", decode.incarnation)
+        place = InstanceLife("decode-0", decode.incarnation)
         for request_id in ("a", "b", "a", "c"):
             feeds.abort(request_id, Ownership(Owner(0, 1), feeds._stream_id), place)
         await eventually(lambda: len(decode.aborted) == 4)

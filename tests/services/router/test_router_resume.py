@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.v1 import decode_pb2, inference_pb2
 from services.router import attempt_numbers, subscriptions, token_feeds
-from services.router.lifecycle_values import Decoding, Life, Resuming, Seeking
+from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
 from tests.services.router.cluster_script import (
     PROMPT,
     RouterUnderTest,
@@ -342,7 +342,7 @@ async def test_a_copy_that_is_named_before_the_answer_to_an_attach_is_known_to_a
         await eventually(lambda: owner.is_paused)
         entry = router.router.table.get("one")
         assert entry is not None
-        await eventually(lambda: isinstance(entry.state, Seeking) and entry.state.held.token_count == 5)
+        await eventually(lambda: isinstance(entry.state, SeekingOwner) and entry.state.held.token_count == 5)
         owner.may_answer.set()
         while not (response := await call.read()).HasField("owner"):
             # It is behind the text of the tokens that the client has.
@@ -387,7 +387,7 @@ async def test_what_an_earlier_session_still_has_elsewhere_is_ended(
         request.received.max_tokens = 20
         call = router.stub.Generate(request, timeout=20)
         await eventually(lambda: state_of(router, "one", 10) is not None)
-        feeds, life = router.router.feeds, Life("decode-0", owner.incarnation)
+        feeds, life = router.router.feeds, InstanceLife("decode-0", owner.incarnation)
         late = decode_pb2.RequestTokens(request_id="one", attempt=2, index=9, token_ids=[7])
         # The instance that goes on for the later session is left alone, and one that has ended it by itself.
         feeds._deliver(life, late, 0.0)

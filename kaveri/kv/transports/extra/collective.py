@@ -41,11 +41,11 @@ from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.kv.transfer.transport import Intake, Landing, LinkListener, LinkLost
+from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost, TransferIntake
 from kaveri.kv.transports.frames import HELLO_BYTES, Header, Hello, Kind, unpack_hello
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
 from kaveri.kv.transports.socket_listener import ReceivingConnection
-from kaveri.kv.transports.stream import Stream
+from kaveri.kv.transports.stream import ByteStream
 from kaveri.telemetry.logs import get_logger
 
 _MEETING = struct.Struct("<H6x16s")
@@ -99,7 +99,7 @@ class CollectiveTransport(SocketTransport):
         )
 
     def _link(
-        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> "CollectiveLink":
         port, prefix = _MEETING.unpack(meeting.receive_bytes(_MEETING.size))
         # The receiver does not wait for a peer that disconnects again.
@@ -125,7 +125,7 @@ class CollectiveLink(SocketLink):
     """A sender's connection; see Link. The group is used by the thread that writes."""
 
     def __init__(
-        self, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, pair: "_Pair"
+        self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, pair: "_Pair"
     ) -> None:
         self._pair = pair
         self._changed = threading.Condition()
@@ -206,7 +206,7 @@ class GlooReceivingConnection(ReceivingConnection):
     backend: ClassVar[str] = "gloo"
     _pair: "_Pair | None" = None
 
-    def __init__(self, stream: Stream, pool: KvPool, intake: Intake, with_digests: bool) -> None:
+    def __init__(self, stream: ByteStream, pool: KvPool, intake: TransferIntake, with_digests: bool) -> None:
         super().__init__(stream, pool, intake, with_digests)
         # Announced messages that have not been waited for, in order: their receives are posted.
         self._coming: deque[Header] = deque()

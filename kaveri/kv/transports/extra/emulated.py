@@ -10,12 +10,12 @@ from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.kv.transfer.transport import Capabilities, Intake, Landing, Link, LinkListener, Listener, Transport
+from kaveri.kv.transfer.transport import Capabilities, Landing, Link, LinkListener, Listener, TransferIntake, Transport
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
 from kaveri.kv.transports.socket_listener import ReceivingConnection
-from kaveri.kv.transports.stream import Stream
+from kaveri.kv.transports.stream import ByteStream
 
 _CHECK_S = 0.02
 """Longest sleep that does not ask whether the push is still wanted."""
@@ -46,7 +46,7 @@ class EmulatedTransport:
         """See Transport.connect."""
         return EmulatedLink(self.inner.connect(endpoint, epoch, pool, listener), self._speed, pool)
 
-    def listen(self, address: str, pool: KvPool, intake: Intake) -> Listener:
+    def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> Listener:
         """See Transport.listen."""
         return self.inner.listen(address, pool, intake)
 
@@ -136,7 +136,7 @@ class MockTransport(SocketTransport):
         self.connection_type = _MockReceivingConnection
 
     def _link(
-        self, meeting: Stream, stream: Stream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
+        self, meeting: ByteStream, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint
     ) -> SocketLink:
         return _MockLink(stream, pool, listener, endpoint)
 
