@@ -12,7 +12,7 @@ from kaveri.domain.view import ClusterView, InstanceState, Phase, ViewedInstance
 from kaveri.errors import NoCapacity
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from services.router.holders import Holders
-from services.router.lifecycle_values import Decoding, InstanceLife, PlaceLost
+from services.router.lifecycle_values import DecodeLost, Decoding, InstanceLife
 from services.router.requests import RequestEntry, RequestTable
 from services.router.token_feeds import TokenFeeds
 
@@ -44,10 +44,10 @@ class Departures:
             return
         self._unconfirmed.retain(view)
         for entry in self._table.entries():
-            if isinstance(entry.state, Decoding) and entry.state.place in overdue:
-                self._move(entry, entry.state.place, view)
+            if isinstance(entry.state, Decoding) and entry.state.decode in overdue:
+                self._move(entry, entry.state.decode, view)
 
-    def _move(self, entry: RequestEntry, place: InstanceLife, view: ClusterView) -> None:
+    def _move(self, entry: RequestEntry, decode: InstanceLife, view: ClusterView) -> None:
         replica = self._holders.replica_of(entry)
         if replica is None or not self._feeds.is_connected(InstanceLife(replica.holder_id, replica.holder_incarnation)):
             return
@@ -56,9 +56,9 @@ class Departures:
         if needed_blocks is None or holder.load.free_blocks - self._unconfirmed.at(holder).amount < needed_blocks:
             return
         self._unconfirmed.add(entry.request_id, holder, needed_blocks)
-        cause = f"decode instance {place.instance_id} drains"
-        entry.note_loss(cause, place)
-        entry.handle(PlaceLost(NoCapacity("decode", 0.0, cause)), time.monotonic())
+        cause = f"decode instance {decode.instance_id} drains"
+        entry.note_loss(cause, decode)
+        entry.handle(DecodeLost(NoCapacity("decode", 0.0, cause)), time.monotonic())
 
     def _needed_blocks(self, entry: RequestEntry, replica: ReplicaLocation, holder: ViewedInstance) -> int | None:
         """Of the request at the holder; None: the replica lacks too much."""

@@ -39,6 +39,8 @@ from services.router.lifecycle_values import (
     Cancelled,
     CannotAnswer,
     CompleteAnswer,
+    DecodeLost,
+    DecodeNamed,
     Decoding,
     Disown,
     Ended,
@@ -55,8 +57,6 @@ from services.router.lifecycle_values import (
     Lost,
     NotFound,
     Placed,
-    PlaceLost,
-    PlaceNamed,
     PrefillEnded,
     Prefilling,
     PrefillLeg,
@@ -98,7 +98,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _not_found(state, event)
         case TookOver():
             return _took_over(state, event, now_s)
-        case PlaceNamed():
+        case DecodeNamed():
             return _place_named(state, event, now_s)
         case FirstTokenReported():
             return _first_token(state, event, now_s)
@@ -106,7 +106,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _handed_over(state, event)
         case PrefillEnded():
             return _prefill_ended(state, event)
-        case PlaceLost():
+        case DecodeLost():
             return _place_lost(state, event)
         case ReplicaNamed():
             return replica_named(state, event)
@@ -137,20 +137,20 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
         case Placed(attempt) | Decoding(attempt) if _is_announcement(event):
             # It has landed there, and waits for its turn.
             return _of_another_attempt(state, attempt, event)
-        case Decoding(attempt, next_index, place, _):
+        case Decoding(attempt, next_index, decode, _):
             if event.attempt != attempt.number:
                 return _of_another_attempt(state, attempt, event)
-            if event.source != place:
+            if event.source != decode:
                 return state, ()
             if event.first_index > next_index:
                 return lost_by_gap(state, event)
             return _taken(state, event, now_s)
-        case Placed(attempt, next_index, place):
+        case Placed(attempt, next_index, decode):
             if event.attempt != attempt.number:
                 return _of_another_attempt(state, attempt, event)
             if event.source in state.left:
                 return state, ()
-            if event.source != place:
+            if event.source != decode:
                 return _held(state, event)
             if event.first_index <= next_index:
                 return _taken(state, event, now_s)
@@ -162,13 +162,13 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
             if event.attempt == attempt.number:
                 return _held(state, event)
             return _of_another_attempt(state, attempt, event)
-        case Resuming(attempt, next_index, place):
-            if event.attempt != attempt.number or event.source != place or _is_announcement(event):
+        case Resuming(attempt, next_index, decode):
+            if event.attempt != attempt.number or event.source != decode or _is_announcement(event):
                 # Of the former instance: it gets its Abort when the holder has answered.
                 return state, ()
             if event.first_index > next_index:
                 return lost_by_gap(state, event)
-            now, actions = _taken(Decoding(attempt, next_index, place, PrefillLeg.COMPLETE), event, now_s)
+            now, actions = _taken(Decoding(attempt, next_index, decode, PrefillLeg.COMPLETE), event, now_s)
             return now, (*state.withheld, *actions)
         case Lost(attempt):
             return _of_another_attempt(state, attempt, event)
@@ -198,7 +198,7 @@ def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
         else:
             append = (Append(event.token_ids, event.logprobs, event.finish),)
     if event.finish is None:
-        return Decoding(state.attempt, state.next_index + max(0, added), state.place, state.leg, state.replica), append
+        return Decoding(state.attempt, state.next_index + max(0, added), state.decode, state.leg, state.replica), append
     complete = CompleteAnswer(event.decode_queue_s, event.decode_s)
     if state.leg.is_open:
         wait = AwaitReport(now_s + HAND_OVER_GRACE_S)
@@ -218,14 +218,14 @@ def _held(state: SeekingOwner | Prefilling | Placed, event: Tokens | GivenUp) ->
 
 def _given_up(state: State, event: GivenUp) -> Step:
     match state:
-        case Resuming(attempt, _, place) | Decoding(attempt, _, place):
-            if event.attempt == attempt.number and event.source == place:
+        case Resuming(attempt, _, decode) | Decoding(attempt, _, decode):
+            if event.attempt == attempt.number and event.source == decode:
                 return lost(state, event.error, decode_has_ended=True)
             return state, ()
-        case Placed(attempt, _, place):
+        case Placed(attempt, _, decode):
             if event.attempt != attempt.number or event.source in state.left:
                 return state, ()
-            if event.source == place:
+            if event.source == decode:
                 return lost(state, event.error, decode_has_ended=True)
             return _held(state, event)
         case SeekingOwner(attempt) | Prefilling(attempt):
@@ -239,10 +239,10 @@ def _sent(state: State, event: Sent) -> Step:
         case Unplaced(next_index) | Lost(_, next_index):
             attempt = event.attempt
             assert attempt.first_index == next_index, (state, event)
-            if event.place is None:
+            if event.decode is None:
                 return Prefilling(attempt, next_index), withheld_by(state)
-            follow = Follow(attempt.number, event.place, is_there=False)
-            return Placed(attempt, next_index, event.place), (*withheld_by(state), follow)
+            follow = Follow(attempt.number, event.decode, is_there=False)
+            return Placed(attempt, next_index, event.decode), (*withheld_by(state), follow)
         case _:
             raise impossible(state, event)
 
@@ -271,12 +271,12 @@ def _took_over(state: State, event: TookOver, now_s: float) -> Step:
             if event.missing:
                 append = (Append(event.missing, (), None),)
                 next_index += len(event.missing)
-            if event.place is None:
+            if event.decode is None:
                 return Prefilling(attempt, next_index, held), append
-            placed = Placed(attempt, next_index, event.place, PrefillLeg.COMPLETE, held=held)
+            placed = Placed(attempt, next_index, event.decode, PrefillLeg.COMPLETE, held=held)
             now, actions = _replayed(placed, append, now_s)
             if isinstance(now, Placed | Decoding):
-                actions = (*actions, Follow(attempt.number, event.place))
+                actions = (*actions, Follow(attempt.number, event.decode))
             return now, actions
         case _:
             raise impossible(state, event)
@@ -295,30 +295,30 @@ def _superseded(state: State, event: Superseded) -> Step:
             return Ended(event.error, state.attempt), (LeaveAttempt(),)
 
 
-def _place_named(state: State, event: PlaceNamed, now_s: float) -> Step:
+def _place_named(state: State, event: DecodeNamed, now_s: float) -> Step:
     match state:
         case Prefilling(attempt, next_index, held):
-            placed = Placed(attempt, next_index, event.place, held=held)
-        case Placed(attempt, next_index, place, leg, left, held, replica):
-            if event.place != place:
-                events = tuple(former for former in held.events if former.source != place)
+            placed = Placed(attempt, next_index, event.decode, held=held)
+        case Placed(attempt, next_index, decode, leg, left, held, replica):
+            if event.decode != decode:
+                events = tuple(former for former in held.events if former.source != decode)
                 held, replica = held_of(events), None
-                left = (*(former for former in left if former != event.place), place)
-            placed = Placed(attempt, next_index, event.place, leg, left, held, replica)
-        case Decoding(attempt, _, place, _):
-            if event.place != place:
-                where = event.place.instance_id
+                left = (*(former for former in left if former != event.decode), decode)
+            placed = Placed(attempt, next_index, event.decode, leg, left, held, replica)
+        case Decoding(attempt, _, decode, _):
+            if event.decode != decode:
+                where = event.decode.instance_id
                 return lost(state, Unavailable(f"it was placed on {where} after decode had begun elsewhere"))
-            return state, (Follow(attempt.number, event.place),)
+            return state, (Follow(attempt.number, event.decode),)
         case Finishing(attempt, finish):
-            # Prefill places a request that has its whole answer.
-            return Ended(finish, attempt), (LeaveAttempt(), Abort(attempt.number, event.place))
+            # Prefill has named a decode instance for a request that has its whole answer.
+            return Ended(finish, attempt), (LeaveAttempt(), Abort(attempt.number, event.decode))
         case _:
             raise impossible(state, event)
     now, actions = _replayed(placed, (), now_s)
     if isinstance(now, Placed | Decoding):
-        # Last: the service may find at once that the place is lost.
-        actions = (*actions, Follow(attempt.number, event.place))
+        # Last: the service may find at once that the decode instance is lost.
+        actions = (*actions, Follow(attempt.number, event.decode))
     return now, actions
 
 
@@ -339,11 +339,11 @@ def _first_token(state: State, event: FirstTokenReported, now_s: float) -> Step:
 
 
 def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
-    """Takes in what was held of the place."""
-    own = [event for event in state.held.events if event.source == state.place]
+    """Takes in the held events of its decode instance."""
+    own = [event for event in state.held.events if event.source == state.decode]
     if not own:
         return state, actions
-    others = tuple(event for event in state.held.events if event.source != state.place)
+    others = tuple(event for event in state.held.events if event.source != state.decode)
     now: State = replace(state, held=held_of(others))
     for event in own:
         now, more = step(now, event, now_s)
@@ -358,7 +358,9 @@ def _handed_over(state: State, event: HandOverReported) -> Step:
         case Decoding():
             return state._replace(leg=PrefillLeg.HANDED_OVER), ()
         case Prefilling(attempt):
-            return lost(state, Unavailable(f"prefill instance {attempt.prefill.instance_id} has named no place"))
+            return lost(
+                state, Unavailable(f"prefill instance {attempt.prefill.instance_id} has named no decode instance")
+            )
         case Finishing():
             return state, ()
         case _:
@@ -370,7 +372,7 @@ def _prefill_ended(state: State, event: PrefillEnded) -> Step:
         case Decoding(_, _, _, leg):
             if event.error is None and leg is not PrefillLeg.HANDED_OVER:
                 return lost(state, _without_hand_over(state.attempt))
-            # Its end is no loss: decode needs nothing more of it, neither its token nor the name of the place.
+            # Its end is no loss: decode needs nothing more of it, neither its token nor the name of the instance.
             ended = PrefillLeg.COMPLETE if leg is PrefillLeg.HANDED_OVER else PrefillLeg.BROKEN
             return state._replace(leg=ended), ()
         case Placed(attempt, next_index, _, leg):
@@ -392,7 +394,7 @@ def _without_hand_over(attempt: Attempt) -> KaveriError:
     return Unavailable(f"prefill instance {attempt.prefill.instance_id} ended without hand-over")
 
 
-def _place_lost(state: State, event: PlaceLost) -> Step:
+def _place_lost(state: State, event: DecodeLost) -> Step:
     match state:
         case Placed() | Resuming() | Decoding():
             return lost(state, event.error)

@@ -30,7 +30,7 @@ def lost_by_gap(state: Placed | Resuming | Decoding, event: Tokens) -> Step:
     """Tokens are missing before those of the event."""
     missing = f"tokens {state.next_index} to {event.first_index - 1} are missing"
     # One that has ended by itself has nothing to abort.
-    error = Unavailable(f"decode instance {state.place.instance_id}: {missing}")
+    error = Unavailable(f"decode instance {state.decode.instance_id}: {missing}")
     return lost(state, error, decode_has_ended=event.finish is not None)
 
 
@@ -42,15 +42,15 @@ def lost(
     decode_has_ended: bool = False,
 ) -> Step:
     """The attempt cannot go on. was_reached: whether the instance knows of it."""
-    place, leg = (None, PrefillLeg.WORKING) if isinstance(state, Prefilling) else (state.place, leg_of(state))
+    decode, leg = (None, PrefillLeg.WORKING) if isinstance(state, Prefilling) else (state.decode, leg_of(state))
     replica = state.replica if isinstance(state, Placed | Decoding) else None
-    now = Lost(state.attempt, state.next_index, error, _setback(error, was_reached), place, leg, replica)
+    now = Lost(state.attempt, state.next_index, error, _setback(error, was_reached), decode, leg, replica)
     if decode_has_ended:
         return now, (LeaveAttempt(), *withheld_by(state))
     if replica is not None:
-        return replace(now, withheld=(Abort(state.attempt.number, place),)), (LeaveAttempt(),)
-    if place is None and isinstance(error, Unavailable) and was_reached:
-        # A prefill instance that dies takes the name of the place with it.
+        return replace(now, withheld=(Abort(state.attempt.number, decode),)), (LeaveAttempt(),)
+    if decode is None and isinstance(error, Unavailable) and was_reached:
+        # A prefill instance that dies takes the name of the decode instance with it.
         return now, (LeaveAttempt(), Abort(state.attempt.number, None))
     return now, leaving(state)
 
@@ -62,12 +62,12 @@ def _setback(error: KaveriError, was_reached: bool) -> Setback:
 
 
 def leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, ...]:
-    """Leaves an attempt that decode has not ended. Prefill itself aborts a place that it has not named, unless it has
-    handed the request over: then the instance that has it has sent something."""
+    """Leaves an attempt that decode has not ended. Prefill itself aborts a reservation that it has not named, unless
+    it has handed the request over: then the instance that has it has sent something."""
     if isinstance(state, Prefilling):
         sources = dict.fromkeys(event.source for event in state.held.events)
         return LeaveAttempt(), *(Disown(state.attempt.number, source) for source in sources)
-    return LeaveAttempt(), *withheld_by(state), Abort(state.attempt.number, state.place)
+    return LeaveAttempt(), *withheld_by(state), Abort(state.attempt.number, state.decode)
 
 
 def withheld_by(state: State) -> tuple[Abort, ...]:

@@ -28,9 +28,9 @@ from services.router.lifecycle_values import (
 def replica_named(state: State, event: ReplicaNamed) -> Step:
     """The decode instance says where a replica is."""
     match state:
-        case Placed(attempt, _, place) if event.attempt == attempt.number and event.source == place:
+        case Placed(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
             return replace(state, replica=event.replica), ()
-        case Decoding(attempt, _, place) if event.attempt == attempt.number and event.source == place:
+        case Decoding(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
             return state._replace(replica=event.replica), ()
         case SeekingOwner(attempt) | Prefilling(attempt) | Placed(attempt) if event.attempt == attempt.number:
             if isinstance(state, Placed) and event.source in state.left:
@@ -72,12 +72,12 @@ def resume_asked(state: State, event: ResumeAsked) -> Step:
 def resume_accepted(state: State) -> Step:
     """The holder goes on."""
     match state:
-        case Resuming(attempt, next_index, place):
-            now = Decoding(attempt, next_index, place, PrefillLeg.COMPLETE)
-            return now, (*state.withheld, Follow(attempt.number, place))
-        case Decoding(attempt, _, place):
+        case Resuming(attempt, next_index, decode):
+            now = Decoding(attempt, next_index, decode, PrefillLeg.COMPLETE)
+            return now, (*state.withheld, Follow(attempt.number, decode))
+        case Decoding(attempt, _, decode):
             # Its tokens have come before its answer.
-            return state, (Follow(attempt.number, place),)
+            return state, (Follow(attempt.number, decode),)
         case _:
             return state, ()
 
@@ -85,8 +85,8 @@ def resume_accepted(state: State) -> Step:
 def resume_refused(state: State, event: ResumeRefused) -> Step:
     """The holder does not go on, or has not answered."""
     match state:
-        case Resuming(attempt, next_index, place):
-            now = Lost(attempt, next_index, event.error, Setback.REFUSED, place, PrefillLeg.COMPLETE, event.replica)
+        case Resuming(attempt, next_index, decode):
+            now = Lost(attempt, next_index, event.error, Setback.REFUSED, decode, PrefillLeg.COMPLETE, event.replica)
             if event.may_have_begun:
                 return now, leaving(state)
             return now, (LeaveAttempt(), *state.withheld)

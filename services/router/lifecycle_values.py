@@ -133,7 +133,7 @@ class Sent:
     """The request goes to a prefill instance."""
 
     attempt: Attempt
-    place: InstanceLife | None = None
+    decode: InstanceLife | None = None
     """The instance that will decode, where that is known already: one that does both phases."""
 
 
@@ -157,15 +157,15 @@ class TookOver:
     attempt: Attempt
     missing: Sequence[int] = ()
     """Tokens that earlier placements have drawn and the client lacks."""
-    place: InstanceLife | None = None
+    decode: InstanceLife | None = None
     """The decode instance, which is attached already. None: prefill has it."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceNamed:
+class DecodeNamed:
     """Prefill says which decode instance has reserved room."""
 
-    place: InstanceLife
+    decode: InstanceLife
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class PrefillEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceLost:
+class DecodeLost:
     """The decode instance has no token stream, does not have the request, left the cluster or restarted."""
 
     error: KaveriError
@@ -245,11 +245,11 @@ Event = (
     | Sought
     | NotFound
     | TookOver
-    | PlaceNamed
+    | DecodeNamed
     | FirstTokenReported
     | HandOverReported
     | PrefillEnded
-    | PlaceLost
+    | DecodeLost
     | TextStopped
     | Exhausted
     | GraceOver
@@ -303,7 +303,7 @@ class Placed:
 
     attempt: Attempt
     next_index: int
-    place: InstanceLife
+    decode: InstanceLife
     leg: PrefillLeg = PrefillLeg.WORKING
     left: tuple[InstanceLife, ...] = ()
     """Decode instances that this attempt was placed on before."""
@@ -317,7 +317,7 @@ class Resuming:
 
     attempt: Attempt
     next_index: int
-    place: InstanceLife
+    decode: InstanceLife
     """The holder."""
     withheld: tuple["Abort", ...] = ()
     """As in Lost."""
@@ -328,7 +328,7 @@ class Decoding(NamedTuple):
 
     attempt: Attempt
     next_index: int
-    place: InstanceLife
+    decode: InstanceLife
     leg: PrefillLeg
     replica: ReplicaLocation | None = None
 
@@ -349,7 +349,7 @@ class Lost:
     next_index: int
     error: KaveriError
     setback: Setback
-    place: InstanceLife | None
+    decode: InstanceLife | None
     leg: PrefillLeg
     replica: ReplicaLocation | None = None
     """Where the request may be resumed."""
@@ -359,7 +359,7 @@ class Lost:
     @property
     def is_prefills_fault(self) -> bool:
         """Whether the prefill instance had not done its part, or was to decode as well."""
-        same = self.place is not None and self.place.instance_id == self.attempt.prefill.instance_id
+        same = self.decode is not None and self.decode.instance_id == self.attempt.prefill.instance_id
         return same or not self.leg.has_handed_over
 
 
@@ -396,11 +396,11 @@ class CompleteAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """The attempt needs the token stream of this decode instance, and of no other: report PlaceLost when it cannot be
+    """The attempt needs the token stream of this decode instance, and of no other: report DecodeLost when it cannot be
     had, or when the instance does not have the request."""
 
     attempt: int
-    place: InstanceLife
+    decode: InstanceLife
     is_there: bool = True
     """Whether the instance has reserved room, so that it knows the request."""
 
@@ -427,7 +427,7 @@ class Abort:
     """Tell decode instances to end an attempt."""
 
     attempt: int
-    place: InstanceLife | None
+    decode: InstanceLife | None
     """None: the instance is unknown, so all of them."""
 
 

@@ -21,11 +21,11 @@ from kaveri.wire.messages import finish_from_proto, params_to_proto
 from kaveri.wire.status import error_of, is_answer
 from services.router.lifecycle_values import (
     Attempt,
+    DecodeNamed,
     FirstTokenReported,
     HandOverReported,
     InstanceLife,
     Placed,
-    PlaceNamed,
     PrefillEnded,
     Prefilling,
 )
@@ -226,7 +226,7 @@ class PrefillAttempts:
                 placed = event.placed
                 life = InstanceLife(placed.decode_instance_id, placed.decode_incarnation)
                 entry.note_owner(attempt.prefill, life)
-                entry.handle(PlaceNamed(life), now_s)
+                entry.handle(DecodeNamed(life), now_s)
                 entry.note_holder()
             case "first_token":
                 first = event.first_token

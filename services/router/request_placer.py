@@ -178,13 +178,13 @@ class RequestPlacer:
     def act(self, entry: RequestEntry, action: Action) -> None:
         """Carries out what a request's life asks of instances."""
         match action:
-            case Follow(_, place, is_there):
+            case Follow(_, decode, is_there):
                 assert isinstance(entry.state, Placed | Resuming | Decoding), entry.state
-                self._feeds.follow(entry, entry.state.attempt, place, is_there)
+                self._feeds.follow(entry, entry.state.attempt, decode, is_there)
             case Unfollow() | LeaveAttempt():
                 self._feeds.unfollow(entry)
-            case Abort(attempt, place):
-                self._feeds.abort(entry.request_id, entry.ownership(attempt, self._stream_id), place)
+            case Abort(attempt, decode):
+                self._feeds.abort(entry.request_id, entry.ownership(attempt, self._stream_id), decode)
             case Disown(attempt, source):
                 owner = Owner(entry.accepted.session, attempt)
                 self._feeds.disown(entry.request_id, owner, source.instance_id)
@@ -268,14 +268,14 @@ class RequestPlacer:
                 raise lost.error
             return retry
         if lost.setback is Setback.LOST:
-            entry.note_loss(str(lost.error), lost.place or lost.attempt.prefill)
+            entry.note_loss(str(lost.error), lost.decode or lost.attempt.prefill)
             metrics.LOST_ATTEMPTS.inc()
             get_logger().warning(
                 "attempt_lost",
                 request_id=entry.request_id,
                 attempt=lost.attempt.number,
                 prefill_instance_id=lost.attempt.prefill.instance_id,
-                decode_instance_id=lost.place.instance_id if lost.place is not None else "",
+                decode_instance_id=lost.decode.instance_id if lost.decode is not None else "",
                 generated_tokens=lost.next_index,
                 error=str(lost.error),
             )
@@ -390,7 +390,7 @@ class RequestPlacer:
                 raise entry.state.error
             if entry.state.setback is Setback.LOST:
                 metrics.LOST_ATTEMPTS.inc()
-                entry.note_loss(str(entry.state.error), entry.state.place or entry.state.attempt.prefill)
+                entry.note_loss(str(entry.state.error), entry.state.decode or entry.state.attempt.prefill)
         if not isinstance(entry.state, Ended) and len(entry.answer.token_ids) >= entry.accepted.most_tokens:
             entry.handle(Exhausted(), time.monotonic())
         return found

@@ -213,7 +213,7 @@ class RequestEntry:
         self.begun_s = time.monotonic()
         self.timing.attempts += 1
         if isinstance(event, Sent):
-            self.note_owner(event.attempt.prefill, event.place)
+            self.note_owner(event.attempt.prefill, event.decode)
         self.handle(event, self.begun_s)
         return over
 

@@ -10,7 +10,7 @@ from grpc import aio
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.v1 import decode_pb2
-from services.router.lifecycle_values import Attempt, InstanceLife, PlaceLost
+from services.router.lifecycle_values import Attempt, DecodeLost, InstanceLife
 from services.router.requests import RequestEntry
 
 CONNECT_GRACE_S = 2.0
@@ -24,13 +24,13 @@ class Tie:
 
     entry: RequestEntry
     attempt: Attempt
-    place: InstanceLife
+    decode: InstanceLife
     is_there: bool
     needs_attach: bool = False
     """Whether its tokens do not come on the stream by themselves."""
 
     def lose(self, error: KaveriError) -> None:
-        self.entry.handle(PlaceLost(error), time.monotonic())
+        self.entry.handle(DecodeLost(error), time.monotonic())
 
 
 class Subscription:
@@ -109,7 +109,7 @@ class Subscription:
         asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
 
     def _check_life(self, tie: Tie) -> None:
-        if self.record is not None and tie.place.incarnation != self.record.incarnation:
+        if self.record is not None and tie.decode.incarnation != self.record.incarnation:
             # The tokens would come on no stream.
             self.lose(tie, Unavailable(f"decode instance {self.instance_id} has restarted since it reserved room"))
 

@@ -146,12 +146,12 @@ class TokenFeeds:
         if former is not None:
             former.ties.pop(entry, None)
 
-    def abort(self, request_id: str, ownership: Ownership, place: InstanceLife | None) -> None:
-        """Tells a decode instance to end an attempt; all of them when the place is not known. Best effort: an instance
+    def abort(self, request_id: str, ownership: Ownership, decode: InstanceLife | None) -> None:
+        """Tells a decode instance to end an attempt; all of them when it is not known which. Best effort: an instance
         that cannot be reached ends it after the orphan grace, or when its tokens come here."""
         name = ownership_to_proto(request_id, ownership)
         for subscription in self._subscriptions.values():
-            if subscription.record is not None and (place is None or place.instance_id == subscription.instance_id):
+            if subscription.record is not None and (decode is None or decode.instance_id == subscription.instance_id):
                 self._abort_at(subscription.record, name)
 
     def disown(self, request_id: str, owner: Owner, instance_id: str) -> None:
@@ -349,7 +349,7 @@ class TokenFeeds:
         if update.session != entry.accepted.session:
             # The client has re-attached to this router; the tokens come again under the later session. What goes on
             # elsewhere by then is not needed.
-            goes_on_elsewhere = isinstance(entry.state, Decoding) and entry.state.place != life
+            goes_on_elsewhere = isinstance(entry.state, Decoding) and entry.state.decode != life
             if update.session < entry.accepted.session and goes_on_elsewhere and not has_ended:
                 self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
             return
@@ -357,7 +357,7 @@ class TokenFeeds:
             if update.HasField("replica"):
                 entry.note_replica(ReplicaNamed(update.attempt, life, _replica_of(update)), now_s)
             entry.handle(_event_of(life, update), now_s)
-            if update.moved and isinstance(entry.state, Lost) and entry.state.place == life:
+            if update.moved and isinstance(entry.state, Lost) and entry.state.decode == life:
                 entry.note_loss(f"decode instance {life.instance_id} drains", life)
         except Exception:  # One bad answer must not end the stream of all others.
             get_logger().exception(

@@ -149,7 +149,7 @@ class FaultRows:
 def _owner(entry: RequestEntry) -> InstanceLife | None:
     match entry.state:
         case Decoding() | Resuming() | Placed() | Lost():
-            return entry.state.place
+            return entry.state.decode
         case _:
             return None
 

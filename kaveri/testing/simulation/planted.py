@@ -46,15 +46,15 @@ def _step_changed(change: Callable[[Any, Any], tuple[Any, Any]]) -> AbstractCont
 _OWNED = (lives.Placed, lives.Decoding)
 
 
-def _of_the_place(state: Any, event: Any) -> Any:
+def _from_its_decode(state: Any, event: Any) -> Any:
     """The event as if the decode instance that the attempt is placed on had sent it."""
-    return event._replace(source=state.place) if isinstance(state, _OWNED) else event
+    return event._replace(source=state.decode) if isinstance(state, _OWNED) else event
 
 
 def _moved(state: Any, event: Any) -> Any:
     """The state as if decode had begun on the instance that is named now."""
-    if isinstance(state, lives.Decoding) and isinstance(event, lives.PlaceNamed):
-        return lives.Decoding(state.attempt, state.next_index, event.place, state.leg)
+    if isinstance(state, lives.Decoding) and isinstance(event, lives.DecodeNamed):
+        return lives.Decoding(state.attempt, state.next_index, event.decode, state.leg)
     return state
 
 
@@ -67,7 +67,7 @@ def attempt_check_removed() -> Iterator[None]:
 
     def change(state: Any, event: Any) -> Any:
         if isinstance(event, lives.Tokens) and isinstance(state, _OWNED):
-            event = _of_the_place(state, event._replace(attempt=state.attempt.number))
+            event = _from_its_decode(state, event._replace(attempt=state.attempt.number))
         return _moved(state, event), event
 
     with _step_changed(change):
@@ -393,7 +393,7 @@ def two_instances_in_one_attempt() -> Iterator[None]:
 
     def change(state: Any, event: Any) -> Any:
         if isinstance(event, lives.Tokens):
-            event = _of_the_place(state, event)
+            event = _from_its_decode(state, event)
         return _moved(state, event), event
 
     with _step_changed(change):

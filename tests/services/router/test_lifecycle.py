@@ -23,6 +23,8 @@ from services.router.lifecycle_values import (
     Cancelled,
     CannotAnswer,
     CompleteAnswer,
+    DecodeLost,
+    DecodeNamed,
     Decoding,
     Disown,
     Ended,
@@ -39,8 +41,6 @@ from services.router.lifecycle_values import (
     Lost,
     NotFound,
     Placed,
-    PlaceLost,
-    PlaceNamed,
     PrefillEnded,
     Prefilling,
     PrefillLeg,
@@ -90,17 +90,19 @@ FIRST = FirstTokenReported((7,))
 
 
 def test_tokens_of_a_second_instance_are_not_put_behind_those_of_the_first() -> None:
-    state, actions = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8, 9), PlaceNamed(OTHER), tokens(OTHER, 1, 80, 90, 100))
+    state, actions = run(
+        DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8, 9), DecodeNamed(OTHER), tokens(OTHER, 1, 80, 90, 100)
+    )
     assert appended(actions) == [7, 8, 9]
     assert isinstance(state, Lost)
-    assert (state.next_index, state.place, state.setback) == (3, ONE, Setback.LOST)
+    assert (state.next_index, state.decode, state.setback) == (3, ONE, Setback.LOST)
     assert actions[-1] == Abort(1, ONE)
 
 
 def test_tokens_of_an_instance_that_is_not_named_yet_wait_for_its_placement() -> None:
     state, actions = run(tokens(ONE, 1, 8), tokens(OTHER, 1, 80), FIRST)
     assert appended(actions) == [7]
-    state, actions = run(PlaceNamed(OTHER), state=state)
+    state, actions = run(DecodeNamed(OTHER), state=state)
     assert appended(actions) == [80]
     assert state == Decoding(ATTEMPT, 2, OTHER, PrefillLeg.WORKING)
     assert actions[-1] == Follow(1, OTHER)
@@ -108,28 +110,28 @@ def test_tokens_of_an_instance_that_is_not_named_yet_wait_for_its_placement() ->
 
 def test_tokens_that_overtake_a_second_placement_are_taken_and_those_of_the_place_that_was_left_are_dropped() -> None:
     state, actions = run(
-        PlaceNamed(ONE), FIRST, tokens(OTHER, 1, 80, 90), PlaceNamed(OTHER), tokens(ONE, 1, 8), tokens(OTHER, 3, 100)
+        DecodeNamed(ONE), FIRST, tokens(OTHER, 1, 80, 90), DecodeNamed(OTHER), tokens(ONE, 1, 8), tokens(OTHER, 3, 100)
     )
     assert appended(actions) == [7, 80, 90, 100]
     assert state == Decoding(ATTEMPT, 4, OTHER, PrefillLeg.WORKING)
 
 
 def test_tokens_that_wait_for_the_first_token_are_dropped_when_the_attempt_moves() -> None:
-    state, actions = run(PlaceNamed(ONE), tokens(ONE, 1, 8), PlaceNamed(OTHER), FIRST, tokens(OTHER, 1, 80))
+    state, actions = run(DecodeNamed(ONE), tokens(ONE, 1, 8), DecodeNamed(OTHER), FIRST, tokens(OTHER, 1, 80))
     assert appended(actions) == [7, 80]
     assert isinstance(state, Decoding)
 
 
 def test_what_a_former_instance_gives_up_is_nothing_to_an_attempt_that_has_moved() -> None:
     state, actions = run(
-        PlaceNamed(ONE), PlaceNamed(OTHER), FIRST, tokens(ONE, 1, 80), GivenUp(1, ONE, GONE), tokens(OTHER, 1, 8)
+        DecodeNamed(ONE), DecodeNamed(OTHER), FIRST, tokens(ONE, 1, 80), GivenUp(1, ONE, GONE), tokens(OTHER, 1, 8)
     )
     assert appended(actions) == [7, 8]
     assert isinstance(state, Decoding)
 
 
 def test_an_end_that_overtakes_its_placement_is_taken_with_the_placement() -> None:
-    state, actions = run(FIRST, tokens(ONE, 1, 8), GivenUp(1, ONE, GONE), PlaceNamed(ONE))
+    state, actions = run(FIRST, tokens(ONE, 1, 8), GivenUp(1, ONE, GONE), DecodeNamed(ONE))
     assert appended(actions) == [7, 8]
     assert isinstance(state, Lost)
     assert state.next_index == 2
@@ -138,7 +140,7 @@ def test_an_end_that_overtakes_its_placement_is_taken_with_the_placement() -> No
 
 def test_tokens_of_another_life_of_the_named_instance_are_not_taken() -> None:
     former = ONE._replace(incarnation=10)
-    state, actions = run(tokens(former, 1, 80), PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8))
+    state, actions = run(tokens(former, 1, 80), DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8))
     assert appended(actions) == [7, 8]
     assert isinstance(state, Decoding)
 
@@ -155,13 +157,13 @@ def test_who_has_announced_a_request_is_told_when_it_ends_before_its_placement_i
     announced = tokens(ONE, 0)
     _, actions = run(announced, Cancelled())
     assert actions == [CompleteAnswer(), LeaveAttempt(), Disown(1, ONE)]
-    state, _ = run(announced, PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8))
+    state, _ = run(announced, DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8))
     assert isinstance(state, Decoding)
     assert state.next_index == 2
 
 
 def test_a_gap_loses_the_attempt() -> None:
-    state, actions = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8), tokens(ONE, 3, 10))
+    state, actions = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8), tokens(ONE, 3, 10))
     assert isinstance(state, Lost)
     assert "tokens 2 to 2 are missing" in str(state.error)
     assert appended(actions) == [7, 8]
@@ -176,7 +178,7 @@ def test_tokens_of_a_former_attempt_are_disowned_unless_they_are_the_last() -> N
 
 
 def test_an_answer_whose_hand_over_is_not_reported_waits_for_the_report() -> None:
-    state, actions = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8, finish=FinishReason.LENGTH))
+    state, actions = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8, finish=FinishReason.LENGTH))
     assert isinstance(state, Finishing)
     assert actions[-2:] == [Unfollow(), AwaitReport(100.0 + HAND_OVER_GRACE_S)]
     for last in (PrefillEnded(), PrefillEnded(GONE), GraceOver(), Cancelled(), CannotAnswer(GONE)):
@@ -204,21 +206,21 @@ def test_a_prefill_that_fails_before_it_has_named_a_place(
 
 def test_prefill_may_die_once_the_answer_has_a_token_of_decode_and_not_before() -> None:
     dies = PrefillEnded(GONE)
-    assert isinstance(run(PlaceNamed(ONE), FIRST, dies)[0], Lost)
-    assert isinstance(run(PlaceNamed(ONE), tokens(ONE, 1, 8), dies)[0], Lost), "its token is missing"
-    state, _ = run(PlaceNamed(ONE), FIRST, tokens(ONE, 1, 8), dies)
+    assert isinstance(run(DecodeNamed(ONE), FIRST, dies)[0], Lost)
+    assert isinstance(run(DecodeNamed(ONE), tokens(ONE, 1, 8), dies)[0], Lost), "its token is missing"
+    state, _ = run(DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8), dies)
     assert state == Decoding(ATTEMPT, 2, ONE, PrefillLeg.BROKEN)
-    lost, _ = run(PlaceLost(GONE), state=state)
+    lost, _ = run(DecodeLost(GONE), state=state)
     assert isinstance(lost, Lost)
     assert lost.is_prefills_fault
-    lost, _ = run(PlaceNamed(ONE), FIRST, HandOverReported(), PrefillEnded(), PlaceLost(GONE))
+    lost, _ = run(DecodeNamed(ONE), FIRST, HandOverReported(), PrefillEnded(), DecodeLost(GONE))
     assert isinstance(lost, Lost)
     assert not lost.is_prefills_fault
 
 
 def test_a_prefill_that_ends_without_its_first_token_loses_the_attempt() -> None:
     """The tokens of decode waited for it until the deadline."""
-    state, _ = run(PlaceNamed(ONE), HandOverReported(), tokens(ONE, 1, 8, 9), PrefillEnded())
+    state, _ = run(DecodeNamed(ONE), HandOverReported(), tokens(ONE, 1, 8, 9), PrefillEnded())
     assert isinstance(state, Lost)
     assert "without its first token" in str(state.error)
 
@@ -227,7 +229,7 @@ def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
     both = replace(ATTEMPT, prefill=ONE)
     state, actions = run(Sent(both, ONE), state=Unplaced())
     assert (state, actions) == (Placed(both, 0, ONE), [Follow(1, ONE, is_there=False)])
-    lost, _ = run(FIRST, HandOverReported(), PlaceLost(GONE), state=state)
+    lost, _ = run(FIRST, HandOverReported(), DecodeLost(GONE), state=state)
     assert isinstance(lost, Lost)
     assert lost.is_prefills_fault
 
@@ -235,13 +237,13 @@ def test_an_instance_of_both_phases_is_followed_from_the_start() -> None:
 @pytest.mark.parametrize(
     ("state", "event"),
     [
-        (Unplaced(), PlaceNamed(ONE)),
+        (Unplaced(), DecodeNamed(ONE)),
         (Unplaced(), GraceOver()),
         (Unplaced(), TookOver(ATTEMPT)),
         (Prefilling(ATTEMPT, 0), Sought(ATTEMPT)),
         (Prefilling(ATTEMPT, 0), NotFound()),
         (Prefilling(ATTEMPT, 0), Sent(ATTEMPT)),
-        (Prefilling(ATTEMPT, 0), PlaceLost(GONE)),
+        (Prefilling(ATTEMPT, 0), DecodeLost(GONE)),
         (Prefilling(ATTEMPT, 0), GraceOver()),
         (Decoding(ATTEMPT, 2, ONE, PrefillLeg.WORKING), Exhausted()),
         (Ended(FinishReason.LENGTH, ATTEMPT), FIRST),
@@ -289,16 +291,16 @@ class AnyOrder(RuleBasedStateMachine):
                     self.answer += token_ids
                 case CompleteAnswer():
                     self.flushed += 1
-                case Follow(number, place, _):
+                case Follow(number, decode, _):
                     assert number == self.number
-                    self.followed = place
+                    self.followed = decode
                 case Unfollow() | LeaveAttempt():
                     self.followed = None
                 case Abort() if action in self.unaborted:
                     self.unaborted.remove(action)
-                case Abort(number, place):
+                case Abort(number, decode):
                     assert number == self.number
-                    assert place is None or place in self.named
+                    assert decode is None or decode in self.named
                 case Disown(number, source):
                     assert number < self.number or (isinstance(before, Prefilling) and source not in self.named)
                 case AwaitReport(until_s):
@@ -347,10 +349,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.take(ReplicaNamed(max(1, self.number - back), source, replica))
 
     @precondition(lambda self: self.reads_prefill)
-    @rule(place=st.sampled_from(DECODES))
-    def place_named(self, place: InstanceLife) -> None:
-        self.named.append(place)
-        self.take(PlaceNamed(place))
+    @rule(decode=st.sampled_from(DECODES))
+    def place_named(self, decode: InstanceLife) -> None:
+        self.named.append(decode)
+        self.take(DecodeNamed(decode))
 
     @precondition(lambda self: self.reads_prefill)
     @rule(finish=FINISHES)
@@ -390,14 +392,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.take(NotFound())
 
     @precondition(lambda self: isinstance(self.state, SeekingOwner))
-    @rule(place=st.sampled_from([None, *DECODES]), missing=st.integers(0, 2), earlier=st.integers(0, 2))
-    def took_over(self, place: InstanceLife | None, missing: int, earlier: int) -> None:
-        self.named = [] if place is None else [place]
+    @rule(decode=st.sampled_from([None, *DECODES]), missing=st.integers(0, 2), earlier=st.integers(0, 2))
+    def took_over(self, decode: InstanceLife | None, missing: int, earlier: int) -> None:
+        self.named = [] if decode is None else [decode]
         has = len(self.answer)
         first_index = has + missing if missing else max(0, has - earlier)
         tokens = [token_of(self.number, PREFILL, has + offset) for offset in range(missing)]
-        attempt = Attempt(self.number, PREFILL, first_index, MOST_TOKENS, taken_over=place is None)
-        self.take(TookOver(attempt, tokens, place))
+        attempt = Attempt(self.number, PREFILL, first_index, MOST_TOKENS, taken_over=decode is None)
+        self.take(TookOver(attempt, tokens, decode))
 
     @precondition(lambda self: self.number > 1)
     @rule()
@@ -415,9 +417,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(both=st.booleans())
     def sent(self, both: bool) -> None:
         self.number += 1
-        place = DECODES[0] if both else None
-        self.named = [] if place is None else [place]
-        self.take(Sent(Attempt(self.number, place or PREFILL, len(self.answer), MOST_TOKENS), place))
+        decode = DECODES[0] if both else None
+        self.named = [] if decode is None else [decode]
+        self.take(Sent(Attempt(self.number, decode or PREFILL, len(self.answer), MOST_TOKENS), decode))
 
     @precondition(lambda self: isinstance(self.state, Unplaced | Lost))
     @rule(holder=st.sampled_from(DECODES))
@@ -444,7 +446,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.followed is not None)
     @rule()
     def place_lost(self) -> None:
-        self.take(PlaceLost(GONE))
+        self.take(DecodeLost(GONE))
 
     @precondition(
         lambda self: isinstance(self.state, SeekingOwner | Prefilling | Placed | Decoding | Lost) and self.answer
@@ -504,8 +506,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def the_place_is_followed(self) -> None:
-        place = self.state.place if isinstance(self.state, Placed | Resuming | Decoding) else None
-        assert self.followed == place
+        decode = self.state.decode if isinstance(self.state, Placed | Resuming | Decoding) else None
+        assert self.followed == decode
 
     @invariant()
     def the_former_instance_is_told_to_end_it_unless_the_holder_is_still_to_answer(self) -> None:
@@ -523,7 +525,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert len(set(named)) == len(named) <= MOST_TOKENS
             if isinstance(self.state, Placed):
                 assert not {event.source for event in held.events} & set(self.state.left)
-                assert self.state.place not in self.state.left
+                assert self.state.decode not in self.state.left
 
     @invariant()
     def an_ended_request_takes_nothing_more_and_releases_its_text_once(self) -> None:

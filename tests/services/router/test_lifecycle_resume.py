@@ -16,6 +16,8 @@ from services.router.lifecycle_values import (
     Cancelled,
     CannotAnswer,
     CompleteAnswer,
+    DecodeLost,
+    DecodeNamed,
     Decoding,
     Disown,
     Ended,
@@ -28,8 +30,6 @@ from services.router.lifecycle_values import (
     LeaveAttempt,
     Lost,
     Placed,
-    PlaceLost,
-    PlaceNamed,
     Prefilling,
     PrefillLeg,
     ReplicaForgone,
@@ -76,7 +76,7 @@ def appended(actions: list[Action]) -> list[int]:
 
 
 def lost() -> State:
-    return run(OWNED, PlaceLost(GONE))[0]
+    return run(OWNED, DecodeLost(GONE))[0]
 
 
 def resuming() -> State:
@@ -90,7 +90,7 @@ def drawn(
 
 
 def test_a_lost_request_with_a_replica_is_resumed_by_its_holder_without_prefill() -> None:
-    state, actions = run(OWNED, PlaceLost(GONE))
+    state, actions = run(OWNED, DecodeLost(GONE))
     assert state == Lost(FIRST, 3, GONE, Setback.LOST, OWNER, PrefillLeg.COMPLETE, REPLICA, (END_OF_OWNER,))
     assert actions == [LeaveAttempt()], "the holder is asked before the former instance is aborted"
     state, actions = run(state, ASKED)
@@ -160,7 +160,7 @@ def test_a_replica_that_was_pushed_on_is_resumed_where_it_is_and_the_former_owne
 
 
 def test_the_death_of_the_holder_while_it_is_asked_loses_the_attempt() -> None:
-    state, actions = run(resuming(), PlaceLost(GONE))
+    state, actions = run(resuming(), DecodeLost(GONE))
     assert state == Lost(SECOND, 3, GONE, Setback.LOST, HOLDER, PrefillLeg.COMPLETE)
     assert aborts(actions) == [END_OF_OWNER, END_OF_HOLDER]
     state, actions = run(resuming(), GivenUp(2, HOLDER, GONE))
@@ -172,10 +172,10 @@ def test_the_death_of_the_holder_while_it_is_asked_loses_the_attempt() -> None:
 
 def test_a_resumed_request_may_be_resumed_again_at_its_next_holder() -> None:
     other = InstanceLife("decode-2", 13)
-    state, _ = run(resuming(), ResumeAccepted(), ReplicaNamed(2, HOLDER, ReplicaLocation(*other, 48)), PlaceLost(GONE))
+    state, _ = run(resuming(), ResumeAccepted(), ReplicaNamed(2, HOLDER, ReplicaLocation(*other, 48)), DecodeLost(GONE))
     assert isinstance(state, Lost)
     assert (state.replica, state.withheld) == (ReplicaLocation(*other, 48), (END_OF_HOLDER,))
-    state, _ = run(resuming(), ResumeAccepted(), PlaceLost(GONE))
+    state, _ = run(resuming(), ResumeAccepted(), DecodeLost(GONE))
     assert isinstance(state, Lost)
     assert state.replica is None, "the holder's own copy is used up"
 
@@ -234,7 +234,7 @@ def test_a_replica_may_be_named_before_the_first_token_and_ends_with_the_place()
     state, _ = run(placed, ReplicaNamed(1, OWNER, REPLICA))
     assert isinstance(state, Placed)
     assert state.replica == REPLICA
-    state, _ = run(state, PlaceLost(GONE))
+    state, _ = run(state, DecodeLost(GONE))
     assert isinstance(state, Lost)
     assert state.replica == REPLICA
     for before in (Unplaced(), lost(), resuming()):
@@ -244,7 +244,7 @@ def test_a_replica_may_be_named_before_the_first_token_and_ends_with_the_place()
 def test_a_replica_that_is_named_before_its_place_counts_once_the_place_is_known() -> None:
     grown = ReplicaLocation(*HOLDER, 48)
     early = [ReplicaNamed(1, OWNER, REPLICA), ReplicaNamed(1, HOLDER, None), ReplicaNamed(1, OWNER, grown)]
-    state, actions = run(Prefilling(FIRST, 0), *early, PlaceNamed(OWNER))
+    state, actions = run(Prefilling(FIRST, 0), *early, DecodeNamed(OWNER))
     assert isinstance(state, Placed)
     assert (state.replica, actions) == (grown, [Follow(1, OWNER)])
     assert len(state.held.events) == 1, "the last word of each instance is kept"
@@ -267,17 +267,17 @@ def test_a_whole_answer_and_a_replica_may_come_before_the_answer_to_an_attach(re
 def test_a_replica_leaves_room_for_all_tokens_of_a_place_that_is_named_late() -> None:
     foreign, own = ReplicaNamed(1, HOLDER, ReplicaLocation(*OWNER, 8)), ReplicaNamed(1, OWNER, REPLICA)
     rest = drawn(1, OWNER, 1, *range(1, 20), finish=FinishReason.LENGTH)
-    state, actions = run(Prefilling(FIRST, 0), FirstTokenReported((0,)), foreign, own, rest, PlaceNamed(OWNER))
+    state, actions = run(Prefilling(FIRST, 0), FirstTokenReported((0,)), foreign, own, rest, DecodeNamed(OWNER))
     assert isinstance(state, Finishing)
     assert appended(actions) == list(range(20))
 
 
 def test_a_place_that_is_named_again_keeps_its_replica_and_another_one_does_not() -> None:
     # A prefill stream that is opened again repeats what it has said.
-    state, _ = run(Placed(FIRST, 0, OWNER), ReplicaNamed(1, OWNER, REPLICA), PlaceNamed(OWNER))
+    state, _ = run(Placed(FIRST, 0, OWNER), ReplicaNamed(1, OWNER, REPLICA), DecodeNamed(OWNER))
     assert isinstance(state, Placed)
     assert state.replica == REPLICA
-    state, _ = run(state, PlaceNamed(HOLDER))
+    state, _ = run(state, DecodeNamed(HOLDER))
     assert isinstance(state, Placed)
     assert state.replica is None
 
