@@ -8,14 +8,14 @@ between two pieces of one answer, or before its first one.
 import asyncio
 import itertools
 import re
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from benchmarks.support.answer_streams import Stream, percentile, prompt_of
 from benchmarks.support.harness import Options, Report, run
-from kaveri import AsyncClient, SamplingParams
+from kaveri import AsyncClient
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import KaveriError
 from kaveri.local.config import StackConfig
@@ -40,7 +40,6 @@ _GIVEN_BACK = re.compile(r'"outcome": ?"given_back"')
 class Load:
     """Clients that ask without a break, and what came of it."""
 
-    first_pieces_s: list[float] = field(default_factory=list)
     pauses_s: list[float] = field(default_factory=list)
     """The longest of each answer that one router delivered."""
     moved_pauses_s: list[float] = field(default_factory=list)
@@ -58,26 +57,18 @@ class Load:
         """One client."""
         while not self.is_over:
             number = next(numbers)
-            prompt = tuple(1 + (7 * number + place * place) % 900 for place in range(PROMPT_TOKENS))
-            token_count = ANSWER_TOKENS[number % len(ANSWER_TOKENS)]
+            stream = Stream(f"request-{number}", prompt_of(PROMPT_TOKENS, number))
             try:
-                await self._ask(client, prompt, token_count)
+                await self._ask(client, stream, ANSWER_TOKENS[number % len(ANSWER_TOKENS)])
             except KaveriError as error:
                 self.failed.append(f"request {number}: {error!r}")
 
-    async def _ask(self, client: AsyncClient, prompt: tuple[int, ...], token_count: int) -> None:
-        params = SamplingParams(max_tokens=token_count, temperature=0, ignore_eos=True)
-        token_ids: list[int] = []
-        last_s, pause_s = time.monotonic(), 0.0
-        async with client.stream(prompt_token_ids=prompt, params=params, timeout_s=120) as stream:
-            async for chunk in stream:
-                now_s = time.monotonic()
-                pause_s, last_s = max(pause_s, now_s - last_s), now_s
-                token_ids += chunk.token_ids
-        assert chunk.timing is not None
-        (self.moved_pauses_s if chunk.timing.server.reattaches else self.pauses_s).append(pause_s)
-        if tuple(token_ids) != tuple(MODEL.answer(prompt, 0, token_count)):
-            self.wrong.append(f"{token_ids} to {prompt}")
+    async def _ask(self, client: AsyncClient, stream: Stream, token_count: int) -> None:
+        await stream.read(client, token_count)
+        pause_s = max(stream.at_s[0] - stream.sent_s, stream.pause_s(stream.sent_s))
+        (self.moved_pauses_s if stream.reattaches else self.pauses_s).append(pause_s)
+        if len(stream.token_ids) != token_count or not stream.is_exact(MODEL):
+            self.wrong.append(f"{stream.token_ids} to {stream.prompt}")
 
 
 @dataclass
@@ -144,8 +135,7 @@ def _report(load: Load, restarts: Restarts, logs: list[str], report: Report) -> 
         report.row("SIGTERM to end", drains_s, "s", role=role)
     for answers, pauses_s in (("of one router", load.pauses_s), ("of several", load.moved_pauses_s)):
         report.row("longest pause of an answer", [1e3 * pause_s for pause_s in pauses_s], "ms", answers=answers)
-    p99_s = statistics.quantiles(load.pauses_s, n=100)[98]
-    moved_p99_s = statistics.quantiles(load.moved_pauses_s, n=100)[98]
+    p99_s, moved_p99_s = percentile(load.pauses_s, 99), percentile(load.moved_pauses_s, 99)
     lost, moved, given_back = (
         sum(len(pattern.findall(log)) for log in logs) for pattern in (_LOST, _MOVED, _GIVEN_BACK)
     )

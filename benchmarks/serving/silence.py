@@ -28,13 +28,14 @@ from benchmarks.support.answer_streams import (
     replicas_of,
     wait_until,
 )
-from benchmarks.support.cut_links import ADVERTISED_HOST, CutLink, cut_links
+from benchmarks.support.cut_links import ADVERTISED_HOST, cut_links
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.domain.view import InstanceState
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
+from kaveri.testing.tcp_relay import TcpRelay
 
 LATENCY_MODEL = "opt-13b-a100-tp1"
 REQUESTS = 32
@@ -62,7 +63,7 @@ class Faults:
 
 
 @contextlib.asynccontextmanager
-async def frozen(stack: LocalStack, links: dict[str, CutLink], name: str) -> AsyncIterator[None]:
+async def frozen(stack: LocalStack, links: dict[str, TcpRelay], name: str) -> AsyncIterator[None]:
     """The process does not run."""
     os.killpg(stack.process(name).pid, signal.SIGSTOP)
     try:
@@ -72,7 +73,7 @@ async def frozen(stack: LocalStack, links: dict[str, CutLink], name: str) -> Asy
 
 
 @contextlib.asynccontextmanager
-async def cut_off(stack: LocalStack, links: dict[str, CutLink], name: str) -> AsyncIterator[None]:
+async def cut_off(stack: LocalStack, links: dict[str, TcpRelay], name: str) -> AsyncIterator[None]:
     """The process runs, and no call reaches it."""
     links[name].cut()
     try:
@@ -103,7 +104,7 @@ def is_back(stack: LocalStack) -> bool:
 
 
 async def one_fault(
-    stack: LocalStack, links: dict[str, CutLink], kind: str, streams: list[Stream], faults: Faults
+    stack: LocalStack, links: dict[str, TcpRelay], kind: str, streams: list[Stream], faults: Faults
 ) -> None:
     name = busiest(stack, [name for name in DECODES if name in stack.view().instances])
     began_s, clock_s = time.monotonic(), time.time()

@@ -58,6 +58,11 @@ class Stream:
         pairs = zip(self.at_s, self.at_s[1:], strict=False)
         return [later - sooner for sooner, later in pairs if later > from_s]
 
+    @property
+    def reattaches(self) -> int:
+        """How often the client has changed routers, or has opened its stream again."""
+        return self.timing.reattaches if self.timing is not None else 0
+
     def pause_s(self, from_s: float) -> float:
         """The longest of gaps_s()."""
         return max(self.gaps_s(from_s), default=0.0)

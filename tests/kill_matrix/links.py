@@ -15,6 +15,7 @@ from unittest import mock
 from kaveri.config.services import ServiceKind
 from kaveri.local import stack as local_stack
 from kaveri.local.config import StackConfig, service_command, service_environment
+from kaveri.testing.tcp_relay import Connect, RelayedConnection
 
 REDIS = "redis"
 CLIENT = "client"
@@ -149,82 +150,42 @@ class Links:
     def _to_instance(self, name: str, port: int) -> Callable[..., Any]:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             pair = _Pair(name, writer.get_extra_info("peername"))
-            await self._serve(pair, reader, writer, asyncio.open_connection, "127.0.0.1", port)
+            await self._serve(pair, reader, writer, lambda: asyncio.open_connection("127.0.0.1", port))
 
         return connected
 
     def _to_redis(self, name: str) -> Callable[..., Any]:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             pair = _Pair(REDIS, writer.get_extra_info("peername"), name)
-            await self._serve(pair, reader, writer, asyncio.open_unix_connection, self._redis_path)
+            await self._serve(pair, reader, writer, lambda: asyncio.open_unix_connection(self._redis_path))
 
         return connected
 
     async def _serve(
-        self, pair: "_Pair", reader: Any, writer: asyncio.StreamWriter, connect: Any, *address: Any
+        self, pair: "_Pair", reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connect: Connect
     ) -> None:
         self._pairs[pair] = None
         self._apply()
         try:
-            await pair.run(reader, writer, connect, *address)
+            await pair.run(reader, writer, connect)
         finally:
             del self._pairs[pair]
 
 
-class _Pair:
+class _Pair(RelayedConnection):
     """One connection and what it is passed on over."""
 
     def __init__(self, target: str, peer: tuple[str, int], source: str | None = None) -> None:
         """peer: the address that it came from. source: None: not known yet."""
+        super().__init__()
         self.target = target
         self.peer = peer
         self.source = source
-        self._flows = asyncio.Event()
-        self._flows.set()
-        self._writers: list[asyncio.StreamWriter] = []
-        self._closed = False
 
     @property
     def ends(self) -> frozenset[str | None]:
         """Who is connected."""
         return frozenset((self.source, self.target))
-
-    def stand_still(self, still: bool) -> None:
-        """Nothing passes while `still`."""
-        if still and not self._closed:
-            self._flows.clear()
-        else:
-            self._flows.set()
-
-    def close(self) -> None:
-        """Breaks it."""
-        self._closed = True
-        self._flows.set()
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def run(self, reader: Any, writer: asyncio.StreamWriter, connect: Any, *address: Any) -> None:
-        """Passes bytes on until one side ends."""
-        self._writers.append(writer)
-        await self._flows.wait()
-        try:
-            far_reader, far_writer = await connect(*address)
-        except OSError:
-            writer.transport.abort()
-            return
-        self._writers.append(far_writer)
-        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(65_536):
-                await self._flows.wait()
-                sink.write(data)
-                await sink.drain()
-        # The end passes no cut either.
-        await self._flows.wait()
-        for writer in self._writers:
-            writer.transport.abort()
 
 
 class _Socket(NamedTuple):
