@@ -1,10 +1,18 @@
 """What a router is sent of a request's copy."""
 
-from kaveri.domain.owner import Owner
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.sampling import FinishReason
-from kaveri.engine.contract import EngineKey, TokenStep
+from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
+from kaveri.policy.growth import BatchMember
 from services.decode.answer_log import AnswerLog, End
+from services.decode.lifecycle import Ready, Running, State
+from services.decode.metrics import DecodeMetrics
+from services.decode.owners import RequestOwners
+from services.decode.requests import DecodeRequest
 
 OWNER = Owner(0, 1)
 
@@ -47,3 +55,16 @@ def test_a_resumed_request_draws_its_next_token_here() -> None:
     log.gain(TokenStep(EngineKey("r", 1), 5, 42, None, None), None)
     gained = log.take("r", OWNER)
     assert (gained.index, gained.token_ids) == (5, [42])
+
+
+@pytest.mark.parametrize(("state", "has_message"), [(Running(0.0), False), (Ready(0.0), True)])
+async def test_news_of_a_copy_needs_a_message_only_while_no_tokens_come(state: State, has_message: bool) -> None:
+    owners = RequestOwners(10.0, lambda name: None, DecodeMetrics(CollectorRegistry()))
+    engine_request = EngineRequest(EngineKey("r", 1), (1,) * 10, 0, SamplingParams())
+    request = DecodeRequest(engine_request, Ownership(OWNER, "router"), 0.0, 60.0, BatchMember(10), state)
+    stream = owners.open_stream("router", ())
+    owners.tell_replica(request, ReplicaLocation("d1", 1, 16))
+    assert (request in stream.unsent) is has_message
+    owners.streams.gain(request, TokenStep(request.key, 1, 7, None, None), None)
+    (gained,) = await stream.next_batch()
+    assert gained.replica == ReplicaLocation("d1", 1, 16)
