@@ -1,4 +1,4 @@
-"""The examples in the library's docstrings and in its README do what they say."""
+"""The examples in the library's docstrings and in docs/kv.md do what they say."""
 
 import doctest
 import importlib
@@ -15,9 +15,9 @@ def test_examples_of_the_kv_library_hold(name: str) -> None:
     assert result.failed == 0
 
 
-def test_the_example_of_the_readme_holds() -> None:
-    readme = Path(importlib.import_module("kaveri.kv").__path__[0]) / "README.md"
+def test_the_example_of_the_manual_holds() -> None:
+    manual = Path(__file__).parents[3] / "docs" / "kv.md"
     with structlog.testing.capture_logs():
-        result = doctest.testfile(str(readme), module_relative=False)
+        result = doctest.testfile(str(manual), module_relative=False)
     assert result.attempted > 0
     assert result.failed == 0
