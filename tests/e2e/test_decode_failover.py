@@ -43,7 +43,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 LOGPROB_TOLERANCE = {"fake": 0.0, "kaveri-tiny": 1e-4}
 
 
-class Replicated:
+class ReplicatedCluster:
     """The cluster, a client of both routers, and the answers of an undisturbed run."""
 
     def __init__(self, engine: str, cluster: LocalCluster, client: AsyncClient, metrics_port: int) -> None:
@@ -115,7 +115,7 @@ class Replicated:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(ENGINES))
-async def replicated(request: pytest.FixtureRequest) -> AsyncIterator[Replicated]:
+async def replicated(request: pytest.FixtureRequest) -> AsyncIterator[ReplicatedCluster]:
     metrics_port = free_port()
     async with (
         run_cluster(
@@ -132,14 +132,14 @@ async def replicated(request: pytest.FixtureRequest) -> AsyncIterator[Replicated
         ) as cluster,
         AsyncClient(cluster.stack.targets, timeout_s=100) as client,
     ):
-        found = Replicated(request.param, cluster, client, metrics_port)
+        found = ReplicatedCluster(request.param, cluster, client, metrics_port)
         for name, (prompt, params) in REQUESTS.items():
             found.undisturbed[name] = await client.generate(prompt_token_ids=prompt, params=params)
         yield found
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def whole_again(replicated: Replicated) -> AsyncIterator[None]:
+async def whole_again(replicated: ReplicatedCluster) -> AsyncIterator[None]:
     """Also a test that fails leaves the cluster whole and idle."""
     yield
     cluster = replicated.cluster
@@ -149,7 +149,7 @@ async def whole_again(replicated: Replicated) -> AsyncIterator[None]:
     await replicated.is_free(20)
 
 
-async def test_a_killed_owner_costs_no_prompt_and_at_most_two_blocks(replicated: Replicated) -> None:
+async def test_a_killed_owner_costs_no_prompt_and_at_most_two_blocks(replicated: ReplicatedCluster) -> None:
     cluster = replicated.cluster
     before = await replicated.computed_tokens()
     readings = await replicated.ask_all(replicated.client)
@@ -169,7 +169,7 @@ async def test_a_killed_owner_costs_no_prompt_and_at_most_two_blocks(replicated:
         assert timing.stall_s > 0
 
 
-async def test_requests_of_a_frozen_owner_go_on_and_it_ends_them_when_it_wakes(replicated: Replicated) -> None:
+async def test_requests_of_a_frozen_owner_go_on_and_it_ends_them_when_it_wakes(replicated: ReplicatedCluster) -> None:
     cluster = replicated.cluster
     before = await replicated.computed_tokens()
     readings = await replicated.ask_all(replicated.client)
@@ -187,7 +187,7 @@ async def test_requests_of_a_frozen_owner_go_on_and_it_ends_them_when_it_wakes(r
     await replicated.is_free(10)
 
 
-async def test_when_owner_and_router_die_the_other_router_resumes(replicated: Replicated) -> None:
+async def test_when_owner_and_router_die_the_other_router_resumes(replicated: ReplicatedCluster) -> None:
     cluster = replicated.cluster
     before = await replicated.computed_tokens()
     async with AsyncClient(cluster.stack.targets[0], timeout_s=60) as one:
@@ -202,7 +202,7 @@ async def test_when_owner_and_router_die_the_other_router_resumes(replicated: Re
     assert await replicated.computed_tokens() - before == sum(len(prompt) for prompt, _ in REQUESTS.values())
 
 
-async def test_a_second_owner_may_die_once_there_is_another_copy(replicated: Replicated) -> None:
+async def test_a_second_owner_may_die_once_there_is_another_copy(replicated: ReplicatedCluster) -> None:
     cluster = replicated.cluster
     before = await replicated.computed_tokens()
     readings = await replicated.ask_all(replicated.client)

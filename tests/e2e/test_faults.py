@@ -29,7 +29,7 @@ def expected(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(MODEL.answer(prompt, 0, ANSWER_TOKENS))
 
 
-class Watched:
+class WatchedAnswers:
     """Requests that run at once, with how many tokens each has so far."""
 
     def __init__(self, client: AsyncClient, prompts: Sequence[tuple[int, ...]], timeout_s: float = 60.0) -> None:
@@ -100,7 +100,7 @@ async def test_decode_killed_mid_answer_loses_no_token_and_disturbs_nobody_else(
         run_cluster(prefill_count=2, decode_count=2, decode_flags=SLOW_DECODE) as cluster,
         AsyncClient(cluster.target) as client,
     ):
-        watched = Watched(client, prompts)
+        watched = WatchedAnswers(client, prompts)
         await watched.all_have(5)
         await cluster.kill("decode-0")
         # The lease is one second; the rest is for a busy machine.
@@ -122,7 +122,7 @@ async def test_prefill_killed_mid_prompt_has_its_requests_placed_anew(idle: Call
         run_cluster(prefill_count=2, decode_count=2, prefill_flags=SLOW_PREFILL) as cluster,
         AsyncClient(cluster.target) as client,
     ):
-        watched = Watched(client, prompts)
+        watched = WatchedAnswers(client, prompts)
         await cluster.wait_for_view(lambda view: view.instances["prefill-0"].load.running_requests > 0)
         await cluster.kill("prefill-0")
         answers = await watched.answers()
@@ -141,14 +141,14 @@ async def test_with_no_decode_left_requests_fail_as_unavailable_and_work_again_a
         run_cluster(decode_flags=SLOW_DECODE, router_flags=flags) as cluster,
         AsyncClient(cluster.target) as client,
     ):
-        watched = Watched(client, prompts, timeout_s=30)
+        watched = WatchedAnswers(client, prompts, timeout_s=30)
         await watched.all_have(2)
         await cluster.kill("decode-0")
         outcomes = await asyncio.gather(*watched.tasks, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [Unavailable] * len(prompts)
         await cluster.wait_for_view(lambda view: view.instances["prefill-0"].load.running_requests == 0)
         await cluster.restart("decode-0")
-        check_exact(prompts, await Watched(client, prompts).answers())
+        check_exact(prompts, await WatchedAnswers(client, prompts).answers())
 
 
 @pytest.mark.timeout(180)
@@ -158,15 +158,15 @@ async def test_redis_killed_and_restarted_costs_no_request(idle: Callable[[Clust
         run_cluster(prefill_count=2, decode_count=2, decode_flags=SLOW_DECODE) as cluster,
         AsyncClient(cluster.target) as client,
     ):
-        watched = Watched(client, prompts)
+        watched = WatchedAnswers(client, prompts)
         await watched.all_have(5)
         await cluster.kill("redis")
         check_exact(prompts, await watched.answers())
         # The last view stays in use: new requests are served while Redis is away.
-        check_exact(prompts[:2], await Watched(client, prompts[:2]).answers())
+        check_exact(prompts[:2], await WatchedAnswers(client, prompts[:2]).answers())
         await cluster.restart("redis")
         await cluster.wait_for_view(idle, within_s=60)
-        check_exact(prompts, await Watched(client, prompts).answers())
+        check_exact(prompts, await WatchedAnswers(client, prompts).answers())
 
 
 @pytest.mark.timeout(180)
@@ -179,7 +179,7 @@ async def test_a_frozen_decode_instance_is_noticed_by_its_silence_while_its_leas
         run_cluster(prefill_count=2, decode_count=2, decode_flags=flags) as cluster,
         AsyncClient(cluster.target) as client,
     ):
-        watched = Watched(client, prompts)
+        watched = WatchedAnswers(client, prompts)
         await watched.all_have(5)
         began_s = time.monotonic()
         cluster.freeze("decode-0")
@@ -200,7 +200,7 @@ async def test_a_frozen_decode_instance_is_noticed_by_its_silence_while_its_leas
 async def test_a_frozen_decode_instance_cannot_hold_a_request_beyond_its_deadline() -> None:
     prompts = make_prompts(count=2, length=40, seed=7)
     async with run_cluster(decode_flags=SLOW_DECODE) as cluster, AsyncClient(cluster.target) as client:
-        watched = Watched(client, prompts, timeout_s=6)
+        watched = WatchedAnswers(client, prompts, timeout_s=6)
         await watched.all_have(2)
         cluster.freeze("decode-0")
         try:

@@ -24,7 +24,7 @@ CLIENTS = 6
 STEP = ("--fake-step-s", "0.01")
 
 
-class Load:
+class SteadyLoad:
     """Clients that ask without a break. One that fails fails the test."""
 
     def __init__(self, client: AsyncClient) -> None:
@@ -73,15 +73,15 @@ async def cluster() -> AsyncIterator[LocalCluster]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def load(cluster: LocalCluster) -> AsyncIterator[Load]:
+async def load(cluster: LocalCluster) -> AsyncIterator[SteadyLoad]:
     async with AsyncClient(cluster.stack.targets, timeout_s=60) as client:
-        load = Load(client)
+        load = SteadyLoad(client)
         await load.more(CLIENTS)
         yield load
         await load.end()
 
 
-async def test_every_process_can_be_restarted_under_load(cluster: LocalCluster, load: Load) -> None:
+async def test_every_process_can_be_restarted_under_load(cluster: LocalCluster, load: SteadyLoad) -> None:
     for name in cluster.stack.instance_ids:
         assert await cluster.stop(name, 40.0) == 0
         await load.more(CLIENTS)
@@ -106,7 +106,9 @@ async def kaveri(cluster: LocalCluster, *arguments: str) -> tuple[int, str, str]
 
 
 @pytest.mark.parametrize("name", ["router-0", "prefill-0", "decode-0"])
-async def test_an_instance_is_drained_and_put_back_by_command(cluster: LocalCluster, load: Load, name: str) -> None:
+async def test_an_instance_is_drained_and_put_back_by_command(
+    cluster: LocalCluster, load: SteadyLoad, name: str
+) -> None:
     def idle(view: ClusterView) -> bool:
         shown = view.instances[name].load
         return shown.state is InstanceState.DRAINING and not shown.running_requests and not shown.waiting_requests

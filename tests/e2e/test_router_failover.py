@@ -34,7 +34,7 @@ REQUESTS: dict[str, SamplingParams] = {
 }
 
 
-class Routers:
+class TwoRouters:
     """The cluster, a client of both routers, and the answers of an undisturbed run."""
 
     def __init__(self, cluster: LocalCluster, client: AsyncClient, metrics_port: int) -> None:
@@ -90,7 +90,7 @@ class Routers:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def routers() -> AsyncIterator[Routers]:
+async def routers() -> AsyncIterator[TwoRouters]:
     metrics_port = free_port()
     async with (
         run_cluster(
@@ -102,14 +102,14 @@ async def routers() -> AsyncIterator[Routers]:
         ) as cluster,
         AsyncClient(cluster.stack.targets, timeout_s=60) as client,
     ):
-        routers = Routers(cluster, client, metrics_port)
+        routers = TwoRouters(cluster, client, metrics_port)
         for name, params in REQUESTS.items():
             routers.undisturbed[name] = await client.generate(prompt_token_ids=PROMPT, params=params)
         yield routers
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def whole_again(routers: Routers) -> AsyncIterator[None]:
+async def whole_again(routers: TwoRouters) -> AsyncIterator[None]:
     """Also a test that fails leaves the cluster whole and idle."""
     yield
     for name in ROUTERS:
@@ -118,7 +118,7 @@ async def whole_again(routers: Routers) -> AsyncIterator[None]:
     await routers.is_free(20)
 
 
-async def disturb(routers: Routers, router: str, how: str) -> Callable[[], object]:
+async def disturb(routers: TwoRouters, router: str, how: str) -> Callable[[], object]:
     """Kills or freezes a router; the result undoes a freeze."""
     if how == "killed":
         await routers.cluster.kill(router)
@@ -130,7 +130,7 @@ async def disturb(routers: Routers, router: str, how: str) -> Callable[[], objec
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 @pytest.mark.parametrize("phase", ["queued", "prefilling", "streaming", "before the finish"])
 async def test_answers_go_on_through_the_other_router_and_nothing_is_computed_again(
-    routers: Routers, phase: str, how: str
+    routers: TwoRouters, phase: str, how: str
 ) -> None:
     cluster, client = routers.cluster, routers.client
     before = await routers.computed_tokens()
@@ -178,7 +178,7 @@ async def test_answers_go_on_through_the_other_router_and_nothing_is_computed_ag
     assert await routers.computed_tokens() - before == prompts, "a prompt was computed twice"
 
 
-async def test_a_router_that_stood_still_suspects_no_instance(routers: Routers) -> None:
+async def test_a_router_that_stood_still_suspects_no_instance(routers: TwoRouters) -> None:
     cluster = routers.cluster
     before = await routers.computed_tokens()
     suspected = {name: await routers.metric(name, "kaveri_router_suspicions_total") for name in ROUTERS}
@@ -196,7 +196,7 @@ async def test_a_router_that_stood_still_suspects_no_instance(routers: Routers) 
     assert await routers.computed_tokens() - before == len(PROMPT)
 
 
-async def test_a_client_gone_with_its_router_frees_everything_within_the_grace(routers: Routers) -> None:
+async def test_a_client_gone_with_its_router_frees_everything_within_the_grace(routers: TwoRouters) -> None:
     client_process = await _start_client(routers.cluster.stack.targets)
     try:
         await routers.cluster.wait_for_view(
@@ -214,7 +214,7 @@ async def test_a_client_gone_with_its_router_frees_everything_within_the_grace(r
     await routers.cluster.restart(serving)
 
 
-async def test_a_client_gone_while_its_router_lives_frees_everything_at_once(routers: Routers) -> None:
+async def test_a_client_gone_while_its_router_lives_frees_everything_at_once(routers: TwoRouters) -> None:
     client_process = await _start_client(routers.cluster.stack.targets)
     try:
         await routers.cluster.wait_for_view(
@@ -228,7 +228,7 @@ async def test_a_client_gone_while_its_router_lives_frees_everything_at_once(rou
     assert time.monotonic() - began_s < 2.5, "as long as an orphan is kept"
 
 
-async def test_cancel_works_through_any_router(routers: Routers) -> None:
+async def test_cancel_works_through_any_router(routers: TwoRouters) -> None:
     reading = Reading(
         routers.client.stream(prompt_token_ids=PROMPT, params=REQUESTS["greedy"], request_id="to be cancelled")
     )

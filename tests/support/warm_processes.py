@@ -64,7 +64,7 @@ class _WarmProcess:
         self._pids: list[int] = []
         self._statuses: dict[int, int] = {}
 
-    def copy(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None) -> "_Copy":
+    def copy(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None) -> "_WarmCopy":
         """Starts a copy that runs `command`, and waits until it has a pid."""
         module = command.index("-m")
         order = {
@@ -78,7 +78,7 @@ class _WarmProcess:
         self._process.stdin.flush()
         while not self._pids:
             self._read(_START_TIMEOUT_S)
-        return _Copy(self, self._pids.pop())
+        return _WarmCopy(self, self._pids.pop())
 
     def status_of(self, pid: int) -> int | None:
         """How the copy ended; None while it runs."""
@@ -110,7 +110,7 @@ class _WarmProcess:
         return True
 
 
-class _Copy:
+class _WarmCopy:
     """What ChildProcess uses of subprocess.Popen."""
 
     def __init__(self, source: _WarmProcess, pid: int) -> None:

@@ -64,7 +64,7 @@ def drawn_by_hand(request: EngineRequest, token_ids: list[int]) -> Any:
 
 
 @dataclass
-class Row:
+class OlderRow:
     """One request in the batch of the older model runner."""
 
     request: EngineRequest
@@ -79,11 +79,11 @@ class Row:
         return [*self.request.token_ids, *self.outputs]
 
 
-class Batch:
+class OlderBatch:
     """The older runner's batch and sampler, without a model."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, Row] = {}
+        self._requests: dict[str, OlderRow] = {}
         self._batch = InputBatch(
             max_num_reqs=64,
             max_model_len=64,
@@ -97,11 +97,11 @@ class Batch:
         )
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[OlderRow]:
         """In the batch's order."""
         return [self._requests[name] for name in self._batch.req_ids]
 
-    def add(self, request: EngineRequest, outputs: Sequence[int] = ()) -> Row:
+    def add(self, request: EngineRequest, outputs: Sequence[int] = ()) -> OlderRow:
         name = f"{request.key.request_id}-{len(self._requests)}"
         cached = CachedRequestState(
             req_id=name,
@@ -114,10 +114,10 @@ class Batch:
             output_token_ids=list(outputs),
         )
         self._batch.add_request(cached)
-        self._requests[name] = Row(request, cached)
+        self._requests[name] = OlderRow(request, cached)
         return self._requests[name]
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: OlderRow) -> None:
         self._batch.remove_request(row.cached.req_id)
 
     def close_gaps(self) -> None:
@@ -139,7 +139,7 @@ class Batch:
 
 def test_tokens_and_logprobs_are_those_of_the_transformers_sampler() -> None:
     rng = random.Random(1)
-    batch = Batch()
+    batch = OlderBatch()
     for number in range(40):
         batch.add(random_request(rng, f"r{number}"))
     for _ in range(6):
@@ -168,7 +168,7 @@ def test_tokens_and_logprobs_are_those_of_the_transformers_sampler() -> None:
 
 def test_draws_follow_requests_that_come_leave_and_change_rows() -> None:
     rng = random.Random(2)
-    batch = Batch()
+    batch = OlderBatch()
     for number in range(200):
         for row in rng.sample(batch.rows, min(rng.randrange(4), max(0, len(batch.rows) - 2))):
             batch.remove(row)
@@ -188,15 +188,15 @@ def test_a_preempted_request_and_one_placed_anew_go_on_with_the_same_tokens() ->
     rng = random.Random(3)
     for number in range(20):
         request = random_request(rng, f"r{number}")
-        batch = Batch()
+        batch = OlderBatch()
         whole = batch.add(request)
         for _ in range(12):
             batch.step()
         # Preempted after five tokens: vLLM puts it back with what it has drawn.
-        resumed = Batch()
+        resumed = OlderBatch()
         preempted = resumed.add(request, whole.outputs[:5])
         # Placed again after seven: they are part of the new request's tokens.
-        elsewhere = Batch()
+        elsewhere = OlderBatch()
         anew = elsewhere.add(EngineRequest(request.key, (*request.token_ids, *whole.outputs[:7]), 7, request.params))
         for _ in range(5):
             resumed.step()

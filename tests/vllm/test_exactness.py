@@ -71,7 +71,7 @@ def make_params(count: int, max_tokens: int) -> list[SamplingParams]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExactnessCases:
     """What is asked of a model, and what one plain engine answers."""
 
     folder: Path
@@ -79,28 +79,28 @@ class Asked:
     params: tuple[SamplingParams, ...]
     expected: tuple[tuple[int, ...], ...]
 
-    def only(self, lengths: Sequence[int]) -> "Asked":
+    def only(self, lengths: Sequence[int]) -> "ExactnessCases":
         """The same without the prompts of other lengths."""
         kept = [number for number, prompt in enumerate(self.prompts) if len(prompt) in lengths]
         prompts, params, expected = (
             tuple(each[number] for number in kept) for each in (self.prompts, self.params, self.expected)
         )
-        return Asked(self.folder, prompts, params, expected)
+        return ExactnessCases(self.folder, prompts, params, expected)
 
 
 @pytest.fixture(scope="module")
-def asked_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]:
+def asked_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ExactnessCases]:
     """All prompts, of an architecture; its plain engine is started once."""
-    known: dict[str, Asked] = {}
+    known: dict[str, ExactnessCases] = {}
 
-    def ask_plain_engine(architecture: str) -> Asked:
+    def ask_plain_engine(architecture: str) -> ExactnessCases:
         if architecture not in known:
             folder = make_model(tmp_path_factory.mktemp(architecture), architecture)
             prompts = make_prompts(seed=1)
             params = make_params(len(prompts), max_tokens=ANSWER_TOKENS)
             expected = bare_vllm_answers(folder, prompts, params, max_num_batched_tokens=CHUNK_TOKENS)
             assert len(set(expected)) > len(expected) // 2, "a model that says the same to all would hide errors"
-            known[architecture] = Asked(folder, tuple(prompts), tuple(params), tuple(expected))
+            known[architecture] = ExactnessCases(folder, tuple(prompts), tuple(params), tuple(expected))
         return known[architecture]
 
     return ask_plain_engine
@@ -201,7 +201,12 @@ def transport_flags(transport: str, folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 async def check_exactness(
-    architecture: str, asked: Asked, transport: str, decode_blocks: int, cancel_count: int, transport_folder: Path
+    architecture: str,
+    asked: ExactnessCases,
+    transport: str,
+    decode_blocks: int,
+    cancel_count: int,
+    transport_folder: Path,
 ) -> None:
     """All prompts in flight; the same again, now in the prefix caches; and once more after cancellations.
 
@@ -249,7 +254,7 @@ async def check_exactness(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("architecture", "transport"), [("llama", "shm"), ("qwen2", "tcp"), ("opt", "unix")])
 async def test_answers_equal_one_plain_engine(
-    asked_of: Callable[[str], Asked], tmp_path: Path, architecture: str, transport: str
+    asked_of: Callable[[str], ExactnessCases], tmp_path: Path, architecture: str, transport: str
 ) -> None:
     asked = asked_of(architecture)
     await check_exactness(architecture, asked, transport, ROOMY_BLOCKS, cancel_count=200, transport_folder=tmp_path)
@@ -258,7 +263,7 @@ async def test_answers_equal_one_plain_engine(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("architecture", "transport"), [("qwen2", "nixl"), ("llama", "gloo"), ("opt", "tls")])
 async def test_answers_equal_one_plain_engine_over_every_other_transport_when_decode_preempts(
-    asked_of: Callable[[str], Asked], tmp_path: Path, architecture: str, transport: str
+    asked_of: Callable[[str], ExactnessCases], tmp_path: Path, architecture: str, transport: str
 ) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu13")

@@ -55,7 +55,7 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
 
 
-class Asked(NamedTuple):
+class UncachedPrompts(NamedTuple):
     """Prompts that no other test asks, so their KV is not cached, and what one plain engine answers."""
 
     prompts: list[tuple[int, ...]]
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def asked(folder: Path) -> Mapping[str, Asked]:
+def asked(folder: Path) -> Mapping[str, UncachedPrompts]:
     """By the name of a set. One plain engine answers them all, since starting it takes longest."""
     rng = random.Random(1)
     prompts = {
@@ -72,7 +72,7 @@ def asked(folder: Path) -> Mapping[str, Asked]:
     }
     params = [greedy(max_tokens) for count, _, max_tokens in SETS.values() for _ in range(count)]
     answers = iter(bare_vllm_answers(folder, list(chain(*prompts.values())), params))
-    return {name: Asked(each, list(islice(answers, len(each)))) for name, each in prompts.items()}
+    return {name: UncachedPrompts(each, list(islice(answers, len(each)))) for name, each in prompts.items()}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -152,7 +152,7 @@ def frozen(cluster: LocalCluster, *names: str) -> Iterator[None]:
             cluster.thaw(name)
 
 
-class Watched:
+class WatchedRequests:
     """Requests that run at once, with how many tokens each has so far."""
 
     def __init__(self, client: AsyncClient, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> None:
@@ -242,12 +242,12 @@ def failed_pushes(cluster: LocalCluster) -> int:
 
 
 async def test_prefill_killed_mid_push_has_its_requests_placed_anew(
-    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, UncachedPrompts]
 ) -> None:
     prompts, expected = asked["prefill killed"]
     broken_before = broken_transfers(cluster)
     async with AsyncClient(cluster.target) as client:
-        watched = Watched(client, prompts, ANSWER_TOKENS)
+        watched = WatchedRequests(client, prompts, ANSWER_TOKENS)
         await cluster.wait_for_view(being_pushed("prefill-0"), within_s=60)
         await cluster.kill("prefill-0")
         assert await watched.answers() == expected
@@ -260,11 +260,11 @@ async def test_prefill_killed_mid_push_has_its_requests_placed_anew(
 
 
 async def test_decode_killed_mid_push_has_its_requests_placed_anew(
-    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, UncachedPrompts]
 ) -> None:
     prompts, expected = asked["decode killed"]
     async with AsyncClient(cluster.target) as client:
-        watched = Watched(client, prompts, ANSWER_TOKENS)
+        watched = WatchedRequests(client, prompts, ANSWER_TOKENS)
         doomed = await caught_waiting(cluster)
         failed_before = failed_pushes(cluster)
         await cluster.kill(doomed)
@@ -280,11 +280,11 @@ async def test_decode_killed_mid_push_has_its_requests_placed_anew(
 
 
 async def test_decode_killed_mid_answer_loses_no_token(
-    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, UncachedPrompts]
 ) -> None:
     prompts, expected = asked["decode killed mid-answer"]
     async with AsyncClient(cluster.target) as client:
-        watched = Watched(client, prompts, LONG_ANSWER_TOKENS)
+        watched = WatchedRequests(client, prompts, LONG_ANSWER_TOKENS)
         await watched.all_have(5)
         await cluster.kill("decode-0")
         assert await watched.answers() == expected
@@ -298,12 +298,12 @@ async def test_decode_killed_mid_answer_loses_no_token(
 
 
 async def test_prefill_frozen_mid_push_lets_its_receivers_give_up_and_harms_nobody_when_it_thaws(
-    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, UncachedPrompts]
 ) -> None:
     prompts, expected = asked["prefill frozen"]
     broken_before = broken_transfers(cluster)
     async with AsyncClient(cluster.target) as client:
-        watched = Watched(client, prompts, ANSWER_TOKENS)
+        watched = WatchedRequests(client, prompts, ANSWER_TOKENS)
         await cluster.wait_for_view(being_pushed("prefill-0"), within_s=60)
         with frozen(cluster, "prefill-0"):
             assert await watched.answers() == expected
@@ -318,17 +318,17 @@ async def test_prefill_frozen_mid_push_lets_its_receivers_give_up_and_harms_nobo
             )
         assert broken_transfers(cluster) > broken_before, "prefill-0 pushed nothing: the test has shown nothing"
         await survivors.come_free()
-        assert await Watched(client, prompts, ANSWER_TOKENS).answers() == expected
+        assert await WatchedRequests(client, prompts, ANSWER_TOKENS).answers() == expected
     await survivors.come_free()
 
 
 async def test_decode_frozen_beyond_its_tickets_has_its_requests_placed_anew_and_serves_again_when_it_thaws(
-    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, UncachedPrompts]
 ) -> None:
     prompts, expected = asked["decode frozen"]
     broken_before = broken_transfers(cluster)
     async with AsyncClient(cluster.target) as client:
-        watched = Watched(client, prompts, ANSWER_TOKENS)
+        watched = WatchedRequests(client, prompts, ANSWER_TOKENS)
         stopped = await caught_waiting(cluster)
         with frozen(cluster, stopped):
             last_expiry_s = time.monotonic() + TICKET_TTL_S
@@ -337,21 +337,21 @@ async def test_decode_frozen_beyond_its_tickets_has_its_requests_placed_anew_and
             # Neither blocks nor requests wait for it.
             await survivors.come_free(without=[stopped])
             while time.monotonic() < last_expiry_s:
-                assert await Watched(client, prompts[:1], ANSWER_TOKENS).answers() == expected[:1]
+                assert await WatchedRequests(client, prompts[:1], ANSWER_TOKENS).answers() == expected[:1]
         await survivors.come_free()
         assert broken_transfers(cluster) > broken_before, "nothing was pushed to it: the test has shown nothing"
-        again = Watched(client, prompts, ANSWER_TOKENS)
+        again = WatchedRequests(client, prompts, ANSWER_TOKENS)
         assert await again.answers() == expected
     assert await again.decoded_by() == {"decode-0", "decode-1"}
     await survivors.come_free()
 
 
 async def test_with_all_decode_instances_frozen_requests_fail_clearly_and_are_served_after_the_thaw(
-    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, UncachedPrompts]
 ) -> None:
     prompts, expected = asked["all frozen"]
     async with AsyncClient(cluster.target) as client:
-        watched = Watched(client, prompts, ANSWER_TOKENS)
+        watched = WatchedRequests(client, prompts, ANSWER_TOKENS)
         await caught_waiting(cluster)
         with frozen(cluster, "decode-0", "decode-1"):
             outcomes = await watched.outcomes()
@@ -359,12 +359,12 @@ async def test_with_all_decode_instances_frozen_requests_fail_clearly_and_are_se
             assert all("no decode instance" in str(outcome) for outcome in outcomes)
             await survivors.come_free(without=["decode-0", "decode-1"])
         await survivors.come_free()
-        assert await Watched(client, prompts, ANSWER_TOKENS).answers() == expected
+        assert await WatchedRequests(client, prompts, ANSWER_TOKENS).answers() == expected
     await survivors.come_free()
 
 
 async def test_a_request_cancelled_while_its_kv_is_pushed_frees_both_sides(
-    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, Asked]
+    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, UncachedPrompts]
 ) -> None:
     prompts, expected = asked["cancelled"]
     broken_before = broken_transfers(cluster)
@@ -378,5 +378,5 @@ async def test_a_request_cancelled_while_its_kv_is_pushed_frees_both_sides(
             assert (await asking).finish_reason == "cancelled"
             await survivors.come_free()
         assert broken_transfers(cluster) > broken_before, "all had landed: the test has shown nothing"
-        assert await Watched(client, prompts, ANSWER_TOKENS).answers() == expected
+        assert await WatchedRequests(client, prompts, ANSWER_TOKENS).answers() == expected
     await survivors.come_free()

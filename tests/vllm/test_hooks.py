@@ -63,7 +63,7 @@ class Script:
 SCRIPT = Script()
 
 
-class StepMetadata(KVConnectorMetadata):
+class HookMetadata(KVConnectorMetadata):
     """Goes from the scheduler's side to the worker's."""
 
 
@@ -108,7 +108,7 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
                 },
             )
         )
-        return StepMetadata()
+        return HookMetadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         SCRIPT.calls.append(("update_connector_output", {}))
@@ -123,7 +123,7 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
         SCRIPT.calls.append(("register_kv_caches", {"caches": kv_caches}))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, StepMetadata)
+        assert isinstance(kv_connector_metadata, HookMetadata)
         SCRIPT.calls.append(("handle_preemptions", {}))
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:

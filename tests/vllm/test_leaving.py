@@ -61,7 +61,7 @@ class _Core:
         return []
 
 
-class _Bench:
+class _LeavingBench:
     def __init__(self) -> None:
         self.shared, self.core = Shared(), _Core()
         self.shared.outbox.listener = lambda events: None
@@ -98,7 +98,7 @@ class _Bench:
 @pytest.mark.parametrize("when", ["before", "while", "after"])
 @pytest.mark.parametrize("what", ["goes on", "ends"])
 def test_request_that_ends_or_goes_on_while_it_leaves_is_freed_once(when: str, what: str) -> None:
-    bench = _Bench()
+    bench = _LeavingBench()
     request = bench.running()
 
     def happens() -> None:

@@ -28,7 +28,7 @@ TEN = SamplingParams(max_tokens=10, logprobs=0)
 ALPHABET = "abcdefghij"
 
 
-class Router:
+class RouterDouble:
     """One InferenceDouble that can be killed."""
 
     def __init__(self, port: int = 0) -> None:
@@ -49,9 +49,9 @@ class Router:
 
 
 @pytest.fixture
-async def routers() -> AsyncIterator[list[Router]]:
+async def routers() -> AsyncIterator[list[RouterDouble]]:
     """Two routers that name each other."""
-    routers = [Router(), Router()]
+    routers = [RouterDouble(), RouterDouble()]
     for router in routers:
         await router.start()
     for router in routers:
@@ -63,7 +63,7 @@ async def routers() -> AsyncIterator[list[Router]]:
         await router.kill()
 
 
-def serving_one(routers: list[Router]) -> tuple[Router, Router]:
+def serving_one(routers: list[RouterDouble]) -> tuple[RouterDouble, RouterDouble]:
     """The router that has the only request in its hands, and the other one."""
     first, second = routers
     return (first, second) if first.service.requests else (second, first)
@@ -85,7 +85,7 @@ def check_whole(completion: object, reattaches: int) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 9])
 async def test_an_answer_goes_on_through_another_router_exactly_where_it_was(
-    routers: list[Router], tokens: int
+    routers: list[RouterDouble], tokens: int
 ) -> None:
     for router in routers:
         router.service.pause_at = tokens
@@ -106,7 +106,9 @@ async def test_an_answer_goes_on_through_another_router_exactly_where_it_was(
     assert again.received.owner.decode_instance_id == ("decode-0" if tokens else "")
 
 
-async def test_another_service_at_the_address_of_a_router_that_has_gone_is_left_alone(routers: list[Router]) -> None:
+async def test_another_service_at_the_address_of_a_router_that_has_gone_is_left_alone(
+    routers: list[RouterDouble],
+) -> None:
     """Ports are used again: requests failed with UNIMPLEMENTED."""
     stranger = RpcServer("127.0.0.1", 0, [])
     await stranger.start()
@@ -123,7 +125,7 @@ async def test_another_service_at_the_address_of_a_router_that_has_gone_is_left_
         await stranger.stop(0)
 
 
-async def test_a_router_that_the_cluster_has_named_takes_over(routers: list[Router]) -> None:
+async def test_a_router_that_the_cluster_has_named_takes_over(routers: list[RouterDouble]) -> None:
     first, other = routers
     first.service.pause_at = 4
     async with AsyncClient(first.target) as client:
@@ -135,7 +137,7 @@ async def test_a_router_that_the_cluster_has_named_takes_over(routers: list[Rout
         assert client.target == first.target
 
 
-async def test_every_failure_takes_the_next_session_and_the_answer_stays_exact(routers: list[Router]) -> None:
+async def test_every_failure_takes_the_next_session_and_the_answer_stays_exact(routers: list[RouterDouble]) -> None:
     sessions: list[int] = []
     for router in routers:
         router.service.break_with = Unavailable("draining", retry_after_s=0.0)
@@ -156,13 +158,13 @@ async def test_every_failure_takes_the_next_session_and_the_answer_stays_exact(r
     assert len(sessions) > 2
 
 
-def _let_go(routers: list[Router]) -> None:
+def _let_go(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.pause_at = None
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-async def test_a_router_that_hangs_is_left_after_half_a_second(routers: list[Router], tokens: int) -> None:
+async def test_a_router_that_hangs_is_left_after_half_a_second(routers: list[RouterDouble], tokens: int) -> None:
     for router in routers:
         router.service.pause_at = tokens
     async with AsyncClient([router.target for router in routers]) as client:
@@ -178,7 +180,7 @@ async def test_a_router_that_hangs_is_left_after_half_a_second(routers: list[Rou
 
 
 async def test_a_first_call_to_a_router_that_hangs_is_tried_elsewhere_after_about_a_second(
-    routers: list[Router],
+    routers: list[RouterDouble],
 ) -> None:
     for router in routers:
         router.service.hangs = True
@@ -191,7 +193,7 @@ async def test_a_first_call_to_a_router_that_hangs_is_tried_elsewhere_after_abou
         await until(lambda: "first" in hanging.service.cancelled, "the former router's call is cancelled")
 
 
-async def test_routers_that_are_all_slow_at_first_are_left_once_each(routers: list[Router]) -> None:
+async def test_routers_that_are_all_slow_at_first_are_left_once_each(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.hangs = True
     async with AsyncClient([router.target for router in routers]) as client:
@@ -203,7 +205,9 @@ async def test_routers_that_are_all_slow_at_first_are_left_once_each(routers: li
         check_whole(await asyncio.wait_for(asking, 20), 2)
 
 
-async def test_a_call_that_only_reads_is_sent_elsewhere_when_the_first_router_hangs(routers: list[Router]) -> None:
+async def test_a_call_that_only_reads_is_sent_elsewhere_when_the_first_router_hangs(
+    routers: list[RouterDouble],
+) -> None:
     for router in routers:
         router.service.hangs = True
     async with AsyncClient([router.target for router in routers]) as client:
@@ -214,7 +218,7 @@ async def test_a_call_that_only_reads_is_sent_elsewhere_when_the_first_router_ha
         assert await asyncio.wait_for(asking, 20)
 
 
-async def test_no_call_is_cancelled_before_another_router_serves_the_request(routers: list[Router]) -> None:
+async def test_no_call_is_cancelled_before_another_router_serves_the_request(routers: list[RouterDouble]) -> None:
     """A router that wakes and finds its call cancelled ends the request, unless another one has attached it."""
     for router in routers:
         router.service.pause_at = 5
@@ -234,7 +238,7 @@ async def test_no_call_is_cancelled_before_another_router_serves_the_request(rou
 
 
 async def test_calls_to_a_router_that_hangs_are_cancelled_as_soon_as_another_serves_the_request(
-    routers: list[Router],
+    routers: list[RouterDouble],
 ) -> None:
     for router in routers:
         router.service.pause_at = 5
@@ -251,7 +255,7 @@ async def test_calls_to_a_router_that_hangs_are_cancelled_as_soon_as_another_ser
         await until(lambda: not client._routers._liveness._tasks, "nothing runs in the background of an idle client")
 
 
-async def test_a_router_of_a_former_version_that_hangs_is_left_too(routers: list[Router]) -> None:
+async def test_a_router_of_a_former_version_that_hangs_is_left_too(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.pause_at, router.service.knows_beat = 5, False
     async with AsyncClient([router.target for router in routers]) as client:
@@ -263,7 +267,7 @@ async def test_a_router_of_a_former_version_that_hangs_is_left_too(routers: list
         check_whole(await asyncio.wait_for(asking, 20), 1)
 
 
-async def test_a_router_that_answers_slowly_is_not_left(routers: list[Router]) -> None:
+async def test_a_router_that_answers_slowly_is_not_left(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.pause_at, router.service.beat_takes_s = 5, 0.8
     async with AsyncClient([router.target for router in routers]) as client:
@@ -274,7 +278,7 @@ async def test_a_router_that_answers_slowly_is_not_left(routers: list[Router]) -
         check_whole(await asyncio.wait_for(asking, 20), 0)
 
 
-async def test_calls_that_a_router_cancels_because_it_stops_go_on_elsewhere(routers: list[Router]) -> None:
+async def test_calls_that_a_router_cancels_because_it_stops_go_on_elsewhere(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.pause_at, router.service.cancels_calls = 5, True
     async with AsyncClient(routers[0].target) as client:
@@ -283,7 +287,7 @@ async def test_calls_that_a_router_cancels_because_it_stops_go_on_elsewhere(rout
         check_whole(await client.generate("prompt", params=TEN), 1)
 
 
-async def test_a_router_that_breaks_behind_the_finish_reason_is_not_left(routers: list[Router]) -> None:
+async def test_a_router_that_breaks_behind_the_finish_reason_is_not_left(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.break_after = Unavailable("broken", retry_after_s=0.0)
     async with AsyncClient([router.target for router in routers]) as client:
@@ -291,7 +295,7 @@ async def test_a_router_that_breaks_behind_the_finish_reason_is_not_left(routers
     assert sum(len(router.service.requests) for router in routers) == 1
 
 
-async def test_a_router_that_is_too_full_for_a_later_session_is_asked_again(routers: list[Router]) -> None:
+async def test_a_router_that_is_too_full_for_a_later_session_is_asked_again(routers: list[RouterDouble]) -> None:
     first, full = (router.service for router in routers)
     first.pause_at, first.break_with = 5, Unavailable("draining", retry_after_s=0.0)
     full.pause_at, full.break_with = 5, NoCapacity("router", 0.1, "full")
@@ -302,7 +306,7 @@ async def test_a_router_that_is_too_full_for_a_later_session_is_asked_again(rout
         assert (await asyncio.wait_for(asking, 20)).text == ALPHABET
 
 
-async def test_the_deadline_ends_a_request_whose_routers_rest(routers: list[Router]) -> None:
+async def test_the_deadline_ends_a_request_whose_routers_rest(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.pause_at, router.service.break_with = 5, Unavailable("draining", retry_after_s=0.0)
     async with AsyncClient([router.target for router in routers]) as client:
@@ -312,7 +316,7 @@ async def test_the_deadline_ends_a_request_whose_routers_rest(routers: list[Rout
             await asyncio.wait_for(client.generate("prompt", params=TEN, timeout_s=1.0), 20)
 
 
-async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(routers: list[Router]) -> None:
+async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(routers: list[RouterDouble]) -> None:
     with contextlib.ExitStack() as stack:
         services = [InferenceDouble(), InferenceDouble()]
         targets = [stack.enter_context(serving_in_a_thread(service)) for service in services]
@@ -331,7 +335,7 @@ async def test_a_quiet_router_and_a_stalled_client_are_no_reason_to_leave(router
             check_whole(await asyncio.wait_for(asking, 10), 0)
 
 
-async def test_a_draining_or_unreachable_router_is_passed_over(routers: list[Router]) -> None:
+async def test_a_draining_or_unreachable_router_is_passed_over(routers: list[RouterDouble]) -> None:
     draining, other = routers
     draining.service.pause_at, draining.service.break_with = 0, Unavailable("draining", retry_after_s=0.0)
     async with AsyncClient([await closed_port(), draining.target, other.target]) as client:
@@ -342,7 +346,7 @@ async def test_a_draining_or_unreachable_router_is_passed_over(routers: list[Rou
             assert (await client.get_model("alphabet")).name == "alphabet"
 
 
-async def test_a_router_that_is_back_is_reached_at_once(routers: list[Router]) -> None:
+async def test_a_router_that_is_back_is_reached_at_once(routers: list[RouterDouble]) -> None:
     """gRPC connects again only after a pause, which grows to a second; until then calls failed. When the other router
     was restarted within that time, no router could be reached."""
     other = routers[0]
@@ -352,7 +356,7 @@ async def test_a_router_that_is_back_is_reached_at_once(routers: list[Router]) -
         for _ in range(60):
             await client.generate("prompt", params=TEN)
             await asyncio.sleep(0.03)
-        returning = Router(int(target.rpartition(":")[2]))
+        returning = RouterDouble(int(target.rpartition(":")[2]))
         await returning.start()
         await other.kill()
         assert (await client.generate("prompt", params=TEN)).text == ALPHABET
@@ -360,7 +364,7 @@ async def test_a_router_that_is_back_is_reached_at_once(routers: list[Router]) -
     await returning.kill()
 
 
-async def test_cancel_works_while_the_request_changes_routers(routers: list[Router]) -> None:
+async def test_cancel_works_while_the_request_changes_routers(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.pause_at = 4
     async with AsyncClient([router.target for router in routers]) as client:
@@ -376,7 +380,7 @@ async def test_cancel_works_while_the_request_changes_routers(routers: list[Rout
         assert not await client.cancel("cancelled")
 
 
-async def test_a_cancel_that_died_with_its_router_is_sent_to_the_next_one(routers: list[Router]) -> None:
+async def test_a_cancel_that_died_with_its_router_is_sent_to_the_next_one(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.pause_at, router.service.ignores_cancels = 4, True
     async with AsyncClient([router.target for router in routers]) as client:
@@ -399,7 +403,7 @@ async def test_a_cancel_that_died_with_its_router_is_sent_to_the_next_one(router
         Unavailable("no decode instance", retry_after_s=1.0),
     ],
 )
-async def test_what_a_router_refuses_is_not_asked_of_another(routers: list[Router], error: KaveriError) -> None:
+async def test_what_a_router_refuses_is_not_asked_of_another(routers: list[RouterDouble], error: KaveriError) -> None:
     for router in routers:
         router.service.error = error
     async with AsyncClient([router.target for router in routers]) as client:
@@ -408,7 +412,7 @@ async def test_what_a_router_refuses_is_not_asked_of_another(routers: list[Route
     assert sum(len(router.service.requests) for router in routers) == 1
 
 
-async def test_the_deadline_ends_a_request_that_finds_no_router(routers: list[Router]) -> None:
+async def test_the_deadline_ends_a_request_that_finds_no_router(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.pause_at = 4
     async with AsyncClient([router.target for router in routers]) as client:
@@ -421,7 +425,7 @@ async def test_the_deadline_ends_a_request_that_finds_no_router(routers: list[Ro
 
 
 async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_through_in_the_end(
-    routers: list[Router],
+    routers: list[RouterDouble],
 ) -> None:
     services = [router.service for router in routers]
     for service in services:
@@ -440,7 +444,7 @@ async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_throu
     assert {left_s for service in services for left_s in service.deadlines_s} == {None}
 
 
-async def test_closing_a_stream_that_looks_for_a_router_ends_its_reader(routers: list[Router]) -> None:
+async def test_closing_a_stream_that_looks_for_a_router_ends_its_reader(routers: list[RouterDouble]) -> None:
     for router in routers:
         router.service.pause_at = 4
     async with AsyncClient([router.target for router in routers]) as client:
@@ -554,7 +558,9 @@ def test_right_targets_are_taken(target: object) -> None:
     assert client.target in client.targets
 
 
-async def test_a_router_that_new_calls_do_not_reach_any_more_cancels_no_answer_of_others(routers: list[Router]) -> None:
+async def test_a_router_that_new_calls_do_not_reach_any_more_cancels_no_answer_of_others(
+    routers: list[RouterDouble],
+) -> None:
     """Its former connection stands until it ends, new ones are refused: their channel is closed."""
     router, _ = routers
     router.service.pause_at = 5

@@ -12,7 +12,7 @@ _RECORD = InstanceRecord(
 )
 
 
-class _Clock:
+class _MembershipClock:
     def __init__(self) -> None:
         self.now_s = 1000.0
 
@@ -20,14 +20,14 @@ class _Clock:
         return self.now_s
 
 
-def _membership() -> tuple[_Clock, Membership]:
-    clock = _Clock()
+def _membership() -> tuple[_MembershipClock, Membership]:
+    clock = _MembershipClock()
     membership = Membership(clock)
     membership.learn(_RECORD, InstanceLoad(5))
     return clock, membership
 
 
-def _tick(clock: _Clock, membership: Membership, duration_s: float) -> None:
+def _tick(clock: _MembershipClock, membership: Membership, duration_s: float) -> None:
     for _ in range(round(duration_s / 0.1)):
         clock.now_s += 0.1
         membership.tick()

@@ -7,7 +7,7 @@ from kaveri.cluster.store import ViewSource
 from kaveri.testing.store_conformance import StoreConformance
 
 
-class _Cluster:
+class _MemoryStores:
     def __init__(self) -> None:
         self._state = MemoryCluster()
 
@@ -29,5 +29,5 @@ class _Cluster:
 
 class TestMemoryStore(StoreConformance):
     @pytest.fixture
-    def cluster(self) -> _Cluster:
-        return _Cluster()
+    def cluster(self) -> _MemoryStores:
+        return _MemoryStores()

@@ -16,7 +16,7 @@ _PREFILL = InstanceRecord(
 )
 
 
-class _Clock:
+class _MonitoredClock:
     def __init__(self) -> None:
         self.now_s = 1000.0
 
@@ -34,7 +34,7 @@ def _ids(membership: MonitoredMembership) -> set[str]:
 
 
 def test_older_token_and_older_broadcast_of_the_same_token_are_ignored() -> None:
-    membership = MonitoredMembership(_Clock())
+    membership = MonitoredMembership(_MonitoredClock())
     assert membership.take_in(_broadcast(7, 5, _DECODE))
     assert not membership.take_in(_broadcast(6, 99, _OTHER))
     assert not membership.take_in(_broadcast(7, 5, _OTHER))
@@ -46,7 +46,7 @@ def test_older_token_and_older_broadcast_of_the_same_token_are_ignored() -> None
 
 
 def test_whom_its_leader_stops_naming_leaves_at_once_but_not_in_a_new_life() -> None:
-    membership = MonitoredMembership(_Clock())
+    membership = MonitoredMembership(_MonitoredClock())
     membership.take_in(_broadcast(1, 1, _DECODE, _OTHER))
     membership.take_in(_broadcast(1, 2, _OTHER))
     assert _ids(membership) == {"decode-1"}
@@ -59,7 +59,7 @@ def test_whom_its_leader_stops_naming_leaves_at_once_but_not_in_a_new_life() -> 
 
 
 def test_whom_only_the_former_leader_named_stays_for_one_lease() -> None:
-    clock = _Clock()
+    clock = _MonitoredClock()
     membership = MonitoredMembership(clock)
     membership.take_in(_broadcast(1, 1, _DECODE, _OTHER))
     heard_s = 0.0
@@ -72,7 +72,7 @@ def test_whom_only_the_former_leader_named_stays_for_one_lease() -> None:
 
 
 def test_nobody_is_lost_while_nobody_leads_however_long_that_is() -> None:
-    clock = _Clock()
+    clock = _MonitoredClock()
     membership = MonitoredMembership(clock)
     assert membership.is_silent()
     membership.take_in(_broadcast(1, 1, _DECODE))
@@ -88,7 +88,7 @@ def test_nobody_is_lost_while_nobody_leads_however_long_that_is() -> None:
 
 
 def test_lease_shorter_than_the_time_between_two_broadcasts_does_not_end_in_between() -> None:
-    clock = _Clock()
+    clock = _MonitoredClock()
     membership = MonitoredMembership(clock)
     brief = InstanceRecord(
         "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=MAX_TICK_S / 2, phases=(Phase.DECODE,)
@@ -100,7 +100,7 @@ def test_lease_shorter_than_the_time_between_two_broadcasts_does_not_end_in_betw
 
 
 def test_a_store_that_was_away_makes_the_leader_unheard_and_ends_nobody() -> None:
-    clock = _Clock()
+    clock = _MonitoredClock()
     membership = MonitoredMembership(clock)
     membership.take_in(_broadcast(1, 1, _DECODE))
     membership.store_lost()
@@ -112,7 +112,7 @@ def test_a_store_that_was_away_makes_the_leader_unheard_and_ends_nobody() -> Non
 
 
 def test_instances_that_prefill_does_not_choose_among_are_no_members() -> None:
-    membership = MonitoredMembership(_Clock())
+    membership = MonitoredMembership(_MonitoredClock())
     membership.learn(_PREFILL, InstanceLoad(1))
     membership.learn(_DECODE, InstanceLoad(1))
     membership.take_in(_broadcast(1, 1, _PREFILL, _DECODE))
@@ -122,7 +122,7 @@ def test_instances_that_prefill_does_not_choose_among_are_no_members() -> None:
 def test_work_sent_between_two_broadcasts_counts_until_one_shows_it() -> None:
     # decode-0 beats five times between two broadcasts. The work is sent when it has made its seventh heartbeat, and the
     # last that was heard is its fifth: the next broadcast shows the tenth, or, sent a moment before, the seventh.
-    membership = MonitoredMembership(_Clock())
+    membership = MonitoredMembership(_MonitoredClock())
     sent: UnconfirmedWork[str] = UnconfirmedWork()
     membership.take_in(_broadcast(1, 1, _DECODE, heartbeat=5))
     sent.add("request", membership.view().instances["decode-0"], 7)

@@ -46,7 +46,7 @@ _EVENTS = f"{_NAMES}:events"
 _LOADS = f"{_NAMES}:loads"
 
 
-class _Cluster:
+class _RedisStores:
     def __init__(self, redis: TestRedis) -> None:
         self._redis = redis
 
@@ -72,9 +72,9 @@ class _Cluster:
 
 class TestRedisStore(StoreConformance):
     @pytest.fixture(params=_binaries())
-    async def cluster(self, request: pytest.FixtureRequest) -> AsyncIterator[_Cluster]:
+    async def cluster(self, request: pytest.FixtureRequest) -> AsyncIterator[_RedisStores]:
         async with run_redis(request.param) as redis:
-            yield _Cluster(redis)
+            yield _RedisStores(redis)
 
 
 async def test_frozen_redis_counts_as_away_and_expires_nobody() -> None:

@@ -11,7 +11,7 @@ from kaveri.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SourcedSettings:
     """A service for tests."""
 
     max_batch: int = setting("requests", 64, least=1)
@@ -28,9 +28,9 @@ class Settings:
 SECTIONS: Mapping[str, frozenset[str]] = {"router": frozenset({"max_requests"}), "up": frozenset()}
 
 
-def read(path: Path | None, *flags: str, **environment: str) -> ReadSettings[Settings]:
+def read(path: Path | None, *flags: str, **environment: str) -> ReadSettings[SourcedSettings]:
     named = ("--config", str(path)) if path is not None else ()
-    return read_settings(Settings, "kaveri decode", [*named, *flags], environment, lambda: SECTIONS)
+    return read_settings(SourcedSettings, "kaveri decode", [*named, *flags], environment, lambda: SECTIONS)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -44,7 +44,7 @@ def test_a_flag_wins_over_a_variable_over_the_section_over_the_top_of_the_file_o
 ) -> None:
     path = written(tmp_path, "max_batch = 2\nlease_ttl_s = 3\n[decode]\nmax_batch = 4\n")
     assert read(None).config.max_batch == 64
-    assert read(path).config == Settings(max_batch=4, lease_ttl_s=3.0)
+    assert read(path).config == SourcedSettings(max_batch=4, lease_ttl_s=3.0)
     assert read(path, KAVERI_MAX_BATCH="8").config.max_batch == 8
     assert read(path, "--max-batch=16", KAVERI_MAX_BATCH="8").config.max_batch == 16
     assert read(path, "--max-batch", "16", "--max-batch", "32").config.max_batch == 32
@@ -54,7 +54,7 @@ def test_a_flag_wins_over_a_variable_over_the_section_over_the_top_of_the_file_o
 def test_the_values_of_a_file_are_those_of_flags(tmp_path: Path) -> None:
     text = '[decode]\nverbose = true\nkinds = ["b", "c"]\nlease_ttl_s = 0.5\noptions = {size = 64}\n'
     config = read(written(tmp_path, text)).config
-    assert config == Settings(verbose=True, kinds=("b", "c"), lease_ttl_s=0.5, options='{"size": 64}')
+    assert config == SourcedSettings(verbose=True, kinds=("b", "c"), lease_ttl_s=0.5, options='{"size": 64}')
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_file_that_is_not_there_is_named_with_what_named_it() -> None:
 
 def test_what_other_services_take_is_left_to_them(tmp_path: Path) -> None:
     path = written(tmp_path, "max_requests = 9\n[router]\nanything = 9\n[up]\nport = 7\n")
-    assert read(path, KAVERI_MAX_REQUESTS="9", KAVERI_TARGET="host:1", HOME="/").config == Settings()
+    assert read(path, KAVERI_MAX_REQUESTS="9", KAVERI_TARGET="host:1", HOME="/").config == SourcedSettings()
 
 
 def test_a_secret_may_be_in_a_file_at_every_level_and_the_higher_level_wins(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_variables_of_kubernetes_service_links_are_ignored_and_reported() -> Non
         "KAVERI_PORT_50051_TCP": "tcp://10.0.0.1:50051",
     }
     found = read(None, KAVERI_MAX_BATCH="8", **links)
-    assert found.config == Settings(max_batch=8)
+    assert found.config == SourcedSettings(max_batch=8)
     assert found.service_links == tuple(sorted(links))
 
 

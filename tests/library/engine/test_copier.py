@@ -31,7 +31,7 @@ _KEY = EngineKey("r", 1)
 
 
 @dataclass(eq=False)
-class _Request:
+class _CopiedRequest:
     key: EngineKey
     done: bool = False
     whole: int = 0
@@ -46,42 +46,42 @@ class _Request:
 
 
 class _Account:
-    def __init__(self, *requests: _Request) -> None:
+    def __init__(self, *requests: _CopiedRequest) -> None:
         self._requests = {request.key: request for request in requests}
 
-    def find_decode(self, key: EngineKey) -> _Request | None:
+    def find_decode(self, key: EngineKey) -> _CopiedRequest | None:
         return self._requests.get(key)
 
-    def begin_copy(self, owner: _Request) -> None:
+    def begin_copy(self, owner: _CopiedRequest) -> None:
         """Nothing."""
 
-    def whole_blocks(self, owner: _Request) -> int:
+    def whole_blocks(self, owner: _CopiedRequest) -> int:
         return owner.whole
 
-    def place_of(self, owner: _Request, index: int) -> BlockPlace:
+    def place_of(self, owner: _CopiedRequest, index: int) -> BlockPlace:
         assert index < max(owner.whole, _LAYOUT.block_count(owner.stopped_tokens or 0))
         return owner.places(index)
 
-    def tokens_of(self, owner: _Request, start: int, stop: int) -> Sequence[int]:
+    def tokens_of(self, owner: _CopiedRequest, start: int, stop: int) -> Sequence[int]:
         return range(start, stop)
 
-    def stop(self, owner: _Request) -> str | None:
+    def stop(self, owner: _CopiedRequest) -> str | None:
         owner.is_stopped = not owner.refusal
         return owner.refusal
 
-    def stopped_tokens(self, owner: _Request) -> int | None:
+    def stopped_tokens(self, owner: _CopiedRequest) -> int | None:
         assert owner.is_stopped
         return owner.stopped_tokens
 
-    def go_on(self, owner: _Request) -> None:
+    def go_on(self, owner: _CopiedRequest) -> None:
         assert owner.is_stopped
         owner.is_stopped = False
 
-    def end(self, owner: _Request) -> None:
+    def end(self, owner: _CopiedRequest) -> None:
         owner.done = True
 
 
-class _Sender:
+class _RecordingSender:
     """Records what it is given; the test answers."""
 
     def __init__(self, listener: PushListener) -> None:
@@ -115,17 +115,17 @@ class _Sender:
         """Nothing."""
 
 
-class _Bench:
+class _CopierBench:
     """A copier of requests that the test moves on by itself."""
 
-    def __init__(self, *requests: _Request, slot_count: int = 8, layout: KvLayout = _LAYOUT) -> None:
+    def __init__(self, *requests: _CopiedRequest, slot_count: int = 8, layout: KvLayout = _LAYOUT) -> None:
         self.layout = layout
         self.events: list[EngineEvent] = []
         self.staged: list[tuple[int, int]] = []
         self.while_staging: Callable[[], None] = lambda: None
         self.shared = Shared()
         self.shared.outbox.listener = self.events.extend
-        self.senders: list[_Sender] = []
+        self.senders: list[_RecordingSender] = []
         self.now_s = 100.0
         self.copier = Copier(
             layout,
@@ -139,7 +139,7 @@ class _Bench:
         )
 
     @property
-    def sender(self) -> _Sender:
+    def sender(self) -> _RecordingSender:
         return self.senders[0]
 
     def ticket(self, block_count: int, holder: str = "a") -> Ticket:
@@ -156,7 +156,7 @@ class _Bench:
             is_open=True,
         )
 
-    def replicate(self, request: _Request, block_count: int, holder: str = "a") -> bytes:
+    def replicate(self, request: _CopiedRequest, block_count: int, holder: str = "a") -> bytes:
         ticket = self.ticket(block_count, holder)
         self.copier.replicate(request.key, ticket)
         return ticket.transfer_id
@@ -171,8 +171,8 @@ class _Bench:
         self.while_staging()
         self.staged.append((block_id, slot))
 
-    def _sender(self, listener: PushListener) -> _Sender:
-        self.senders.append(_Sender(listener))
+    def _sender(self, listener: PushListener) -> _RecordingSender:
+        self.senders.append(_RecordingSender(listener))
         return self.senders[0]
 
 
@@ -180,8 +180,8 @@ class _Bench:
 
 
 def test_blocks_are_copied_when_they_are_whole_and_marked_with_their_tokens() -> None:
-    request = _Request(_KEY)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 10)
     bench.run()
     assert not bench.staged
@@ -198,8 +198,8 @@ def test_blocks_are_copied_when_they_are_whole_and_marked_with_their_tokens() ->
 
 
 def test_no_more_is_written_than_the_holder_has_granted() -> None:
-    request = _Request(_KEY, whole=5)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=5)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 2)
     bench.run()
     assert [block_count for _, block_count, _ in bench.sender.marks] == [2]
@@ -210,8 +210,8 @@ def test_no_more_is_written_than_the_holder_has_granted() -> None:
 
 def test_long_prompt_is_marked_in_as_many_steps_as_its_tokens_need() -> None:
     layout = KvLayout("model", layer_count=1, block_tokens=300, kv_head_count=1, head_dim=4, dtype="float32")
-    request = _Request(_KEY, whole=7)
-    bench = _Bench(request, slot_count=16, layout=layout)
+    request = _CopiedRequest(_KEY, whole=7)
+    bench = _CopierBench(request, slot_count=16, layout=layout)
     bench.replicate(request, 7)
     bench.run()
     assert [block_count for _, block_count, _ in bench.sender.marks] == [3, 6, 7]
@@ -222,8 +222,8 @@ def test_long_prompt_is_marked_in_as_many_steps_as_its_tokens_need() -> None:
 
 
 def test_copy_of_a_block_that_was_given_up_meanwhile_is_thrown_away() -> None:
-    request = _Request(_KEY, whole=2)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=2)
+    bench = _CopierBench(request)
     bench.replicate(request, 10)
 
     def preempt() -> None:
@@ -238,8 +238,8 @@ def test_copy_of_a_block_that_was_given_up_meanwhile_is_thrown_away() -> None:
 
 
 def test_replica_does_not_shrink_while_its_request_computes_its_blocks_again() -> None:
-    request = _Request(_KEY, whole=3)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=3)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 10)
     bench.run()
     bench.sender.tell(PushMarked(push, 3))
@@ -254,8 +254,8 @@ def test_replica_does_not_shrink_while_its_request_computes_its_blocks_again() -
 
 @pytest.mark.parametrize("moment", ["between", "staging"])
 def test_push_of_an_ended_request_is_given_up_and_nothing_is_said(moment: str) -> None:
-    request = _Request(_KEY, whole=3)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=3)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 10)
 
     def end() -> None:
@@ -275,15 +275,15 @@ def test_push_of_an_ended_request_is_given_up_and_nothing_is_said(moment: str) -
 
 
 def test_request_that_ended_before_its_copy_began_leaves_no_blocks_at_the_holder() -> None:
-    bench = _Bench()
+    bench = _CopierBench()
     ticket = bench.ticket(4)
     bench.copier.replicate(_KEY, ticket)
     assert (bench.sender.opened, bench.sender.aborted) == ([ticket.transfer_id], [ticket.transfer_id])
 
 
 def test_failed_copy_may_be_made_again_elsewhere() -> None:
-    request = _Request(_KEY, whole=2)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=2)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 10)
     bench.run()
     bench.sender.tell(PushFailed(push, "gone"))
@@ -297,8 +297,8 @@ def test_failed_copy_may_be_made_again_elsewhere() -> None:
 
 
 def test_released_request_ends_its_push_with_its_part_full_block() -> None:
-    request = _Request(_KEY, whole=2)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=2)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 10)
     bench.run()
     bench.copier.release(_KEY, 2.0)
@@ -317,8 +317,8 @@ def test_released_request_ends_its_push_with_its_part_full_block() -> None:
 
 
 def test_released_request_without_a_part_full_block_names_no_token() -> None:
-    request = _Request(_KEY, whole=2, stopped_tokens=8)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=2, stopped_tokens=8)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 10)
     bench.copier.release(_KEY, 2.0)
     bench.run()
@@ -327,8 +327,8 @@ def test_released_request_without_a_part_full_block_names_no_token() -> None:
 
 
 def test_request_goes_on_when_its_holder_does_not_take_the_rest_in_time() -> None:
-    request = _Request(_KEY, whole=2, stopped_tokens=9)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=2, stopped_tokens=9)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 2)
     bench.copier.release(_KEY, 2.0)
     bench.run()
@@ -347,8 +347,8 @@ def test_request_goes_on_when_its_holder_does_not_take_the_rest_in_time() -> Non
 
 
 def test_request_that_loses_its_blocks_is_not_released_and_keeps_its_replica() -> None:
-    request = _Request(_KEY, whole=2)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=2)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 10)
     bench.run()
     bench.copier.release(_KEY, 2.0)
@@ -362,8 +362,8 @@ def test_request_that_loses_its_blocks_is_not_released_and_keeps_its_replica() -
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_request_that_cannot_be_released_hears_why(copied: bool) -> None:
-    request = _Request(_KEY, whole=2, refusal="not now")
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=2, refusal="not now")
+    bench = _CopierBench(request)
     if copied:
         bench.replicate(request, 10)
     bench.copier.release(_KEY, 2.0)
@@ -374,8 +374,8 @@ def test_request_that_cannot_be_released_hears_why(copied: bool) -> None:
 
 
 def test_block_that_cannot_be_copied_ends_its_copy_and_no_other() -> None:
-    request, other = _Request(_KEY, whole=2), _Request(EngineKey("other", 1), whole=2)
-    bench = _Bench(request, other)
+    request, other = _CopiedRequest(_KEY, whole=2), _CopiedRequest(EngineKey("other", 1), whole=2)
+    bench = _CopierBench(request, other)
     push = bench.replicate(request, 10)
 
     def fail() -> None:
@@ -460,9 +460,9 @@ def test_copies_wait_for_their_rate_and_for_prompts_and_requests_do_not(
 
 
 def test_holder_that_answers_nothing_leaves_slots_to_the_others() -> None:
-    silent = [_Request(EngineKey(f"silent{i}", 1), whole=9) for i in range(6)]
-    lively = _Request(EngineKey("lively", 1), whole=20)
-    bench = _Bench(*silent, lively, slot_count=8)
+    silent = [_CopiedRequest(EngineKey(f"silent{i}", 1), whole=9) for i in range(6)]
+    lively = _CopiedRequest(EngineKey("lively", 1), whole=20)
+    bench = _CopierBench(*silent, lively, slot_count=8)
     for request in silent:
         bench.replicate(request, 9, "silent")
     bench.run()
@@ -477,8 +477,8 @@ def test_holder_that_answers_nothing_leaves_slots_to_the_others() -> None:
 
 
 def test_copy_whose_holder_answers_no_mark_for_long_is_given_up_and_another_holder_takes_its_place() -> None:
-    request = _Request(_KEY, whole=2)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=2)
+    bench = _CopierBench(request)
     silent = bench.replicate(request, 10, "silent")
     bench.run()
     bench.now_s += 9
@@ -495,8 +495,8 @@ def test_copy_whose_holder_answers_no_mark_for_long_is_given_up_and_another_hold
 
 
 def test_holder_that_answers_is_kept_however_long_its_request_completes_no_block() -> None:
-    request = _Request(_KEY, whole=2)
-    bench = _Bench(request)
+    request = _CopiedRequest(_KEY, whole=2)
+    bench = _CopierBench(request)
     push = bench.replicate(request, 10)
     bench.run()
     request.whole = 3

@@ -23,7 +23,7 @@ _EOS = 0.02
 """Chance of each token to be the end of its answer."""
 
 
-class _Harness:
+class _StepwiseHarness:
     def __init__(self, folder: Path, block_tokens: int, prefill_block_tokens: int | None = None) -> None:
         self._folder = folder
         self._block_tokens = block_tokens
@@ -59,7 +59,7 @@ class _Harness:
         return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)
 
 
-class _TimedHarness(_Harness):
+class _TimedHarness(_StepwiseHarness):
     """Steps of a millisecond or so."""
 
     def _runner(self, max_model_len: int, block_tokens: int) -> ModelRunner:
@@ -81,8 +81,8 @@ class TestStepwiseOnTimed(EngineConformance, ResumptionConformance, ReplicationC
 
 class TestStepwiseOnFake(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _Harness:
-        return _Harness(tmp_path, request.param)
+    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _StepwiseHarness:
+        return _StepwiseHarness(tmp_path, request.param)
 
 
 class TestStepwiseWithUnlikeBlocks(
@@ -91,6 +91,6 @@ class TestStepwiseWithUnlikeBlocks(
     """Every push is mapped."""
 
     @pytest.fixture(params=[(4, 16), (16, 4)], ids=["blocks of 4 to 16", "blocks of 16 to 4"])
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _Harness:
+    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _StepwiseHarness:
         here, there = request.param
-        return _Harness(tmp_path, there, prefill_block_tokens=here)
+        return _StepwiseHarness(tmp_path, there, prefill_block_tokens=here)

@@ -26,7 +26,7 @@ SOON_S = 60.0
 SOURCE = [3, 0, 2, 5]
 
 
-class Pair:
+class PartSenders:
     """The two ranks of a sender, and one rank that holds all heads."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
@@ -71,12 +71,12 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+def pair(tmp_path: Path) -> Iterator[PartSenders]:
     with ExitStack() as stack:
-        yield Pair(tmp_path, stack)
+        yield PartSenders(tmp_path, stack)
 
 
-def test_a_transfer_in_parts_is_marked_as_far_as_the_slower_part(pair: Pair) -> None:
+def test_a_transfer_in_parts_is_marked_as_far_as_the_slower_part(pair: PartSenders) -> None:
     ticket = pair.grant([6, 1])
     name = ticket.transfer_id
     for sender in pair.senders:
@@ -106,7 +106,7 @@ def test_a_transfer_in_parts_is_marked_as_far_as_the_slower_part(pair: Pair) -> 
     assert len(ends) == 2
 
 
-def test_a_part_that_is_given_up_gives_the_whole_up(pair: Pair) -> None:
+def test_a_part_that_is_given_up_gives_the_whole_up(pair: PartSenders) -> None:
     ticket = pair.grant([6, 1])
     for sender in pair.senders:
         sender.open(ticket)

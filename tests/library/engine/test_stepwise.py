@@ -80,7 +80,7 @@ class _HeldRunner(FakeRunner):
         return super().run(batch, told)
 
 
-class _Bench:
+class _StepwiseBench:
     """Makes engines on Unix sockets and closes them."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -110,9 +110,9 @@ class _Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[_Bench]:
+def bench(tmp_path: Path) -> Iterator[_StepwiseBench]:
     with ExitStack() as stack:
-        yield _Bench(tmp_path, stack)
+        yield _StepwiseBench(tmp_path, stack)
 
 
 def _request(name: str, prompt_tokens: int, max_tokens: int, **params: object) -> EngineRequest:
@@ -130,7 +130,7 @@ def _start(engine: StepwiseEngine, *, admit: bool = False) -> EngineRecorder:
 # While a step is running.
 
 
-def test_layer_goes_out_while_later_layers_are_computed(bench: _Bench) -> None:
+def test_layer_goes_out_while_later_layers_are_computed(bench: _StepwiseBench) -> None:
     source, target = _HeldRunner(), _HeldRunner()
     prefill, decode = bench.engine(source, receives=False), bench.engine(target)
     _start(prefill)
@@ -151,7 +151,7 @@ def test_layer_goes_out_while_later_layers_are_computed(bench: _Bench) -> None:
 
 @pytest.mark.parametrize("prompt_tokens", [7, 40])
 def test_ticket_that_comes_between_two_layers_of_a_step_gets_every_block_once(
-    bench: _Bench, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
+    bench: _StepwiseBench, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = _HeldRunner()
     written: list[tuple[int, int, int]] = []
@@ -187,7 +187,7 @@ def test_ticket_that_comes_between_two_layers_of_a_step_gets_every_block_once(
     wait_until_free(prefill, decode)
 
 
-def test_blocks_of_a_running_step_outlive_an_abort(bench: _Bench) -> None:
+def test_blocks_of_a_running_step_outlive_an_abort(bench: _StepwiseBench) -> None:
     runner = _HeldRunner()
     engine = bench.engine(runner)
     recorder = _start(engine)
@@ -206,7 +206,7 @@ def test_blocks_of_a_running_step_outlive_an_abort(bench: _Bench) -> None:
     assert not recorder.of(FirstToken, request.key)
 
 
-def test_calls_do_not_wait_for_a_running_step(bench: _Bench) -> None:
+def test_calls_do_not_wait_for_a_running_step(bench: _StepwiseBench) -> None:
     runner = _HeldRunner()
     engine, other = bench.engine(runner), bench.engine(receives=False)
     recorder = _start(engine, admit=True)
@@ -230,7 +230,7 @@ def test_calls_do_not_wait_for_a_running_step(bench: _Bench) -> None:
 
 
 def test_abort_that_overtakes_the_opening_of_a_push_still_ends_it(
-    bench: _Bench, monkeypatch: pytest.MonkeyPatch
+    bench: _StepwiseBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = _HeldRunner()
     prefill, decode = bench.engine(runner, receives=False), bench.engine()
@@ -256,7 +256,7 @@ def test_abort_that_overtakes_the_opening_of_a_push_still_ends_it(
 
 
 def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
-    bench: _Bench, monkeypatch: pytest.MonkeyPatch
+    bench: _StepwiseBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = bench.engine()
     decoded = _start(decode)
@@ -276,7 +276,7 @@ def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
     assert decoded.events == []
 
 
-def test_events_of_a_step_come_in_one_call(bench: _Bench) -> None:
+def test_events_of_a_step_come_in_one_call(bench: _StepwiseBench) -> None:
     runner = _HeldRunner()
     prefill, decode = bench.engine(receives=False), bench.engine(runner)
     _start(prefill)
@@ -300,7 +300,7 @@ def test_events_of_a_step_come_in_one_call(bench: _Bench) -> None:
     assert [len(call[0].steps) for call in steps if isinstance(call[0], StepTokens)] == [1, *[4] * 10, 3]
 
 
-def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: _Bench) -> None:
+def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: _StepwiseBench) -> None:
     runner = _HeldRunner()
     prefill, decode = bench.engine(receives=False), bench.engine(runner)
     _start(prefill)
@@ -368,7 +368,7 @@ def test_request_that_goes_on_while_its_last_blocks_are_read_gives_them_up_behin
     assert events[-1] == Preempted(sequence.key)
 
 
-def test_runner_that_tells_of_no_layer_still_hands_over(bench: _Bench) -> None:
+def test_runner_that_tells_of_no_layer_still_hands_over(bench: _StepwiseBench) -> None:
     class Silent(FakeRunner):
         def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
             return super().run(batch, None)
@@ -384,7 +384,7 @@ def test_runner_that_tells_of_no_layer_still_hands_over(bench: _Bench) -> None:
     assert decoded.token_ids[request.key] == _MODEL.answer(request.token_ids, 0, 4)[1:]
 
 
-def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(bench: _Bench) -> None:
+def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(bench: _StepwiseBench) -> None:
     prefill, decode = bench.engine(receives=False), bench.engine(total_blocks=32)
     _start(prefill)
     refusals: list[str] = []
@@ -410,7 +410,7 @@ def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(benc
     assert set(refusals) == {"a preempted request waits for blocks"}
 
 
-def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admitted(bench: _Bench) -> None:
+def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admitted(bench: _StepwiseBench) -> None:
     # 40 blocks of 4 tokens: room for both prompts, and not for the whole answer behind the first.
     engine = bench.engine(total_blocks=40, receives=False, chunk_tokens=256)
     recorder = _start(engine)
@@ -446,7 +446,7 @@ class _BrokenRunner(FakeRunner):
         return super().run(batch, on_layer)
 
 
-def test_error_of_the_runner_stops_the_engine_loudly(bench: _Bench) -> None:
+def test_error_of_the_runner_stops_the_engine_loudly(bench: _StepwiseBench) -> None:
     prefill, decode = bench.engine(_BrokenRunner(_MODEL)), bench.engine()
     prefilled, decoded = _start(prefill), _start(decode)
     computed, unlucky = _request("computed", 10, 5), EngineRequest(EngineKey("u", 1), (13, 1), 0, SamplingParams())
@@ -494,7 +494,7 @@ def _unlucky(prompt_tokens: int) -> EngineRequest:
 
 
 @pytest.mark.parametrize("pushed", [False, True])
-def test_request_without_a_first_token_fails_alone(bench: _Bench, pushed: bool) -> None:
+def test_request_without_a_first_token_fails_alone(bench: _StepwiseBench, pushed: bool) -> None:
     prefill, decode = bench.engine(_NoTokenRunner(10), receives=False), bench.engine()
     prefilled, decoded = _start(prefill), _start(decode, admit=True)
     unlucky, other = _unlucky(10), _request("other", 30, 5)
@@ -515,7 +515,7 @@ def test_request_without_a_first_token_fails_alone(bench: _Bench, pushed: bool) 
     assert told == [PrefillStarted, RequestFailed]
 
 
-def test_request_without_a_next_token_fails_alone(bench: _Bench) -> None:
+def test_request_without_a_next_token_fails_alone(bench: _StepwiseBench) -> None:
     engine = bench.engine(_NoTokenRunner(14), receives=False)
 
     def adopt(event: EngineEvent) -> None:
@@ -536,12 +536,12 @@ def test_request_without_a_next_token_fails_alone(bench: _Bench) -> None:
     wait_until_free(engine)
 
 
-def test_runner_that_ends_its_thread_stops_the_engine_loudly(bench: _Bench) -> None:
-    class Leaving(FakeRunner):
+def test_runner_that_ends_its_thread_stops_the_engine_loudly(bench: _StepwiseBench) -> None:
+    class LeavingRunner(FakeRunner):
         def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
             raise SystemExit("had enough")
 
-    engine = bench.engine(Leaving(_MODEL), receives=False)
+    engine = bench.engine(LeavingRunner(_MODEL), receives=False)
     recorder = _start(engine)
     request = _request("r", 5, 5)
     engine.prefill(request)
@@ -552,7 +552,7 @@ def test_runner_that_ends_its_thread_stops_the_engine_loudly(bench: _Bench) -> N
         engine.prefill(_request("later", 5, 5))
 
 
-def test_error_of_the_listener_stops_the_engine_loudly(bench: _Bench) -> None:
+def test_error_of_the_listener_stops_the_engine_loudly(bench: _StepwiseBench) -> None:
     engine = bench.engine(receives=False)
     heard: list[EngineEvent] = []
     stopped = threading.Event()
@@ -573,7 +573,7 @@ def test_error_of_the_listener_stops_the_engine_loudly(bench: _Bench) -> None:
 
 
 @pytest.mark.parametrize("note", [b"\xff\xff", b"\x08\xff\xff\x03"], ids=["garbage", "a token beyond the vocabulary"])
-def test_hand_over_that_makes_no_sense_fails_the_request_aloud(bench: _Bench, note: bytes) -> None:
+def test_hand_over_that_makes_no_sense_fails_the_request_aloud(bench: _StepwiseBench, note: bytes) -> None:
     decode = bench.engine()
     decoded = _start(decode)
     request = _request("r", 10, 5)
@@ -592,7 +592,7 @@ def test_hand_over_that_makes_no_sense_fails_the_request_aloud(bench: _Bench, no
         sender.close()
 
 
-def test_ticket_for_another_length_fails_the_push_and_keeps_the_kv(bench: _Bench) -> None:
+def test_ticket_for_another_length_fails_the_push_and_keeps_the_kv(bench: _StepwiseBench) -> None:
     prefill, decode = bench.engine(receives=False), bench.engine()
     prefilled, decoded = _start(prefill), _start(decode, admit=True)
     request = _request("r", 10, 5)
@@ -605,7 +605,7 @@ def test_ticket_for_another_length_fails_the_push_and_keeps_the_kv(bench: _Bench
     decoded.wait_for_finish(request.key)
 
 
-def test_second_ticket_while_a_push_is_open_is_refused(bench: _Bench) -> None:
+def test_second_ticket_while_a_push_is_open_is_refused(bench: _StepwiseBench) -> None:
     runner = _HeldRunner()
     prefill, decode = bench.engine(runner, receives=False), bench.engine()
     _start(prefill)
@@ -621,14 +621,14 @@ def test_second_ticket_while_a_push_is_open_is_refused(bench: _Bench) -> None:
     decoded.wait_for_finish(request.key)
 
 
-def test_pool_that_cannot_hold_one_longest_request_is_refused(bench: _Bench) -> None:
+def test_pool_that_cannot_hold_one_longest_request_is_refused(bench: _StepwiseBench) -> None:
     bench.engine(total_blocks=32)
     with pytest.raises(ConfigError, match=r"128 tokens need 32 KV blocks of 4 tokens; the pool has 31") as raised:
         bench.engine(total_blocks=31)
     assert raised.value.field == "max_model_len"
 
 
-def test_engine_that_only_prefills_takes_no_reservation(bench: _Bench) -> None:
+def test_engine_that_only_prefills_takes_no_reservation(bench: _StepwiseBench) -> None:
     engine = bench.engine(receives=False)
     assert engine.info.kv_endpoints == ()
     with pytest.raises(EngineError, match="takes no pushes"):
@@ -638,7 +638,7 @@ def test_engine_that_only_prefills_takes_no_reservation(bench: _Bench) -> None:
 def test_closed_engine_leaves_no_thread_behind(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with ExitStack() as stack:
-        bench = _Bench(tmp_path, stack)
+        bench = _StepwiseBench(tmp_path, stack)
         prefill, decode = bench.engine(receives=False), bench.engine()
         _start(prefill)
         decoded = _start(decode, admit=True)
@@ -653,7 +653,7 @@ def test_closed_engine_leaves_no_thread_behind(tmp_path: Path) -> None:
 # Both sides in one engine, and many threads.
 
 
-def test_one_engine_may_push_to_itself(bench: _Bench) -> None:
+def test_one_engine_may_push_to_itself(bench: _StepwiseBench) -> None:
     model = FakeModel(max_model_len=128, block_tokens=4, eos_probability=0.05)
     engine = bench.engine(FakeRunner(model))
     recorder = _start(engine, admit=True)
@@ -673,7 +673,7 @@ def test_one_engine_may_push_to_itself(bench: _Bench) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_calls_from_many_threads_leave_blocks_and_tokens_right(bench: _Bench, seed: int) -> None:
+def test_calls_from_many_threads_leave_blocks_and_tokens_right(bench: _StepwiseBench, seed: int) -> None:
     print(f"seed {seed}")
     prefill, decode = bench.engine(total_blocks=80, receives=False), bench.engine(total_blocks=48)
     prefilled, decoded = _start(prefill), _start(decode, admit=True)

@@ -33,7 +33,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class _Harness:
+class _TransformersHarness:
     def __init__(self, model_folder: Path, socket_folder: Path, reference: PlainTransformers) -> None:
         self._model_folder = model_folder
         self._socket_folder = socket_folder
@@ -71,7 +71,7 @@ class _Harness:
         return self._reference.answer(token_ids, token_count)
 
 
-class _DeviceHarness(_Harness):
+class _DeviceHarness(_TransformersHarness):
     """Engines that compute on a copy of the pool, as on a GPU."""
 
     def _runner(self, max_model_len: int) -> TransformersRunner:
@@ -98,8 +98,8 @@ def reference(model_folder: Path) -> PlainTransformers:
 
 class TestStepwiseOnTransformers(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
     @pytest.fixture
-    def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> _Harness:
-        return _Harness(model_folder, tmp_path, reference)
+    def harness(self, model_folder: Path, reference: PlainTransformers, tmp_path: Path) -> _TransformersHarness:
+        return _TransformersHarness(model_folder, tmp_path, reference)
 
 
 class TestStepwiseOnDeviceMemory(ResumptionConformance, ReplicationConformance, ReleaseConformance):

@@ -69,7 +69,7 @@ class RunSequence:
         )
 
 
-class Driver:
+class BatchDriver:
     """Runs sequences over a pool full of NaN, in blocks scattered by a seed, packing chunks beside decodes."""
 
     def __init__(self, runner: TransformersRunner, seed: int, separate_memory: bool = False) -> None:
@@ -128,7 +128,7 @@ def test_greedy_tokens_equal_generate_however_steps_are_cut_and_packed(
     architecture: str, model_folders: dict[str, Path]
 ) -> None:
     folder = model_folders[architecture]
-    driver = Driver(new_runner(folder), seed=3)
+    driver = BatchDriver(new_runner(folder), seed=3)
     reference = PlainTransformers(folder)
     answer_tokens = 24
     sequences = [RunSequence(prompt) for prompt in prompts(5, [1, 2, 15, 16, 17, 33, 96, 131, 200])]
@@ -144,7 +144,7 @@ def test_greedy_tokens_equal_generate_however_steps_are_cut_and_packed(
 
 def test_capped_scores_and_alternating_windows_equal_generate(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "gemma2", vocab_size=VOCAB_SIZE)
-    driver = Driver(new_runner(folder), seed=5)
+    driver = BatchDriver(new_runner(folder), seed=5)
     # Only its eager attention caps the scores.
     reference = PlainTransformers(folder, attn_implementation="eager")
     sequences = [RunSequence(prompt) for prompt in prompts(14, [1, 20, 33, 100])]
@@ -157,7 +157,7 @@ def test_capped_scores_and_alternating_windows_equal_generate(tmp_path: Path) ->
 
 def test_bundled_model_gives_the_tokens_of_generate_in_float32() -> None:
     sequences = [RunSequence(prompt) for prompt in prompts(6, [3, 40, 77])]
-    driver = Driver(load_runner("kaveri-tiny", "float32", "cpu", None, BLOCK_TOKENS), seed=8)
+    driver = BatchDriver(load_runner("kaveri-tiny", "float32", "cpu", None, BLOCK_TOKENS), seed=8)
     reference = PlainTransformers(resolve_model("kaveri-tiny"))
     for one in sequences:
         driver.hold(one, 12)
@@ -170,7 +170,7 @@ def test_bundled_model_gives_the_tokens_of_generate_in_float32() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_and_its_logits_stay_near_float32(dtype: str, model_folders: dict[str, Path]) -> None:
     asking = SamplingParams(temperature=0.0, logprobs=1)
-    exact, rounded = (Driver(new_runner(model_folders["llama"], name), seed=1) for name in ("float32", dtype))
+    exact, rounded = (BatchDriver(new_runner(model_folders["llama"], name), seed=1) for name in ("float32", dtype))
     for prompt in prompts(9, [5, 70]):
         values = []
         for driver in (exact, rounded):
@@ -184,7 +184,7 @@ def test_half_precision_runs_and_its_logits_stay_near_float32(dtype: str, model_
 
 
 def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(model_folders: dict[str, Path]) -> None:
-    driver = Driver(new_runner(model_folders["qwen3"]), seed=4)
+    driver = BatchDriver(new_runner(model_folders["qwen3"]), seed=4)
     for params in (GREEDY, SamplingParams(temperature=0.9, top_p=0.95, seed=77)):
         (prompt,) = prompts(10, [50])
         whole = RunSequence(prompt, params)
@@ -197,7 +197,7 @@ def test_sequence_recomputed_after_preemption_goes_on_with_the_same_tokens(model
 
 
 def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(model_folders: dict[str, Path]) -> None:
-    driver = Driver(new_runner(model_folders["llama"]), seed=4)
+    driver = BatchDriver(new_runner(model_folders["llama"]), seed=4)
     params = [
         SamplingParams(temperature=1.0, seed=1),
         SamplingParams(temperature=0.7, top_p=0.9, seed=2),
@@ -219,7 +219,7 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(model_folders: d
 def test_kv_copied_into_other_blocks_of_another_runner_goes_on_with_the_same_tokens(
     model_folders: dict[str, Path], separate_memory: bool
 ) -> None:
-    source, target = (Driver(new_runner(model_folders["mistral"]), seed, separate_memory) for seed in (20, 21))
+    source, target = (BatchDriver(new_runner(model_folders["mistral"]), seed, separate_memory) for seed in (20, 21))
     (prompt,) = prompts(12, [90])
     here = RunSequence(prompt)
     source.hold(here, 20)
@@ -235,7 +235,7 @@ def test_kv_copied_into_other_blocks_of_another_runner_goes_on_with_the_same_tok
 
 
 def test_listener_hears_of_each_layer_in_order_once_its_kv_is_in_the_pool(model_folders: dict[str, Path]) -> None:
-    driver = Driver(new_runner(model_folders["gpt2"]), seed=2)
+    driver = BatchDriver(new_runner(model_folders["gpt2"]), seed=2)
     first, second = (RunSequence(prompt) for prompt in prompts(13, [40, 1]))
     driver.hold(first, 1)
     driver.hold(second, 1)

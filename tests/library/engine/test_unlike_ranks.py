@@ -43,7 +43,7 @@ Values = np.ndarray[Any, np.dtype[np.uint8]]
 """[layer, token, KV head, K or V, byte]; of an opaque order [layer, block, KV head, byte]."""
 
 
-class Instance:
+class UnlikeInstance:
     """The ranks of one engine, in this process, and what its data plane told."""
 
     def __init__(
@@ -147,13 +147,13 @@ def values_of(layout: KvLayout, seed: int) -> Values:
     return chance.integers(0, 256, shape, np.uint8)
 
 
-class Pair:
+class UnlikePair:
     """Two instances and the link between them."""
 
     def __init__(self, folder: Path, transport: str, source: KvLayout, target: KvLayout) -> None:
         address = "127.0.0.1:0" if transport == "tcp" else str(folder / "kv.sock")
-        self.sending = Instance(source, transport)
-        self.receiving = Instance(target, transport, [KvEndpoint(transport, address)])
+        self.sending = UnlikeInstance(source, transport)
+        self.receiving = UnlikeInstance(target, transport, [KvEndpoint(transport, address)])
 
     def push(self, ticket: Ticket, name: str = "r") -> None:
         self.sending.plane.require_fit(ticket)
@@ -164,8 +164,8 @@ class Pair:
 def make_pair(tmp_path: Path) -> Iterator[Any]:
     with ExitStack() as stack:
 
-        def make(transport: str, source: KvLayout, target: KvLayout) -> Pair:
-            pair = Pair(tmp_path, transport, source, target)
+        def make(transport: str, source: KvLayout, target: KvLayout) -> UnlikePair:
+            pair = UnlikePair(tmp_path, transport, source, target)
             stack.callback(pair.receiving.plane.close)
             stack.callback(pair.sending.plane.close)
             return pair
@@ -349,7 +349,7 @@ def test_a_stepwise_engine_pushes_to_two_ranks_and_takes_from_two(
     with ExitStack() as stack:
         prefill, decode = engine(here), engine(there, endpoint("decode.sock"))
         two_ranks = replace(prefill.info.layout, tensor_ranks=2, block_tokens=between)
-        relay = Instance(two_ranks, transport, [endpoint("relay.sock")], block_count=64)
+        relay = UnlikeInstance(two_ranks, transport, [endpoint("relay.sock")], block_count=64)
         for each in (decode, relay.plane, prefill):
             stack.callback(each.close)
         prefilled, decoded = EngineRecorder(), EngineRecorder(admit_to=decode)

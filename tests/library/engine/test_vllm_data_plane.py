@@ -45,7 +45,7 @@ TOKENS = 10
 SOON_S = 60.0
 
 
-class Instance:
+class DataPlaneInstance:
     """Ranks, their data plane, and what it told."""
 
     def __init__(self, ranks: Sequence[Rank], listen: Sequence[KvEndpoint] = (), epoch: int = 1) -> None:
@@ -102,7 +102,7 @@ class RankMemory:
         self.plane.end_step()
 
 
-class Pair:
+class DataPlanePair:
     """Two instances in this process: of each rank the memory is at hand."""
 
     def __init__(self, folder: Path, transport: str) -> None:
@@ -111,8 +111,8 @@ class Pair:
         self.targets = [RankMemory(rank) for rank in range(RANKS)]
         for rank, source in enumerate(self.sources):
             source.fill(rank)
-        self.sending = Instance([memory.plane for memory in self.sources])
-        self.receiving = Instance(
+        self.sending = DataPlaneInstance([memory.plane for memory in self.sources])
+        self.receiving = DataPlaneInstance(
             [memory.plane for memory in self.targets],
             [KvEndpoint(transport, address)],
         )
@@ -129,14 +129,14 @@ class Pair:
 
 
 @pytest.fixture(params=["shm", "tcp"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(tmp_path, request.param)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DataPlanePair]:
+    made = DataPlanePair(tmp_path, request.param)
     yield made
     made.sending.plane.close()
     made.receiving.plane.close()
 
 
-def test_each_ranks_heads_land_in_the_rank_of_the_same_number(pair: Pair) -> None:
+def test_each_ranks_heads_land_in_the_rank_of_the_same_number(pair: DataPlanePair) -> None:
     ticket = pair.receiving.grant([5, 1, 6])
     assert (ticket.endpoints, len(ticket.parts)) == ((), RANKS)
     pair.sending.plane.open_push("r", ticket)
@@ -150,14 +150,14 @@ def test_each_ranks_heads_land_in_the_rank_of_the_same_number(pair: Pair) -> Non
     assert pair.receiving.told_nothing()
 
 
-def test_a_prompt_may_be_computed_before_anybody_has_a_ticket_for_it(pair: Pair) -> None:
+def test_a_prompt_may_be_computed_before_anybody_has_a_ticket_for_it(pair: DataPlanePair) -> None:
     pair.compute("r", [4, 5, 6])
     pair.sending.plane.open_push("r", pair.receiving.grant([0, 1, 2]))
     assert isinstance(pair.receiving.next(), TransferLanded)
     pair.require_equal([4, 5, 6], [0, 1, 2])
 
 
-def test_what_one_rank_refuses_is_given_up_in_all_and_may_be_pushed_again(pair: Pair) -> None:
+def test_what_one_rank_refuses_is_given_up_in_all_and_may_be_pushed_again(pair: DataPlanePair) -> None:
     ticket = pair.receiving.grant([5, 1, 6])
     pair.targets[1].plane.do(RevokeTicket(ticket.transfer_id))
     pair.sending.plane.open_push("r", ticket)
@@ -172,7 +172,7 @@ def test_what_one_rank_refuses_is_given_up_in_all_and_may_be_pushed_again(pair: 
     pair.require_equal([0, 3, 2], [2, 3, 4])
 
 
-def test_a_push_that_is_aborted_ends_in_every_rank(pair: Pair) -> None:
+def test_a_push_that_is_aborted_ends_in_every_rank(pair: DataPlanePair) -> None:
     ticket = pair.receiving.grant([5, 1, 6])
     pair.sending.plane.open_push("r", ticket)
     pair.sending.plane.abort_push(ticket.transfer_id)
@@ -182,7 +182,7 @@ def test_a_push_that_is_aborted_ends_in_every_rank(pair: Pair) -> None:
     assert pair.receiving.plane.flow().receiving.leased_block_count == 0
 
 
-def test_a_ticket_that_runs_out_is_told_of_once(pair: Pair) -> None:
+def test_a_ticket_that_runs_out_is_told_of_once(pair: DataPlanePair) -> None:
     pair.receiving.plane.grant(pair.receiving.ticket(b"t" * 16, [5, 1, 6], 0.01))
     told = [pair.receiving.next()]
     if isinstance(told[0], Granted):
@@ -206,7 +206,7 @@ def test_a_ticket_that_runs_out_is_told_of_once(pair: Pair) -> None:
     ],
 )
 def test_a_ticket_of_other_ranks_is_refused_before_a_byte_moves(
-    pair: Pair, change: Callable[[Ticket], Ticket], raised: type[Exception], named: str
+    pair: DataPlanePair, change: Callable[[Ticket], Ticket], raised: type[Exception], named: str
 ) -> None:
     ticket = change(pair.receiving.grant([5, 1, 6]))
     with pytest.raises(raised, match=named):
@@ -214,7 +214,7 @@ def test_a_ticket_of_other_ranks_is_refused_before_a_byte_moves(
     assert pair.sending.plane.flow().sending.peers == ()
 
 
-def test_a_closed_rank_grants_nothing_and_nobody_keeps_waiting(pair: Pair) -> None:
+def test_a_closed_rank_grants_nothing_and_nobody_keeps_waiting(pair: DataPlanePair) -> None:
     pair.targets[1].plane.detach()
     pair.receiving.plane.grant(pair.receiving.ticket(b"t" * 16, [0, 1, 2], 60.0))
     released = pair.receiving.next()
@@ -227,13 +227,13 @@ def test_ranks_that_cannot_all_listen_leave_none_listening(tmp_path: Path) -> No
     taken = KvEndpoint("shm", str(tmp_path / "kv.sock"))
     second = KvEndpoint("shm", str(tmp_path / "kv-1.sock"))
     memories = [RankMemory(rank) for rank in range(RANKS)]
-    holder = Instance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [second])
+    holder = DataPlaneInstance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [second])
     with ExitStack() as stack:
         stack.callback(holder.plane.close)
         with pytest.raises(ConfigError):
-            Instance([memory.plane for memory in memories], [taken])
+            DataPlaneInstance([memory.plane for memory in memories], [taken])
         # The first rank's address is free again.
-        next_holder = Instance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [taken])
+        next_holder = DataPlaneInstance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [taken])
         next_holder.plane.close()
 
 
@@ -295,7 +295,7 @@ def remote_pair(tmp_path: Path) -> Iterator[SimpleNamespace]:
 def test_ranks_in_processes_of_their_own_do_the_same_for_one_engine_after_another(remote_pair: Any) -> None:
     source, target = remote_pair.source, remote_pair.target
     for epoch in (1, 2):
-        sending, receiving = Instance(source.ranks), Instance(target.ranks, remote_pair.listen, epoch)
+        sending, receiving = DataPlaneInstance(source.ranks), DataPlaneInstance(target.ranks, remote_pair.listen, epoch)
         ticket = receiving.grant([5, 1, 6])
         assert ticket.epoch == epoch
         sending.plane.open_push("r", ticket)
@@ -313,7 +313,7 @@ def test_ranks_in_processes_of_their_own_do_the_same_for_one_engine_after_anothe
 @pytest.mark.timeout(180)
 def test_a_rank_that_dies_is_told_of_and_its_peers_transfers_end(remote_pair: Any) -> None:
     source, target = remote_pair.source, remote_pair.target
-    sending, receiving = Instance(source.ranks), Instance(target.ranks, remote_pair.listen)
+    sending, receiving = DataPlaneInstance(source.ranks), DataPlaneInstance(target.ranks, remote_pair.listen)
     ticket = receiving.grant([5, 1, 6])
     sending.plane.open_push("r", ticket)
     target.processes[1].kill()
@@ -337,9 +337,9 @@ def test_a_sending_rank_that_dies_frees_what_was_leased_to_all_ranks_of_its_engi
     with ExitStack() as stack:
         source = RemoteInstance(1, [0, 3, 2])
         stack.callback(source.close)
-        sending = Instance(source.ranks)
+        sending = DataPlaneInstance(source.ranks)
         stack.callback(sending.plane.close)
-        receiving = Instance([memory.plane], [KvEndpoint(transport, address)])
+        receiving = DataPlaneInstance([memory.plane], [KvEndpoint(transport, address)])
         stack.callback(receiving.plane.close)
         ticket = receiving.grant([5, 1, 6])
         sending.plane.open_push("r", ticket)
@@ -365,7 +365,7 @@ def test_a_rank_that_stands_still_is_lost_and_nobody_waits_for_it(
     monkeypatch.setattr(remote_rank, "_QUIET_S", 2.0)
     target = remote_pair.target
     # The readers have begun to wait for as long as before; what comes ends that.
-    receiving = Instance(target.ranks, remote_pair.listen)
+    receiving = DataPlaneInstance(target.ranks, remote_pair.listen)
     assert receiving.lost.empty()
     os.kill(target.processes[0].pid, signal.SIGSTOP)
     # More than its connection takes. The other rank has none of them ahead of what it is asked.
@@ -384,7 +384,7 @@ def test_where_ranks_cannot_be_met_is_said_by_name(tmp_path: Path, monkeypatch: 
     assert list(far.iterdir()) == []
 
 
-def test_a_transfer_that_the_ranks_were_handed_over_to_differently_ends_the_engine(pair: Pair) -> None:
+def test_a_transfer_that_the_ranks_were_handed_over_to_differently_ends_the_engine(pair: DataPlanePair) -> None:
     pair.sending.plane.open_push("r", pair.receiving.grant([5, 1, 6]))
     for rank, memory in enumerate(pair.sources):
         memory.compute("r", [0, 3, 2])
@@ -393,6 +393,6 @@ def test_a_transfer_that_the_ranks_were_handed_over_to_differently_ends_the_engi
     assert pair.receiving.told_nothing()
 
 
-def test_blocks_that_all_ranks_lease_are_counted_once(pair: Pair) -> None:
+def test_blocks_that_all_ranks_lease_are_counted_once(pair: DataPlanePair) -> None:
     pair.receiving.grant([5, 1, 6])
     assert pair.receiving.plane.flow().receiving.leased_block_count == 3

@@ -115,7 +115,7 @@ def _request(prompt_tokens: int) -> EngineRequest:
     return EngineRequest(EngineKey("r", 1), (0,) * prompt_tokens, _GENERATED, SamplingParams(max_tokens=50, seed=0))
 
 
-class Life(RuleBasedStateMachine):
+class VllmLife(RuleBasedStateMachine):
     """One request. Each rule is an event that can happen now; its actions are checked against what it means."""
 
     state: State
@@ -210,7 +210,7 @@ def _is_end(told: Any) -> bool:
     return isinstance(told, RequestFailed) or (isinstance(told, FirstToken | TokenStep) and told.finish is not None)
 
 
-TestLife = Life.TestCase
+TestLife = VllmLife.TestCase
 TestLife.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 

@@ -27,7 +27,7 @@ _LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="f
 _BLOCKS = 6
 
 
-class _Bench:
+class _RankCopiesBench:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.pools = [KvPool(_LAYOUT.rank(rank), _BLOCKS) for rank in range(2)]
         for rank, pool in enumerate(self.pools):
@@ -55,12 +55,12 @@ def _unexpected(what: object) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[_Bench]:
+def bench(tmp_path: Path) -> Iterator[_RankCopiesBench]:
     with ExitStack() as stack:
-        yield _Bench(tmp_path, stack)
+        yield _RankCopiesBench(tmp_path, stack)
 
 
-def test_every_rank_copies_its_heads_and_the_mark_counts_when_all_have_made_it(bench: _Bench) -> None:
+def test_every_rank_copies_its_heads_and_the_mark_counts_when_all_have_made_it(bench: _RankCopiesBench) -> None:
     ticket = bench.open()
     for index, (block_id, slot) in enumerate(((5, 3), (2, 0))):
         bench.copies.stage(block_id, slot)
@@ -75,7 +75,7 @@ def test_every_rank_copies_its_heads_and_the_mark_counts_when_all_have_made_it(b
     bench.pushed.wait_for(PushFailed)
 
 
-def test_copy_that_one_rank_gives_up_ends_in_all(bench: _Bench) -> None:
+def test_copy_that_one_rank_gives_up_ends_in_all(bench: _RankCopiesBench) -> None:
     ticket = bench.open()
     bench.ranks[1].do(AbortCopy(ticket.transfer_id, keep_marked=False))
     failed = bench.pushed.wait_for(PushFailed)
@@ -85,7 +85,7 @@ def test_copy_that_one_rank_gives_up_ends_in_all(bench: _Bench) -> None:
 
 
 def test_copy_that_fails_in_one_rank_is_kept_by_its_holder_as_far_as_it_was_marked(
-    bench: _Bench, monkeypatch: pytest.MonkeyPatch
+    bench: _RankCopiesBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the owner ends: one rank's link closes first, and the other one's push is given up for that."""
     calls: list[RankCall] = []
@@ -103,7 +103,9 @@ def test_copy_that_fails_in_one_rank_is_kept_by_its_holder_as_far_as_it_was_mark
     assert bench.store.token_ids(key_of("r")) == tuple(range(4))
 
 
-def test_rank_that_copies_nothing_is_not_waited_for_without_end(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_copies_nothing_is_not_waited_for_without_end(
+    bench: _RankCopiesBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data_plane, "_STAGED_TIMEOUT_S", 0.05)
     do = bench.ranks[1].do
 

@@ -4,7 +4,7 @@ from kaveri.engine.contract import EngineStats
 from kaveri.hosting.engine_watch import LOOK_EVERY_S, EngineWatch
 
 
-class Watched:
+class WatchedEngine:
     """An engine seen through its statistics, looked at as its host does."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Watched:
 
 
 def test_an_engine_that_stops_stepping_is_stuck_after_five_seconds() -> None:
-    watched = Watched()
+    watched = WatchedEngine()
     assert watched.run(10.0, step_s=0.02) is None
     after_s = watched.run(60.0, step_s=None)
     assert after_s is not None
@@ -38,7 +38,7 @@ def test_an_engine_that_stops_stepping_is_stuck_after_five_seconds() -> None:
 
 
 def test_an_engine_with_long_steps_gets_twenty_of_them() -> None:
-    watched = Watched()
+    watched = WatchedEngine()
     assert watched.run(30.0, step_s=3.0) is None
     after_s = watched.run(200.0, step_s=None)
     assert after_s is not None
@@ -46,7 +46,7 @@ def test_an_engine_with_long_steps_gets_twenty_of_them() -> None:
 
 
 def test_an_idle_engine_is_not_stuck_and_begins_to_count_with_its_next_work() -> None:
-    watched = Watched()
+    watched = WatchedEngine()
     watched.run(10.0, step_s=0.02)
     assert watched.run(1000.0, step_s=None, busy=False) is None
     assert watched.run(4.5, step_s=None) is None
@@ -54,13 +54,13 @@ def test_an_idle_engine_is_not_stuck_and_begins_to_count_with_its_next_work() ->
 
 
 def test_the_first_step_may_take_minutes() -> None:
-    watched = Watched()
+    watched = WatchedEngine()
     assert watched.run(290.0, step_s=None) is None
     assert watched.run(20.0, step_s=None) is not None
 
 
 def test_a_process_that_stood_still_has_no_stuck_engine() -> None:
-    watched = Watched()
+    watched = WatchedEngine()
     watched.run(10.0, step_s=0.02)
     watched.now_s += 3600.0
     assert watched.run(2.0, step_s=None) is None

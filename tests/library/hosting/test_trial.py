@@ -169,7 +169,7 @@ async def test_smallest_engines_pass(
 async def test_stopping_during_the_trial_ends_the_instance() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    class Slow(FakeRunner):
+    class SlowRunner(FakeRunner):
         def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
             begun.set()
             go_on.wait(SOON_S)
@@ -177,7 +177,7 @@ async def test_stopping_during_the_trial_ends_the_instance() -> None:
 
     stopping = asyncio.Event()
     async with MemoryStore(MemoryCluster()) as store:
-        host = _host(store, PREFILL, StepwiseEngine(Slow(), 300), _Role())
+        host = _host(store, PREFILL, StepwiseEngine(SlowRunner(), 300), _Role())
         serving = asyncio.create_task(host.serve(stopping))
         assert await asyncio.to_thread(begun.wait, SOON_S)
         stopping.set()

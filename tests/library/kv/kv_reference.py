@@ -60,7 +60,7 @@ class KvPartition:
 
 
 @dataclass(frozen=True)
-class Instance:
+class RankPools:
     """The pools of all ranks of an instance, with one request in each."""
 
     partition: KvPartition
@@ -68,7 +68,7 @@ class Instance:
     block_ids: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, partition: KvPartition, token_count: int, chance: np.random.Generator, spare: int = 3) -> "Instance":
+    def of(cls, partition: KvPartition, token_count: int, chance: np.random.Generator, spare: int = 3) -> "RankPools":
         """Pools full of MARK, blocks in an order of chance, some of them neighbours."""
         count = partition.layout.block_count(token_count)
         pools, ids = [], []

@@ -148,7 +148,7 @@ def test_a_sender_whose_receiver_takes_nothing_gives_its_blocks_back_and_reads_n
     source, target = KvPool(LARGE_LAYOUT, 64), KvPool(LARGE_LAYOUT, 64)
     takes = threading.Event()
 
-    class Slow:
+    class StalledDigest:
         """A digest that takes nothing before it may."""
 
         def __init__(self) -> None:
@@ -163,7 +163,7 @@ def test_a_sender_whose_receiver_takes_nothing_gives_its_blocks_back_and_reads_n
 
     read_bytes: list[int] = []
 
-    class Counted(Slow):
+    class Counted(StalledDigest):
         def update(self, data: memoryview, /) -> None:
             read_bytes.append(len(data))
 
@@ -172,7 +172,7 @@ def test_a_sender_whose_receiver_takes_nothing_gives_its_blocks_back_and_reads_n
     transports = make_transports(("gloo",))
     with (
         contextlib.closing(
-            KvReceiver(target, landed, listen=listen, epoch=1, transports=transports, digest=Slow)
+            KvReceiver(target, landed, listen=listen, epoch=1, transports=transports, digest=StalledDigest)
         ) as receiver,
         contextlib.closing(KvSender(source, pushed, transports=transports, digest=Counted)) as sender,
     ):

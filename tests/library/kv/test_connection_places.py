@@ -40,7 +40,7 @@ def content() -> np.ndarray:
     return np.random.default_rng(3).integers(0, 256, (2, 3, LAYOUT.block_bytes), dtype=np.uint8)
 
 
-class Place:
+class ReceiverWithSenders:
     """A receiver, and the senders that connect to it."""
 
     def __init__(self, transport: Transport, folder: Path, stack: contextlib.ExitStack) -> None:
@@ -85,13 +85,13 @@ class Place:
         assert (self.receiver.pool.memory[:, [7, 0]] == source.memory[:, [2, 3]]).all()
 
 
-MakePlace = Callable[[Transport], Place]
+MakePlace = Callable[[Transport], ReceiverWithSenders]
 
 
 @pytest.fixture
 def make_place(tmp_path: Path, nothing_left: None) -> Iterator[MakePlace]:
     with contextlib.ExitStack() as stack:
-        yield lambda transport: Place(transport, tmp_path, stack)
+        yield lambda transport: ReceiverWithSenders(transport, tmp_path, stack)
 
 
 def test_a_flood_of_silent_connections_keeps_no_sender_out(make_place: MakePlace) -> None:
@@ -334,7 +334,7 @@ def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePl
     place = make_place(_MAKERS["shm"]())
     source = KvPool(LAYOUT, 4)
     fill_pool(source, 1)
-    link = shm_transport().connect(place.receiver.endpoints[0], EPOCH, source, Deaf())
+    link = shm_transport().connect(place.receiver.endpoints[0], EPOCH, source, DeafListener())
     with contextlib.closing(link):
         ticket = place.receiver.grant([6, 2], 8, 60.0)
         link.open(ticket)
@@ -347,7 +347,7 @@ def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePl
         assert not place.receiver.pool.memory.any()
 
 
-class Deaf:
+class DeafListener:
     """A link's listener that hears nothing."""
 
     def answered(self, transfer_id: bytes, rejection: str | None) -> None: ...

@@ -26,7 +26,7 @@ from kaveri.testing.replica_conformance import SOON_S, Heard, ReplicaConformance
 _LAYOUT = KvLayout("model", layer_count=3, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 
 
-class _Harness:
+class _HostReplicasHarness:
     layout = _LAYOUT
 
     def __init__(self, transport: str, folder: Path) -> None:
@@ -45,12 +45,12 @@ class _Harness:
 
 class TestHostReplicas(ReplicaConformance):
     @pytest.fixture(params=["unix", "shm"])
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _Harness:
-        return _Harness(request.param, tmp_path)
+    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _HostReplicasHarness:
+        return _HostReplicasHarness(request.param, tmp_path)
 
 
 def test_memory_is_rounded_down_to_whole_blocks_and_holds_at_least_one(tmp_path: Path) -> None:
-    harness = _Harness("unix", tmp_path)
+    harness = _HostReplicasHarness("unix", tmp_path)
     block_bytes = _LAYOUT.layer_count * _LAYOUT.block_bytes
     store = harness.store(3 * block_bytes - 1)
     assert store.usage().total_bytes == 2 * block_bytes
@@ -70,7 +70,7 @@ def test_note_names_as_many_tokens_as_fit() -> None:
 
 def test_replica_of_two_ranks_is_in_one_pool_and_is_pushed_to_two_ranks(tmp_path: Path) -> None:
     layout = replace(_LAYOUT, order="H-engine", tensor_ranks=2)
-    harness = _Harness("unix", tmp_path)
+    harness = _HostReplicasHarness("unix", tmp_path)
     harness.layout = layout
     with ExitStack() as stack:
         store = harness.store(8 * layout.layer_count * layout.block_bytes)
@@ -114,7 +114,7 @@ def test_replica_of_two_ranks_is_in_one_pool_and_is_pushed_to_two_ranks(tmp_path
 
 
 def test_ranks_whose_heads_are_not_apart_are_refused(tmp_path: Path) -> None:
-    store = _Harness("unix", tmp_path).store(2**16)
+    store = _HostReplicasHarness("unix", tmp_path).store(2**16)
     with pytest.raises(LayoutMismatch) as raised:
         store.open(key_of("r"), replace(_LAYOUT, tensor_ranks=2), 4, 60.0)
     assert raised.value.field == "tensor_ranks"

@@ -18,7 +18,7 @@ BLOCKS = 40
 SOON_S = 60.0
 
 
-class _Sender:
+class _ModelSender:
     """What the sender of the transfer has sent, and what it was answered."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class _Sender:
         self.answers.append(rejection)
 
 
-class _Run:
+class _TransferRun:
     """One transfer. steps: the calls, drawn at random, until it has ended."""
 
     def __init__(self, seed: int) -> None:
@@ -48,7 +48,7 @@ class _Run:
         self._pool = KvPool(LAYOUT, BLOCKS)
         self._receiver = KvReceiver(self._pool, self._events.put, listen=(), epoch=1, transports=())
         self._free = list(range(BLOCKS))
-        self._sender = _Sender()
+        self._sender = _ModelSender()
         self._taken: list[int] = []
         self._marked = 0
         self._landing: PoolLanding | None = None
@@ -188,7 +188,7 @@ def test_no_random_calls_move_a_mark_or_lose_a_block() -> None:
     first = random.randrange(1 << 30)
     for seed in range(first, first + 300):
         try:
-            _Run(seed).carry_out()
+            _TransferRun(seed).carry_out()
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise

@@ -11,7 +11,7 @@ from kaveri.errors import InvalidArgument, LayoutMismatch
 from kaveri.kv.layout.block_map import map_blocks
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.layout.regions import RegionCopy, copy_regions
-from tests.library.kv.kv_reference import Instance, KvPartition, make_reference, token_ranges, whole_and_split
+from tests.library.kv.kv_reference import KvPartition, RankPools, make_reference, token_ranges, whole_and_split
 
 MODEL = KvLayout("model", 8, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")
 PROPERTY = settings(max_examples=60)
@@ -24,7 +24,7 @@ def test_every_byte_gets_from_blocks_to_blocks_of_another_layout(
 ) -> None:
     chance = np.random.default_rng(seed)
     reference = make_reference(pair[0].layout, tokens.stop, chance)
-    source, destination = (Instance.of(partition, tokens.stop, chance) for partition in pair)
+    source, destination = (RankPools.of(partition, tokens.stop, chance) for partition in pair)
     source.write(reference)
     for pool, block_ids in zip(destination.pools, destination.block_ids, strict=True):
         mapped = map_blocks(source.pools[0].layout, pool.layout)

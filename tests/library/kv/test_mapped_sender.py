@@ -30,7 +30,7 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import PATH_NAMES, make_transports
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
-from tests.library.kv.kv_reference import MARK, Instance, KvPartition, Reference, make_reference, whole_and_split
+from tests.library.kv.kv_reference import MARK, KvPartition, RankPools, Reference, make_reference, whole_and_split
 
 MODEL = KvLayout("model", 4, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")
 NOTE = b"hand-over"
@@ -40,7 +40,7 @@ _names = itertools.count()
 class ReceivingInstance:
     """An Instance with a receiver for each rank, and what has landed there."""
 
-    def __init__(self, instance: Instance, transport: str, folder: str | Path, digest: DigestFactory = xxh3) -> None:
+    def __init__(self, instance: RankPools, transport: str, folder: str | Path, digest: DigestFactory = xxh3) -> None:
         self.instance = instance
         self.landed = Recorder()
         self.receivers: list[KvReceiver] = []
@@ -75,10 +75,10 @@ class ReceivingInstance:
             receiver.close()
 
 
-class Source:
+class RankSource:
     """One rank's pool with one request in it, and its sender."""
 
-    def __init__(self, instance: Instance, transport: str | Transport, staging_bytes: int, rank: int = 0) -> None:
+    def __init__(self, instance: RankPools, transport: str | Transport, staging_bytes: int, rank: int = 0) -> None:
         self.pool, self.block_ids = instance.pools[rank], instance.block_ids[rank]
         self.pushed = Recorder()
         transports = make_transports((transport,)) if isinstance(transport, str) else [transport]
@@ -167,12 +167,12 @@ def test_every_byte_reaches_its_place_in_every_rank_of_any_instance(
 ) -> None:
     chance = np.random.default_rng(seed)
     reference = make_reference(pair[0].layout, token_count, chance)
-    source, destination = (Instance.of(partition, token_count, chance) for partition in pair)
+    source, destination = (RankPools.of(partition, token_count, chance) for partition in pair)
     source.write(reference)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         receiving = ReceivingInstance(destination, transport, folder)
         stack.callback(receiving.close)
-        sending = Source(source, transport, staging_bytes)
+        sending = RankSource(source, transport, staging_bytes)
         stack.callback(sending.close)
         # What decode has already is not pushed.
         first_block = min(first_block, len(destination.block_ids[0]))
@@ -193,7 +193,7 @@ def test_every_byte_reaches_its_place_in_every_rank_of_any_instance(
 @pytest.mark.parametrize("transport", ["nixl", "gloo"])
 def test_optional_transports_carry_mapped_pushes_too(folder: str, transport: str) -> None:
     pytest.importorskip("nixl_cu13" if transport == "nixl" else "torch")
-    with Pair(folder, one_rank(16), 500, 100_000, transport) as pair:
+    with MappedPair(folder, one_rank(16), 500, 100_000, transport) as pair:
         for partition in (one_rank(64, "2HND"), KvPartition.even(replace(MODEL, block_tokens=32), tensor_ranks=2)):
             receiving = pair.receiving(partition)
             pair.require_landed(receiving, pair.source.push(receiving.grant(500)))
@@ -218,7 +218,7 @@ def one_rank(block_tokens: int, order: str = "2NHD", model: KvLayout = MODEL) ->
     return KvPartition.even(replace(model, block_tokens=block_tokens, order=order))
 
 
-class Pair:
+class MappedPair:
     """One source and any number of receiving instances, closed at the end."""
 
     def __init__(
@@ -234,14 +234,14 @@ class Pair:
         self.folder, self.transport, self.token_count = folder, transport, token_count
         self.chance = np.random.default_rng(token_count)
         self.reference = make_reference(source.layout, token_count, self.chance)
-        instance = Instance.of(source, token_count, self.chance)
+        instance = RankPools.of(source, token_count, self.chance)
         instance.write(self.reference)
-        self.source = Source(instance, sending or transport, staging_bytes)
+        self.source = RankSource(instance, sending or transport, staging_bytes)
         self._stack = contextlib.ExitStack()
         self._stack.callback(self.source.close)
 
     def receiving(self, partition: KvPartition, digest: DigestFactory = xxh3) -> ReceivingInstance:
-        instance = Instance.of(partition, self.token_count, self.chance)
+        instance = RankPools.of(partition, self.token_count, self.chance)
         receiving = ReceivingInstance(instance, self.transport, self.folder, digest)
         # Before the sender is closed, which might wait for what the receiver does not take.
         self._stack.callback(receiving.close)
@@ -252,7 +252,7 @@ class Pair:
         assert isinstance(event, PushAccepted), event
         receiving.assert_holds(self.reference, self.token_count)
 
-    def __enter__(self) -> "Pair":
+    def __enter__(self) -> "MappedPair":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,7 +265,7 @@ WIDE = replace(MODEL, kv_head_count=8, head_dim=64)
 
 def test_a_receiver_that_takes_nothing_holds_up_nobody_else(folder: str) -> None:
     # An eighth of the prompt.
-    with Pair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix") as pair:
+    with MappedPair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix") as pair:
         gate = threading.Event()
         stuck = pair.receiving(one_rank(32, model=WIDE), digest=lambda: HeldDigest(gate))
         free = pair.receiving(one_rank(32, model=WIDE))
@@ -283,7 +283,7 @@ def test_a_push_that_waits_for_staging_ends_with_its_ticket_and_gives_all_back(f
     # A frame that is cut short by its ticket's end costs its link so long. Much longer than the ticket has: on a busy
     # machine the link would be given up first.
     sending = SocketTransport("unix", progress_timeout_s=2.0)
-    with Pair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix", sending) as pair:
+    with MappedPair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix", sending) as pair:
         gate = threading.Event()
         stuck = pair.receiving(one_rank(32, model=WIDE), digest=lambda: HeldDigest(gate))
         name = pair.source.push(stuck.grant(1000, expires_in_s=0.3))
@@ -305,7 +305,7 @@ def test_random_pushes_at_once_some_of_them_given_up_leave_no_staging_block_behi
     chance = random.Random(seed)
     before = open_descriptors(), set(threading.enumerate())
     model = replace(MODEL, block_tokens=32)
-    with Pair(folder, one_rank(32), 700, 30_000, transport) as pair:
+    with MappedPair(folder, one_rank(32), 700, 30_000, transport) as pair:
         partitions = [
             one_rank(16),
             one_rank(64, "2HND"),
@@ -361,7 +361,7 @@ def test_random_pushes_at_once_some_of_them_given_up_leave_no_staging_block_behi
 def test_what_cannot_be_mapped_is_refused_by_the_field_before_anything_is_opened(
     folder: str, field: str, value: object
 ) -> None:
-    with Pair(folder, one_rank(16), 50, 1 << 20, "unix") as pair:
+    with MappedPair(folder, one_rank(16), 50, 1 << 20, "unix") as pair:
         (ticket,) = pair.receiving(one_rank(32)).grant(50)
         with pytest.raises(LayoutMismatch) as caught:
             pair.source.sender.open(replace(ticket, layout=replace(ticket.layout, **{field: value})))
@@ -369,7 +369,7 @@ def test_what_cannot_be_mapped_is_refused_by_the_field_before_anything_is_opened
 
 
 def test_a_part_beyond_the_pool_is_refused_by_the_field(folder: str) -> None:
-    with Pair(folder, one_rank(16), 50, 1 << 20, "unix") as pair:
+    with MappedPair(folder, one_rank(16), 50, 1 << 20, "unix") as pair:
         ticket = pair.receiving(KvPartition.even(replace(MODEL, block_tokens=32), tensor_ranks=2)).grant(50)[1]
         beyond = replace(ticket, layout=replace(ticket.layout, first_kv_head=3))
         with pytest.raises(LayoutMismatch, match="kv_heads"):
@@ -378,7 +378,7 @@ def test_a_part_beyond_the_pool_is_refused_by_the_field(folder: str) -> None:
 
 
 def test_a_shape_that_is_not_in_use_gives_way_to_a_new_one(folder: str) -> None:
-    with Pair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
+    with MappedPair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
         for block_tokens in range(17, 17 + 2 * STAGINGS_MAX):
             receiving = pair.receiving(one_rank(block_tokens))
             pair.require_landed(receiving, pair.source.push(receiving.grant(100)))
@@ -394,7 +394,7 @@ def test_a_shape_that_is_not_in_use_gives_way_to_a_new_one(folder: str) -> None:
 
 
 def test_closing_fails_what_is_under_way_and_refuses_the_rest(folder: str) -> None:
-    with Pair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
+    with MappedPair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
         receiving = pair.receiving(one_rank(32))
         name = pair.source.open(receiving.grant(100))
         pair.source.sender.close()
@@ -404,7 +404,7 @@ def test_closing_fails_what_is_under_way_and_refuses_the_rest(folder: str) -> No
 
 
 def test_a_note_that_is_too_long_is_refused_and_disturbs_no_other_push(folder: str) -> None:
-    with Pair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
+    with MappedPair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
         receiving = pair.receiving(one_rank(32))
         other, name = pair.source.open(receiving.grant(100)), pair.source.open(receiving.grant(100))
         with pytest.raises(ValueError, match="at most 4096"):
@@ -418,7 +418,7 @@ def test_a_note_that_is_too_long_is_refused_and_disturbs_no_other_push(folder: s
 
 @pytest.mark.parametrize("block_tokens", [16, 32])
 def test_a_block_outside_the_pool_is_refused_and_disturbs_no_other_push(folder: str, block_tokens: int) -> None:
-    with Pair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
+    with MappedPair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
         receiving = pair.receiving(one_rank(block_tokens))
         name = pair.source.open(receiving.grant(100))
         sender = pair.source.sender
@@ -448,7 +448,7 @@ def test_a_receiver_that_is_killed_gives_source_and_staging_back(folder: str, is
     arguments = (theirs, str(Path(folder) / "killed.sock"), target.layout, token_count // 64)
     process = spawn.Process(target=receive_in_a_process, args=arguments, daemon=True)
     process.start()
-    with Pair(folder, one_rank(16, model=WIDE), token_count, 1 << 20, "unix") as pair:
+    with MappedPair(folder, one_rank(16, model=WIDE), token_count, 1 << 20, "unix") as pair:
         assert control.poll(WAIT_S)
         ticket = control.recv()
         if is_frozen_first:

@@ -62,7 +62,7 @@ class _Receiver:
         """Nothing."""
 
 
-class _Sender:
+class _ReplicaSender:
     def __init__(self, listener: PushListener) -> None:
         self.tell = listener
         self.written: list[tuple[int, ...]] = []
@@ -94,11 +94,11 @@ class _Sender:
         """Nothing."""
 
 
-class _Bench:
+class _ReplicasBench:
     def __init__(self, block_count: int = 8) -> None:
         self.events: list[ReplicaEvent] = []
         self.receivers: list[_Receiver] = []
-        self.senders: list[_Sender] = []
+        self.senders: list[_ReplicaSender] = []
         self.store = Replicas(_LAYOUT, block_count, self._receiver, self._sender)
         self.store.start(self.events.append)
 
@@ -107,7 +107,7 @@ class _Bench:
         return self.receivers[0]
 
     @property
-    def sender(self) -> _Sender:
+    def sender(self) -> _ReplicaSender:
         return self.senders[0]
 
     def open(self, block_count: int, key: ReplicaKey = _KEY) -> Ticket:
@@ -137,13 +137,13 @@ class _Bench:
         self.receivers.append(_Receiver(listener))
         return self.receivers[0]
 
-    def _sender(self, listener: PushListener) -> _Sender:
-        self.senders.append(_Sender(listener))
+    def _sender(self, listener: PushListener) -> _ReplicaSender:
+        self.senders.append(_ReplicaSender(listener))
         return self.senders[0]
 
 
 def test_marks_that_come_behind_the_seal_do_not_count() -> None:
-    bench = _Bench()
+    bench = _ReplicasBench()
     ticket = bench.open(3)
     bench.mark(ticket, 0, 2)
     bench.store.seal(_KEY)
@@ -155,7 +155,7 @@ def test_marks_that_come_behind_the_seal_do_not_count() -> None:
 
 
 def test_owner_that_gives_up_while_it_is_sealed_off_takes_nothing_with_it() -> None:
-    bench = _Bench()
+    bench = _ReplicasBench()
     ticket = bench.open(1)
     bench.mark(ticket, 0, 1)
     bench.store.seal(_KEY)
@@ -164,7 +164,7 @@ def test_owner_that_gives_up_while_it_is_sealed_off_takes_nothing_with_it() -> N
 
 
 def test_blocks_of_a_dropped_replica_wait_for_all_that_touches_them() -> None:
-    bench = _Bench()
+    bench = _ReplicasBench()
     ticket = bench.open(2)
     bench.mark(ticket, 0, 2)
     landing = bench.landing(8)
@@ -182,7 +182,7 @@ def test_blocks_of_a_dropped_replica_wait_for_all_that_touches_them() -> None:
 
 
 def test_push_that_was_accepted_leaves_the_replica() -> None:
-    bench = _Bench()
+    bench = _ReplicasBench()
     ticket = bench.open(2)
     bench.mark(ticket, 0, 2)
     landing = bench.landing(4)
@@ -193,7 +193,7 @@ def test_push_that_was_accepted_leaves_the_replica() -> None:
 
 
 def test_push_that_its_owner_has_ended_in_order_leaves_an_orphan() -> None:
-    bench = _Bench()
+    bench = _ReplicasBench()
     ticket = bench.open(2)
     bench.mark(ticket, 0, 2)
     bench.receiver.tell(TransferLanded(ticket.transfer_id, 1, b""))
@@ -202,7 +202,7 @@ def test_push_that_its_owner_has_ended_in_order_leaves_an_orphan() -> None:
 
 
 def test_replicas_that_wait_for_blocks_get_them_in_order_and_before_new_ones() -> None:
-    bench = _Bench(6)
+    bench = _ReplicasBench(6)
     keys = [ReplicaKey(name, 0, 1) for name in "abc"]
     tickets = [bench.open(1, key) for key in keys]
     for ticket in tickets:
@@ -220,7 +220,7 @@ def test_replicas_that_wait_for_blocks_get_them_in_order_and_before_new_ones() -
 
 
 def test_blocks_that_an_ending_push_does_not_take_stay_free() -> None:
-    bench = _Bench()
+    bench = _ReplicasBench()
     ticket = bench.open(1)
     bench.receiver.takes_more = False
     bench.mark(ticket, 0, 2)

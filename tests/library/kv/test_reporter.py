@@ -61,11 +61,11 @@ def test_a_timer_in_a_thousand_years_holds_up_no_other() -> None:
 
 
 def test_a_closed_reporter_holds_on_to_no_timer() -> None:
-    class Owner:
+    class ReportedOwner:
         def act(self) -> None:
             """Never."""
 
-    owner = Owner()
+    owner = ReportedOwner()
     reporter = Reporter[str]("kv-test", lambda _: None)
     reporter.call_after(60.0, owner.act)
     reporter.close()

@@ -21,7 +21,7 @@ TICKET = Ticket(b"t" * 16, b"s" * 16, 1, (ENDPOINT,), (0, 1, 2, 3), 16, 60.0, LA
 WRITE_BYTES = 3 * LAYOUT.block_bytes
 
 
-class Listener:
+class EndListener:
     """Hears of the end only."""
 
     def answered(self, transfer_id: bytes, rejection: str | None) -> None:
@@ -47,7 +47,7 @@ class Narrow(ByteStream):
         return max(0, len(data) - self.room_bytes)
 
 
-class Pair:
+class LinkPair:
     """A link, and the socket at the other end of its connection."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Pair:
         self.stream = Narrow(near, 10.0)
         self.pool = KvPool(LAYOUT, 4)
         fill_pool(self.pool, 5)
-        self.link = SocketLink(self.stream, self.pool, Listener(), ENDPOINT)
+        self.link = SocketLink(self.stream, self.pool, EndListener(), ENDPOINT)
 
     def read(self, byte_count: int) -> bytes:
         """Exactly so many."""
@@ -82,13 +82,13 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    pair = Pair()
+def pair() -> Iterator[LinkPair]:
+    pair = LinkPair()
     yield pair
     pair.close()
 
 
-def test_the_same_blocks_of_several_layers_are_one_frame_and_the_end_brings_the_digest(pair: Pair) -> None:
+def test_the_same_blocks_of_several_layers_are_one_frame_and_the_end_brings_the_digest(pair: LinkPair) -> None:
     pair.stream.room_bytes = 1 << 20
     digest = xxh3()
     assert pair.link.write(TICKET, range(2), 0, [2, 0, 3], digest, lambda: False) == 6
@@ -103,7 +103,7 @@ def test_the_same_blocks_of_several_layers_are_one_frame_and_the_end_brings_the_
 
 
 @pytest.mark.parametrize("room_bytes", [0, 1, HEADER_BYTES, HEADER_BYTES + 9, HEADER_BYTES + 321])
-def test_frames_stay_whole_wherever_a_write_is_stopped(pair: Pair, room_bytes: int) -> None:
+def test_frames_stay_whole_wherever_a_write_is_stopped(pair: LinkPair, room_bytes: int) -> None:
     pair.stream.room_bytes = room_bytes
     assert pair.link.write(TICKET, range(1, 2), 0, [2, 0, 3], None, lambda: False) == 3
     pair.link.abort(TICKET)
@@ -116,13 +116,13 @@ def test_frames_stay_whole_wherever_a_write_is_stopped(pair: Pair, room_bytes: i
     assert pair.is_silent()
 
 
-def test_a_write_that_is_not_wanted_any_more_sends_nothing(pair: Pair) -> None:
+def test_a_write_that_is_not_wanted_any_more_sends_nothing(pair: LinkPair) -> None:
     assert pair.link.write(TICKET, range(1, 2), 0, [2, 0, 3], None, lambda: True) == 0
     pair.link.abort(TICKET)
     assert pair.frame()[0].kind == Kind.ABORT
 
 
-def test_the_frames_after_a_stopped_write_are_as_they_should_be(pair: Pair) -> None:
+def test_the_frames_after_a_stopped_write_are_as_they_should_be(pair: LinkPair) -> None:
     pair.stream.room_bytes = HEADER_BYTES
     assert pair.link.write(TICKET, range(1, 2), 0, [2, 0, 3], None, lambda: False) == 3
     pair.link.abort(TICKET)

@@ -33,7 +33,7 @@ def any_of(candidates: Sequence[ViewedInstance]) -> Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _UnconfirmedPiece:
     incarnation: int
     sequence_number: int
     amount: int
@@ -44,11 +44,11 @@ class PlainUnconfirmedWork:
     """Pieces in a list, added up when asked."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, dict[str, _Piece]] = {}
+        self._sent: dict[str, dict[str, _UnconfirmedPiece]] = {}
 
     def add(self, key: str, target: InstanceStatus, amount: int, heavy: bool) -> None:
         """See UnconfirmedWork.add."""
-        piece = _Piece(target.record.incarnation, target.load.sequence_number, amount, heavy)
+        piece = _UnconfirmedPiece(target.record.incarnation, target.load.sequence_number, amount, heavy)
         self._sent.setdefault(target.record.instance_id, {})[key] = piece
 
     def remove(self, key: str, instance_id: str) -> None:

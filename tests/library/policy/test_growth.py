@@ -18,7 +18,7 @@ _LENGTHS = st.none() | st.builds(
 
 
 @dataclass
-class _Request:
+class _GrowingRequest:
     context_tokens: int
     predicted: TokenRange | None
     drawn: int = 0
@@ -45,13 +45,13 @@ class BatchLives(RuleBasedStateMachine):
         self.block_tokens = block_tokens
         self.end = end
         self.batch = BatchGrowth(block_tokens)
-        self.requests: dict[int, _Request] = {}
+        self.requests: dict[int, _GrowingRequest] = {}
         self.numbers = 0
 
     @rule(context=st.integers(1, 40), predicted=_LENGTHS, has_blocks=st.booleans())
     def join(self, context: int, predicted: TokenRange | None, has_blocks: bool) -> None:
         self.numbers += 1
-        request = _Request(context, predicted, has_blocks=has_blocks)
+        request = _GrowingRequest(context, predicted, has_blocks=has_blocks)
         self.requests[self.numbers] = request
         self.batch.add(self.numbers, request.member(self.end))
 

@@ -13,26 +13,26 @@ CHUNK_TOKENS = 100
 
 
 @dataclass(eq=False)
-class Prompt:
+class QueuedPrompt:
     token_count: int
     computed_tokens: int = 0
 
 
 def new_queue(
     max_waiting: int = 100, policy: OrderingPolicy = OrderingPolicy.FCFS, batch: int = 16
-) -> PromptQueue[Prompt]:
+) -> PromptQueue[QueuedPrompt]:
     return PromptQueue(policy, CHUNK_TOKENS, max_waiting, batch)
 
 
-def add(queue: PromptQueue[Prompt], *token_counts: int) -> list[Prompt]:
-    prompts = [Prompt(token_count) for token_count in token_counts]
+def add(queue: PromptQueue[QueuedPrompt], *token_counts: int) -> list[QueuedPrompt]:
+    prompts = [QueuedPrompt(token_count) for token_count in token_counts]
     for prompt in prompts:
         queue.hold(prompt)
         queue.release(prompt)
     return prompts
 
 
-def submitted(queue: PromptQueue[Prompt]) -> Iterator[Prompt]:
+def submitted(queue: PromptQueue[QueuedPrompt]) -> Iterator[QueuedPrompt]:
     """What an engine with free blocks is given now."""
     while (prompt := queue.next()) is not None:
         queue.submitted(prompt)
@@ -68,7 +68,7 @@ def test_a_prompt_longer_than_two_chunks_goes_in_when_the_engine_has_nothing() -
 
 def test_held_and_waiting_prompts_fill_the_queue_and_computing_ones_do_not() -> None:
     queue = new_queue(max_waiting=3)
-    held = Prompt(10)
+    held = QueuedPrompt(10)
     queue.hold(held)
     waiting, _ = add(queue, 10, 10)
     assert queue.room == 0
@@ -102,13 +102,13 @@ def test_the_engine_is_never_idle_never_far_ahead_and_every_token_is_counted(
     policy: OrderingPolicy, batch: int, steps: list[tuple[str, int]]
 ) -> None:
     queue = new_queue(policy=policy, batch=batch)
-    held: list[Prompt] = []
-    waiting: list[Prompt] = []
-    computing: list[Prompt] = []
+    held: list[QueuedPrompt] = []
+    waiting: list[QueuedPrompt] = []
+    computing: list[QueuedPrompt] = []
     for step, number in steps:
         match step:
             case "arrive":
-                held.append(Prompt(number + 1))
+                held.append(QueuedPrompt(number + 1))
                 queue.hold(held[-1])
             case "release" if held:
                 waiting.append(held.pop(number % len(held)))

@@ -174,13 +174,13 @@ def test_a_bad_prompt_is_named(made: Path, prompt: list[int], value: object) -> 
 
 
 def test_the_tokenizer_limits_where_the_position_table_promises_too_much() -> None:
-    class Config:
+    class EncoderConfig:
         max_position_embeddings: int | None = 514
 
     class Tokenizer:
         model_max_length = 512
 
-    config, tokenizer = Config(), Tokenizer()
+    config, tokenizer = EncoderConfig(), Tokenizer()
     assert max_input_tokens(config, tokenizer) == 512
     config.max_position_embeddings = None
     assert max_input_tokens(config, tokenizer) == 512

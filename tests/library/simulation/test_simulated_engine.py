@@ -179,7 +179,7 @@ _EOS = 0.02
 """Chance of each token to be the end of its answer."""
 
 
-class _Harness:
+class _SimulatedHarness:
     def __init__(self, thread: _LoopThread, block_tokens: int) -> None:
         self._thread = thread
         self._block_tokens = block_tokens
@@ -218,9 +218,9 @@ class _Harness:
 
 class TestSimulatedEngine(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
-    def harness(self, request: pytest.FixtureRequest) -> Iterator[_Harness]:
+    def harness(self, request: pytest.FixtureRequest) -> Iterator[_SimulatedHarness]:
         thread = _LoopThread()
         try:
-            yield _Harness(thread, request.param)
+            yield _SimulatedHarness(thread, request.param)
         finally:
             thread.stop()

@@ -29,7 +29,7 @@ async def _until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-class _Pair:
+class _MarkedPair:
     def __init__(self) -> None:
         wire = LoopWire()
         self.owned, self.held = KvMemory(_MODEL, 8), KvMemory(_MODEL, 8)
@@ -49,7 +49,7 @@ class _Pair:
 
 
 async def test_an_open_push_is_marked_extended_and_ended_with_a_part_full_block() -> None:
-    pair = _Pair()
+    pair = _MarkedPair()
     pair.grant([6])
     pair.receiver.extend(_NAME, [2, 4, 0, 5])
     await _until(lambda: pair.pushed == [PushExtended(_NAME, 5)])
@@ -82,7 +82,7 @@ async def test_an_open_push_is_marked_extended_and_ended_with_a_part_full_block(
 
 @pytest.mark.parametrize("how", ["given up", "sender gone", "revoked", "expired"])
 async def test_marks_stand_when_an_open_push_ends(how: str) -> None:
-    pair = _Pair()
+    pair = _MarkedPair()
     pair.grant([6, 2, 4], expires_in_s=0.05 if how == "expired" else 30.0)
     pair.sender.write(_NAME, 0, 0, _SOURCE[:2])
     pair.sender.mark(_NAME, 2, b"")
@@ -103,7 +103,7 @@ async def test_marks_stand_when_an_open_push_ends(how: str) -> None:
 
 
 async def test_a_mark_of_blocks_that_are_not_there_is_refused() -> None:
-    pair = _Pair()
+    pair = _MarkedPair()
     ticket = pair.grant([6, 2, 4])
     pair.sender.write(_NAME, 0, 0, _SOURCE[:2])
     pair.sender.mark(_NAME, 1, b"")
@@ -119,7 +119,7 @@ async def test_a_mark_of_blocks_that_are_not_there_is_refused() -> None:
 
 
 async def test_the_last_block_of_a_mark_must_be_full() -> None:
-    pair = _Pair()
+    pair = _MarkedPair()
     pair.grant([6, 2, 4, 0])
     pair.sender.write(_NAME, 0, 0, _SOURCE)
     pair.sender.mark(_NAME, 4, b"")

@@ -20,7 +20,7 @@ from kaveri.testing.store_conformance import StoreConformance
 _QUICK = LinkQuality(delay_s=0.0005, jitter_s=0.001)
 
 
-class _Cluster:
+class _SimulatedStores:
     """A simulated store's process, and a process that opens stores on it."""
 
     def __init__(self, loop: SimulatedLoop, network: Network) -> None:
@@ -50,17 +50,17 @@ class _Cluster:
 
 
 @pytest.fixture
-def cluster() -> Iterator[_Cluster]:
+def cluster() -> Iterator[_SimulatedStores]:
     loop = SimulatedLoop(random.Random(1))
     network = Network(loop, random.Random(2), Trace(loop, lines=False), _QUICK)
     with replaced_world(loop, network, random.Random(3)):
-        yield _Cluster(loop, network)
+        yield _SimulatedStores(loop, network)
         loop.close()
 
 
 def _in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @functools.wraps(test)
-    def run(self: object, cluster: _Cluster, **arguments: object) -> None:
+    def run(self: object, cluster: _SimulatedStores, **arguments: object) -> None:
         cluster.run(test(self, cluster=cluster, **arguments))
 
     return run
@@ -75,7 +75,7 @@ for _name, _test in inspect.getmembers(StoreConformance, inspect.iscoroutinefunc
         setattr(TestSimulatedStore, _name, _in_virtual_time(_test))
 
 
-def test_commands_that_wait_for_an_answer_fail_when_the_store_dies(cluster: _Cluster) -> None:
+def test_commands_that_wait_for_an_answer_fail_when_the_store_dies(cluster: _SimulatedStores) -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
         async with cluster.open_store() as store:

@@ -19,7 +19,7 @@ from tests.support.redis_fixture import free_port
 _WITHIN_S = 60.0
 
 
-class _Port:
+class _MetricsPort:
     """A served port, and whether its process is ready."""
 
     def __init__(self) -> None:
@@ -30,17 +30,17 @@ class _Port:
 
 
 @pytest.fixture
-async def port() -> AsyncIterator[_Port]:
-    port = _Port()
+async def port() -> AsyncIterator[_MetricsPort]:
+    port = _MetricsPort()
     async with serve_metrics("127.0.0.1", port.number, lambda: port.ready, port.registry):
         yield port
 
 
-async def _connect(port: _Port) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(port: _MetricsPort) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", port.number)
 
 
-async def _send(port: _Port, request: str) -> tuple[int, dict[str, str], str]:
+async def _send(port: _MetricsPort, request: str) -> tuple[int, dict[str, str], str]:
     """Status, headers by their name in lower case, and body of the answer."""
     async with asyncio.timeout(_WITHIN_S):
         reader, writer = await _connect(port)
@@ -52,7 +52,7 @@ async def _send(port: _Port, request: str) -> tuple[int, dict[str, str], str]:
     return int(first.split(" ")[1]), headers, body
 
 
-async def _ask(port: _Port, path: str, method: str = "GET", *headers: str) -> tuple[int, dict[str, str], str]:
+async def _ask(port: _MetricsPort, path: str, method: str = "GET", *headers: str) -> tuple[int, dict[str, str], str]:
     lines = "".join(f"{header}\r\n" for header in headers)
     return await _send(port, f"{method} {path} HTTP/1.1\r\nHost: here\r\n{lines}\r\n")
 
@@ -69,7 +69,9 @@ async def _is_closed(reader: asyncio.StreamReader) -> bool:
     ("accept", "content_type"),
     [("text/plain", "text/plain"), ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text")],
 )
-async def test_metrics_are_served_in_the_format_that_is_asked_for(port: _Port, accept: str, content_type: str) -> None:
+async def test_metrics_are_served_in_the_format_that_is_asked_for(
+    port: _MetricsPort, accept: str, content_type: str
+) -> None:
     status, headers, body = await _ask(port, "/metrics?debug=1", "GET", f"Accept: {accept}")
     assert status == HTTPStatus.OK
     assert headers["content-type"].startswith(content_type)
@@ -80,7 +82,7 @@ async def test_metrics_are_served_in_the_format_that_is_asked_for(port: _Port, a
         assert [sample.name for sample in family.samples] == ["tests_asked_total"], "with the time of its birth"
 
 
-async def test_head_is_get_without_a_body(port: _Port) -> None:
+async def test_head_is_get_without_a_body(port: _MetricsPort) -> None:
     for path in ("/metrics", "/livez", "/nowhere"):
         got, headers, body = await _ask(port, path)
         status, head_headers, head_body = await _ask(port, path, "HEAD")
@@ -88,7 +90,7 @@ async def test_head_is_get_without_a_body(port: _Port) -> None:
         assert int(headers["content-length"]) == len(body) > 0
 
 
-async def test_ready_is_what_the_process_says_and_alive_is_any_answer(port: _Port) -> None:
+async def test_ready_is_what_the_process_says_and_alive_is_any_answer(port: _MetricsPort) -> None:
     assert (await _ask(port, "/readyz"))[0] == HTTPStatus.OK
     port.ready = False
     assert (await _ask(port, "/readyz"))[0] == HTTPStatus.SERVICE_UNAVAILABLE
@@ -96,12 +98,12 @@ async def test_ready_is_what_the_process_says_and_alive_is_any_answer(port: _Por
 
 
 @pytest.mark.parametrize("path", ["/", "/metric", "/metrics/", "/readyz/x", "*"])
-async def test_any_other_path_is_not_found(port: _Port, path: str) -> None:
+async def test_any_other_path_is_not_found(port: _MetricsPort, path: str) -> None:
     assert (await _ask(port, path))[0] == HTTPStatus.NOT_FOUND
 
 
 @pytest.mark.parametrize("method", ["POST", "DELETE", "get"])
-async def test_any_other_method_is_not_allowed(port: _Port, method: str) -> None:
+async def test_any_other_method_is_not_allowed(port: _MetricsPort, method: str) -> None:
     status, headers, _ = await _ask(port, "/metrics", method)
     assert status == HTTPStatus.METHOD_NOT_ALLOWED
     assert headers["allow"] == "GET, HEAD"
@@ -110,11 +112,11 @@ async def test_any_other_method_is_not_allowed(port: _Port, method: str) -> None
 @pytest.mark.parametrize(
     "request_text", ["\r\n\r\n", "GET\r\n\r\n", "GET /metrics FTP/1.1\r\n\r\n", "\x00\xff\r\n\r\n"]
 )
-async def test_what_is_no_request_is_refused(port: _Port, request_text: str) -> None:
+async def test_what_is_no_request_is_refused(port: _MetricsPort, request_text: str) -> None:
     assert (await _send(port, request_text))[0] == HTTPStatus.BAD_REQUEST
 
 
-async def test_connection_whose_request_never_ends_is_closed(port: _Port) -> None:
+async def test_connection_whose_request_never_ends_is_closed(port: _MetricsPort) -> None:
     reader, writer = await _connect(port)
     with contextlib.suppress(ConnectionError):
         writer.write(b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 4 * MAX_REQUEST_BYTES)
@@ -123,7 +125,7 @@ async def test_connection_whose_request_never_ends_is_closed(port: _Port) -> Non
     writer.close()
 
 
-async def test_silent_connection_is_closed_after_a_while(port: _Port, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_connection_is_closed_after_a_while(port: _MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.1)
     reader, writer = await _connect(port)
     assert await _is_closed(reader)
@@ -131,7 +133,7 @@ async def test_silent_connection_is_closed_after_a_while(port: _Port, monkeypatc
 
 
 async def test_connection_that_does_not_read_its_answer_is_closed_after_a_while(
-    port: _Port, monkeypatch: pytest.MonkeyPatch
+    port: _MetricsPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "RESPONSE_TIMEOUT_S", 0.2)
     wide = Gauge("tests_wide", "Wide.", ["label"], registry=port.registry)
@@ -154,7 +156,7 @@ async def test_connection_that_does_not_read_its_answer_is_closed_after_a_while(
         assert received < 40_000 * 200
 
 
-async def test_silent_connections_neither_pile_up_nor_lock_a_scrape_out(port: _Port) -> None:
+async def test_silent_connections_neither_pile_up_nor_lock_a_scrape_out(port: _MetricsPort) -> None:
     async with contextlib.AsyncExitStack() as stack:
         readers = []
         for _ in range(MAX_CONNECTIONS + 8):
@@ -167,7 +169,7 @@ async def test_silent_connections_neither_pile_up_nor_lock_a_scrape_out(port: _P
         assert not any(reader.at_eof() for reader in readers[9:]), "the oldest goes first, and no other"
 
 
-async def test_connections_that_come_all_at_once_are_closed_down_to_the_limit(port: _Port) -> None:
+async def test_connections_that_come_all_at_once_are_closed_down_to_the_limit(port: _MetricsPort) -> None:
     count = 2 * MAX_CONNECTIONS
     with contextlib.ExitStack() as stack:
         # Blocking: the loop finds all of them waiting.
@@ -182,14 +184,14 @@ async def test_connections_that_come_all_at_once_are_closed_down_to_the_limit(po
                     assert not await loop.sock_recv(peer, 1)
 
 
-async def test_many_scrapes_at_once_are_all_answered(port: _Port) -> None:
+async def test_many_scrapes_at_once_are_all_answered(port: _MetricsPort) -> None:
     answers = await asyncio.gather(*(_ask(port, "/metrics") for _ in range(MAX_CONNECTIONS)))
     assert {status for status, _, _ in answers} == {HTTPStatus.OK}
 
 
 @pytest.mark.parametrize("request_text", ["", "GET /met", "GET /metrics HTTP/1.1\r\n\r\n"])
 async def test_early_hang_up_prints_nothing(
-    port: _Port, request_text: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    port: _MetricsPort, request_text: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     for _ in range(5):
@@ -204,7 +206,7 @@ async def test_early_hang_up_prints_nothing(
 
 async def test_end_of_the_context_ends_the_port_and_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 600.0)
-    port = _Port()
+    port = _MetricsPort()
     async with serve_metrics("127.0.0.1", port.number, lambda: True, port.registry):
         reader, writer = await _connect(port)
         # The earlier connection is taken by then.
@@ -215,7 +217,7 @@ async def test_end_of_the_context_ends_the_port_and_its_connections(monkeypatch:
         await _connect(port)
 
 
-async def test_port_that_is_taken_is_a_config_error_and_port_0_serves_nothing(port: _Port) -> None:
+async def test_port_that_is_taken_is_a_config_error_and_port_0_serves_nothing(port: _MetricsPort) -> None:
     with pytest.raises(ConfigError, match=r"--metrics-port: cannot listen on 127\.0\.0\.1"):
         async with serve_metrics("127.0.0.1", port.number, lambda: True):
             pass

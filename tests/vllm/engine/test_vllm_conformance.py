@@ -21,7 +21,7 @@ from tests.support.plain_transformers import PlainTransformers
 pytestmark = pytest.mark.timeout(300)
 
 
-class _Harness:
+class _VllmHarness:
     def __init__(self, prefills: Any, decodes: Any, socket_folder: Path, reference: PlainTransformers) -> None:
         self._prefills = prefills
         self._decodes = decodes
@@ -57,8 +57,8 @@ class _Harness:
 
 class TestVllmEngine(EngineConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance):
     @pytest.fixture
-    def harness(self, prefills: Any, decodes: Any, reference: PlainTransformers, tmp_path: Path) -> _Harness:
-        return _Harness(prefills, decodes, tmp_path, reference)
+    def harness(self, prefills: Any, decodes: Any, reference: PlainTransformers, tmp_path: Path) -> _VllmHarness:
+        return _VllmHarness(prefills, decodes, tmp_path, reference)
 
 
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
@@ -67,5 +67,5 @@ class TestVllmEngineOfTwoRanks(EngineConformance, ResumptionConformance, Replica
     @pytest.fixture
     def harness(
         self, two_rank_prefills: Any, two_rank_decodes: Any, reference: PlainTransformers, tmp_path: Path
-    ) -> _Harness:
-        return _Harness(two_rank_prefills, two_rank_decodes, tmp_path, reference)
+    ) -> _VllmHarness:
+        return _VllmHarness(two_rank_prefills, two_rank_decodes, tmp_path, reference)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(300)
 _BLOCKS = 60
 
 
-class _Bench:
+class _VllmEngines:
     """Engines of a test, closed at its end."""
 
     def __init__(self, prefills: Any, decodes: Any, folder: Path, stack: ExitStack) -> None:
@@ -77,14 +77,14 @@ class _Bench:
 
 
 @pytest.fixture
-def bench(prefills: Any, decodes: Any, tmp_path: Path) -> Iterator[_Bench]:
+def bench(prefills: Any, decodes: Any, tmp_path: Path) -> Iterator[_VllmEngines]:
     with ExitStack() as stack:
-        yield _Bench(prefills, decodes, tmp_path, stack)
+        yield _VllmEngines(prefills, decodes, tmp_path, stack)
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm", "gloo", "nixl"])
 def test_kv_lands_in_vllms_own_memory_over_every_transport(
-    bench: _Bench, reference: PlainTransformers, transport: str
+    bench: _VllmEngines, reference: PlainTransformers, transport: str
 ) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu13")
@@ -102,7 +102,7 @@ def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
     mirrored_prefills: Any, mirrored_decodes: Any, tmp_path: Path, reference: PlainTransformers
 ) -> None:
     with ExitStack() as stack:
-        pair = _Bench(mirrored_prefills, mirrored_decodes, tmp_path, stack).pair()
+        pair = _VllmEngines(mirrored_prefills, mirrored_decodes, tmp_path, stack).pair()
         first = make_request(pair.prefill, "first", 100, 12)
         tail = make_request(pair.prefill, "tail", 20, 8).token_ids
         # Its first two blocks are in the prefix caches of both.
@@ -114,7 +114,7 @@ def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
         # All of it is in the prefix cache of prefill, and nothing in that of the new decode.
         pair.decode.close()
         decoded = EngineRecorder()
-        decode = _Bench(mirrored_prefills, mirrored_decodes, tmp_path, stack).decode(decoded, "tcp")
+        decode = _VllmEngines(mirrored_prefills, mirrored_decodes, tmp_path, stack).decode(decoded, "tcp")
         decoded.on_event = lambda event: decode.admit(event.key) if isinstance(event, Landed) else None
         again = Pair(pair.prefill, decode, pair.prefilled, decoded)
         third = replace(first, key=EngineKey("third", 2))
@@ -123,7 +123,7 @@ def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
         wait_until_free(again.prefill, again.decode)
 
 
-def test_blocks_that_decode_has_cached_are_not_pushed(bench: _Bench, reference: PlainTransformers) -> None:
+def test_blocks_that_decode_has_cached_are_not_pushed(bench: _VllmEngines, reference: PlainTransformers) -> None:
     pair = bench.pair()
     first = make_request(pair.prefill, "first", 100, 8)
     pair.hand_over(first)
@@ -142,7 +142,9 @@ def test_blocks_that_decode_has_cached_are_not_pushed(bench: _Bench, reference: 
     wait_until_free(pair.prefill, pair.decode)
 
 
-def test_what_prefill_has_cached_is_pushed_without_being_computed(bench: _Bench, reference: PlainTransformers) -> None:
+def test_what_prefill_has_cached_is_pushed_without_being_computed(
+    bench: _VllmEngines, reference: PlainTransformers
+) -> None:
     pair = bench.pair()
     first = make_request(pair.prefill, "first", 97, 1)
     pair.prefill.prefill(first)
@@ -155,7 +157,7 @@ def test_what_prefill_has_cached_is_pushed_without_being_computed(bench: _Bench,
     wait_until_free(pair.prefill, pair.decode)
 
 
-def test_killed_prefill_costs_decode_nothing_but_the_request(bench: _Bench, reference: PlainTransformers) -> None:
+def test_killed_prefill_costs_decode_nothing_but_the_request(bench: _VllmEngines, reference: PlainTransformers) -> None:
     pair = bench.pair()
     pair.prefill.close()
     # Its fourth step never ends, so that it dies with half of the push sent.
@@ -176,7 +178,7 @@ def test_killed_prefill_costs_decode_nothing_but_the_request(bench: _Bench, refe
     wait_until_free(again.prefill, again.decode)
 
 
-def test_killed_decode_leaves_the_kv_for_another(bench: _Bench, reference: PlainTransformers) -> None:
+def test_killed_decode_leaves_the_kv_for_another(bench: _VllmEngines, reference: PlainTransformers) -> None:
     pair = bench.pair(admit=False)
     request = make_request(pair.prefill, "r", 100, 8)
     pair.prefill.prefill(request)
@@ -196,7 +198,7 @@ def test_killed_decode_leaves_the_kv_for_another(bench: _Bench, reference: Plain
 
 @pytest.mark.parametrize("seed", range(2))
 def test_two_hundred_random_cancels_leak_no_block_and_disturb_nobody(
-    bench: _Bench, reference: PlainTransformers, seed: int
+    bench: _VllmEngines, reference: PlainTransformers, seed: int
 ) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -232,7 +234,7 @@ def test_two_hundred_random_cancels_leak_no_block_and_disturb_nobody(
     wait_until_free(pair.prefill, pair.decode)
 
 
-def test_sampled_and_preempted_answers_are_those_of_a_roomy_pool(bench: _Bench) -> None:
+def test_sampled_and_preempted_answers_are_those_of_a_roomy_pool(bench: _VllmEngines) -> None:
     answers = []
     for total_blocks in (_BLOCKS, 5):
         with ExitStack() as stack:
@@ -251,7 +253,7 @@ def test_sampled_and_preempted_answers_are_those_of_a_roomy_pool(bench: _Bench) 
     assert answers[0] == answers[1]
 
 
-def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _Bench, reference: PlainTransformers) -> None:
+def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _VllmEngines, reference: PlainTransformers) -> None:
     recorder = EngineRecorder()
     engine = bench.decode(recorder, total_blocks=8)
 
@@ -277,7 +279,7 @@ def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _Bench, refere
     wait_until_free(engine)
 
 
-def test_engine_whose_step_fails_stops_and_says_so(bench: _Bench) -> None:
+def test_engine_whose_step_fails_stops_and_says_so(bench: _VllmEngines) -> None:
     pair = bench.pair(fail_at_step=6)
     request = make_request(pair.prefill, "r", 20, 50)
     pair.hand_over(request)
@@ -291,7 +293,7 @@ def test_engine_whose_step_fails_stops_and_says_so(bench: _Bench) -> None:
     pair.decode.abort(request.key)
 
 
-def test_kv_of_another_engine_is_refused_by_the_order_of_its_bytes(bench: _Bench, model_folder: Path) -> None:
+def test_kv_of_another_engine_is_refused_by_the_order_of_its_bytes(bench: _VllmEngines, model_folder: Path) -> None:
     from kaveri.engine.stepwise.engine import StepwiseEngine
     from kaveri.engine.transformers.loading import load_runner
 
