@@ -1,141 +1,54 @@
-"""The stepwise engine while a step is running, when things break, and with both sides in one engine."""
+"""The stepwise engine while a step is running, and with both sides in one engine."""
 
 import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kaveri.domain.sampling import FinishReason, SamplingParams
+from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import (
     EngineEvent,
     EngineInfo,
     EngineKey,
     EngineRequest,
-    EngineStopped,
     FirstToken,
     KvPushed,
     KvPushFailed,
     Landed,
-    LandingFailed,
     Preempted,
-    PrefillStarted,
-    RequestFailed,
     StepTokens,
 )
 from kaveri.engine.pushes import Pushes, Source
-from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
 from kaveri.engine.stepwise.lifecycle import Lifecycle
-from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, NoToken, SequenceSlice
-from kaveri.errors import ConfigError, EngineError, InvalidArgument, NoCapacity, RequestCancelled
-from kaveri.kv.tiers.pool import KvPool
+from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
+from kaveri.errors import NoCapacity, RequestCancelled
 from kaveri.kv.transfer.receiver import KvReceiver
 from kaveri.kv.transfer.sender import KvSender
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.kv.transports import make_transports
+from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
-
-_MODEL = FakeModel(max_model_len=128, block_tokens=4)
-
-
-class _HeldRunner(FakeRunner):
-    """Stops behind layer 0 of every step while it is held."""
-
-    def __init__(self, model: FakeModel = _MODEL) -> None:
-        super().__init__(model)
-        self.arrived = threading.Semaphore(0)
-        self.told_landed: list[int] = []
-        self._go_on = threading.Event()
-        self._go_on.set()
-
-    def attach(self, pool: KvPool) -> None:
-        super().attach(pool)
-        self.pool = pool
-
-    def landed(self, block_ids: Sequence[int]) -> None:
-        self.told_landed += block_ids
-
-    def hold(self) -> None:
-        self._go_on.clear()
-
-    def let_go(self) -> None:
-        self._go_on.set()
-
-    def wait_until_held(self) -> None:
-        assert self.arrived.acquire(timeout=SOON_S)
-
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        def told(layer: int) -> None:
-            if on_layer is not None:
-                on_layer(layer)
-            if layer == 0 and not self._go_on.is_set():
-                self.arrived.release()
-                assert self._go_on.wait(SOON_S)
-
-        return super().run(batch, told)
-
-
-class _StepwiseBench:
-    """Makes engines on Unix sockets and closes them."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._folder = folder
-        self._stack = stack
-        self._count = 0
-
-    def engine(
-        self,
-        runner: FakeRunner | None = None,
-        total_blocks: int = 200,
-        *,
-        receives: bool = True,
-        chunk_tokens: int = 16,
-        max_batch: int = 8,
-    ) -> StepwiseEngine:
-        self._count += 1
-        engine = StepwiseEngine(
-            runner or FakeRunner(_MODEL),
-            total_blocks,
-            chunk_tokens=chunk_tokens,
-            max_batch=max_batch,
-            listen=[KvEndpoint("unix", str(self._folder / f"{self._count}.sock"))] if receives else [],
-        )
-        self._stack.callback(engine.close)
-        return engine
+from tests.library.engine.stepwise_bench import MODEL, HeldRunner, StepwiseBench, make_stepwise_request, start_recording
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[_StepwiseBench]:
+def bench(tmp_path: Path) -> Iterator[StepwiseBench]:
     with ExitStack() as stack:
-        yield _StepwiseBench(tmp_path, stack)
-
-
-def _request(name: str, prompt_tokens: int, max_tokens: int, **params: object) -> EngineRequest:
-    token_ids = tuple(random.Random(name).randrange(1, 1000) for _ in range(prompt_tokens))
-    wanted = SamplingParams(**{"max_tokens": max_tokens, "seed": 1} | params)
-    return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)
-
-
-def _start(engine: StepwiseEngine, *, admit: bool = False) -> EngineRecorder:
-    recorder = EngineRecorder(admit_to=engine if admit else None)
-    engine.start(recorder)
-    return recorder
+        yield StepwiseBench(tmp_path, stack)
 
 
 # While a step is running.
 
 
-def test_layer_goes_out_while_later_layers_are_computed(bench: _StepwiseBench) -> None:
-    source, target = _HeldRunner(), _HeldRunner()
+def test_layer_goes_out_while_later_layers_are_computed(bench: StepwiseBench) -> None:
+    source, target = HeldRunner(), HeldRunner()
     prefill, decode = bench.engine(source, receives=False), bench.engine(target)
-    _start(prefill)
-    decoded = _start(decode, admit=True)
-    request = _request("r", 10, 5)
+    start_recording(prefill)
+    decoded = start_recording(decode, admit=True)
+    request = make_stepwise_request("r", 10, 5)
     ticket = decode.reserve(request, 60.0).result()
     source.hold()
     prefill.prefill(request)
@@ -151,9 +64,9 @@ def test_layer_goes_out_while_later_layers_are_computed(bench: _StepwiseBench) -
 
 @pytest.mark.parametrize("prompt_tokens", [7, 40])
 def test_ticket_that_comes_between_two_layers_of_a_step_gets_every_block_once(
-    bench: _StepwiseBench, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
+    bench: StepwiseBench, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = _HeldRunner()
+    runner = HeldRunner()
     written: list[tuple[int, int, int]] = []
     write = KvSender.write
 
@@ -165,8 +78,8 @@ def test_ticket_that_comes_between_two_layers_of_a_step_gets_every_block_once(
 
     monkeypatch.setattr(KvSender, "write", recorded)
     prefill, decode = bench.engine(runner, receives=False), bench.engine()
-    prefilled, decoded = _start(prefill), _start(decode, admit=True)
-    request = _request("r", prompt_tokens, 6)
+    prefilled, decoded = start_recording(prefill), start_recording(decode, admit=True)
+    request = make_stepwise_request("r", prompt_tokens, 6)
     runner.hold()
     prefill.prefill(request)
     runner.wait_until_held()
@@ -182,16 +95,16 @@ def test_ticket_that_comes_between_two_layers_of_a_step_gets_every_block_once(
             range(block_count)
         )
     first = prefilled.wait_for(FirstToken, request.key)
-    assert [first.token_id, *decoded.token_ids[request.key]] == _MODEL.answer(request.token_ids, 0, 6)
+    assert [first.token_id, *decoded.token_ids[request.key]] == MODEL.answer(request.token_ids, 0, 6)
     prefilled.wait_for(KvPushed, request.key)
     wait_until_free(prefill, decode)
 
 
-def test_blocks_of_a_running_step_outlive_an_abort(bench: _StepwiseBench) -> None:
-    runner = _HeldRunner()
+def test_blocks_of_a_running_step_outlive_an_abort(bench: StepwiseBench) -> None:
+    runner = HeldRunner()
     engine = bench.engine(runner)
-    recorder = _start(engine)
-    request, next_request = _request("r", 10, 5), _request("next", 10, 1)
+    recorder = start_recording(engine)
+    request, next_request = make_stepwise_request("r", 10, 5), make_stepwise_request("next", 10, 1)
     runner.hold()
     engine.prefill(request)
     runner.wait_until_held()
@@ -206,21 +119,21 @@ def test_blocks_of_a_running_step_outlive_an_abort(bench: _StepwiseBench) -> Non
     assert not recorder.of(FirstToken, request.key)
 
 
-def test_calls_do_not_wait_for_a_running_step(bench: _StepwiseBench) -> None:
-    runner = _HeldRunner()
+def test_calls_do_not_wait_for_a_running_step(bench: StepwiseBench) -> None:
+    runner = HeldRunner()
     engine, other = bench.engine(runner), bench.engine(receives=False)
-    recorder = _start(engine, admit=True)
-    _start(other)
-    request = _request("r", 10, 5)
+    recorder = start_recording(engine, admit=True)
+    start_recording(other)
+    request = make_stepwise_request("r", 10, 5)
     runner.hold()
-    engine.prefill(_request("long", 100, 5))
+    engine.prefill(make_stepwise_request("long", 100, 5))
     runner.wait_until_held()
     ticket = engine.reserve(request, 60.0)
     assert ticket.done()
     other.prefill(request)
     other.push_to(request.key, ticket.result())
     recorder.wait_for(Landed, request.key)
-    engine.prefill(_request("another", 10, 5))
+    engine.prefill(make_stepwise_request("another", 10, 5))
     assert engine.stats().running_requests == 3
     engine.abort(EngineKey("another", 1))
     engine.abort(EngineKey("long", 1))
@@ -230,13 +143,13 @@ def test_calls_do_not_wait_for_a_running_step(bench: _StepwiseBench) -> None:
 
 
 def test_abort_that_overtakes_the_opening_of_a_push_still_ends_it(
-    bench: _StepwiseBench, monkeypatch: pytest.MonkeyPatch
+    bench: StepwiseBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = _HeldRunner()
+    runner = HeldRunner()
     prefill, decode = bench.engine(runner, receives=False), bench.engine()
-    prefilled = _start(prefill)
-    _start(decode)
-    request = _request("r", 10, 5)
+    prefilled = start_recording(prefill)
+    start_recording(decode)
+    request = make_stepwise_request("r", 10, 5)
     open_push = Pushes.open
 
     def overtaken(self: Pushes, source: Source, ticket: Ticket) -> None:
@@ -256,11 +169,11 @@ def test_abort_that_overtakes_the_opening_of_a_push_still_ends_it(
 
 
 def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
-    bench: _StepwiseBench, monkeypatch: pytest.MonkeyPatch
+    bench: StepwiseBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = bench.engine()
-    decoded = _start(decode)
-    request = _request("r", 10, 5)
+    decoded = start_recording(decode)
+    request = make_stepwise_request("r", 10, 5)
     grant = KvReceiver.grant
 
     def overtaken(self: KvReceiver, *arguments: Any, **named: Any) -> Ticket:
@@ -276,12 +189,12 @@ def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
     assert decoded.events == []
 
 
-def test_events_of_a_step_come_in_one_call(bench: _StepwiseBench) -> None:
-    runner = _HeldRunner()
+def test_events_of_a_step_come_in_one_call(bench: StepwiseBench) -> None:
+    runner = HeldRunner()
     prefill, decode = bench.engine(receives=False), bench.engine(runner)
-    _start(prefill)
-    decoded = _start(decode)
-    requests = [_request(f"r{i}", 10 + i, 12) for i in range(4)]
+    start_recording(prefill)
+    decoded = start_recording(decode)
+    requests = [make_stepwise_request(f"r{i}", 10 + i, 12) for i in range(4)]
     for request in requests:
         prefill.prefill(request)
         prefill.push_to(request.key, decode.reserve(request, 60.0).result())
@@ -300,12 +213,12 @@ def test_events_of_a_step_come_in_one_call(bench: _StepwiseBench) -> None:
     assert [len(call[0].steps) for call in steps if isinstance(call[0], StepTokens)] == [1, *[4] * 10, 3]
 
 
-def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: _StepwiseBench) -> None:
-    runner = _HeldRunner()
+def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: StepwiseBench) -> None:
+    runner = HeldRunner()
     prefill, decode = bench.engine(receives=False), bench.engine(runner)
-    _start(prefill)
-    decoded = _start(decode, admit=True)
-    request = _request("r", 18, 4)
+    start_recording(prefill)
+    decoded = start_recording(decode, admit=True)
+    request = make_stepwise_request("r", 18, 4)
     ticket = decode.reserve(request, 60.0).result()
     prefill.prefill(request)
     prefill.push_to(request.key, ticket)
@@ -316,9 +229,9 @@ def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: _StepwiseBe
 @pytest.mark.parametrize("is_computed", [False, True])
 def test_last_block_of_a_released_request_is_read_from_the_runner_only_if_it_has_it(is_computed: bool) -> None:
     """A runner on a device would bring down what it has, over the KV that has landed."""
-    info = EngineInfo("fake", _MODEL.layout, 20, 128, 1000, frozenset(), 1, ())
+    info = EngineInfo("fake", MODEL.layout, 20, 128, 1000, frozenset(), 1, ())
     lifecycle = Lifecycle(info, 16, 8, lambda _: None, lambda: None)
-    sequence = lifecycle.open_decode(_request("a", 6, 20), None)
+    sequence = lifecycle.open_decode(make_stepwise_request("a", 6, 20), None)
     assert lifecycle.land(sequence, 7) is None
     lifecycle.begin_copy(sequence)
     sequence.runner_unaware = not is_computed
@@ -330,9 +243,9 @@ def test_last_block_of_a_released_request_is_read_from_the_runner_only_if_it_has
 
 def test_blocks_that_are_brought_to_the_pool_are_not_free_when_their_request_is_aborted() -> None:
     """The copy would overwrite what the next owner has landed there."""
-    info = EngineInfo("fake", _MODEL.layout, 2, 128, 1000, frozenset(), 1, ())
+    info = EngineInfo("fake", MODEL.layout, 2, 128, 1000, frozenset(), 1, ())
     lifecycle = Lifecycle(info, 16, 8, lambda _: None, lambda: None)
-    sequence = lifecycle.open_decode(_request("a", 6, 20), None)
+    sequence = lifecycle.open_decode(make_stepwise_request("a", 6, 20), None)
     assert lifecycle.land(sequence, 7) is None
     sequence.runner_unaware = False
     assert lifecycle.stop(sequence) is None
@@ -346,10 +259,10 @@ def test_blocks_that_are_brought_to_the_pool_are_not_free_when_their_request_is_
 
 
 def test_request_that_goes_on_while_its_last_blocks_are_read_gives_them_up_behind_that() -> None:
-    info = EngineInfo("fake", _MODEL.layout, 2, 128, 1000, frozenset(), 1, ())
+    info = EngineInfo("fake", MODEL.layout, 2, 128, 1000, frozenset(), 1, ())
     events: list[EngineEvent] = []
     lifecycle = Lifecycle(info, 16, 8, events.append, lambda: None)
-    sequence = lifecycle.open_decode(_request("a", 7, 20), None)
+    sequence = lifecycle.open_decode(make_stepwise_request("a", 7, 20), None)
     assert lifecycle.land(sequence, 7) is None
     lifecycle.admit(sequence.key)
     planned = lifecycle.plan()
@@ -368,53 +281,53 @@ def test_request_that_goes_on_while_its_last_blocks_are_read_gives_them_up_behin
     assert events[-1] == Preempted(sequence.key)
 
 
-def test_runner_that_tells_of_no_layer_still_hands_over(bench: _StepwiseBench) -> None:
+def test_runner_that_tells_of_no_layer_still_hands_over(bench: StepwiseBench) -> None:
     class Silent(FakeRunner):
         def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
             return super().run(batch, None)
 
-    prefill, decode = bench.engine(Silent(_MODEL), receives=False), bench.engine()
-    _start(prefill)
-    decoded = _start(decode, admit=True)
-    request = _request("r", 50, 4)
+    prefill, decode = bench.engine(Silent(MODEL), receives=False), bench.engine()
+    start_recording(prefill)
+    decoded = start_recording(decode, admit=True)
+    request = make_stepwise_request("r", 50, 4)
     ticket = decode.reserve(request, 60.0).result()
     prefill.prefill(request)
     prefill.push_to(request.key, ticket)
     decoded.wait_for_finish(request.key)
-    assert decoded.token_ids[request.key] == _MODEL.answer(request.token_ids, 0, 4)[1:]
+    assert decoded.token_ids[request.key] == MODEL.answer(request.token_ids, 0, 4)[1:]
 
 
-def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(bench: _StepwiseBench) -> None:
+def test_new_requests_do_not_take_the_blocks_that_a_preempted_one_waits_for(bench: StepwiseBench) -> None:
     prefill, decode = bench.engine(receives=False), bench.engine(total_blocks=32)
-    _start(prefill)
+    start_recording(prefill)
     refusals: list[str] = []
 
     def reserve_more(event: EngineEvent) -> None:
         if isinstance(event, Preempted):
             assert decode.stats().free_blocks >= 1
-            refused = decode.reserve(_request("small", 1, 5), 60.0).exception(SOON_S)
+            refused = decode.reserve(make_stepwise_request("small", 1, 5), 60.0).exception(SOON_S)
             assert isinstance(refused, NoCapacity)
             refusals.append(refused.reason)
 
     decoded = EngineRecorder(admit_to=decode, on_event=reserve_more)
     decode.start(decoded)
-    requests = [_request(f"r{i}", 50, 40) for i in range(2)]
+    requests = [make_stepwise_request(f"r{i}", 50, 40) for i in range(2)]
     for request in requests:
         ticket = decode.reserve(request, 60.0).result()
         prefill.prefill(request)
         prefill.push_to(request.key, ticket)
     for request in requests:
         decoded.wait_for_finish(request.key)
-        assert decoded.token_ids[request.key] == _MODEL.answer(request.token_ids, 0, 40)[1:]
+        assert decoded.token_ids[request.key] == MODEL.answer(request.token_ids, 0, 40)[1:]
     assert refusals
     assert set(refusals) == {"a preempted request waits for blocks"}
 
 
-def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admitted(bench: _StepwiseBench) -> None:
+def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admitted(bench: StepwiseBench) -> None:
     # 40 blocks of 4 tokens: room for both prompts, and not for the whole answer behind the first.
     engine = bench.engine(total_blocks=40, receives=False, chunk_tokens=256)
-    recorder = _start(engine)
-    first, second = _request("first", 40, 80), _request("second", 60, 10)
+    recorder = start_recording(engine)
+    first, second = make_stepwise_request("first", 40, 80), make_stepwise_request("second", 60, 10)
     for request in (first, second):
         engine.prefill(request)
     for request in (first, second):
@@ -430,234 +343,18 @@ def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admit
     engine.admit(second.key)
     recorder.wait_for_finish(second.key)
     for request, token_count in ((first, 80), (second, 10)):
-        assert recorder.token_ids[request.key] == _MODEL.answer(request.token_ids, 0, token_count)
+        assert recorder.token_ids[request.key] == MODEL.answer(request.token_ids, 0, token_count)
     wait_until_free(engine)
-
-
-# When things break.
-
-
-class _BrokenRunner(FakeRunner):
-    """Raises on a prompt that begins with token 13."""
-
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        if any(part.token_ids[0] == 13 for part in batch):
-            raise RuntimeError("bad luck")
-        return super().run(batch, on_layer)
-
-
-def test_error_of_the_runner_stops_the_engine_loudly(bench: _StepwiseBench) -> None:
-    prefill, decode = bench.engine(_BrokenRunner(_MODEL)), bench.engine()
-    prefilled, decoded = _start(prefill), _start(decode)
-    computed, unlucky = _request("computed", 10, 5), EngineRequest(EngineKey("u", 1), (13, 1), 0, SamplingParams())
-    prefill.prefill(computed)
-    prefilled.wait_for(FirstToken, computed.key)
-    decode.reserve(computed, 60.0).result()
-    prefill.prefill(unlucky)
-    # The recorder takes EngineStopped for a problem and says so.
-    with pytest.raises(AssertionError, match="bad luck"):
-        prefilled.wait_for(FirstToken, unlucky.key)
-    assert isinstance(prefilled.events[-1], EngineStopped)
-    with pytest.raises(EngineError, match="bad luck"):
-        prefill.prefill(_request("later", 5, 5))
-    with pytest.raises(EngineError, match="bad luck"):
-        prefill.reserve(_request("later", 5, 5), 60.0).result(SOON_S)
-    with pytest.raises(EngineError, match="bad luck"):
-        prefill.admit(unlucky.key)
-    prefill.abort(computed.key)
-    prefill.close()
-    wait_until_free(prefill)
-    assert not decoded.of(Landed)
-
-
-class _NoTokenRunner(FakeRunner):
-    """Draws no token behind `token_count` tokens of a prompt that begins with token 13."""
-
-    def __init__(self, token_count: int) -> None:
-        super().__init__(_MODEL)
-        self._token_count = token_count
-        self._unlucky: set[int] = set()
-
-    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        drawn = super().run(batch, on_layer)
-        for index, part in enumerate(batch):
-            if part.start == 0 and part.token_ids[0] == 13:
-                self._unlucky.add(part.block_ids[0])
-            if part.block_ids[0] in self._unlucky and part.start + len(part.token_ids) == self._token_count:
-                drawn[index] = NoToken("not a number")
-        return drawn
-
-
-def _unlucky(prompt_tokens: int) -> EngineRequest:
-    request = _request("unlucky", prompt_tokens, 9)
-    return replace(request, token_ids=(13, *request.token_ids[1:]))
-
-
-@pytest.mark.parametrize("pushed", [False, True])
-def test_request_without_a_first_token_fails_alone(bench: _StepwiseBench, pushed: bool) -> None:
-    prefill, decode = bench.engine(_NoTokenRunner(10), receives=False), bench.engine()
-    prefilled, decoded = _start(prefill), _start(decode, admit=True)
-    unlucky, other = _unlucky(10), _request("other", 30, 5)
-    ticket = decode.reserve(unlucky, 60.0).result()
-    prefill.prefill(unlucky)
-    if pushed:
-        prefill.push_to(unlucky.key, ticket)
-    prefill.prefill(other)
-    prefill.push_to(other.key, decode.reserve(other, 60.0).result())
-    assert prefilled.wait_for(RequestFailed, unlucky.key).reason == "not a number"
-    decoded.wait_for_finish(other.key)
-    if pushed:
-        # The push is given up, and decode hears of it.
-        decoded.wait_for(LandingFailed, unlucky.key)
-    decode.abort(unlucky.key)
-    wait_until_free(prefill, decode)
-    told = [type(event) for event in prefilled.events if getattr(event, "key", None) == unlucky.key]
-    assert told == [PrefillStarted, RequestFailed]
-
-
-def test_request_without_a_next_token_fails_alone(bench: _StepwiseBench) -> None:
-    engine = bench.engine(_NoTokenRunner(14), receives=False)
-
-    def adopt(event: EngineEvent) -> None:
-        if isinstance(event, FirstToken):
-            engine.adopt(event.key)
-            engine.admit(event.key)
-
-    recorder = EngineRecorder(on_event=adopt)
-    engine.start(recorder)
-    unlucky, other = _unlucky(10), _request("other", 30, 9)
-    for request in (unlucky, other):
-        engine.prefill(request)
-    assert recorder.wait_for(RequestFailed, unlucky.key).reason == "not a number"
-    # Behind 10, 11, 12 and 13 tokens.
-    assert len(recorder.token_ids[unlucky.key]) == 4
-    recorder.wait_for_finish(other.key)
-    assert recorder.token_ids[other.key] == _MODEL.answer(other.token_ids, 0, 9)
-    wait_until_free(engine)
-
-
-def test_runner_that_ends_its_thread_stops_the_engine_loudly(bench: _StepwiseBench) -> None:
-    class LeavingRunner(FakeRunner):
-        def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-            raise SystemExit("had enough")
-
-    engine = bench.engine(LeavingRunner(_MODEL), receives=False)
-    recorder = _start(engine)
-    request = _request("r", 5, 5)
-    engine.prefill(request)
-    with pytest.raises(AssertionError, match="had enough"):
-        recorder.wait_for(FirstToken, request.key)
-    assert isinstance(recorder.events[-1], EngineStopped)
-    with pytest.raises(EngineError, match="had enough"):
-        engine.prefill(_request("later", 5, 5))
-
-
-def test_error_of_the_listener_stops_the_engine_loudly(bench: _StepwiseBench) -> None:
-    engine = bench.engine(receives=False)
-    heard: list[EngineEvent] = []
-    stopped = threading.Event()
-
-    def listener(events: Sequence[EngineEvent]) -> None:
-        heard.extend(events)
-        if isinstance(events[-1], EngineStopped):
-            stopped.set()
-        elif any(isinstance(event, FirstToken) for event in events):
-            raise RuntimeError("deaf")
-
-    engine.start(listener)
-    engine.prefill(_request("r", 5, 5))
-    assert stopped.wait(SOON_S)
-    assert isinstance(heard[-1], EngineStopped)
-    with pytest.raises(EngineError, match="deaf"):
-        engine.prefill(_request("later", 5, 5))
-
-
-@pytest.mark.parametrize("note", [b"\xff\xff", b"\x08\xff\xff\x03"], ids=["garbage", "a token beyond the vocabulary"])
-def test_hand_over_that_makes_no_sense_fails_the_request_aloud(bench: _StepwiseBench, note: bytes) -> None:
-    decode = bench.engine()
-    decoded = _start(decode)
-    request = _request("r", 10, 5)
-    ticket = decode.reserve(request, 60.0).result()
-    layout = decode.info.layout
-    pool = KvPool(layout, len(ticket.block_ids))
-    sender = KvSender(pool, lambda event: None, transports=make_transports())
-    try:
-        sender.open(ticket)
-        for layer in range(layout.layer_count):
-            sender.write(ticket.transfer_id, layer, 0, range(len(ticket.block_ids)))
-        sender.finish(ticket.transfer_id, note)
-        assert "hand-over" in decoded.wait_for(RequestFailed, request.key).reason
-        wait_until_free(decode)
-    finally:
-        sender.close()
-
-
-def test_ticket_for_another_length_fails_the_push_and_keeps_the_kv(bench: _StepwiseBench) -> None:
-    prefill, decode = bench.engine(receives=False), bench.engine()
-    prefilled, decoded = _start(prefill), _start(decode, admit=True)
-    request = _request("r", 10, 5)
-    prefill.prefill(request)
-    other = decode.reserve(_request("other", 30, 5), 60.0).result()
-    prefill.push_to(request.key, other)
-    assert "30 tokens" in prefilled.wait_for(KvPushFailed, request.key).reason
-    ticket = decode.reserve(request, 60.0).result()
-    prefill.push_to(request.key, ticket)
-    decoded.wait_for_finish(request.key)
-
-
-def test_second_ticket_while_a_push_is_open_is_refused(bench: _StepwiseBench) -> None:
-    runner = _HeldRunner()
-    prefill, decode = bench.engine(runner, receives=False), bench.engine()
-    _start(prefill)
-    decoded = _start(decode, admit=True)
-    request = _request("r", 10, 5)
-    runner.hold()
-    prefill.prefill(request)
-    prefill.push_to(request.key, decode.reserve(request, 60.0).result())
-    second = decode.reserve(EngineRequest(EngineKey("r", 2), request.token_ids, 0, request.params), 60.0).result()
-    with pytest.raises(InvalidArgument, match="ticket"):
-        prefill.push_to(request.key, second)
-    runner.let_go()
-    decoded.wait_for_finish(request.key)
-
-
-def test_pool_that_cannot_hold_one_longest_request_is_refused(bench: _StepwiseBench) -> None:
-    bench.engine(total_blocks=32)
-    with pytest.raises(ConfigError, match=r"128 tokens need 32 KV blocks of 4 tokens; the pool has 31") as raised:
-        bench.engine(total_blocks=31)
-    assert raised.value.field == "max_model_len"
-
-
-def test_engine_that_only_prefills_takes_no_reservation(bench: _StepwiseBench) -> None:
-    engine = bench.engine(receives=False)
-    assert engine.info.kv_endpoints == ()
-    with pytest.raises(EngineError, match="takes no pushes"):
-        engine.reserve(_request("r", 5, 5), 60.0).result(SOON_S)
-
-
-def test_closed_engine_leaves_no_thread_behind(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    with ExitStack() as stack:
-        bench = _StepwiseBench(tmp_path, stack)
-        prefill, decode = bench.engine(receives=False), bench.engine()
-        _start(prefill)
-        decoded = _start(decode, admit=True)
-        request = _request("r", 10, 5)
-        ticket = decode.reserve(request, 60.0).result()
-        prefill.prefill(request)
-        prefill.push_to(request.key, ticket)
-        decoded.wait_for_finish(request.key)
-    assert set(threading.enumerate()) <= before
 
 
 # Both sides in one engine, and many threads.
 
 
-def test_one_engine_may_push_to_itself(bench: _StepwiseBench) -> None:
+def test_one_engine_may_push_to_itself(bench: StepwiseBench) -> None:
     model = FakeModel(max_model_len=128, block_tokens=4, eos_probability=0.05)
     engine = bench.engine(FakeRunner(model))
-    recorder = _start(engine, admit=True)
-    requests = [_request(f"r{i}", 3 + 7 * i, 30) for i in range(8)]
+    recorder = start_recording(engine, admit=True)
+    requests = [make_stepwise_request(f"r{i}", 3 + 7 * i, 30) for i in range(8)]
     for request in requests:
         ticket = engine.reserve(request, 60.0).result()
         engine.prefill(request)
@@ -673,10 +370,10 @@ def test_one_engine_may_push_to_itself(bench: _StepwiseBench) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_calls_from_many_threads_leave_blocks_and_tokens_right(bench: _StepwiseBench, seed: int) -> None:
+def test_calls_from_many_threads_leave_blocks_and_tokens_right(bench: StepwiseBench, seed: int) -> None:
     print(f"seed {seed}")
     prefill, decode = bench.engine(total_blocks=80, receives=False), bench.engine(total_blocks=48)
-    prefilled, decoded = _start(prefill), _start(decode, admit=True)
+    prefilled, decoded = start_recording(prefill), start_recording(decode, admit=True)
     kept: list[EngineRequest] = []
     errors: list[BaseException] = []
 
@@ -684,7 +381,7 @@ def test_calls_from_many_threads_leave_blocks_and_tokens_right(bench: _StepwiseB
         rng = random.Random(1000 * seed + thread)
         try:
             for i in range(15):
-                request = _request(f"{seed}-{thread}-{i}", rng.randrange(1, 60), rng.randrange(2, 40))
+                request = make_stepwise_request(f"{seed}-{thread}-{i}", rng.randrange(1, 60), rng.randrange(2, 40))
                 aborts = rng.random() < 0.5
                 moments = [rng.random() < 0.3 for _ in range(3)]
                 ticket = _retry(lambda request=request: decode.reserve(request, 60.0).result())
@@ -716,7 +413,7 @@ def test_calls_from_many_threads_leave_blocks_and_tokens_right(bench: _StepwiseB
     for request in kept:
         decoded.wait_for_finish(request.key)
         answer = [prefilled.token_ids[request.key][0], *decoded.token_ids[request.key]]
-        assert answer == _MODEL.answer(request.token_ids, 0, request.params.max_tokens or 0)
+        assert answer == MODEL.answer(request.token_ids, 0, request.params.max_tokens or 0)
     wait_until_free(prefill, decode)
 
 

@@ -1,0 +1,256 @@
+"""The stepwise engine when things break, or when it is asked for what it cannot do."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kaveri.domain.sampling import SamplingParams
+from kaveri.engine.contract import (
+    EngineEvent,
+    EngineKey,
+    EngineRequest,
+    EngineStopped,
+    FirstToken,
+    KvPushFailed,
+    Landed,
+    LandingFailed,
+    PrefillStarted,
+    RequestFailed,
+)
+from kaveri.engine.stepwise.fake import FakeRunner
+from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, SequenceSlice
+from kaveri.errors import ConfigError, EngineError, InvalidArgument
+from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.sender import KvSender
+from kaveri.kv.transports import make_transports
+from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from tests.library.engine.stepwise_bench import MODEL, HeldRunner, StepwiseBench, make_stepwise_request, start_recording
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[StepwiseBench]:
+    with ExitStack() as stack:
+        yield StepwiseBench(tmp_path, stack)
+
+
+# When things break.
+
+
+class _BrokenRunner(FakeRunner):
+    """Raises on a prompt that begins with token 13."""
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        if any(part.token_ids[0] == 13 for part in batch):
+            raise RuntimeError("bad luck")
+        return super().run(batch, on_layer)
+
+
+def test_error_of_the_runner_stops_the_engine_loudly(bench: StepwiseBench) -> None:
+    prefill, decode = bench.engine(_BrokenRunner(MODEL)), bench.engine()
+    prefilled, decoded = start_recording(prefill), start_recording(decode)
+    computed, unlucky = (
+        make_stepwise_request("computed", 10, 5),
+        EngineRequest(EngineKey("u", 1), (13, 1), 0, SamplingParams()),
+    )
+    prefill.prefill(computed)
+    prefilled.wait_for(FirstToken, computed.key)
+    decode.reserve(computed, 60.0).result()
+    prefill.prefill(unlucky)
+    # The recorder takes EngineStopped for a problem and says so.
+    with pytest.raises(AssertionError, match="bad luck"):
+        prefilled.wait_for(FirstToken, unlucky.key)
+    assert isinstance(prefilled.events[-1], EngineStopped)
+    with pytest.raises(EngineError, match="bad luck"):
+        prefill.prefill(make_stepwise_request("later", 5, 5))
+    with pytest.raises(EngineError, match="bad luck"):
+        prefill.reserve(make_stepwise_request("later", 5, 5), 60.0).result(SOON_S)
+    with pytest.raises(EngineError, match="bad luck"):
+        prefill.admit(unlucky.key)
+    prefill.abort(computed.key)
+    prefill.close()
+    wait_until_free(prefill)
+    assert not decoded.of(Landed)
+
+
+class _NoTokenRunner(FakeRunner):
+    """Draws no token behind `token_count` tokens of a prompt that begins with token 13."""
+
+    def __init__(self, token_count: int) -> None:
+        super().__init__(MODEL)
+        self._token_count = token_count
+        self._unlucky: set[int] = set()
+
+    def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+        drawn = super().run(batch, on_layer)
+        for index, part in enumerate(batch):
+            if part.start == 0 and part.token_ids[0] == 13:
+                self._unlucky.add(part.block_ids[0])
+            if part.block_ids[0] in self._unlucky and part.start + len(part.token_ids) == self._token_count:
+                drawn[index] = NoToken("not a number")
+        return drawn
+
+
+def _unlucky(prompt_tokens: int) -> EngineRequest:
+    request = make_stepwise_request("unlucky", prompt_tokens, 9)
+    return replace(request, token_ids=(13, *request.token_ids[1:]))
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_request_without_a_first_token_fails_alone(bench: StepwiseBench, pushed: bool) -> None:
+    prefill, decode = bench.engine(_NoTokenRunner(10), receives=False), bench.engine()
+    prefilled, decoded = start_recording(prefill), start_recording(decode, admit=True)
+    unlucky, other = _unlucky(10), make_stepwise_request("other", 30, 5)
+    ticket = decode.reserve(unlucky, 60.0).result()
+    prefill.prefill(unlucky)
+    if pushed:
+        prefill.push_to(unlucky.key, ticket)
+    prefill.prefill(other)
+    prefill.push_to(other.key, decode.reserve(other, 60.0).result())
+    assert prefilled.wait_for(RequestFailed, unlucky.key).reason == "not a number"
+    decoded.wait_for_finish(other.key)
+    if pushed:
+        # The push is given up, and decode hears of it.
+        decoded.wait_for(LandingFailed, unlucky.key)
+    decode.abort(unlucky.key)
+    wait_until_free(prefill, decode)
+    told = [type(event) for event in prefilled.events if getattr(event, "key", None) == unlucky.key]
+    assert told == [PrefillStarted, RequestFailed]
+
+
+def test_request_without_a_next_token_fails_alone(bench: StepwiseBench) -> None:
+    engine = bench.engine(_NoTokenRunner(14), receives=False)
+
+    def adopt(event: EngineEvent) -> None:
+        if isinstance(event, FirstToken):
+            engine.adopt(event.key)
+            engine.admit(event.key)
+
+    recorder = EngineRecorder(on_event=adopt)
+    engine.start(recorder)
+    unlucky, other = _unlucky(10), make_stepwise_request("other", 30, 9)
+    for request in (unlucky, other):
+        engine.prefill(request)
+    assert recorder.wait_for(RequestFailed, unlucky.key).reason == "not a number"
+    # Behind 10, 11, 12 and 13 tokens.
+    assert len(recorder.token_ids[unlucky.key]) == 4
+    recorder.wait_for_finish(other.key)
+    assert recorder.token_ids[other.key] == MODEL.answer(other.token_ids, 0, 9)
+    wait_until_free(engine)
+
+
+def test_runner_that_ends_its_thread_stops_the_engine_loudly(bench: StepwiseBench) -> None:
+    class LeavingRunner(FakeRunner):
+        def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
+            raise SystemExit("had enough")
+
+    engine = bench.engine(LeavingRunner(MODEL), receives=False)
+    recorder = start_recording(engine)
+    request = make_stepwise_request("r", 5, 5)
+    engine.prefill(request)
+    with pytest.raises(AssertionError, match="had enough"):
+        recorder.wait_for(FirstToken, request.key)
+    assert isinstance(recorder.events[-1], EngineStopped)
+    with pytest.raises(EngineError, match="had enough"):
+        engine.prefill(make_stepwise_request("later", 5, 5))
+
+
+def test_error_of_the_listener_stops_the_engine_loudly(bench: StepwiseBench) -> None:
+    engine = bench.engine(receives=False)
+    heard: list[EngineEvent] = []
+    stopped = threading.Event()
+
+    def listener(events: Sequence[EngineEvent]) -> None:
+        heard.extend(events)
+        if isinstance(events[-1], EngineStopped):
+            stopped.set()
+        elif any(isinstance(event, FirstToken) for event in events):
+            raise RuntimeError("deaf")
+
+    engine.start(listener)
+    engine.prefill(make_stepwise_request("r", 5, 5))
+    assert stopped.wait(SOON_S)
+    assert isinstance(heard[-1], EngineStopped)
+    with pytest.raises(EngineError, match="deaf"):
+        engine.prefill(make_stepwise_request("later", 5, 5))
+
+
+@pytest.mark.parametrize("note", [b"\xff\xff", b"\x08\xff\xff\x03"], ids=["garbage", "a token beyond the vocabulary"])
+def test_hand_over_that_makes_no_sense_fails_the_request_aloud(bench: StepwiseBench, note: bytes) -> None:
+    decode = bench.engine()
+    decoded = start_recording(decode)
+    request = make_stepwise_request("r", 10, 5)
+    ticket = decode.reserve(request, 60.0).result()
+    layout = decode.info.layout
+    pool = KvPool(layout, len(ticket.block_ids))
+    sender = KvSender(pool, lambda event: None, transports=make_transports())
+    try:
+        sender.open(ticket)
+        for layer in range(layout.layer_count):
+            sender.write(ticket.transfer_id, layer, 0, range(len(ticket.block_ids)))
+        sender.finish(ticket.transfer_id, note)
+        assert "hand-over" in decoded.wait_for(RequestFailed, request.key).reason
+        wait_until_free(decode)
+    finally:
+        sender.close()
+
+
+def test_ticket_for_another_length_fails_the_push_and_keeps_the_kv(bench: StepwiseBench) -> None:
+    prefill, decode = bench.engine(receives=False), bench.engine()
+    prefilled, decoded = start_recording(prefill), start_recording(decode, admit=True)
+    request = make_stepwise_request("r", 10, 5)
+    prefill.prefill(request)
+    other = decode.reserve(make_stepwise_request("other", 30, 5), 60.0).result()
+    prefill.push_to(request.key, other)
+    assert "30 tokens" in prefilled.wait_for(KvPushFailed, request.key).reason
+    ticket = decode.reserve(request, 60.0).result()
+    prefill.push_to(request.key, ticket)
+    decoded.wait_for_finish(request.key)
+
+
+def test_second_ticket_while_a_push_is_open_is_refused(bench: StepwiseBench) -> None:
+    runner = HeldRunner()
+    prefill, decode = bench.engine(runner, receives=False), bench.engine()
+    start_recording(prefill)
+    decoded = start_recording(decode, admit=True)
+    request = make_stepwise_request("r", 10, 5)
+    runner.hold()
+    prefill.prefill(request)
+    prefill.push_to(request.key, decode.reserve(request, 60.0).result())
+    second = decode.reserve(EngineRequest(EngineKey("r", 2), request.token_ids, 0, request.params), 60.0).result()
+    with pytest.raises(InvalidArgument, match="ticket"):
+        prefill.push_to(request.key, second)
+    runner.let_go()
+    decoded.wait_for_finish(request.key)
+
+
+def test_pool_that_cannot_hold_one_longest_request_is_refused(bench: StepwiseBench) -> None:
+    bench.engine(total_blocks=32)
+    with pytest.raises(ConfigError, match=r"128 tokens need 32 KV blocks of 4 tokens; the pool has 31") as raised:
+        bench.engine(total_blocks=31)
+    assert raised.value.field == "max_model_len"
+
+
+def test_engine_that_only_prefills_takes_no_reservation(bench: StepwiseBench) -> None:
+    engine = bench.engine(receives=False)
+    assert engine.info.kv_endpoints == ()
+    with pytest.raises(EngineError, match="takes no pushes"):
+        engine.reserve(make_stepwise_request("r", 5, 5), 60.0).result(SOON_S)
+
+
+def test_closed_engine_leaves_no_thread_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        bench = StepwiseBench(tmp_path, stack)
+        prefill, decode = bench.engine(receives=False), bench.engine()
+        start_recording(prefill)
+        decoded = start_recording(decode, admit=True)
+        request = make_stepwise_request("r", 10, 5)
+        ticket = decode.reserve(request, 60.0).result()
+        prefill.prefill(request)
+        prefill.push_to(request.key, ticket)
+        decoded.wait_for_finish(request.key)
+    assert set(threading.enumerate()) <= before
