@@ -8,7 +8,7 @@ has is only copied.
 from dataclasses import dataclass
 
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.view import ClusterView, InstanceState, Phase, phases_now
+from kaveri.domain.view import ClusterView, Phase, phases_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ def is_worth_a_resume(
     holder = view.instances.get(replica.holder_id)
     if holder is None or holder.record.incarnation != replica.holder_incarnation or holder.record.model != model:
         return False
-    if holder.load.state is not InstanceState.READY or Phase.DECODE not in phases_now(holder):
+    # One that drains pushes the replica on.
+    if Phase.DECODE not in phases_now(holder):
         return False
     # The last token has no KV yet, in whatever way the request goes on.
     held = min(replica.token_count, context_tokens - 1)

@@ -210,7 +210,7 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
         case RequestEnded(), Moving():
             # The holder keeps the copy for a moment, whole or not.
             return Alone(), ()
-        case RequestEnded(), Alone() | Opening() if copy.former is not None:
+        case RequestEnded(is_given_up=True), Alone() | Opening() if copy.former is not None:
             return Alone(), (CloseCopy(copy.former),)
         case _:
             return copy, ()

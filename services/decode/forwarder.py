@@ -30,6 +30,9 @@ from kaveri.wire.status import error_of
 
 _TIMEOUT_S = 1.5
 """For all of it: the router waits 2 s for the answer to its Resume."""
+_FIRST_NUMBER = 1 << 31
+"""Of copies that are pushed on. A late word of the request's former owner about a copy of its own, numbered from 1 on,
+must not be taken as one about these."""
 _RETRY_AFTER_S = 0.5
 _MOST_AT_ONCE = 8
 """They share the way out of this instance. What more would come too late is computed again at once."""
@@ -47,7 +50,7 @@ class ReplicaForwarder:
         self._bytes: UnconfirmedWork[str] = UnconfirmedWork()
         self._blocks: UnconfirmedWork[str] = UnconfirmedWork()
         self._channels = Channels()
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(_FIRST_NUMBER)
         self._pushing_count = 0
         self._errands: set[asyncio.Task[None]] = set()
 

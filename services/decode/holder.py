@@ -48,6 +48,9 @@ _FULL_S = 3.0
 _ENDED_S = 3.0
 """The copy of a complete answer is kept for so long: until a router must have noticed that the owner is lost, and that
 the end of the answer has not come."""
+_LEAVING_S = 1.0
+"""A holder that drains keeps its copies for so long: owners find other holders meanwhile, and requests whose owner was
+just lost, or has just let them go, are resumed."""
 _LOOK_EVERY_S = 0.25
 _SCARCE = 1 / 8
 """Copies of complete answers are dropped at once while less of the memory is free."""
@@ -134,6 +137,8 @@ class ReplicaHolder:
         self._held: dict[str, HeldReplica] = {}
         self._tasks = asyncio.TaskGroup()
         self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._store = store
         self._forwarder = forwarder
         metrics.watch(store)
@@ -199,7 +204,8 @@ class ReplicaHolder:
         It goes on however this call ends; its router ends it by an abort.
 
         Raises RequestNotFound, InvalidArgument (another secret, other tokens, an owner that is not newer), StaleAttempt
-        and RequestAlreadyExists (a newer owner is known), NoCapacity, Unavailable. The copy is kept then.
+        and RequestAlreadyExists (a newer owner is known), NoCapacity, Unavailable (the instance drains). The copy is
+        kept then.
         """
         try:
             resumed = await asyncio.shield(self._resuming(resumption))
@@ -241,15 +247,37 @@ class ReplicaHolder:
             self._drop(held, "given_up" if isinstance(held.state, Complete) else "closed")
 
     def drain(self) -> None:
-        """Holds nothing any more: owners look for other holders."""
+        """Takes no copies any more, and shuts those that are here to their owners, which look for other holders. Until
+        wait_idle() has returned, requests are resumed from them: they are pushed on."""
         self._draining = True
+        until_s = time.monotonic() + self._grace_s
         for held in list(self._held.values()):
-            if not isinstance(held.state, ResumingHere):
-                self._drop(held, "draining")
+            match held.state:
+                case Growing() if self._store.watermark(held.key):
+                    held.state = Orphan(until_s)
+                    self._store.seal(held.key)
+                case Growing():
+                    self._drop(held, "draining")
+                case Orphan(former_s):
+                    held.state = Orphan(min(former_s, until_s))
+                case Complete(former_s):
+                    held.state = Complete(min(former_s, until_s))
+        if self._held:
+            self._idle.clear()
 
     def undrain(self) -> None:
         """Takes copies again."""
         self._draining = False
+        self._idle.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it does not drain, or no copy is left that a request may need."""
+        return self._idle.is_set()
+
+    async def wait_idle(self) -> None:
+        """Returns soon after drain(), and with undrain()."""
+        await self._idle.wait()
 
     def with_room(self, load: InstanceLoad) -> InstanceLoad:
         """The load with what is free here for copies."""
@@ -320,8 +348,6 @@ class ReplicaHolder:
     def _resumable(self, resumption: Resumption) -> HeldReplica:
         """The copy that the request may go on from."""
         request_id, ownership = resumption.request_id, resumption.ownership
-        if self._draining:
-            raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
         if resumption.holder_incarnation != self._incarnation:
             raise RequestNotFound(request_id, "its copy was in a former life of this instance")
         held = self._held.get(request_id)
@@ -358,20 +384,21 @@ class ReplicaHolder:
             held_tokens = self._usable_tokens(held, resumption)
             try:
                 request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
-            except NoCapacity:
+            except (NoCapacity, Unavailable):
+                # No room, or this instance drains.
                 if self._forwarder is None or not resumption.may_push_on:
                     raise
                 replica = await self._forwarder.push_on(held.key, held.offer, len(resumption.token_ids))
                 self._metrics.resumes.labels("pushed_on").inc()
                 if self._is_resuming(held, resumption.ownership):
-                    # Kept for a while: the other holder may be lost, too.
-                    held.state = Orphan(time.monotonic() + self._orphan_grace_s)
+                    # The router may ask again, if this answer is lost. Nothing else needs it any more.
+                    held.state = Complete(time.monotonic() + min(_ENDED_S, self._grace_s))
                 return Resumed(self._incarnation, 0, replica)
             await self._land(held, request, ticket)
         except BaseException:
             if self._is_resuming(held, resumption.ownership):
                 # The same owner may try again, or a newer one.
-                held.state = Orphan(time.monotonic() + self._orphan_grace_s)
+                held.state = Orphan(time.monotonic() + self._grace_s)
             raise
         if self._is_resuming(held, resumption.ownership):
             self._drop(held, "resumed")
@@ -487,6 +514,11 @@ class ReplicaHolder:
             held.starved_since_s = now_s
         return now_s - held.starved_since_s >= _FULL_S
 
+    @property
+    def _grace_s(self) -> float:
+        """How long a copy is kept that no owner adds to."""
+        return min(_LEAVING_S, self._orphan_grace_s) if self._draining else self._orphan_grace_s
+
     def _is_memory_scarce(self) -> bool:
         usage = self._store.usage()
         return usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes
@@ -498,6 +530,8 @@ class ReplicaHolder:
 
     def _drop(self, held: HeldReplica, cause: str) -> None:
         del self._held[held.key.request_id]
+        if not self._held:
+            self._idle.set()
         self._store.drop(held.key)
         self._metrics.drops.labels(cause).inc()
         get_logger().info(

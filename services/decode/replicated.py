@@ -62,11 +62,11 @@ class ReplicatedDecode:
 
     @property
     def is_idle(self) -> bool:
-        return self._instance.is_idle
+        return self._instance.is_idle and self._holder.is_idle
 
     async def wait_idle(self) -> None:
-        # Copies are dropped at once, so only requests are waited for.
         await self._instance.wait_idle()
+        await self._holder.wait_idle()
 
     def fail_all(self, reason: str) -> None:
         self._instance.fail_all(reason)

@@ -17,7 +17,8 @@ from services.router.requests import RequestEntry, RequestTable
 from services.router.token_feeds import TokenFeeds
 
 _OWNER_TIME_S = 3.0
-"""An instance that drains lets its requests go with all their KV. Only what is still there then is moved from here."""
+"""An instance that drains lets its requests go with all their KV. They are moved from here only when it has let none
+go for so long."""
 _MOST_LACKING_BLOCKS = 2
 """Of a replica from which a request is moved. One that lacks more soon will not."""
 
@@ -39,7 +40,11 @@ class Departures:
         draining = view.derive("draining decode instances", _draining, view)
         now_s = time.monotonic()
         self._since_s = {life: self._since_s.get(life, now_s) for life in draining}
-        overdue = {life for life, since_s in self._since_s.items() if now_s - since_s >= _OWNER_TIME_S}
+        overdue = {
+            life
+            for life, since_s in self._since_s.items()
+            if now_s - max(since_s, self._feeds.let_go_s(life)) >= _OWNER_TIME_S
+        }
         if not overdue:
             return
         self._unconfirmed.retain(view)
@@ -52,6 +57,8 @@ class Departures:
         if replica is None or not self._feeds.is_connected(InstanceLife(replica.holder_id, replica.holder_incarnation)):
             return
         holder = view.instances[replica.holder_id]
+        if holder.load.state is not InstanceState.READY:
+            return
         needed_blocks = self._needed_blocks(entry, replica, holder)
         if needed_blocks is None or holder.load.free_blocks - self._unconfirmed.at(holder).amount < needed_blocks:
             return

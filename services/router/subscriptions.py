@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from grpc import aio
@@ -36,8 +36,10 @@ class Tie:
 class Subscription:
     """One decode instance: its record once the view names it, its stream, the attempts placed there."""
 
-    def __init__(self, instance_id: str) -> None:
+    def __init__(self, instance_id: str, is_over: Callable[[InstanceLife], bool]) -> None:
+        """is_over: whether the view has named a life, and named another one since."""
         self.instance_id = instance_id
+        self._is_over = is_over
         self.record: InstanceRecord | None = None
         self.connected = False
         self.connected_s = 0.0
@@ -46,6 +48,8 @@ class Subscription:
         self.ties: dict[RequestEntry, Tie] = {}
         self.call: aio.Call | None = None
         """The stream, or the last one."""
+        self.let_go_s = 0.0
+        """time.monotonic() when the instance last let a request go to another one."""
         self.fault = ""
         """Why this router has broken off the stream; empty once there is another one."""
         self._task: asyncio.Task[None] | None = None
@@ -55,6 +59,13 @@ class Subscription:
         for tie in tuple(self.ties.values()):
             self._check_life(tie)
         self._task = asyncio.create_task(follow, name=f"tokens of {self.instance_id}")
+
+    def hand_over(self, successor: "Subscription", incarnation: int) -> None:
+        """The attempts on the life that the view names from now on, where prefill has seen that first."""
+        for tie in tuple(self.ties.values()):
+            if tie.decode.incarnation == incarnation:
+                del self.ties[tie.entry]
+                successor.tie(tie)
 
     def stop(self, reason: str) -> asyncio.Task[None] | None:
         """Ends the stream and loses the attempts; returns the task that ends."""
@@ -75,7 +86,9 @@ class Subscription:
     def open(self) -> list[decode_pb2.StreamedRequest]:
         """What a new stream has to go on with."""
         named = [
-            tie for tie in self.ties.values() if tie.is_there and not (tie.needs_attach and tie.attempt.taken_over)
+            tie
+            for tie in self.ties.values()
+            if tie.is_there and self.is_of_life(tie) and not (tie.needs_attach and tie.attempt.taken_over)
         ]
         for tie in named:
             tie.needs_attach = False
@@ -101,6 +114,9 @@ class Subscription:
         is_late = tie.attempt.taken_over or not self.connected or self.connected_s >= tie.entry.begun_s
         tie.needs_attach = tie.is_there and is_late
         self.ties[tie.entry] = tie
+        if self._is_ahead_of_view(tie):
+            self._limit_wait(tie)
+            return
         self._check_life(tie)
         if not self.connected:
             self._limit_wait(tie)
@@ -108,13 +124,21 @@ class Subscription:
     def _limit_wait(self, tie: Tie) -> None:
         asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
 
+    def is_of_life(self, tie: Tie) -> bool:
+        """Whether the attempt was placed on the life that the view names."""
+        return self.record is not None and tie.decode.incarnation == self.record.incarnation
+
+    def _is_ahead_of_view(self, tie: Tie) -> bool:
+        """Whether prefill has seen a new life first. This router may be cut off from the cluster store."""
+        return self.record is not None and not self.is_of_life(tie) and not self._is_over(tie.decode)
+
     def _check_life(self, tie: Tie) -> None:
         if self.record is not None and tie.decode.incarnation != self.record.incarnation:
             # The tokens would come on no stream.
             self.lose(tie, Unavailable(f"decode instance {self.instance_id} has restarted since it reserved room"))
 
     def _check_connection(self, tie: Tie) -> None:
-        if not self.connected:
+        if not (self.connected and self.is_of_life(tie)):
             self.lose(tie, Unavailable(f"no token stream from decode instance {self.instance_id}"))
 
     def lose_all(self) -> None:

@@ -79,8 +79,8 @@ class TakeOver:
         """
         hint = entry.accepted.received.owner
         prefills, decodes = self._records(Phase.PREFILL), self._records(Phase.DECODE)
-        hinted_decodes = [record for record in decodes if _life(record) == hint.decode]
-        hinted_prefills = [record for record in prefills if _life(record) == hint.prefill]
+        hinted_decodes = self._hinted(hint.decode, decodes)
+        hinted_prefills = self._hinted(hint.prefill, prefills)
         # Where the KV has landed prefill has nothing more to say.
         outcomes = await self._ask_decodes(entry, number, hinted_decodes, hint)
         found = _first(entry, outcomes)
@@ -116,6 +116,14 @@ class TakeOver:
     def _records(self, phase: Phase) -> list[InstanceRecord]:
         instances = self._store.view().instances.values()
         return [status.record for status in instances if phase in phases_now(status)]
+
+    def _hinted(self, life: InstanceLife | None, serving: list[InstanceRecord]) -> list[InstanceRecord]:
+        """The life that a hint names, if it is there. One that was switched to the other phase still has what it keeps
+        of the former one; a router without a token stream from there could not take it."""
+        status = self._store.view().instances.get(life.instance_id) if life is not None else None
+        if life is None or status is None or _life(status.record) != life:
+            return []
+        return [status.record] if status.record in serving or self._feeds.is_connected(life) else []
 
     def _batches(self, records: list[InstanceRecord], asked: list[InstanceRecord]) -> list[list[InstanceRecord]]:
         """Those that are asked without a hint, together. One that is silent would let all others wait."""

@@ -51,6 +51,8 @@ _ABORT_AGAIN_S = ABORT_TIMEOUT_S
 """Tokens that come this long after an Abort show that it was lost, or came before the request."""
 _ABORTED_COUNT = 4096
 """Aborts that are remembered: more than are on their way at once."""
+_LIVES_COUNT = 4096
+"""Lives of instances that are remembered when they are over."""
 _ABORTS_AT_ONCE = 4096
 """Of one message: less than half of the largest, when every id is as long as it may be."""
 _FIRST_RECONNECT_S = 0.01
@@ -85,6 +87,8 @@ class TokenFeeds:
         """The instances that went silent and have not answered since."""
         self._followed: dict[RequestEntry, Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
+        self._over: OrderedDict[InstanceLife, None] = OrderedDict()
+        """The last lives that the view has named and names no more."""
         # When each of the newest aborts was sent, by (instance, request, owner); those of this turn of the loop, by
         # address; and what is under way that no request waits for.
         self._aborted: OrderedDict[tuple[str, str, Owner], float] = OrderedDict()
@@ -107,23 +111,37 @@ class TokenFeeds:
             if record is None:
                 # Without a record prefill has named it. Its attempts are lost after the grace.
                 if subscription.record is not None or not subscription.ties:
+                    self._end_life(subscription.record)
                     subscription.stop("has left the cluster")
                     del self._subscriptions[instance_id]
             elif subscription.record is None:
                 subscription.start(record, self._follow(subscription, record))
             elif (record.incarnation, record.address) != (subscription.record.incarnation, subscription.record.address):
+                self._end_life(subscription.record)
+                successor = self._subscriptions[instance_id] = Subscription(instance_id, self._is_over)
+                subscription.hand_over(successor, record.incarnation)
+                self._followed.update(dict.fromkeys(successor.ties, successor))
                 subscription.stop("has restarted")
-                del self._subscriptions[instance_id]
+                successor.start(record, self._follow(successor, record))
         for instance_id, record in records.items():
             if instance_id not in self._subscriptions:
-                subscription = self._subscriptions[instance_id] = Subscription(instance_id)
+                subscription = self._subscriptions[instance_id] = Subscription(instance_id, self._is_over)
                 subscription.start(record, self._follow(subscription, record))
         self._find_silent()
 
+    def _end_life(self, record: InstanceRecord | None) -> None:
+        if record is not None:
+            self._over[InstanceLife(record.instance_id, record.incarnation)] = None
+            if len(self._over) > _LIVES_COUNT:
+                self._over.popitem(last=False)
+
+    def _is_over(self, life: InstanceLife) -> bool:
+        return life in self._over
+
     def follow(self, entry: RequestEntry, attempt: Attempt, life: InstanceLife, is_there: bool) -> None:
-        """Ties an attempt to the life of a decode instance, and to no other. The attempt is lost when the view names
-        another life, when the instance does not have it, or has had no stream for CONNECT_GRACE_S. is_there: whether
-        the instance knows the request already.
+        """Ties an attempt to the life of a decode instance, and to no other. The attempt is lost when the view names a
+        later life, when the instance does not have it, or has had no stream for CONNECT_GRACE_S. is_there: whether the
+        instance knows the request already.
 
         It is attached when it was begun before the stream, since what was sent on a former one may be lost, and when
         it was taken over, since its tokens go to another router.
@@ -131,7 +149,7 @@ class TokenFeeds:
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None:
             # Prefill saw the instance first; the view will name it here as well, or the grace ends.
-            subscription = self._subscriptions[life.instance_id] = Subscription(life.instance_id)
+            subscription = self._subscriptions[life.instance_id] = Subscription(life.instance_id, self._is_over)
         if self._followed.get(entry) is not subscription:
             self.unfollow(entry)
         self._followed[entry] = subscription
@@ -241,8 +259,14 @@ class TokenFeeds:
             return False
         return subscription.record.incarnation == life.incarnation
 
+    def let_go_s(self, life: InstanceLife) -> float:
+        """time.monotonic() when this life last let a request go to another instance; 0: never."""
+        subscription = self._subscriptions.get(life.instance_id)
+        return subscription.let_go_s if subscription is not None else 0.0
+
     def _attach_if_due(self, subscription: Subscription, tie: Tie) -> None:
-        if subscription.connected and tie.needs_attach and subscription.record is not None:
+        is_due = subscription.connected and tie.needs_attach and subscription.is_of_life(tie)
+        if is_due and subscription.record is not None:
             tie.needs_attach = False
             self._own(asyncio.create_task(self._attach(subscription, subscription.record, tie)))
 
@@ -357,6 +381,8 @@ class TokenFeeds:
             if update.HasField("replica"):
                 entry.note_replica(ReplicaNamed(update.attempt, life, _replica_of(update)), now_s)
             entry.handle(_event_of(life, update), now_s)
+            if update.moved:
+                self._subscriptions[life.instance_id].let_go_s = now_s
             if update.moved and isinstance(entry.state, Lost) and entry.state.decode == life:
                 entry.note_loss(f"decode instance {life.instance_id} drains", life)
         except Exception:  # One bad answer must not end the stream of all others.

@@ -170,3 +170,51 @@ def test_requests_whose_holder_has_no_room_stay_where_they_are(run: Run) -> None
     assert result.counts["outcome:length"] == 6 + 2
     assert not _lines(result, "attempt_lost")
     assert not _lines(result, "resume_refused")
+
+
+@pytest.mark.parametrize("replica_min_tokens", [32, 1000])
+def test_owner_and_holder_that_drain_together_compute_no_prompt_again(run: Run, replica_min_tokens: int) -> None:
+    """The holder dropped the copies of requests that had just been let go to it."""
+    # The last one is there so that the load lasts until the second drain.
+    requests = [request("before", max_tokens=2), request("last", 4.0, max_tokens=2)]
+    requests += [request(f"r{number}", 0.5, prompt_tokens=20 * number + 3, max_tokens=200) for number in range(5)]
+    drains = [
+        Fault(kind=FaultKind.DRAIN, at_s=1.6, target="decode-0", lasts_s=10.0),
+        Fault(kind=FaultKind.DRAIN, at_s=0.0, after="log info request_let_go", target="decode-1", lasts_s=10.0),
+    ]
+    plan = story(
+        cluster(decodes=3, step_s=0.02),
+        requests,
+        drains,
+        max_model_len=320,
+        replication=ReplicationMode.RING,
+        replica_min_tokens=replica_min_tokens,
+        divergent=True,
+        drain_timeout_s=30.0,
+    )
+    result = run(plan)
+    assert result.counts["fault:drain"] == 2
+    assert result.counts["outcome:length"] == 7 + 2
+    assert len(_lines(result, "request_ended", "outcome=handed_over")) == 7 + 2, "a prompt was computed twice"
+
+
+def test_a_request_whose_owner_dies_while_its_holder_drains_is_not_computed_again(run: Run) -> None:
+    requests = [request("before", max_tokens=2), request("moved", 0.5, prompt_tokens=100, max_tokens=150)]
+    held = "log info replica_held request_id=moved"
+    plan = story(
+        cluster(decodes=3, step_s=0.02),
+        requests,
+        [
+            Fault(kind=FaultKind.DRAIN, after=held, at_s=1.0, target="decode-1", lasts_s=10.0),
+            Fault(kind=FaultKind.KILL, after=held, at_s=1.02, target="decode-0"),
+        ],
+        max_model_len=320,
+        replication=ReplicationMode.RING,
+        replica_min_tokens=32,
+        divergent=True,
+        drain_timeout_s=30.0,
+    )
+    result = run(plan)
+    assert _lines(result, "decode-1", "replica_held", "request_id=moved", "owner_id=decode-0"), "another one owned it"
+    assert _lines(result, "decode-1", "replica_pushed_on", "request_id=moved")
+    assert len(_lines(result, "request_ended", "outcome=handed_over")) == 2 + 2, "a prompt was computed twice"

@@ -180,3 +180,41 @@ def test_an_answer_is_drawn_by_one_decode_instance_at_a_time(run: Run, decode: s
     result = run(plan)
     assert result.counts["fault:reset"] == 1
     assert result.counts["outcome:length"] == 1 + 2
+
+
+def test_requests_wait_for_the_view_of_a_router_that_is_cut_off_from_the_store_while_an_instance_restarts(
+    run: Run,
+) -> None:
+    """Prefill placed them on the new life. The router knew only the former one, lost eight attempts at once, and the
+    request failed."""
+    faults = [
+        Fault(kind=FaultKind.CUT, at_s=0.5, target="router-0", other="store", lasts_s=4.0),
+        Fault(kind=FaultKind.RESTART, at_s=0.8, target="decode-0", lasts_s=0.1),
+    ]
+    requests = [request("first", max_tokens=2), request("late", 3.0, max_tokens=20)]
+    result = run(story(cluster(), requests, faults))
+    assert result.counts["fault:restart"] == 1
+    assert result.counts["outcome:length"] == 2 + 2
+    assert not [line for line in result.lines if "attempt_lost" in line and "request_id=late" in line]
+
+
+def test_a_client_whose_answer_ended_just_before_its_instance_was_switched_gets_it_from_there(run: Run) -> None:
+    """The router asked only instances that decode. With prefill restarted, the prompt was computed again."""
+    ended = "outcome=finished"
+    switched = Fault(kind=FaultKind.SWITCH, after=ended, after_count=2, at_s=0.0, target="decode-1", other="prefill")
+    faults = [
+        Fault(kind=FaultKind.CUT_ONE_WAY, at_s=0.6, target="router-0", other="client-0", lasts_s=6.0),
+        dataclasses.replace(switched, lasts_s=5.0),
+        Fault(kind=FaultKind.RESTART, after=ended, after_count=2, at_s=0.0, target="prefill-0", lasts_s=0.01),
+        Fault(kind=FaultKind.KILL, after=ended, after_count=2, at_s=0.3, target="router-0"),
+    ]
+    requests = [
+        request("first", max_tokens=2),
+        request("asked", 0.5, max_tokens=30),
+        # So that the load lasts until the switch.
+        request("last", 4.0, max_tokens=2, router="router-1"),
+    ]
+    result = run(story(cluster(routers=2, decodes=2, step_s=0.02), requests, faults))
+    assert [line for line in result.lines if "decode-1" in line and "request_id=asked" in line], "another one had it"
+    asked = [line for line in result.lines if "PrefillService/Prefill " in line and 'request_id: "asked"' in line]
+    assert len([line for line in asked if "start" in line]) == 1

@@ -43,14 +43,18 @@ def test_a_replica_that_lacks_little_is_used() -> None:
         None,
         replace(HOLDER, record=replace(HOLDER.record, incarnation=8)),
         replace(HOLDER, record=replace(HOLDER.record, model="other")),
-        replace(HOLDER, load=InstanceLoad(state=InstanceState.DRAINING)),
         replace(HOLDER, load=InstanceLoad(phases=(Phase.PREFILL,), phase_order=1)),
     ],
-    ids=["gone", "restarted", "other model", "draining", "other phase"],
+    ids=["gone", "restarted", "other model", "other phase"],
 )
 def test_a_holder_that_cannot_go_on_is_not_asked(holder: InstanceStatus | None) -> None:
     statuses = [prefill()] if holder is None else [prefill(), holder]
     assert not is_worth_a_resume(REPLICA, CONTEXT, view_of(*statuses), MODEL)
+
+
+def test_a_holder_that_drains_is_asked_since_it_pushes_the_replica_on() -> None:
+    holder = replace(HOLDER, load=InstanceLoad(state=InstanceState.DRAINING))
+    assert is_worth_a_resume(REPLICA, CONTEXT, view_of(prefill(), holder), MODEL)
 
 
 def test_a_small_replica_is_used_when_prefill_is_busy_or_away() -> None:

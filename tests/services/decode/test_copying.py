@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,9 +116,16 @@ def test_a_former_holder_that_grants_room_again_is_not_closed() -> None:
     assert not any(isinstance(action, CloseCopy) for action in done)
 
 
-def test_a_request_that_ends_between_two_holders_closes_the_former_copy() -> None:
-    _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), LOST, RequestEnded())
+@pytest.mark.parametrize("asked", [(), (HolderChosen(OTHER),)])
+def test_a_request_that_is_given_up_between_two_holders_closes_the_former_copy(asked: tuple[Event, ...]) -> None:
+    between = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), LOST, *asked)
+    _, done = after(*between, RequestEnded(is_given_up=True))
     assert done[-1] == CloseCopy(ONE)
+    _, done = after(*between, RequestEnded())
+    assert CloseCopy(ONE) not in done, "the router may need it if this instance dies before the end has arrived"
+
+
+def test_the_copy_of_a_request_that_ends_is_left_to_the_engine_unless_it_is_given_up() -> None:
     _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), RequestEnded(is_given_up=True))
     assert done[-1] == CloseCopy(ONE._replace(incarnation=1))
     _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), RequestEnded())
@@ -157,7 +165,7 @@ def test_every_copy_that_was_begun_is_with_the_present_holder_or_was_closed(even
     copy: Copy = Alone()
     asked: list[Holder] = []
     begun: set[tuple[str, int]] = set()
-    for event in [*events, LOST, RequestEnded()]:
+    for event in [*events, LOST, RequestEnded(is_given_up=True)]:
         copy, actions = step(copy, event, 0.0)
         for action in actions:
             match action:

@@ -5,6 +5,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,15 @@ def test_a_late_close_of_an_earlier_copy_leaves_the_one_that_was_opened_again(ho
     assert holder.held_count == 0
 
 
+def test_a_late_close_of_the_owners_own_copy_leaves_one_that_was_pushed_on(holder: ReplicaHolder) -> None:
+    """Its numbers said nothing about those of the owner: the copy was dropped."""
+    pushing: Any = SimpleNamespace()
+    forwarder = ReplicaForwarder(pushing, pushing, pushing, random.Random(1))
+    holder.open(replace(offer(next(forwarder._numbers)), owner_id="d1"))
+    holder.close("r", owned(0, 1), 5)
+    assert holder.held_count == 1
+
+
 def test_a_late_open_of_an_earlier_copy_is_refused(holder: ReplicaHolder) -> None:
     holder.open(offer(2))
     with pytest.raises(Unavailable):
@@ -168,6 +178,60 @@ def test_the_copy_of_an_owner_whose_life_has_left_the_cluster_is_kept_for_the_gr
     assert holder.held_count == 1
     holder._drop_expired(opened_s + 60.0)
     assert holder.held_count == 0
+
+
+async def test_a_copy_that_was_pushed_on_is_dropped_soon(store: Store) -> None:
+    """It stayed for the whole grace time, and no request could use it any more."""
+
+    class Forwarder:
+        async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> ReplicaLocation:
+            return ReplicaLocation("d2", 1, 8)
+
+    metrics = ReplicaMetrics(CollectorRegistry())
+    holder = ReplicaHolder(Instance(), store, 7, 60.0, lambda *_: True, metrics, Forwarder())  # type: ignore[arg-type]
+    holder.open(offer(1))
+    params = SamplingParams(max_tokens=20, seed=0)
+    resumption = Resumption("r", owned(0, 2), TOKENS, 2, params, 60.0, None, 7, may_push_on=True)
+    async with asyncio.timeout(5), holder._tasks:
+        await holder.resume(resumption)
+    now_s = time.monotonic()
+    holder._drop_expired(now_s + 2.0)
+    assert holder.held_count == 1, "the router may ask again when it has lost the answer"
+    holder._drop_expired(now_s + 3.1)
+    assert holder.held_count == 0
+
+
+async def test_a_holder_that_drains_pushes_its_copies_on_and_waits_for_no_longer_than_a_second(store: Store) -> None:
+    pushed: list[ReplicaKey] = []
+
+    class Draining:
+        owners = Owners()
+
+        async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> None:
+            raise Unavailable("the instance is draining")
+
+    class Forwarder:
+        async def push_on(self, key: ReplicaKey, offer: ReplicaOffer, context_tokens: int) -> ReplicaLocation:
+            pushed.append(key)
+            return ReplicaLocation("d2", 1, 8)
+
+    metrics = ReplicaMetrics(CollectorRegistry())
+    holder = ReplicaHolder(Draining(), store, 7, 60.0, lambda *_: True, metrics, Forwarder())  # type: ignore[arg-type]
+    holder.open(offer(1))
+    (key,) = store.keys
+    holder.drain()
+    now_s = time.monotonic()
+    assert store.sealed == {key}, "its owner must look for another holder"
+    assert not holder.is_idle
+    with pytest.raises(Unavailable):
+        holder.open(replace(offer(2), request_id="other"))
+    params = SamplingParams(max_tokens=20, seed=0)
+    resumption = Resumption("r", owned(0, 2), TOKENS, 2, params, 60.0, None, 7, may_push_on=True)
+    async with asyncio.timeout(5), holder._tasks:
+        assert (await holder.resume(resumption)).replica == ReplicaLocation("d2", 1, 8)
+    assert pushed == [key]
+    holder._drop_expired(now_s + 1.1)
+    assert holder.is_idle
 
 
 async def test_a_copy_that_was_pushed_on_stays_the_newer_owners_that_goes_on_from_it(store: Store) -> None:
