@@ -42,7 +42,7 @@ async def read_once_placed(
 
     def is_placed() -> bool:
         entry = router.router.table.get(request_id)
-        return entry is not None and getattr(entry.state, "place", ("",))[0] == instance_id
+        return entry is not None and (getattr(entry.state, "decode", None) or ("",))[0] == instance_id
 
     await eventually(is_placed)
     return call, responses
