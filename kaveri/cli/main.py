@@ -12,6 +12,7 @@ from kaveri.cli.drain import drain, undrain
 from kaveri.cli.generate import generate
 from kaveri.cli.health import health
 from kaveri.cli.key import key_app
+from kaveri.cli.plan import plan_app
 from kaveri.cli.predictor import predictor_app
 from kaveri.cli.profile import profile
 from kaveri.cli.services import PASS_ON, launcher
@@ -61,6 +62,7 @@ app.command()(bench)
 app.command()(simulate)
 app.command()(health)
 app.command(context_settings=PASS_ON, add_help_option=False)(profile)
+app.add_typer(plan_app, name="plan")
 app.add_typer(predictor_app, name="predictor")
 app.add_typer(config_app, name="config")
 app.add_typer(key_app, name="key")

@@ -68,7 +68,10 @@ def up(
     config: Annotated[
         str,
         typer.Option(
-            help="TOML file of settings: section [up] for this command, all others for the services.",
+            "--config",
+            "--plan",
+            help="TOML file of settings, or a plan of `kaveri plan`: section [up] for this command, all others for the "
+            "services.",
             envvar=CONFIG_VARIABLE,
             callback=_read_config,
             is_eager=True,

@@ -42,7 +42,7 @@ class SimulatedRouter:
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
         self._wakes_at_s = -1.0
         self.ended_count = 0
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_end: Callable[[SimulatedRequest], None] = lambda _: None
         """Called when a request has ended."""
 
     # From clients.
@@ -157,7 +157,7 @@ class SimulatedRouter:
         attempt.request.generated = attempt.request.output_tokens
         self.table.answered(attempt, end_s + 2 * self._spec.overheads.hop_s, first_step_s, end_s, preemptions)
         self.ended_count += 1
-        self.on_end()
+        self.on_end(attempt.request)
 
     def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
         """The prefill instance's queue is full."""
@@ -204,7 +204,7 @@ class SimulatedRouter:
     def _fail(self, request: SimulatedRequest, error: KaveriError) -> None:
         self.table.failed(request, type(error).__name__, str(error))
         self.ended_count += 1
-        self.on_end()
+        self.on_end(request)
 
     # As the cluster monitor.
 

@@ -165,7 +165,7 @@ class Simulation:
             if planned is not None:
                 self.router.generate(self._request(number, planned, self.timeline.now_s))
 
-        self.router.on_end = lambda: self.timeline.after(0.0, send)
+        self.router.on_end = lambda _: self.timeline.after(0.0, send)
         for _ in range(concurrency):
             send()
         self._run_out()

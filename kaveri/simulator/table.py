@@ -1,11 +1,24 @@
 """The columns of a simulated run, filled while it runs."""
 
+import math
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 
 from kaveri.simulator.attempt import SimulatedAttempt, SimulatedRequest
 from kaveri.workload.run_columns import SERVER_PHASES, Floats, RunColumns, Whole
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """One row, as kaveri.workload.latencies reads it: an Outcome."""
+
+    due_s: float
+    first_s: float | None
+    last_s: float | None
+    received_tokens: int
+    error: str | None
 
 
 class RunTable:
@@ -85,6 +98,17 @@ class RunTable:
     def reason(self, number: int) -> str:
         """Why the request failed."""
         return self._reasons.get(number, "")
+
+    def outcome(self, number: int) -> EndedRequest:
+        """Of a request that has ended."""
+        first_s, last_s = self._first[number], self._last[number]
+        return EndedRequest(
+            self._due[number],
+            None if math.isnan(first_s) else first_s,
+            None if math.isnan(last_s) else last_s,
+            self._received[number],
+            self._reasons.get(number),
+        )
 
     def columns(self) -> RunColumns:
         """What kaveri.workload.summary sums up."""

@@ -1,0 +1,177 @@
+"""kaveri plan: how many instances of which configuration a workload needs, by simulation."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kaveri.cli.plan_pipeline import pipeline
+from kaveri.errors import ConfigError
+from kaveri.workload.requests import RequestLengths, Workload
+
+if TYPE_CHECKING:
+    from kaveri.planner.plan import ClusterPlan
+
+plan_app = typer.Typer(
+    help="Plan a cluster: instances, parallelism and cost, by simulation.",
+    no_args_is_help=True,
+    invoke_without_command=True,
+)
+
+
+plan_app.command()(pipeline)
+
+
+@plan_app.callback()
+def plan(
+    context: typer.Context,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(help="Bundled family such as opt-13b-a100, or a file of `kaveri profile`: FILE, or TP=FILE."),
+    ] = None,
+    hardware: Annotated[
+        str, typer.Option(help="Bundled kind of GPU, or a TOML file with the same fields.")
+    ] = "a100-80g",
+    model: Annotated[
+        str, typer.Option(help="Bundled model, or a TOML file with the same fields; unset: the profile's.")
+    ] = "",
+    gpus: Annotated[int, typer.Option(help="The most GPUs that the plan may use.")] = 8,
+    slo_ttft_s: Annotated[float, typer.Option(help="Seconds to the first token that count as met.")] = 0.0,
+    slo_tpot_s: Annotated[float, typer.Option(help="Seconds per further token that count as met.")] = 0.0,
+    attain: Annotated[float, typer.Option(help="Share of requests that must meet both.")] = 0.9,
+    trace: Annotated[
+        Path | None, typer.Option(help="Draw lengths from a trace: Azure 2023 CSV or Mooncake JSON lines.")
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Or from these: PROMPT,ANSWER tokens, several separated by semicolons.")
+    ] = "",
+    rate: Annotated[float, typer.Option(help="Requests per second to serve.")] = 0.0,
+    burstiness: Annotated[float, typer.Option(help="Squared coefficient of variation of the gaps; 1: Poisson.")] = 1.0,
+    prefill_tp_pp: Annotated[str, typer.Option(help="Only this TP,PP for prefill instances.")] = "",
+    decode_tp_pp: Annotated[str, typer.Option(help="Only this TP,PP for decode instances.")] = "",
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens in a step; unset: what saturates the GPUs.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Requests that an instance decodes at once.")] = 256,
+    requests: Annotated[int, typer.Option(help="Requests of each simulation, at least; more at high rates.")] = 1000,
+    overheads: Annotated[
+        Path | None, typer.Option(help="TOML file of what the services take: hop_s, prefill_step_s and others.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and policies.", min=0, max=2**32 - 1)] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the plan here, for `kaveri up --plan`.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+) -> None:
+    """Find the fewest GPUs that serve a workload within its SLOs.
+
+    DistServe's algorithm 1: every TP and PP that fits, for prefill and for decode apart; then the whole cluster.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from kaveri.planner.expected_load import ExpectedLoad
+    from kaveri.planner.hardware import read_hardware
+    from kaveri.planner.model_shape import read_model_shape
+    from kaveri.planner.parallelism import parse_parallelism
+    from kaveri.planner.plan import PlanQuestion
+    from kaveri.planner.plan import plan as find_plan
+    from kaveri.planner.plan_file import to_json
+    from kaveri.planner.profiles import model_of
+    from kaveri.simulator.spec import Overheads
+    from kaveri.simulator.spec_file import read_overheads
+
+    profiles = profile or []
+    shape = read_model_shape(model or model_of(profiles))
+    drawn, too_long = read_lengths(trace, lengths, shape.max_model_len)
+    question = PlanQuestion(
+        model=shape,
+        hardware=read_hardware(hardware),
+        profiles=profiles,
+        gpus=gpus,
+        slo_ttft_s=slo_ttft_s,
+        slo_tpot_s=slo_tpot_s,
+        attain=attain,
+        demand=ExpectedLoad(lengths=drawn, rate_per_s=rate, burstiness=burstiness),
+        prefill_parallelism=parse_parallelism(prefill_tp_pp, "--prefill-tp-pp") if prefill_tp_pp else None,
+        decode_parallelism=parse_parallelism(decode_tp_pp, "--decode-tp-pp") if decode_tp_pp else None,
+        chunk_tokens=chunk_tokens,
+        max_batch=max_batch,
+        request_count=requests,
+        overheads=Overheads() if overheads is None else read_overheads(overheads),
+        seed=seed,
+    )
+    found = find_plan(question)
+    if out is not None:
+        _write(found, out)
+    if as_json:
+        print(json.dumps({**to_json(found), "too_long": too_long}))
+    else:
+        _show(found, too_long, out)
+
+
+def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[RequestLengths], int]:
+    """Those that fit, and how many were left out because they are too long."""
+    from kaveri.planner.expected_load import parse_lengths
+
+    if (trace is None) == (not lengths):
+        raise ConfigError("--trace", "or --lengths must be given, and not both")
+    if trace is None:
+        return parse_lengths(lengths), 0
+    from kaveri.workload.traces import read_trace
+
+    load = Workload(lengths=[entry.lengths for entry in read_trace(trace, 1 << 31)])
+    fitting = load.fitting(longest)
+    if not fitting.lengths:
+        raise ConfigError("--trace", f"no request fits into {longest} tokens")
+    return list(fitting.lengths), len(load.lengths) - len(fitting.lengths)
+
+
+def _write(found: "ClusterPlan", out: Path) -> None:
+    """The plan, and beside it the latency models that are estimates."""
+    from kaveri.planner.plan_file import to_toml
+
+    files: dict[str, str] = {}
+    try:
+        for role, option in (("prefill", found.cluster.prefill), ("decode", found.cluster.decode)):
+            if not option.step.file:
+                path = out.with_suffix(f".{role}-latency.json")
+                path.write_text(json.dumps(asdict(option.step.latency), indent=1) + "\n")
+                files[option.step.latency.name] = str(path)
+        out.write_text(to_toml(found, files))
+    except OSError as error:
+        raise ConfigError("--out", f"cannot write {out}: {error.strerror}") from error
+
+
+def _show(found: "ClusterPlan", too_long: int, out: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kaveri.planner.plan_file import summary_lines
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("phase", "TP", "PP", "GPUs", "chunk", "requests/s", "per GPU", "alone", ""):
+        table.add_column(name, justify="left" if name in ("phase", "") else "right")
+    for option in (*found.prefill_options, *found.decode_options):
+        parallelism = option.parallelism
+        chosen = option in (found.cluster.prefill, found.cluster.decode)
+        notes = [text for text, given in (("chosen", chosen), ("estimate", option.step.is_estimate)) if given]
+        table.add_row(
+            option.phase.value,
+            str(parallelism.tp),
+            str(parallelism.pp),
+            str(parallelism.gpus),
+            str(option.pool.chunk_tokens),
+            f"{option.goodput_per_s:.2f}",
+            f"{option.per_gpu:.2f}",
+            f"{option.alone:.0%}",
+            ", ".join(notes),
+        )
+    console.print(table)
+    console.print()
+    for line in summary_lines(found):
+        console.print(line)
+    if too_long:
+        console.print(f"{too_long} requests of the trace are longer than {found.question.model.max_model_len} tokens")
+    if out is not None:
+        console.print(f"written to {out}: kaveri up --plan {out}")

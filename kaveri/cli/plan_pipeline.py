@@ -1,0 +1,97 @@
+"""kaveri plan pipeline: one pipeline, several, or one for each phase (DéjàVu)."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kaveri.planner.pipeline_plan import PipelinePlan
+
+
+def pipeline(
+    profile: Annotated[str, typer.Option(help="Latency of a machine that holds the whole model: bundled, or a file.")],
+    model: Annotated[str, typer.Option(help="Bundled model, or a TOML file with the same fields.")] = "",
+    hardware: Annotated[str, typer.Option(help="Bundled kind of GPU, or a TOML file.")] = "a100-80g",
+    gpus_per_machine: Annotated[int, typer.Option(help="Of one stage; they share its layers.")] = 2,
+    machines: Annotated[int, typer.Option(help="Machines to use.")] = 8,
+    trace: Annotated[Path | None, typer.Option(help="Draw lengths from a trace, all there at once.")] = None,
+    lengths: Annotated[str, typer.Option(help="Or these: PROMPT,ANSWER tokens, in turn.")] = "",
+    requests: Annotated[int, typer.Option(help="Requests to answer.", min=1)] = 256,
+    streaming: Annotated[float, typer.Option(help="How much longer prompts take while their KV is sent out.")] = 1.05,
+    microbatch: Annotated[int | None, typer.Option(help="Requests in a microbatch; unset: 2 to 32 are tried.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+) -> None:
+    """Divide machines between prompts and tokens, so that the last of many requests ends soon.
+
+    DéjàVu's equations 1 to 7, and the makespans of its three schemes: one pipeline, several, and one for each phase.
+    """
+    from kaveri.cli.plan import read_lengths
+    from kaveri.latency.model import load_latency_model
+    from kaveri.planner.hardware import read_hardware
+    from kaveri.planner.model_shape import read_model_shape
+    from kaveri.planner.pipeline_plan import MICROBATCH_SIZES, PipelineQuestion, plan_pipelines
+    from kaveri.planner.profiles import model_of
+
+    shape = read_model_shape(model or model_of([profile]))
+    seen, _ = read_lengths(trace, lengths, shape.max_model_len)
+    question = PipelineQuestion(
+        model=shape,
+        hardware=read_hardware(hardware),
+        latency=load_latency_model(profile),
+        gpus_per_machine=gpus_per_machine,
+        machines=machines,
+        requests=[seen[number % len(seen)] for number in range(requests)],
+        streaming=streaming,
+        microbatch_sizes=MICROBATCH_SIZES if microbatch is None else (microbatch,),
+    )
+    found = plan_pipelines(question)
+    if as_json:
+        print(json.dumps(_to_json(found)))
+    else:
+        _show(found)
+
+
+def _to_json(found: "PipelinePlan") -> dict[str, object]:
+    return {
+        "schemes": [asdict(scheme) for scheme in found.schemes],
+        "microbatch": found.microbatch,
+        "prompt_machines": found.prompt_machines,
+        "least_prompt_depth": found.least_prompt_depth,
+        "least_token_depth": found.least_token_depth,
+        "apart_pays": found.apart_pays,
+    }
+
+
+def _show(found: "PipelinePlan") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kaveri.planner.pipeline_equations import streaming_bound
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("scheme", "pipelines", "depth", "prompt depth", "microbatch", "makespan s", "USD"):
+        table.add_column(name, justify="left" if name == "scheme" else "right")
+    question = found.question
+    machine_price = question.gpus_per_machine * question.hardware.price_per_hour
+    for scheme in found.schemes:
+        shape = (scheme.pipelines, scheme.depth, scheme.prompt_depth or "-", scheme.microbatch)
+        cost = scheme.machine_hours * machine_price
+        table.add_row(scheme.name, *map(str, shape), f"{scheme.makespan_s:.1f}", f"{cost:.2f}")
+    console.print(table)
+    console.print()
+    machines = question.machines
+    console.print(f"with microbatches of {found.microbatch}:")
+    console.print(f"equation 7: {found.prompt_machines:.2f} of {machines} machines for prompts")
+    least = f"{found.least_prompt_depth} for prompts, {found.least_token_depth} for tokens"
+    console.print(f"equations 2 and 3: at least {least}")
+    if found.apart_pays is None:
+        bound = streaming_bound(machines)
+        console.print(f"equation 5 says nothing: --streaming {question.streaming:g} is not below 2 - 1/D = {bound:.4g}")
+    else:
+        verdict = "pay" if found.apart_pays else "do not pay"
+        console.print(f"equation 5: two pipelines {verdict}, if machines could be shared without rounding")
+    console.print("makespans are estimates: stages are equal, and links take no time but --streaming")

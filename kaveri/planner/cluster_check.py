@@ -1,0 +1,97 @@
+"""What the whole planned cluster does, by simulations over seeds, and what one failure does to it. Pure."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kaveri.kv.transports.link_speed import LinkSpeed
+from kaveri.planner.expected_load import ExpectedLoad
+from kaveri.planner.hardware import Hardware
+from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.placement_search import PhaseOption
+from kaveri.simulator.failures import Death, FailureSpec
+from kaveri.simulator.simulate import simulate
+from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PrefillSpec
+from kaveri.workload.summary import Slo
+
+SEEDS = 5
+_T_95 = 2.776
+"""Student's t for a 95 % interval of the mean of SEEDS values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attainment:
+    """Share of requests that meet both SLOs, over the seeds."""
+
+    mean: float
+    low: float
+    high: float
+    """Of the mean's 95 % interval."""
+    missed_ttft: float
+    missed_tpot: float
+    """Shares of requests; a request may miss both. Unanswered requests miss TTFT."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCluster:
+    """Instances of two phases. Pipelines are lanes, as in kaveri.planner.decode_phase."""
+
+    model: ModelShape
+    hardware: Hardware
+    prefill: PhaseOption
+    prefill_count: int
+    decode: PhaseOption
+    decode_count: int
+    overheads: Overheads
+
+    @property
+    def gpus(self) -> int:
+        """Of all instances."""
+        prefill, decode = self.prefill.parallelism, self.decode.parallelism
+        return self.prefill_count * prefill.gpus + self.decode_count * decode.gpus
+
+    def spec(self, seed: int, failures: FailureSpec) -> ClusterSpec:
+        """For the simulator."""
+        speed = self.hardware.link_between_nodes
+        if self.gpus <= self.hardware.gpus_per_node:
+            speed = self.hardware.link_in_node
+        return ClusterSpec(
+            prefill_count=self.prefill_count * self.prefill.parallelism.pp,
+            decode_count=self.decode_count * self.decode.parallelism.pp,
+            prefill=PrefillSpec(engine=self.prefill.pool),
+            decode=DecodeSpec(engine=self.decode.pool),
+            link=LinkSpeed(speed, token_bytes=self.model.kv_token_bytes),
+            overheads=self.overheads,
+            layer_count=self.model.layers,
+            failures=failures,
+            seed=seed,
+        )
+
+    def attainment(
+        self, demand: ExpectedLoad, slo: Slo, request_count: int, first_seed: int, died: Sequence[str] = ()
+    ) -> Attainment:
+        """died: instances that die for good when a third of the requests have come."""
+        shares, ttft, tpot = [], [], []
+        for seed in range(first_seed, first_seed + SEEDS):
+            requests = demand.draw(request_count, demand.rate_per_s, seed)
+            at_s = requests[request_count // 3].arrival_s
+            deaths = tuple(Death(instance_id=name, at_s=at_s) for name in died)
+            run = simulate(self.spec(seed, FailureSpec(deaths=deaths, repair_s=None)), requests).columns()
+            shares.append(float(slo.met(run).mean()))
+            ttft.append(1 - float(Slo(ttft_s=slo.ttft_s).met(run).mean()))
+            tpot.append(1 - float(Slo(tpot_s=slo.tpot_s).met(run)[run.answered].mean()) if run.answered.any() else 0.0)
+        mean = statistics.fmean(shares)
+        half = _T_95 * statistics.stdev(shares) / math.sqrt(SEEDS)
+        return Attainment(
+            mean=mean,
+            low=max(0.0, mean - half),
+            high=min(1.0, mean + half),
+            missed_ttft=statistics.fmean(ttft),
+            missed_tpot=statistics.fmean(tpot),
+        )
+
+    def lanes_of(self, role: str) -> tuple[str, ...]:
+        """The simulated instances that the first instance of a role is made of."""
+        option = self.prefill if role == "prefill" else self.decode
+        return tuple(f"{role}-{lane}" for lane in range(option.parallelism.pp))

@@ -1,0 +1,101 @@
+"""One decode instance by itself, as a simulated cluster whose prompts take no time. Pure.
+
+DistServe's simu_decode (arXiv 2401.09670, algorithm 1). A pipeline of PP stages has PP batches under way. With equal
+batches each draws a token in the time of one whole step, so the instance is simulated as PP lanes: engines that take
+whole steps, each with its share of the pool. What batches of unlike size cost each other is left out.
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
+from kaveri.planner.verdict import Verdict
+from kaveri.simulator.attempt import SimulatedRequest
+from kaveri.simulator.simulate import Simulation
+from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec
+from kaveri.workload.requests import PlannedRequest
+from kaveri.workload.summary import Slo
+
+NO_TIME = LatencyModel(
+    name="no time",
+    source="the planner: prompts that take no time",
+    prefill=PrefillLatency(step_s=0.0, token_s=0.0, token_squared_s=0.0),
+    decode=(DecodeLatency(min_batch=1, step_s=0.0, context_token_s=0.0, request_s=0.0),),
+)
+BLOCK_TOKENS = 16
+_ROOMY_BLOCKS = 1 << 40
+
+
+class _Certain(Exception):
+    """The run may stop."""
+
+
+def lane_pool(
+    latency: LatencyModel, kv_tokens: int, lanes: int, chunk_tokens: int, max_batch: int, max_model_len: int
+) -> PoolSpec:
+    """One lane of an instance that has room for so many tokens in all."""
+    return PoolSpec(
+        latency=latency,
+        # A lane can always hold one request.
+        total_blocks=max(kv_tokens // lanes // BLOCK_TOKENS, -(-max_model_len // BLOCK_TOKENS)),
+        block_tokens=BLOCK_TOKENS,
+        chunk_tokens=chunk_tokens,
+        max_batch=max(1, max_batch // lanes),
+        max_model_len=max_model_len,
+    )
+
+
+def judge_decode(
+    requests: Sequence[PlannedRequest], pool: PoolSpec, lanes: int, tpot_s: float, target: float
+) -> Verdict:
+    """Whether a share of at least `target` has a TPOT of at most tpot_s, as soon as it is certain."""
+    prefill = PrefillSpec(
+        engine=PoolSpec(
+            latency=NO_TIME,
+            total_blocks=_ROOMY_BLOCKS,
+            chunk_tokens=1 << 30,
+            max_model_len=pool.max_model_len,
+        ),
+        max_queue=len(requests),
+    )
+    cluster = ClusterSpec(
+        prefill_count=1, decode_count=lanes, prefill=prefill, decode=DecodeSpec(engine=pool), heartbeat_interval_s=0.1
+    )
+    return judge(Simulation(cluster, requests), Slo(tpot_s=tpot_s), Verdict(len(requests), target))
+
+
+def judge(simulation: Simulation, slo: Slo, verdict: Verdict) -> Verdict:
+    """Runs until the verdict is certain."""
+    table = simulation.table
+
+    def note(request: SimulatedRequest) -> None:
+        verdict.note(slo.met_by(table.outcome(request.number)))
+        if verdict.is_certain:
+            raise _Certain
+
+    simulation.router.on_end = note
+    with contextlib.suppress(_Certain):
+        simulation.run()
+    return verdict
+
+
+def alone_tpot_s(latency: LatencyModel, request: PlannedRequest) -> float:
+    """Of a request that has an instance for itself: the mean of its decode steps."""
+    lengths = request.lengths
+    steps = lengths.output_tokens - 1
+    if steps < 1:
+        return 0.0
+    fit = latency.decode_fit(1)
+    mean_context = lengths.prompt_tokens + 1 + (steps - 1) / 2
+    return fit.step_s + fit.request_s + mean_context * fit.context_token_s
+
+
+def highest_rate_per_s(latency: LatencyModel, lanes: int, max_batch: int, mean_output_tokens: float) -> float:
+    """No decode instance answers more: its largest batch at all times, and no context to read."""
+    steps = mean_output_tokens - 1
+    if steps <= 0:
+        return math.inf
+    batch = max(1, max_batch // lanes)
+    fit = latency.decode_fit(batch)
+    return lanes * batch / (steps * (fit.step_s + batch * fit.request_s))

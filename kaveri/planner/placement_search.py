@@ -1,0 +1,187 @@
+"""The goodput of one instance of each phase, by configuration: DistServe's algorithm 1. Pure.
+
+As in its section 4.1 (arXiv 2401.09670), phases are searched apart. Every (TP, PP) that fits is tried; its goodput is
+found by bisection over simulations of one instance, which end as soon as the attainment is certain. The queue's
+stability bounds the rates (section 3.1).
+"""
+
+import enum
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kaveri.planner.decode_phase import alone_tpot_s, highest_rate_per_s, judge_decode, lane_pool
+from kaveri.planner.expected_load import ExpectedLoad
+from kaveri.planner.hardware import Hardware
+from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.parallelism import Parallelism, kv_tokens
+from kaveri.planner.prefill_phase import prefill_ends
+from kaveri.planner.profiles import StepLatency, saturating_tokens
+from kaveri.planner.queueing import highest_rate_per_s as highest_prefill_rate_per_s
+from kaveri.planner.verdict import Verdict
+from kaveri.simulator.spec import PoolSpec
+from kaveri.workload.goodput import GoodputSearch, Probe
+from kaveri.workload.requests import PlannedRequest
+
+RESOLUTION = 0.02
+"""The bisection ends when the rates that hold and fail are so near, as a share."""
+_MAX_RUNS = 18
+
+
+class PlannedPhase(enum.StrEnum):
+    """What an instance is planned for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseOption:
+    """One configuration of an instance of one phase, and what it can do."""
+
+    phase: PlannedPhase
+    parallelism: Parallelism
+    step: StepLatency
+    pool: PoolSpec
+    """Of one lane; there are PP lanes."""
+    alone: float
+    """Share of requests that meet the SLO when an instance has nothing else to do."""
+    goodput_per_s: float
+    """Requests per second of one instance. 0: it meets the SLO at no rate."""
+    run_count: int
+    """Simulations that found it."""
+
+    @property
+    def per_gpu(self) -> float:
+        """Goodput per GPU: what DistServe maximises."""
+        return self.goodput_per_s / self.parallelism.gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSettings:
+    """How configurations are tried."""
+
+    attain: float
+    """Share of requests that must meet the SLO."""
+    request_count: int
+    max_batch: int
+    chunk_tokens: int | None
+    """None: what saturates the GPUs, by the latency model."""
+    seed: int
+
+
+def search_prefill(
+    model: ModelShape,
+    hardware: Hardware,
+    parallelism: Parallelism,
+    step: StepLatency,
+    demand: ExpectedLoad,
+    slo_ttft_s: float,
+    settings: SearchSettings,
+) -> PhaseOption:
+    """The goodput of one prefill instance by the SLO of TTFT alone."""
+    pool, sample = _prepare(model, hardware, parallelism, step, demand, settings)
+    stages, latency = parallelism.pp, step.latency
+
+    def ttft_alone_s(request: PlannedRequest) -> float:
+        alone = PlannedRequest(0, 0.0, request.lengths)
+        return next(end_s for _, end_s in prefill_ends([alone], latency, stages, pool.chunk_tokens))
+
+    alone = _share([ttft_alone_s(request) for request in sample], slo_ttft_s)
+
+    def holds(rate_per_s: float) -> bool:
+        requests = demand.draw(settings.request_count, rate_per_s, settings.seed)
+        verdict = Verdict(len(requests), settings.attain)
+        for request, end_s in prefill_ends(requests, latency, stages, pool.chunk_tokens):
+            verdict.note(end_s - request.arrival_s <= slo_ttft_s)
+            if verdict.is_certain:
+                break
+        return verdict.holds
+
+    # The least time a prompt can take: its share of the fullest steps.
+    least_s = statistics.fmean(_least_prompt_s(step, request, pool.chunk_tokens) for request in sample)
+    highest = highest_prefill_rate_per_s(least_s, stages)
+    goodput, runs = _goodput(holds, highest, alone, settings)
+    return PhaseOption(
+        phase=PlannedPhase.PREFILL,
+        parallelism=parallelism,
+        step=step,
+        pool=pool,
+        alone=alone,
+        goodput_per_s=goodput,
+        run_count=runs,
+    )
+
+
+def search_decode(
+    model: ModelShape,
+    hardware: Hardware,
+    parallelism: Parallelism,
+    step: StepLatency,
+    demand: ExpectedLoad,
+    slo_tpot_s: float,
+    settings: SearchSettings,
+) -> PhaseOption:
+    """The goodput of one decode instance by the SLO of TPOT alone."""
+    pool, sample = _prepare(model, hardware, parallelism, step, demand, settings)
+    lanes = parallelism.pp
+    alone = _share([alone_tpot_s(step.latency, request) for request in sample], slo_tpot_s)
+
+    def holds(rate_per_s: float) -> bool:
+        requests = demand.draw(settings.request_count, rate_per_s, settings.seed)
+        return judge_decode(requests, pool, lanes, slo_tpot_s, settings.attain).holds
+
+    mean_output_tokens = statistics.fmean(request.lengths.output_tokens for request in sample)
+    highest = highest_rate_per_s(step.latency, lanes, settings.max_batch, mean_output_tokens)
+    goodput, runs = _goodput(holds, highest, alone, settings)
+    return PhaseOption(
+        phase=PlannedPhase.DECODE,
+        parallelism=parallelism,
+        step=step,
+        pool=pool,
+        alone=alone,
+        goodput_per_s=goodput,
+        run_count=runs,
+    )
+
+
+def _prepare(
+    model: ModelShape,
+    hardware: Hardware,
+    parallelism: Parallelism,
+    step: StepLatency,
+    demand: ExpectedLoad,
+    settings: SearchSettings,
+) -> tuple[PoolSpec, list[PlannedRequest]]:
+    chunk_tokens = settings.chunk_tokens or saturating_tokens(step.latency)
+    tokens = kv_tokens(model, hardware, parallelism)
+    pool = lane_pool(step.latency, tokens, parallelism.pp, chunk_tokens, settings.max_batch, model.max_model_len)
+    return pool, demand.draw(settings.request_count, demand.rate_per_s, settings.seed)
+
+
+def _share(values: Sequence[float], limit: float) -> float:
+    return sum(value <= limit for value in values) / len(values)
+
+
+def _least_prompt_s(step: StepLatency, request: PlannedRequest, chunk_tokens: int) -> float:
+    prefill, tokens = step.latency.prefill, request.lengths.prompt_tokens
+    return tokens / chunk_tokens * prefill.step_s + tokens * prefill.token_s + tokens**2 * prefill.token_squared_s
+
+
+def _goodput(
+    holds: Callable[[float], bool], highest_per_s: float, alone: float, settings: SearchSettings
+) -> tuple[float, int]:
+    """The highest rate that holds, and the simulations that it took."""
+    if alone < settings.attain:
+        return 0.0, 0
+    search = GoodputSearch(highest_per_s, settings.attain, _MAX_RUNS, RESOLUTION)
+    if highest_per_s < float("inf"):
+        # No instance can keep up with more.
+        search.note(Probe(highest_per_s * (1 + RESOLUTION), 0.0))
+    else:
+        search = GoodputSearch(1.0, settings.attain, _MAX_RUNS, RESOLUTION)
+    runs = 0
+    while (rate_per_s := search.next_rate()) is not None:
+        runs += 1
+        search.note(Probe(rate_per_s, 1.0 if holds(rate_per_s) else 0.0))
+    return (search.held.rate_per_s if search.held is not None else 0.0), runs

@@ -1,0 +1,237 @@
+"""Answers how many instances of which configuration serve a workload within its SLOs. Pure."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kaveri.errors import ConfigError
+from kaveri.planner.cluster_check import Attainment, PlannedCluster
+from kaveri.planner.expected_load import ExpectedLoad
+from kaveri.planner.hardware import Hardware
+from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.parallelism import Parallelism, possible_parallelisms, require_possible
+from kaveri.planner.placement_search import RESOLUTION, PhaseOption, SearchSettings, search_decode, search_prefill
+from kaveri.planner.profiles import read_step_latencies
+from kaveri.simulator.spec import Overheads
+from kaveri.workload.summary import Slo
+
+EQUAL_SHARE = 2 * RESOLUTION
+"""Goodputs that differ by less are equal: each is known to within RESOLUTION."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuestion:
+    """What is asked for."""
+
+    model: ModelShape
+    hardware: Hardware
+    profiles: Sequence[str]
+    """See kaveri.planner.profiles."""
+    gpus: int
+    """The most that the plan may use."""
+    slo_ttft_s: float
+    slo_tpot_s: float
+    attain: float
+    """Share of requests that must meet both."""
+    demand: ExpectedLoad
+    prefill_parallelism: Parallelism | None = None
+    """None: all that fit are tried."""
+    decode_parallelism: Parallelism | None = None
+    chunk_tokens: int | None = None
+    max_batch: int = 256
+    request_count: int = 1000
+    """Of each simulation, at least."""
+    overheads: Overheads = field(default_factory=Overheads)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the flag, its value and the limit."""
+        for flag, value in (("--slo-ttft-s", self.slo_ttft_s), ("--slo-tpot-s", self.slo_tpot_s)):
+            if not 0 < value < math.inf:
+                raise ConfigError(flag, f"is {value:g}; it must be a number of seconds above 0")
+        if not 0 < self.attain < 1:
+            raise ConfigError("--attain", f"is {self.attain:g}; it must be a share above 0 and below 1")
+        if self.gpus < 2:
+            raise ConfigError("--gpus", f"is {self.gpus}; prefill and decode need at least 1 each")
+        for flag, count in (("--requests", self.request_count), ("--max-batch", self.max_batch)):
+            if count < 1:
+                raise ConfigError(flag, f"is {count}; it must be at least 1")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ConfigError("--chunk-tokens", f"is {self.chunk_tokens}; it must be at least 1")
+        longest = max(one.prompt_tokens + one.output_tokens for one in self.demand.lengths)
+        if longest > self.model.max_model_len:
+            limit = self.model.max_model_len
+            raise ConfigError(
+                "--lengths", f"has a request of {longest} tokens; {self.model.name} takes at most {limit}"
+            )
+
+    @property
+    def slo(self) -> Slo:
+        """Both limits."""
+        return Slo(self.slo_ttft_s, self.slo_tpot_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """The cheapest cluster that was found."""
+
+    question: PlanQuestion
+    cluster: PlannedCluster
+    prefill_options: tuple[PhaseOption, ...]
+    decode_options: tuple[PhaseOption, ...]
+    """All that were tried, the best per GPU first."""
+    attainment: Attainment
+    without_prefill: Attainment
+    """When one prefill instance dies for good."""
+    without_decode: Attainment
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether a latency model of it was not measured."""
+        return self.cluster.prefill.step.is_estimate or self.cluster.decode.step.is_estimate
+
+    @property
+    def price_per_hour(self) -> float:
+        """In US dollars."""
+        return self.cluster.gpus * self.question.hardware.price_per_hour
+
+    @property
+    def binds(self) -> str:
+        """The SLO that more requests miss; empty: none misses any."""
+        if not self.attainment.missed_ttft and not self.attainment.missed_tpot:
+            return ""
+        return "TTFT" if self.attainment.missed_ttft >= self.attainment.missed_tpot else "TPOT"
+
+
+def plan(question: PlanQuestion) -> ClusterPlan:
+    """The fewest GPUs that serve the rate: instances by algorithm 1, then as many as the whole cluster needs.
+
+    Raises ConfigError for a question that no number of GPUs answers, or not so few.
+    """
+    prefill_options, decode_options = search(question)
+    rate = question.demand.rate_per_s
+    prefill = cheapest(prefill_options, rate)
+    decode = cheapest(decode_options, rate)
+    cluster = PlannedCluster(
+        model=question.model,
+        hardware=question.hardware,
+        prefill=prefill,
+        prefill_count=instances(prefill, rate),
+        decode=decode,
+        decode_count=instances(decode, rate),
+        overheads=question.overheads,
+    )
+    while True:
+        _require_affordable(question, cluster)
+        attainment = _attainment(question, cluster)
+        if attainment.mean >= question.attain:
+            break
+        # Each phase alone meets its SLO as often as asked; both together do so less often.
+        if attainment.missed_ttft >= attainment.missed_tpot:
+            cluster = replace(cluster, prefill_count=cluster.prefill_count + 1)
+        else:
+            cluster = replace(cluster, decode_count=cluster.decode_count + 1)
+    return ClusterPlan(
+        question=question,
+        cluster=cluster,
+        prefill_options=prefill_options,
+        decode_options=decode_options,
+        attainment=attainment,
+        without_prefill=_attainment(question, cluster, cluster.lanes_of("prefill")),
+        without_decode=_attainment(question, cluster, cluster.lanes_of("decode")),
+    )
+
+
+def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[PhaseOption, ...]]:
+    """Algorithm 1's two searches: of prefill and of decode, the best goodput per GPU first.
+
+    Raises ConfigError when an SLO cannot be met by any configuration, even alone.
+    """
+    model, hardware = question.model, question.hardware
+    asked = question.prefill_parallelism, question.decode_parallelism
+    for flag, one in zip(("--prefill-tp-pp", "--decode-tp-pp"), asked, strict=True):
+        if one is not None:
+            require_possible(model, hardware, one, question.gpus, flag)
+    possible = possible_parallelisms(model, hardware, question.gpus - 1)
+    candidates = [possible if one is None else (one,) for one in asked]
+    if not all(candidates):
+        reason = f"is {question.gpus}; {model.name} fits on no {question.gpus - 1} GPUs of {hardware.name}"
+        raise ConfigError("--gpus", reason)
+    degrees = sorted({one.tp for some in candidates for one in some})
+    steps = read_step_latencies(question.profiles, model, hardware, degrees)
+    settings = SearchSettings(
+        attain=question.attain,
+        request_count=question.request_count,
+        max_batch=question.max_batch,
+        chunk_tokens=question.chunk_tokens,
+        seed=question.seed,
+    )
+    prefill = _ordered(
+        search_prefill(model, hardware, one, steps[one.tp], question.demand, question.slo_ttft_s, settings)
+        for one in candidates[0]
+    )
+    _require_possible_slo(prefill, "--slo-ttft-s", question.slo_ttft_s, question.attain)
+    decode = _ordered(
+        search_decode(model, hardware, one, steps[one.tp], question.demand, question.slo_tpot_s, settings)
+        for one in candidates[1]
+    )
+    _require_possible_slo(decode, "--slo-tpot-s", question.slo_tpot_s, question.attain)
+    return prefill, decode
+
+
+def best_per_gpu(options: Sequence[PhaseOption]) -> PhaseOption:
+    """Algorithm 1's choice: the highest goodput per GPU. Of equal ones, the one of the fewest GPUs."""
+    best = max(option.per_gpu for option in options)
+    equal = [option for option in options if option.per_gpu >= best * (1 - EQUAL_SHARE)]
+    return min(equal, key=lambda option: (option.parallelism.gpus, -option.per_gpu))
+
+
+def cheapest(options: Sequence[PhaseOption], rate_per_s: float) -> PhaseOption:
+    """The fewest GPUs at that rate; of equal ones, the best per GPU.
+
+    At high rates that is best_per_gpu(). At low rates half an idle instance costs more than a worse configuration.
+    """
+    able = [option for option in options if option.goodput_per_s > 0]
+    least = min(instances(option, rate_per_s) * option.parallelism.gpus for option in able)
+    return best_per_gpu([one for one in able if instances(one, rate_per_s) * one.parallelism.gpus == least])
+
+
+def instances(option: PhaseOption, rate_per_s: float) -> int:
+    """Algorithm 1's replication: n or m."""
+    return math.ceil(rate_per_s / option.goodput_per_s - 1e-9)
+
+
+def _ordered(options: Iterable[PhaseOption]) -> tuple[PhaseOption, ...]:
+    return tuple(sorted(options, key=lambda option: (-option.per_gpu, option.parallelism.gpus)))
+
+
+def _require_possible_slo(options: Sequence[PhaseOption], flag: str, slo_s: float, attain: float) -> None:
+    if any(option.goodput_per_s > 0 for option in options):
+        return
+    best = max(options, key=lambda option: option.alone)
+    if best.alone < attain:
+        reason = (
+            f"is {slo_s:g}; at any rate, with as many instances as you like, at most {best.alone:.0%} of requests meet"
+            f" it ({best.parallelism}, nothing else to do), and {attain:.0%} must"
+        )
+    else:
+        reason = (
+            f"is {slo_s:g}; alone {best.alone:.0%} of requests meet it ({best.parallelism}), at no rate {attain:.0%}"
+        )
+    raise ConfigError(flag, reason)
+
+
+def _require_affordable(question: PlanQuestion, cluster: PlannedCluster) -> None:
+    if cluster.gpus > question.gpus:
+        prefill, decode = cluster.prefill.parallelism, cluster.decode.parallelism
+        reason = (
+            f"is {question.gpus}; {question.demand.rate_per_s:g} requests/s need at least {cluster.gpus}: "
+            f"{cluster.prefill_count} x prefill ({prefill}) and {cluster.decode_count} x decode ({decode})"
+        )
+        raise ConfigError("--gpus", reason)
+
+
+def _attainment(question: PlanQuestion, cluster: PlannedCluster, died: Sequence[str] = ()) -> Attainment:
+    # Other draws than those that chose the configuration.
+    first_seed = question.seed + 1
+    return cluster.attainment(question.demand, question.slo, question.request_count, first_seed, died)

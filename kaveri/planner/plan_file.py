@@ -1,0 +1,117 @@
+"""A plan as the file that `kaveri up --plan` and `kaveri simulate` read, and as JSON. Pure."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from kaveri.engine.stepwise.fake import FakeModel
+from kaveri.planner.cluster_check import Attainment
+from kaveri.planner.parallelism import Parallelism
+from kaveri.planner.placement_search import PhaseOption
+from kaveri.planner.plan import ClusterPlan, best_per_gpu
+from kaveri.simulator.failures import FailureSpec
+
+_NO_FAILURES = FailureSpec()
+
+
+def to_toml(plan: ClusterPlan, latency_files: dict[str, str]) -> str:
+    """A file of settings for timed engines. latency_files: of latency models that are estimates, name to file.
+
+    A pipeline of PP stages becomes PP instances of one engine each, as the plan was simulated.
+    """
+    cluster, question = plan.cluster, plan.question
+    lines = [f"# {line}" for line in summary_lines(plan)]
+    lines += ["", 'engine = "timed"', f"max_model_len = {question.model.max_model_len}"]
+    lines += ["", "[up]"]
+    lines += [f"prefill = {cluster.prefill_count * cluster.prefill.parallelism.pp}"]
+    lines += [f"decode = {cluster.decode_count * cluster.decode.parallelism.pp}"]
+    for role, option in (("prefill", cluster.prefill), ("decode", cluster.decode)):
+        pool_bytes = option.pool.total_blocks * option.pool.block_tokens * FakeModel().layout.token_bytes
+        file = option.step.file or latency_files[option.step.latency.name]
+        lines += ["", f"[{role}]", f"latency_model = {json.dumps(file)}"]
+        lines += [f"kv_cache_memory = {pool_bytes}", f"block_tokens = {option.pool.block_tokens}"]
+        lines += [f"chunk_tokens = {option.pool.chunk_tokens}", f"max_batch = {option.pool.max_batch}"]
+        if role == "prefill":
+            link = cluster.spec(0, _NO_FAILURES).link
+            assert link is not None
+            lines += [f'kv_link = "{link.bytes_per_s * 8 / 1e9:g}Gbps,{link.token_bytes}B/token"']
+    return "\n".join(lines) + "\n"
+
+
+def to_json(plan: ClusterPlan) -> dict[str, Any]:
+    """Everything that was found."""
+    cluster, question = plan.cluster, plan.question
+    return {
+        "model": question.model.name,
+        "hardware": question.hardware.name,
+        "rate_per_s": question.demand.rate_per_s,
+        "slo": {"ttft_s": question.slo_ttft_s, "tpot_s": question.slo_tpot_s, "attain": question.attain},
+        "gpus": cluster.gpus,
+        "price_per_hour": plan.price_per_hour,
+        "prefill": _chosen(cluster.prefill, cluster.prefill_count),
+        "decode": _chosen(cluster.decode, cluster.decode_count),
+        "is_estimate": plan.is_estimate,
+        "attainment": asdict(plan.attainment),
+        "binds": plan.binds,
+        "one_prefill_instance_dies": asdict(plan.without_prefill),
+        "one_decode_instance_dies": asdict(plan.without_decode),
+        "best_per_gpu": {
+            "prefill": _parallel(best_per_gpu(plan.prefill_options).parallelism),
+            "decode": _parallel(best_per_gpu(plan.decode_options).parallelism),
+        },
+        "options": [_option(option) for option in (*plan.prefill_options, *plan.decode_options)],
+    }
+
+
+def summary_lines(plan: ClusterPlan) -> list[str]:
+    """The plan in a few sentences."""
+    cluster, question = plan.cluster, plan.question
+    lines = [
+        f"kaveri plan: {question.model.name} on {cluster.gpus} of {question.gpus} GPUs of {question.hardware.name},"
+        f" {plan.price_per_hour:.2f} USD an hour",
+        f"{question.demand.rate_per_s:g} requests/s within TTFT {question.slo_ttft_s:g} s and TPOT"
+        f" {question.slo_tpot_s:g} s for {question.attain:.0%} of requests",
+    ]
+    for name, option, count in (
+        ("prefill", cluster.prefill, cluster.prefill_count),
+        ("decode", cluster.decode, cluster.decode_count),
+    ):
+        estimate = ", an estimate" if option.step.is_estimate else ""
+        lines.append(
+            f"{count} {name} x ({option.parallelism}): {option.goodput_per_s:.2f} requests/s each,"
+            f" {option.per_gpu:.2f} per GPU{estimate}"
+        )
+    lines += [
+        f"predicted attainment {_interval(plan.attainment)}"
+        + (f"; more requests miss {plan.binds}" if plan.binds else ""),
+        f"when one prefill instance dies for good: {_interval(plan.without_prefill)}",
+        f"when one decode instance dies for good: {_interval(plan.without_decode)}",
+    ]
+    if not question.overheads.are_known:
+        lines.append("no --overheads: the services themselves were taken to need no time")
+    return lines
+
+
+def _interval(attainment: Attainment) -> str:
+    return f"{attainment.mean:.1%} (95 % interval {attainment.low:.1%} to {attainment.high:.1%})"
+
+
+def _parallel(parallelism: Parallelism) -> list[int]:
+    return [parallelism.tp, parallelism.pp]
+
+
+def _chosen(option: PhaseOption, count: int) -> dict[str, Any]:
+    return {"instances": count, **_option(option)}
+
+
+def _option(option: PhaseOption) -> dict[str, Any]:
+    return {
+        "phase": option.phase.value,
+        "tp_pp": _parallel(option.parallelism),
+        "goodput_per_s": option.goodput_per_s,
+        "goodput_per_gpu_per_s": option.per_gpu,
+        "alone": option.alone,
+        "chunk_tokens": option.pool.chunk_tokens,
+        "latency_model": option.step.latency.name,
+        "is_estimate": option.step.is_estimate,
+    }

@@ -1,0 +1,46 @@
+"""One prefill instance by itself: when each prompt is computed, pipelines included. Pure.
+
+DistServe's simu_prefill (arXiv 2401.09670, algorithm 1): whatever is computed goes to a decode instance at once, so the
+instance never waits for room. Steps are formed by the engines' own form_step, first come first served.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from kaveri.engine.stepwise.batch import form_step
+from kaveri.engine.stepwise.phase import Phase
+from kaveri.latency.model import LatencyModel
+from kaveri.simulator.sequence import CountedSequence
+from kaveri.workload.requests import PlannedRequest
+
+
+def prefill_ends(
+    requests: Sequence[PlannedRequest], latency: LatencyModel, stages: int, chunk_tokens: int
+) -> Iterator[tuple[PlannedRequest, float]]:
+    """Each request with the time of its first token, in that order.
+
+    stages: of the pipeline. Each has the same share of a step's seconds. A stage begins a step when it has ended the
+    one before, and when the stage in front has ended this one.
+    """
+    waiting: deque[CountedSequence] = deque()
+    free_s = [0.0] * stages
+    arriving = 0
+    while waiting or arriving < len(requests):
+        now_s = free_s[0] if waiting else max(free_s[0], requests[arriving].arrival_s)
+        while arriving < len(requests) and requests[arriving].arrival_s <= now_s:
+            request = requests[arriving]
+            tokens = request.lengths.prompt_tokens
+            waiting.append(CountedSequence(request.number, request, tokens, 1, Phase.PREFILLING))
+            arriving += 1
+        planned = form_step((), cast(Any, waiting), chunk_tokens)
+        step_s = latency.step_s([(one.sequence.computed, one.token_count) for one in planned])
+        end_s = now_s
+        for stage in range(stages):
+            end_s = free_s[stage] = max(end_s, free_s[stage]) + step_s / stages
+        for one in planned:
+            sequence = cast(CountedSequence, one.sequence)
+            sequence.computed += one.token_count
+            if not sequence.pending:
+                waiting.popleft()
+                yield sequence.owner, end_s

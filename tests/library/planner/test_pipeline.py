@@ -1,0 +1,135 @@
+"""`kaveri plan pipeline`: DéjàVu's equations (arXiv 2403.01876, appendix D), and the schedules they describe."""
+
+import dataclasses
+import random
+
+import pytest
+
+from kaveri.errors import ConfigError
+from kaveri.latency.model import load_latency_model
+from kaveri.planner.hardware import read_hardware
+from kaveri.planner.model_shape import read_model_shape
+from kaveri.planner.pipeline_equations import (
+    apart_inverse_throughput_s,
+    apart_pays,
+    colocated_inverse_throughput_s,
+    extra_s,
+    least_prompt_depth,
+    least_token_depth,
+    prompt_machines,
+    prompt_transfer_s,
+    streaming_bound,
+    token_machines,
+)
+from kaveri.planner.pipeline_plan import PipelineQuestion, plan_pipelines
+from kaveri.planner.pipeline_schedule import Microbatch, prompt_ends, shared_ends, token_ends
+from kaveri.workload.requests import RequestLengths
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_pipelines_are_in_step_when_machines_are_shared_by_the_equations(seed: int) -> None:
+    rng = random.Random(seed)
+    machines = rng.randrange(2, 17)
+    prompt_s, token_s, tokens, streaming = rng.uniform(0.1, 5), rng.uniform(0.01, 0.1), rng.randrange(1, 900), 1.2
+    prompts = prompt_machines(machines, prompt_s, token_s, tokens, streaming)
+    assert prompts + token_machines(machines, prompt_s, token_s, tokens, streaming) == pytest.approx(machines)
+    ours = apart_inverse_throughput_s(machines, prompts, prompt_s, token_s, tokens, streaming)
+    assert ours == pytest.approx(streaming * prompt_s + tokens * token_s)
+    for other in (prompts * 0.9, prompts + (machines - prompts) * 0.1):
+        assert apart_inverse_throughput_s(machines, other, prompt_s, token_s, tokens, streaming) > ours
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equation_5_is_the_comparison_it_was_derived_from(seed: int) -> None:
+    rng = random.Random(seed)
+    machines = rng.randrange(2, 17)
+    streaming = rng.uniform(1, streaming_bound(machines) - 1e-6)
+    token_s, tokens = rng.uniform(0.01, 0.1), rng.randrange(1, 900)
+    prompt_s = token_s * rng.uniform(0.2, 40)
+    apart_s = streaming * prompt_s + tokens * token_s
+    together_s = colocated_inverse_throughput_s(machines, prompt_s, token_s, tokens)
+    assert apart_pays(machines, prompt_s, token_s, streaming) == (apart_s < together_s)
+
+
+def test_equation_5_does_not_hold_up_to_two_as_the_paper_says() -> None:
+    machines = 4
+    assert streaming_bound(machines) == 1.75
+    with pytest.raises(ConfigError, match=r"--streaming: is 1\.8; .*below 2 - 1/D = 1\.75"):
+        apart_pays(machines, 100.0, 1.0, 1.8)
+    # What it was derived from: two pipelines are slower there, however long prompts take.
+    apart_s = 1.8 * 1e9 + 10 * 1.0
+    assert apart_s > colocated_inverse_throughput_s(machines, 1e9, 1.0, 10)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth_gbps", "transfer_s", "more_s"),
+    [(100, 0.856, 0), (60, 1.43, 0), (40, 2.14, 0), (20, 4.28, 1.18), (10, 8.56, 5.46), (1, 85.6, 82.5)],
+)
+def test_table_6(bandwidth_gbps: float, transfer_s: float, more_s: float) -> None:
+    """Appendix F, table 6: 10.7 GB of KV, prompts of 3.1 s."""
+    ours_s = prompt_transfer_s(10.7e9, bandwidth_gbps * 1e9 / 8)
+    assert round(ours_s, 3) == pytest.approx(transfer_s, abs=0.005)
+    assert round(extra_s(ours_s, 3.1), 2) == more_s
+
+
+def test_memory_bounds_the_depths() -> None:
+    # 64 layers of 2 GB, 0.25 GB and 0.25 GB of KV, machines of 80 GB.
+    assert least_prompt_depth(64, 0.25e9, 2e9, 80e9) == 2
+    assert least_token_depth(64, 0.25e9, 0.25e9, 2e9, 80e9) == 3
+    with pytest.raises(ConfigError, match=r"no depth helps"):
+        least_token_depth(64, 1e9, 1e9, 2e9, 80e9)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_full_pipeline_is_as_fast_as_equation_4_says(depth: int) -> None:
+    """Appendix D: depth microbatches take I_c each, from the first pass to the last stage's end of the last."""
+    prompt_s, token_s, tokens = 1.0, 0.1, 30
+    ends = shared_ends([Microbatch(0.0, tokens)] * depth, depth, prompt_s, token_s)
+    # The last stages of the last pass; the prompt draws the first token.
+    whole_s = colocated_inverse_throughput_s(depth, prompt_s, token_s, tokens) * depth
+    assert max(ends) == pytest.approx(whole_s, abs=token_s * depth)
+
+
+def test_apart_each_pipeline_runs_at_its_own_pace() -> None:
+    batches = [Microbatch(0.0, 11)] * 12
+    computed = prompt_ends(batches, 2, 1.0)
+    assert computed == pytest.approx([2.0 + number for number in range(12)])
+    ends = token_ends([Microbatch(end_s, 11) for end_s in computed], 2, 0.05)
+    assert ends == pytest.approx([end_s + 10 * 2 * 0.05 for end_s in computed])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_microbatch_ends_after_all_its_passes(seed: int) -> None:
+    rng = random.Random(seed)
+    depth, prompt_s, token_s = rng.randrange(1, 6), rng.uniform(0.1, 1), rng.uniform(0.01, 0.1)
+    batches = [Microbatch(rng.uniform(0, 3), rng.randrange(1, 40)) for _ in range(20)]
+    for one, end_s in zip(batches, shared_ends(batches, depth, prompt_s, token_s), strict=True):
+        assert end_s >= one.ready_s + depth * (prompt_s + (one.tokens - 1) * token_s) - 1e-9
+
+
+def question_of(machines: int, streaming: float = 1.05) -> PipelineQuestion:
+    rng = random.Random(1)
+    return PipelineQuestion(
+        model=read_model_shape("opt-66b"),
+        hardware=read_hardware("a100-80g"),
+        latency=load_latency_model("opt-66b-a100-tp2"),
+        gpus_per_machine=2,
+        machines=machines,
+        requests=[RequestLengths(1000, rng.randint(2, 300)) for _ in range(32)],
+        streaming=streaming,
+        microbatch_sizes=(4, 8),
+    )
+
+
+def test_schemes_use_the_machines_and_fit() -> None:
+    found = plan_pipelines(question_of(4))
+    assert {scheme.name for scheme in found.schemes} == {"Baseline", "Baseline-DP", "DéjàVu"}
+    assert all(scheme.machines == 4 for scheme in found.schemes)
+    assert found.best.makespan_s == min(scheme.makespan_s for scheme in found.schemes)
+    assert found.apart_pays is True
+    assert plan_pipelines(question_of(4, streaming=1.9)).apart_pays is None
+
+
+def test_a_model_that_fits_nowhere_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--machines: is 1, with .* GB in all; opt-66b and its KV do not fit"):
+        plan_pipelines(dataclasses.replace(question_of(1), gpus_per_machine=1))

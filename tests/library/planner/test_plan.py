@@ -1,0 +1,285 @@
+"""`kaveri plan`: what fits, what is searched, what the plan promises, and what is refused."""
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kaveri.config.services import setting_sections
+from kaveri.errors import ConfigError
+from kaveri.latency.model import load_latency_model
+from kaveri.planner.decode_phase import NO_TIME, judge_decode, lane_pool
+from kaveri.planner.expected_load import ExpectedLoad, parse_lengths
+from kaveri.planner.hardware import read_hardware
+from kaveri.planner.model_shape import read_model_shape
+from kaveri.planner.parallelism import Parallelism, kv_tokens, parse_parallelism, possible_parallelisms
+from kaveri.planner.placement_search import PhaseOption
+from kaveri.planner.plan import ClusterPlan, PlanQuestion, best_per_gpu, plan
+from kaveri.planner.plan_file import to_json, to_toml
+from kaveri.planner.prefill_phase import prefill_ends
+from kaveri.planner.profiles import read_step_latencies, scaled_to_degree, scaled_to_model
+from kaveri.planner.queueing import average_ttft_inter_op_s, average_ttft_intra_op_s, average_ttft_s
+from kaveri.planner.verdict import Verdict
+from kaveri.simulator.simulate import Simulation
+from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec
+from kaveri.simulator.spec_file import read_spec
+from kaveri.workload.requests import PlannedRequest, RequestLengths, gamma_arrivals, plan_requests
+from kaveri.workload.summary import Slo
+
+A100 = read_hardware("a100-80g")
+OPT_13B = read_model_shape("opt-13b")
+TP2 = load_latency_model("opt-13b-a100-tp2")
+
+
+def question_of(**changes: Any) -> PlanQuestion:
+    values: dict[str, Any] = {
+        "model": OPT_13B,
+        "hardware": A100,
+        "profiles": ["opt-13b-a100"],
+        "gpus": 8,
+        "slo_ttft_s": 0.25,
+        "slo_tpot_s": 0.1,
+        "attain": 0.9,
+        "demand": ExpectedLoad(lengths=[RequestLengths(300, 200), RequestLengths(600, 150)], rate_per_s=2.0),
+        "prefill_parallelism": Parallelism(2, 1),
+        "decode_parallelism": Parallelism(1, 1),
+        "request_count": 120,
+    }
+    return PlanQuestion(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def found() -> ClusterPlan:
+    return plan(question_of())
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "pp", "tokens"),
+    [
+        ("opt-13b", 1, 1, 66_144),
+        ("opt-13b", 2, 1, 163_008),
+        ("opt-66b", 4, 1, 78_496),
+        ("opt-66b", 2, 2, 78_512),
+        ("opt-175b", 3, 3, 76_192),
+    ],
+)
+def test_as_many_tokens_fit_as_distserve_counted(model: str, tp: int, pp: int, tokens: int) -> None:
+    """LLMServe/DistServe at 82831f1, simdistserve/estimators/profile_data/max_num_tokens.csv."""
+    ours = kv_tokens(read_model_shape(model), A100, Parallelism(tp, pp))
+    assert ours == pytest.approx(tokens, rel=0.02)
+
+
+def test_only_what_divides_the_model_and_fits_is_tried() -> None:
+    shape = read_model_shape("opt-66b")
+    found = possible_parallelisms(shape, A100, 8)
+    assert Parallelism(1, 1) not in found, "132 GB do not fit into 80 GB"
+    assert Parallelism(5, 1) not in found, "5 does not divide 72 heads"
+    assert Parallelism(2, 3) not in found, "3 does not divide 64 layers"
+    assert {Parallelism(2, 1), Parallelism(2, 2), Parallelism(4, 1), Parallelism(8, 1)} <= set(found)
+
+
+@pytest.mark.parametrize("busy", [0.1, 0.5, 0.9])
+def test_two_stages_are_the_papers_closed_form(busy: float) -> None:
+    """DistServe (arXiv 2401.09670), section 3.1, equations 2 and 3."""
+    service_s, speedup = 0.2, 1.7
+    rate = busy / service_s
+    paper = service_s + rate * service_s**2 / (4 * (2 - rate * service_s))
+    assert average_ttft_inter_op_s(rate, service_s) == pytest.approx(paper)
+    paper = service_s / speedup + rate * service_s**2 / (2 * speedup * (speedup - rate * service_s))
+    assert average_ttft_intra_op_s(rate, service_s, speedup) == pytest.approx(paper)
+    assert average_ttft_s(1 / service_s, service_s) == math.inf
+
+
+@pytest.mark.parametrize(("busy", "stages"), [(0.3, 1), (0.6, 1), (0.6, 2)])
+def test_a_prefill_instance_is_the_queue_of_the_papers_equations(busy: float, stages: int) -> None:
+    """DistServe, section 3.1, equations 1 and 2: prompts of one length, one in a step."""
+    tokens = 512
+    service_s = TP2.step_s([(0, tokens)])
+    rate = busy * stages / service_s
+    arrivals = gamma_arrivals(20_000, rate, 1.0, random.Random(3))
+    requests = plan_requests([RequestLengths(tokens, 1)] * len(arrivals), arrivals)
+    waits = [end_s - request.arrival_s for request, end_s in prefill_ends(requests, TP2, stages, tokens)]
+    assert sum(waits) / len(waits) == pytest.approx(average_ttft_inter_op_s(rate, service_s, stages), rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prefill_instance_by_itself_is_that_of_the_simulated_cluster(seed: int) -> None:
+    rng = random.Random(seed)
+    chunk_tokens = rng.choice((128, 512, 1024))
+    requests = random_requests(rng, 80, rate_per_s=rng.uniform(4, 14))
+    decode = PoolSpec(latency=TP2, total_blocks=1 << 20, max_batch=1000)
+    prefill = PoolSpec(latency=TP2, total_blocks=1 << 20, chunk_tokens=chunk_tokens)
+    spec = ClusterSpec(
+        prefill_count=1, decode_count=1, prefill=PrefillSpec(engine=prefill), decode=DecodeSpec(engine=decode)
+    )
+    run = Simulation(spec, requests).run().columns()
+    alone = {request.number: end_s for request, end_s in prefill_ends(requests, TP2, 1, chunk_tokens)}
+    assert [alone[number] for number in range(len(requests))] == pytest.approx(run.first_s.tolist(), abs=1e-9)
+
+
+def test_a_pipeline_of_stages_takes_as_long_alone_and_more_at_once() -> None:
+    requests = [PlannedRequest(number, 0.0, RequestLengths(512, 1)) for number in range(8)]
+    one, four = ([end_s for _, end_s in prefill_ends(requests, TP2, stages, 512)] for stages in (1, 4))
+    assert four[0] == pytest.approx(one[0])
+    assert four[-1] == pytest.approx(one[0] * (1 + 7 / 4))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_verdict_that_stops_early_is_that_of_the_whole_run(seed: int) -> None:
+    rng = random.Random(seed)
+    lanes = rng.choice((1, 2))
+    requests = random_requests(rng, 80, rate_per_s=rng.uniform(2, 60))
+    pool = lane_pool(TP2, 20_000, lanes, 512, 64, 2048)
+    tpot_s, target = rng.uniform(0.014, 0.03), 0.9
+    verdict = judge_decode(requests, pool, lanes, tpot_s, target)
+    spec = ClusterSpec(
+        prefill_count=1,
+        decode_count=lanes,
+        prefill=PrefillSpec(
+            engine=PoolSpec(latency=NO_TIME, total_blocks=1 << 40, chunk_tokens=1 << 30, max_model_len=2048),
+            max_queue=80,
+        ),
+        decode=DecodeSpec(engine=pool),
+    )
+    met = Slo(tpot_s=tpot_s).met(Simulation(spec, requests).run().columns())
+    assert verdict.holds == (met.sum() >= target * len(requests) - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_certain_stays_so(seed: int) -> None:
+    rng = random.Random(seed)
+    outcomes = [rng.random() < 0.85 for _ in range(rng.randrange(1, 60))]
+    target = rng.choice((0.5, 0.9, 0.99))
+    verdict, early = Verdict(len(outcomes), target), None
+    for met in outcomes:
+        verdict.note(met)
+        if verdict.is_certain and early is None:
+            early = verdict.holds
+    assert verdict.is_certain
+    assert early == verdict.holds == (sum(outcomes) >= target * len(outcomes) - 1e-9)
+
+
+def test_an_estimate_of_what_was_measured_is_the_measurement() -> None:
+    same = scaled_to_degree(scaled_to_model(TP2, OPT_13B, OPT_13B), 2, 2)
+    assert same.prefill == TP2.prefill
+    assert same.decode == TP2.decode
+    assert "not measured" in same.source
+
+
+def test_degrees_that_were_not_profiled_are_marked_as_estimates() -> None:
+    steps = read_step_latencies(["opt-66b-a100"], read_model_shape("opt-175b"), A100, [3, 6])
+    assert steps[3].is_estimate
+    assert steps[6].latency.prefill.token_s < steps[3].latency.prefill.token_s
+    own = read_step_latencies(["opt-13b-a100"], OPT_13B, A100, [2])
+    assert not own[2].is_estimate
+    assert own[2].latency == TP2
+
+
+def test_the_plan_serves_the_rate_within_its_slos(found: ClusterPlan) -> None:
+    assert found.attainment.mean >= 0.9
+    assert found.attainment.low <= found.attainment.mean <= found.attainment.high
+    assert found.cluster.gpus <= 8
+    assert found.cluster.prefill_count * found.cluster.prefill.goodput_per_s >= 2.0
+    assert not found.is_estimate
+
+
+def test_the_same_question_has_the_same_answer(found: ClusterPlan) -> None:
+    assert json.dumps(to_json(plan(question_of()))) == json.dumps(to_json(found))
+
+
+def test_the_file_of_a_plan_is_the_cluster_that_was_planned(found: ClusterPlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(to_toml(found, {}))
+    spec = read_spec(path, setting_sections(), Overheads(), 0, True, OPT_13B.layers).spec
+    planned = found.cluster.spec(0, spec.failures)
+    assert dataclasses.replace(spec, link=None) == dataclasses.replace(planned, link=None)
+    assert spec.link is not None
+    assert planned.link is not None
+    assert spec.link.bytes_per_s == pytest.approx(planned.link.bytes_per_s)
+    assert spec.link.token_bytes == planned.link.token_bytes
+
+
+def test_of_equal_options_the_one_of_fewest_gpus_is_taken(found: ClusterPlan) -> None:
+    option = found.cluster.prefill
+
+    def of(tp: int, per_gpu: float) -> PhaseOption:
+        return dataclasses.replace(option, parallelism=Parallelism(tp, 1), goodput_per_s=tp * per_gpu)
+
+    assert best_per_gpu([of(4, 5.1), of(2, 5.0), of(1, 4.0)]).parallelism.tp == 2
+    assert best_per_gpu([of(4, 5.9), of(2, 5.0), of(1, 4.0)]).parallelism.tp == 4
+
+
+def test_an_slo_that_no_number_of_gpus_meets_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"slo-ttft-s.*0\.001.*at any rate.*at most 0% of requests.*90% must"):
+        plan(question_of(slo_ttft_s=0.001))
+    with pytest.raises(ConfigError, match=r"slo-tpot-s.*0\.001.*nothing else to do"):
+        plan(question_of(slo_tpot_s=0.001))
+
+
+def test_too_few_gpus_are_refused_with_what_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"--gpus: is 3; 30 requests/s need at least \d+: \d+ x prefill"):
+        plan(question_of(gpus=3, demand=ExpectedLoad(lengths=[RequestLengths(300, 200)], rate_per_s=30.0)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slo_ttft_s": 0.0}, "--slo-ttft-s: is 0; it must be a number of seconds above 0"),
+        ({"slo_tpot_s": math.nan}, "--slo-tpot-s: is nan"),
+        ({"attain": 1.0}, "--attain: is 1; it must be a share above 0 and below 1"),
+        ({"gpus": 1}, "--gpus: is 1; prefill and decode need at least 1 each"),
+        (
+            {"demand": ExpectedLoad(lengths=[RequestLengths(2000, 100)], rate_per_s=1.0)},
+            "2100 tokens; opt-13b takes at most 2048",
+        ),
+        ({"prefill_parallelism": Parallelism(3, 1)}, "--prefill-tp-pp: is 3,1: TP must divide the 40 heads"),
+        ({"decode_parallelism": Parallelism(1, 3)}, "--decode-tp-pp: is 1,3: PP must divide the 40 layers"),
+        (
+            {"profiles": ["nothing"]},
+            "--profile: is 'nothing', which is no file and none of: opt-13b-a100",
+        ),
+        ({"profiles": []}, "--profile: is not given"),
+        ({"hardware": read_hardware("h100-80g")}, "measured on a100; --hardware h100-80g is H100"),
+        ({"hardware": read_hardware("v100-16g"), "decode_parallelism": Parallelism(1, 1)}, "no room for the weights"),
+    ],
+)
+def test_a_bad_question_is_refused_with_value_and_limit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(question_of(**{"prefill_parallelism": None, "decode_parallelism": None, **changes}))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.inf])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match="--rate"):
+        ExpectedLoad(lengths=[RequestLengths(1, 1)], rate_per_s=rate)
+
+
+@pytest.mark.parametrize("text", ["", "1", "a,b", "0,5", "5,-1"])
+def test_lengths_and_parallelism_are_numbers_above_zero(text: str) -> None:
+    with pytest.raises(ConfigError, match="--lengths"):
+        parse_lengths(text)
+    with pytest.raises(ConfigError, match="--prefill-tp-pp"):
+        parse_parallelism(text, "--prefill-tp-pp")
+
+
+def test_hardware_of_a_file_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('accelerator = "A100"\nmemory_bytes = -1\n')
+    with pytest.raises(ConfigError, match=r"memory_bytes: is -1; it must be a number above 0"):
+        read_hardware(str(path))
+    path.write_text('accelerator = "A100"\n')
+    with pytest.raises(ConfigError, match=r"memory_bytes: is not given"):
+        read_hardware(str(path))
+    path.write_text('colour = "blue"\n')
+    with pytest.raises(ConfigError, match=r"colour: is no field"):
+        read_hardware(str(path))
+
+
+def random_requests(rng: random.Random, count: int, rate_per_s: float) -> list[PlannedRequest]:
+    lengths = [RequestLengths(rng.randint(1, 1200), rng.randint(1, 60)) for _ in range(count)]
+    return plan_requests(lengths, gamma_arrivals(count, rate_per_s, 1.0, rng))
