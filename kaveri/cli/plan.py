@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaveri.cli.plan_pipeline import pipeline
+from kaveri.cli.planned_lengths import read_lengths
 from kaveri.errors import ConfigError
-from kaveri.workload.requests import RequestLengths, Workload
 
 if TYPE_CHECKING:
     from kaveri.planner.plan import ClusterPlan
@@ -19,8 +19,6 @@ plan_app = typer.Typer(
     no_args_is_help=True,
     invoke_without_command=True,
 )
-
-
 plan_app.command()(pipeline)
 
 
@@ -107,23 +105,6 @@ def plan(
         print(json.dumps({**to_json(found), "too_long": too_long}))
     else:
         _show(found, too_long, out)
-
-
-def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[RequestLengths], int]:
-    """Those that fit, and how many were left out because they are too long."""
-    from kaveri.planner.expected_load import parse_lengths
-
-    if (trace is None) == (not lengths):
-        raise ConfigError("--trace", "or --lengths must be given, and not both")
-    if trace is None:
-        return parse_lengths(lengths), 0
-    from kaveri.workload.traces import read_trace
-
-    load = Workload(lengths=[entry.lengths for entry in read_trace(trace, 1 << 31)])
-    fitting = load.fitting(longest)
-    if not fitting.lengths:
-        raise ConfigError("--trace", f"no request fits into {longest} tokens")
-    return list(fitting.lengths), len(load.lengths) - len(fitting.lengths)
 
 
 def _write(found: "ClusterPlan", out: Path) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kaveri.cli.planned_lengths import read_lengths
+
 if TYPE_CHECKING:
     from kaveri.planner.pipeline_plan import PipelinePlan
 
@@ -28,7 +30,6 @@ def pipeline(
 
     DéjàVu's equations 1 to 7, and the makespans of its three schemes: one pipeline, several, and one for each phase.
     """
-    from kaveri.cli.plan import read_lengths
     from kaveri.latency.model import load_latency_model
     from kaveri.planner.hardware import read_hardware
     from kaveri.planner.model_shape import read_model_shape

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from kaveri.engine.stepwise.batch import form_step
-from kaveri.engine.stepwise.phase import Phase
+from kaveri.engine.stepwise.phase import SequencePhase
 from kaveri.latency.model import LatencyModel
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.workload.requests import PlannedRequest
@@ -31,7 +31,7 @@ def prefill_ends(
         while arriving < len(requests) and requests[arriving].arrival_s <= now_s:
             request = requests[arriving]
             tokens = request.lengths.prompt_tokens
-            waiting.append(CountedSequence(request.number, request, tokens, 1, Phase.PREFILLING))
+            waiting.append(CountedSequence(request.number, request, tokens, 1, SequencePhase.PREFILLING))
             arriving += 1
         planned = form_step((), cast(Any, waiting), chunk_tokens)
         step_s = latency.step_s([(one.sequence.computed, one.token_count) for one in planned])
