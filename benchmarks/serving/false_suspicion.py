@@ -21,6 +21,7 @@ CLIENTS = 48
 PROMPT_TOKENS = 96
 ANSWER_TOKENS = 64
 ROUTERS = 2
+DURATION_S = 600.0
 METRICS_PORT = 19_350
 """Of the first router; the others follow."""
 _SUSPICIONS = re.compile(r"^kaveri_router_suspicions_total (\S+)$", re.MULTILINE)
@@ -49,7 +50,7 @@ async def ask_until(client: AsyncClient, number: int, end_s: float, seen: Counte
 
 
 async def measure_async(options: Options, report: Report) -> None:
-    duration_s = options.choose(600.0, 20.0)
+    duration_s = options.choose(DURATION_S, 20.0)
     report.workload = {
         "model": KAVERI_TINY,
         "clients": CLIENTS,
