@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 from kaveri.client.async_client import AsyncClient
 from kaveri.client.async_stream import AsyncStream
-from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, RequestAlreadyExists, RequestCancelled, Unavailable
 from kaveri.testing.simulation.outcomes import RequestOutcome
 from kaveri.testing.simulation.plan import ScheduledRequest
@@ -111,8 +110,3 @@ class Clients:
             lives = (self._world.lives[router.name] for router in self._world.plan.routers)
             sdk._routers.learn(f"{life.name}:{life.port}" for life in lives)
         return sdk
-
-
-def was_cancelled(outcome: RequestOutcome) -> bool:
-    """Whether it was cancelled."""
-    return outcome.cancelled_s is not None or outcome.finish is FinishReason.CANCELLED

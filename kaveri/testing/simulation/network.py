@@ -123,10 +123,6 @@ class Network:
         quality = self._quality
         return quality.delay_s + quality.jitter_s * self.rng.random() + link.extra_s
 
-    def is_cut(self, source: str, target: str) -> bool:
-        """Whether nothing arrives that way."""
-        return self.link(source, target).cut_since_s is not None
-
     def damage(self, source: str, target: str) -> None:
         """The next block of KV that is sent that way arrives damaged."""
         self._to_damage.add((source, target))
