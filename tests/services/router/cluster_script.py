@@ -724,3 +724,18 @@ async def _run_router(
     finally:
         host.break_off("the test is over")
         await serving
+
+
+async def read_once_placed(
+    cluster: ScriptedCluster, router: RouterUnderTest, request_id: str, instance_id: str
+) -> tuple[Any, list[inference_pb2.GenerateResponse]]:
+    """Starts a request; returns its call and first response, once the router has read the placement on the instance."""
+    call = router.stub.Generate(ask(request_id=request_id), timeout=10)
+    responses = [await call.read()]
+
+    def is_placed() -> bool:
+        entry = router.router.table.get(request_id)
+        return entry is not None and (getattr(entry.state, "decode", None) or ("",))[0] == instance_id
+
+    await eventually(is_placed)
+    return call, responses

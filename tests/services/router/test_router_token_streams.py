@@ -1,0 +1,203 @@
+"""Token streams of decode instances, and attempts that depend on them: breaks, former lives, late tokens, aborts."""
+
+import asyncio
+
+import pytest
+import structlog
+
+from kaveri.domain.owner import Owner, Ownership
+from services.router import subscriptions, token_feeds
+from services.router.lifecycle_values import InstanceLife
+from tests.services.router.cluster_script import (
+    PROMPT,
+    ScriptedCluster,
+    answer,
+    ask,
+    collect,
+    eventually,
+    holds_the_last_token,
+    read_once_placed,
+    rest_of,
+    tokens_of,
+)
+
+
+async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_placed_elsewhere_since(
+    cluster: ScriptedCluster,
+) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain = "decode-0"
+    cluster.place_on = "decode-1"
+    cluster.decodes["decode-1"].pause_at = 7
+    async with cluster.router() as router:
+        call, responses = await read_once_placed(cluster, router, "moved", "decode-1")
+        await eventually(lambda: cluster.decodes["decode-1"].is_paused)
+        # What it gives up, and then its end.
+        former = cluster.decodes["decode-0"]
+        former.fail_next = "engine fault"
+        former.start(cluster.taken()[0])
+        await eventually(lambda: not former.running)
+        await cluster.kill("decode-0")
+        await eventually(lambda: "decode-0" not in router.router.feeds._subscriptions)
+        cluster.let_all_go()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (1, "decode-1")
+
+
+async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an_unknown_instance(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 0.1)
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain = "nobody"
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        call, responses = await read_once_placed(cluster, router, "moved", "decode-0")
+        # Set behind the router's own timer.
+        grace_is_over = asyncio.Event()
+        asyncio.get_running_loop().call_later(subscriptions.CONNECT_GRACE_S, grace_is_over.set)
+        await grace_is_over.wait()
+        cluster.let_all_go()
+        responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 1
+
+
+async def test_tokens_that_overtake_the_placement_on_their_instance_cost_no_attempt(cluster: ScriptedCluster) -> None:
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain = "decode-0"
+        prefill.hold.add("placed")
+    cluster.place_on = "decode-1"
+    async with cluster.router() as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=10)))
+        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        # Decode has the KV, and draws the whole answer before the router reads that the request was placed there.
+        (request,) = cluster.taken()
+        cluster.decodes["decode-1"].start(request)
+        entry = router.router.table.get("moved")
+        assert entry is not None
+        await eventually(lambda: holds_the_last_token(entry))
+        for prefill in cluster.prefills.values():
+            prefill.decode_has_begun = True
+        cluster.let_all_go()
+        responses = await collecting
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (1, "decode-1")
+
+
+async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_again(cluster: ScriptedCluster) -> None:
+    cluster.decodes["decode-0"].pause_at = 7
+    async with cluster.router() as router:
+        relayed = router.router.feeds._relayed
+
+        def breaks_once(count: int) -> None:
+            router.router.feeds._relayed = relayed
+            raise ZeroDivisionError("planted")
+
+        with structlog.testing.capture_logs() as entries:
+            call = router.stub.Generate(ask(), timeout=10)
+            responses = [await call.read()]
+            await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+            router.router.feeds._relayed = breaks_once
+            cluster.let_all_go()
+            responses += await rest_of(call)
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 2
+        (entry,) = [entry for entry in entries if entry["event"] == "token_stream_failed"]
+        assert (entry["decode_instance_id"], entry["exc_info"]) == ("decode-0", True)
+        cluster.place_on = "decode-0"
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=10))) == answer(PROMPT, 20)
+
+
+async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost_at_once(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
+    cluster.place_on = "decode-0"
+    for prefill in cluster.prefills.values():
+        prefill.hold.add("placed")
+    async with cluster.router() as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=10)))
+        await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
+        await cluster.kill("decode-0")
+        again = await cluster.add_decode("decode-0")
+        await eventually(lambda: bool(again.subscribers))
+        cluster.let_all_go()
+        responses = await collecting
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 2
+
+
+async def test_an_instance_that_no_view_ever_names_is_forgotten_with_its_last_request(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 0.05)
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain = "decode-9"
+    cluster.place_on = "decode-1"
+    async with cluster.router() as router:
+        responses = await collect(router.stub.Generate(ask(), timeout=10))
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        await eventually(lambda: "decode-9" not in router.router.feeds._subscriptions)
+
+
+async def test_a_placement_is_lost_when_the_view_then_names_another_life(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
+    await cluster.kill("decode-0")
+    async with cluster.router() as router:
+        await eventually(lambda: "decode-0" not in router.router.store.view().instances)
+        cluster.place_on = "decode-0"
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="lives"), timeout=10)))
+        # Placed on a life that the view does not name any more.
+        feeds = router.router.feeds
+        await eventually(lambda: "decode-0" in feeds._subscriptions and bool(feeds._subscriptions["decode-0"].ties))
+        await cluster.add_decode("decode-0")
+        responses = await collecting
+        assert tokens_of(responses) == answer(PROMPT, 20)
+        assert responses[-1].timing.attempts == 2
+
+
+async def test_an_attempt_that_begins_after_its_abort_is_aborted_again(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_feeds, "_ABORT_AGAIN_S", 0.05)
+    async with cluster.router() as router:
+        await collect(router.stub.Generate(ask(request_id="late"), timeout=10))
+        late = cluster.taken()[0]
+        late.params.max_tokens = 10**9
+        decode = cluster.decodes["decode-0"]
+        for _ in range(2):
+            decode.start(late)
+            await eventually(lambda: not decode.running)
+        assert set(decode.aborted) == {("late", 1)}
+
+
+async def test_an_abort_that_was_sent_again_is_remembered_as_new(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_feeds, "_ABORTED_COUNT", 2)
+    decode = cluster.decodes["decode-0"]
+    async with cluster.router() as router:
+        feeds = router.router.feeds
+        place = InstanceLife("decode-0", decode.incarnation)
+        for request_id in ("a", "b", "a", "c"):
+            feeds.abort(request_id, Ownership(Owner(0, 1), feeds._stream_id), place)
+        await eventually(lambda: len(decode.aborted) == 4)
+        # Sent just now: not again.
+        feeds.disown("a", Owner(0, 1), "decode-0")
+        feeds.disown("b", Owner(0, 1), "decode-0")
+        await eventually(lambda: len(decode.aborted) == 5)
+        assert decode.aborted[4] == ("b", 1)
+
+
+async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(cluster: ScriptedCluster) -> None:
+    """When a prefill instance dies, each of its requests is aborted at every decode instance."""
+    async with cluster.router() as router:
+        for number in range(500):
+            router.router.feeds.abort(f"request {number}", Ownership(Owner(0, 1), "router"), None)
+        for decode in cluster.decodes.values():
+            await eventually(lambda decode=decode: len(decode.aborted) == 500)  # type: ignore[misc]
+            assert decode.abort_messages == [True]
