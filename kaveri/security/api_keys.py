@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kaveri.errors import ConfigError
+from kaveri.errors import ConfigError, NoCapacity
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -63,6 +63,11 @@ def key_table(name: str, secret: str, limits: KeyLimits) -> str:
     given = {limit.name: getattr(limits, limit.name) for limit in fields(limits)}
     lines += [f"{limit} = {value}" for limit, value in given.items() if value]
     return "\n".join([*lines, ""])
+
+
+def limit_reached(key: ApiKey, limit: str, retry_after_s: float) -> NoCapacity:
+    """The error for a key that has used what it may."""
+    return NoCapacity(f"API key {key.name}", round(retry_after_s, 3), f"its limit of {limit} is reached")
 
 
 def parse_keys(text: str, path: str) -> tuple[ApiKey, ...]:

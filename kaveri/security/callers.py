@@ -4,11 +4,14 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kaveri.errors import Unauthenticated
-from kaveri.security.api_keys import ApiKey
-from kaveri.security.key_usage import KeyUsage, limit_reached
+from kaveri.errors import ConfigError, Unauthenticated
+from kaveri.security.api_keys import ApiKey, limit_reached
 from kaveri.security.keys_file import KeysFile
+
+if TYPE_CHECKING:
+    from kaveri.security.key_usage import KeyUsage
 
 MAX_HEADER_BYTES = 512
 _SCHEME = b"bearer "
@@ -28,7 +31,7 @@ class Caller:
 class Callers:
     """For one event loop. Its owner runs it."""
 
-    def __init__(self, keys: KeysFile, usage: KeyUsage) -> None:
+    def __init__(self, keys: KeysFile, usage: "KeyUsage") -> None:
         self._keys = keys
         self._usage = usage
         self._in_flight: Counter[str] = Counter()
@@ -82,4 +85,10 @@ def make_callers(keys_file: str, redis_url: str, cluster_name: str) -> Callers |
     keys use; empty: in this process only. Raises ConfigError."""
     if not keys_file:
         return None
+    try:
+        # Only here: without a keys file the package is not needed.
+        from kaveri.security.key_usage import KeyUsage
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} is not installed: pip install 'kaveri[gateway]'"
+        raise ConfigError("--keys-file", reason) from error
     return Callers(KeysFile(keys_file), KeyUsage(redis_url, cluster_name))

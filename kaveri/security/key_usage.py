@@ -13,7 +13,7 @@ from redis.asyncio import BlockingConnectionPool
 from redis.exceptions import RedisError
 
 from kaveri.errors import NoCapacity
-from kaveri.security.api_keys import ApiKey
+from kaveri.security.api_keys import ApiKey, limit_reached
 from kaveri.telemetry.logs import get_logger
 
 _REDIS_TIMEOUT_S = 0.5
@@ -92,8 +92,3 @@ class KeyUsage:
                     effect=f"limits of API keys hold for this process alone for {_REDIS_REST_S:g} s",
                 )
         return await ask(self._own)
-
-
-def limit_reached(key: ApiKey, limit: str, retry_after_s: float) -> NoCapacity:
-    """The error for a key that has used what it may."""
-    return NoCapacity(f"API key {key.name}", round(retry_after_s, 3), f"its limit of {limit} is reached")

@@ -68,3 +68,7 @@ def test_no_files_import_one_another_in_a_circle() -> None:
                 graph[module] |= (named & modules.keys()) or ({node.module} & modules.keys())
     assert len(graph) > 200
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
+
+
+def test_a_gateway_without_a_keys_file_does_not_need_the_package_that_counts() -> None:
+    assert "limits" not in _loaded_by("import services.gateway.service")
