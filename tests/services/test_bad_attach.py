@@ -78,12 +78,12 @@ async def test_a_decode_instance_gives_a_request_to_its_own_client_alone(cluster
     first = next(event.first_token.token_id for event in events if event.WhichOneof("event") == "first_token")
     await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
     stub = DecodeServiceStub(decode.channel)
-    await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=10))
+    await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=60))
     await by_hand.eventually(lambda: router.finished("a"), "it ends")
     gained = router.tokens["a", 1]
     assert [first, *(gained[index] for index in sorted(gained))] == cluster.expected(list(PROMPT), 120)
     # An answer that is kept is guarded as well, and its client still gets it.
-    await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=10))
+    await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=60))
     attached = await stub.Attach(attachment_to_proto(replace(RIGHT, token_ids=(*PROMPT, first), generated_count=1)))
     assert attached.attached.max_tokens == 120
     await cluster.all_free()
@@ -99,7 +99,7 @@ async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluste
 
     async def attach(attachment: Attachment) -> object:
         request = prefill_pb2.AttachPrefillRequest(attach=attachment_to_proto(attachment))
-        return await stub.AttachPrefill(request, timeout=10).read()
+        return await stub.AttachPrefill(request, timeout=60).read()
 
     await check_refused(attach)
     events: list[Any] = [None]

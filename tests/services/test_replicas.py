@@ -285,7 +285,7 @@ async def test_copies_of_complete_answers_are_no_reason_to_refuse_another(
     assert cluster.replicas[owned.holder.instance_id].usage().used_bytes > 0
     blocks = load.replica_total_bytes // (layout.layer_count * layout.block_bytes)
     large = offer(owned.holder, "large", (blocks - 1) * layout.block_tokens)
-    await DecodeServiceStub(owned.holder.channel).OpenReplica(large, timeout=10)
+    await DecodeServiceStub(owned.holder.channel).OpenReplica(large, timeout=60)
     assert owned.holder.metric("kaveri_replica_drops_total", cause="given_up") == 1
 
 
@@ -328,7 +328,7 @@ async def test_a_draining_holder_takes_no_copy_and_resumes_nothing(cluster: Any,
         await owned.resume(message)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     with pytest.raises(aio.AioRpcError) as caught:
-        await DecodeServiceStub(owned.holder.channel).OpenReplica(offer(owned.holder, "b"), timeout=10)
+        await DecodeServiceStub(owned.holder.channel).OpenReplica(offer(owned.holder, "b"), timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await by_hand.abort(owned.owner, "a")
 
@@ -444,7 +444,7 @@ def offer(holder: Any, request_id: str, token_count: int = 50, attempt: int = 1,
 
 async def refusal(holder: Any, message: Any) -> grpc.StatusCode:
     with pytest.raises(aio.AioRpcError) as caught:
-        await DecodeServiceStub(holder.channel).OpenReplica(message, timeout=10)
+        await DecodeServiceStub(holder.channel).OpenReplica(message, timeout=60)
     code: grpc.StatusCode = caught.value.code()
     return code
 
@@ -454,7 +454,7 @@ async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> Non
     assert await refusal(off, offer(off, "a")) is grpc.StatusCode.FAILED_PRECONDITION
     resumption = Resumption("a", Ownership(Owner(0, 1), ROUTER), (1, 2), 1, SamplingParams(), 1.0, None, 1)
     with pytest.raises(aio.AioRpcError) as caught:
-        await DecodeServiceStub(off.channel).Resume(resumption_to_proto(resumption), timeout=10)
+        await DecodeServiceStub(off.channel).Resume(resumption_to_proto(resumption), timeout=60)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "replicas are off" in (caught.value.details() or "")
     holder = await cluster.decode("decode-1", **REPLICATED)
@@ -463,7 +463,7 @@ async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> Non
     other.layout.CopyFrom(layout_to_proto(holder.engine.info.layout))
     other.layout.dtype = "float16"
     assert await refusal(holder, other) is grpc.StatusCode.FAILED_PRECONDITION
-    await stub.OpenReplica(offer(holder, "a", attempt=2), timeout=10)
+    await stub.OpenReplica(offer(holder, "a", attempt=2), timeout=60)
     # Seconds later it remembers the owner by the copy alone.
     holder.service._instance.owners._attempts._newest.clear()
     assert await refusal(holder, offer(holder, "a", attempt=1)) is grpc.StatusCode.ABORTED
@@ -475,8 +475,8 @@ async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> Non
 async def test_the_same_owner_may_ask_for_room_again(cluster: Any, by_hand: Any) -> None:
     holder = await cluster.decode("decode-0", **REPLICATED)
     stub = DecodeServiceStub(holder.channel)
-    first = await stub.OpenReplica(offer(holder, "a"), timeout=10)
-    again = await stub.OpenReplica(offer(holder, "a"), timeout=10)
+    first = await stub.OpenReplica(offer(holder, "a"), timeout=60)
+    again = await stub.OpenReplica(offer(holder, "a"), timeout=60)
     assert first.ticket.transfer_id != again.ticket.transfer_id
     assert again.ticket.is_open
     assert cluster.replicas["decode-0"].usage().replica_count == 1
@@ -492,12 +492,12 @@ async def test_a_full_holder_drops_short_copies_for_a_long_one(cluster: Any, by_
     blocks = total // (layout.layer_count * layout.block_bytes)
     short = layout.block_tokens * 3
     for number in range(blocks // 4):
-        await stub.OpenReplica(offer(holder, f"r{number}", short), timeout=10)
+        await stub.OpenReplica(offer(holder, f"r{number}", short), timeout=60)
     assert await refusal(holder, offer(holder, "equal", short)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await refusal(holder, offer(holder, "long", 4 * short)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     replicas = cluster.replicas["decode-0"]
     await by_hand.eventually(lambda: replicas.usage().used_bytes < total - total // 20, "there is room")
-    await stub.OpenReplica(offer(holder, "long", 4 * short), timeout=10)
+    await stub.OpenReplica(offer(holder, "long", 4 * short), timeout=60)
     assert holder.metric("kaveri_replica_drops_total", cause="full") >= 3
 
 

@@ -730,7 +730,7 @@ async def read_once_placed(
     cluster: ScriptedCluster, router: RouterUnderTest, request_id: str, instance_id: str
 ) -> tuple[Any, list[inference_pb2.GenerateResponse]]:
     """Starts a request; returns its call and first response, once the router has read the placement on the instance."""
-    call = router.stub.Generate(ask(request_id=request_id), timeout=10)
+    call = router.stub.Generate(ask(request_id=request_id), timeout=60)
     responses = [await call.read()]
 
     def is_placed() -> bool:

@@ -60,7 +60,7 @@ async def all_legs_are_over(cluster: ScriptedCluster, router: RouterUnderTest) -
 async def test_cancel_ends_the_stream_as_cancelled_and_every_leg_with_it(cluster: ScriptedCluster, phase: str) -> None:
     reached = await bring_to(cluster, phase)
     async with cluster.router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="mine"), timeout=10)))
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="mine"), timeout=60)))
         await eventually(reached)
         await read_placements(router, phase)
         response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"))
@@ -78,7 +78,7 @@ async def test_cancel_ends_the_stream_as_cancelled_and_every_leg_with_it(cluster
 async def test_a_client_that_goes_ends_every_leg(cluster: ScriptedCluster, phase: str) -> None:
     reached = await bring_to(cluster, phase)
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(), timeout=10)
+        call = router.stub.Generate(ask(), timeout=60)
         reading = asyncio.create_task(collect(call))
         await eventually(reached)
         await read_placements(router, phase)
@@ -92,7 +92,7 @@ async def test_a_client_that_goes_ends_every_leg(cluster: ScriptedCluster, phase
 async def test_a_deadline_that_passes_ends_every_leg(cluster: ScriptedCluster, phase: str) -> None:
     reached = await bring_to(cluster, phase)
     async with cluster.router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=3)))
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=60)))
         await eventually(reached)
         await read_placements(router, phase)
         with pytest.raises(aio.AioRpcError) as caught:
@@ -109,7 +109,7 @@ async def test_a_client_whose_connection_vanishes_ends_every_leg(cluster: Script
             "/kaveri.v1.InferenceService/Generate",
             request_serializer=inference_pb2.GenerateRequest.SerializeToString,
             response_deserializer=inference_pb2.GenerateResponse.FromString,
-        )(ask(), timeout=10)
+        )(ask(), timeout=60)
         await call.read()
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         await channel.close()
@@ -135,7 +135,7 @@ async def test_the_deadline_travels_to_the_prefill_instance(cluster: ScriptedClu
 
 async def test_cancel_reaches_a_request_that_waits_for_an_instance(tokenizer: ModelTokenizer) -> None:
     async with ScriptedCluster(tokenizer).router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=10)))
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=60)))
         await eventually(lambda: len(router.router.table) == 1)
         assert (await router.stub.Cancel(inference_pb2.CancelRequest(request_id="early"))).found
         (response,) = await collecting
@@ -149,7 +149,7 @@ async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
     cluster.decodes["decode-0"].pause_at = 7
     text = tokenizer.backend.decode(answer(PROMPT, 7))
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="held", stop=(text[-1] + "\x00 never",)), timeout=10)
+        call = router.stub.Generate(ask(request_id="held", stop=(text[-1] + "\x00 never",)), timeout=60)
         responses = [await call.read()]
         await eventually(lambda: len(router.router.table.get("held").answer.token_ids) == 7)
         await router.stub.Cancel(inference_pb2.CancelRequest(request_id="held"))
@@ -160,27 +160,27 @@ async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
 async def test_a_full_router_refuses_with_a_delay_and_takes_again_when_there_is_room(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router(max_requests=1) as router:
-        call = router.stub.Generate(ask(), timeout=10)
+        call = router.stub.Generate(ask(), timeout=60)
         first = await call.read()
         with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=10))
+            await collect(router.stub.Generate(ask(), timeout=60))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "try again in" in (caught.value.details() or "")
         assert any(key == "grpc-status-details-bin" for key, _ in caught.value.trailing_metadata() or ())
         cluster.let_all_go()
         assert tokens_of([first, *await rest_of(call)]) == answer(PROMPT, 20)
         await eventually(lambda: len(router.router.table) == 0)
-        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=10))) == answer(PROMPT, 20)
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
 
 
 async def test_a_request_id_in_flight_is_refused_here_and_at_another_router(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router() as router, cluster.router(instance_id="router-1") as other:
-        call = router.stub.Generate(ask(request_id="mine"), timeout=10)
+        call = router.stub.Generate(ask(request_id="mine"), timeout=60)
         await call.read()
         for stub in (router.stub, other.stub):
             with pytest.raises(aio.AioRpcError) as caught:
-                await collect(stub.Generate(ask(request_id="mine"), timeout=10))
+                await collect(stub.Generate(ask(request_id="mine"), timeout=60))
             assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
         call.cancel()
         await all_legs_are_over(cluster, router)
@@ -189,7 +189,7 @@ async def test_a_request_id_in_flight_is_refused_here_and_at_another_router(clus
 async def test_a_request_id_can_be_used_again_as_soon_as_its_answer_has_ended(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
         for _ in range(10):
-            responses = await collect(router.stub.Generate(ask(request_id="mine", max_tokens=3), timeout=10))
+            responses = await collect(router.stub.Generate(ask(request_id="mine", max_tokens=3), timeout=60))
             assert tokens_of(responses) == answer(PROMPT, 3)
 
 
@@ -198,7 +198,7 @@ async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: Scri
     for decode in cluster.decodes.values():
         decode.pause_at = 7
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="mine"), timeout=10)
+        call = router.stub.Generate(ask(request_id="mine"), timeout=60)
         await eventually(lambda: any(decode.is_paused for decode in cluster.decodes.values()))
         numbers = router.router.placer._numbers
         # As if it had begun a minute ago, with others behind it.
@@ -207,20 +207,20 @@ async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: Scri
         call.cancel()
         await eventually(lambda: len(router.router.table) == 0)
         cluster.let_all_go()
-        await collect(router.stub.Generate(ask(request_id="mine", max_tokens=3), timeout=10))
+        await collect(router.stub.Generate(ask(request_id="mine", max_tokens=3), timeout=60))
         assert sorted(request.attempt for request in cluster.taken()) == [1, 2]
 
 
 async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flight(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router(drain_timeout_s=10) as router:
-        call = router.stub.Generate(ask(), timeout=10)
+        call = router.stub.Generate(ask(), timeout=60)
         first = await call.read()
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
         with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=10))
+            await collect(router.stub.Generate(ask(), timeout=60))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert not draining.done()
         cluster.let_all_go()
@@ -231,16 +231,16 @@ async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flig
 async def test_at_the_end_of_a_drain_clients_get_unavailable_in_every_phase(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router(drain_timeout_s=0.1) as router:
-        decoding = router.stub.Generate(ask(), timeout=10)
+        decoding = router.stub.Generate(ask(), timeout=60)
         await decoding.read()
         for prefill in cluster.prefills.values():
             prefill.hold.add("started")
-        queued = asyncio.create_task(collect(router.stub.Generate(ask(request_id="queued"), timeout=10)))
+        queued = asyncio.create_task(collect(router.stub.Generate(ask(request_id="queued"), timeout=60)))
         await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
         # No instance tells the limits of a request that comes now: it waits before it has an entry.
         for name in ("prefill-0", "prefill-1"):
             await cluster.leave(name)
-        early = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=10)))
+        early = asyncio.create_task(collect(router.stub.Generate(ask(request_id="early"), timeout=60)))
         await eventually(lambda: router.router.table.slot_of("early") is not None)
         started_s = time.monotonic()
         await router.drain()
@@ -294,7 +294,7 @@ async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_e
         text = "".join(map(detokenizer.push, received)) + detokenizer.flush()
         request.params.stop.append(f"{text[-1]} and so on")
         request.received.characters = len(text) - 1
-        reading = asyncio.create_task(rest_of(router.stub.Generate(request, timeout=10)))
+        reading = asyncio.create_task(rest_of(router.stub.Generate(request, timeout=60)))
         await eventually(lambda: len(router.router.table) == 1)
         assert (await router.stub.Cancel(inference_pb2.CancelRequest(request_id="mine"))).found
         (response,) = await reading

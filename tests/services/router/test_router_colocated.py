@@ -41,14 +41,14 @@ def requests_of(cluster: ScriptedCluster) -> dict[str, list[int]]:
 
 async def test_colocated_instances_alone_make_a_model_ready_and_answer(colocated: ScriptedCluster) -> None:
     async with colocated.router() as router:
-        response = await router.stub.GetModel(inference_pb2.GetModelRequest(model=MODEL), timeout=5)
+        response = await router.stub.GetModel(inference_pb2.GetModelRequest(model=MODEL), timeout=60)
         assert response.model.ready
         assert response.model.max_model_len == MAX_MODEL_LEN
-        responses = await collect(router.stub.Generate(ask(), timeout=5))
+        responses = await collect(router.stub.Generate(ask(), timeout=60))
         assert tokens_of(responses) == answer(PROMPT, 20)
         timing = responses[-1].timing
         assert timing.prefill_instance_id == timing.decode_instance_id
-        await collect(router.stub.Generate(ask(max_tokens=1), timeout=5))
+        await collect(router.stub.Generate(ask(max_tokens=1), timeout=60))
 
 
 @pytest.mark.parametrize("step", ["started", "placed", "first_token", "handed_over"])
@@ -57,7 +57,7 @@ async def test_one_that_is_killed_at_any_step_costs_no_token(colocated: Scripted
         prefill.hold.add(step)
         decode.may_step.clear()
     async with colocated.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
-        calls = [router.stub.Generate(ask((300 + number,)), timeout=10) for number in range(4)]
+        calls = [router.stub.Generate(ask((300 + number,)), timeout=60) for number in range(4)]
         held = [prefill for prefill, _ in colocated.colocated.values()]
         await eventually(lambda: sum(prefill.waiting_requests for prefill in held) == 4)
         await colocated.kill("colocated-0")
@@ -72,7 +72,7 @@ async def test_an_abort_reaches_it_before_it_has_said_that_it_decodes(colocated:
     for prefill, _ in colocated.colocated.values():
         prefill.hold.add("placed")
     async with colocated.router() as router:
-        call = router.stub.Generate(ask(request_id="a"), timeout=10)
+        call = router.stub.Generate(ask(request_id="a"), timeout=60)
         await eventually(lambda: any(prefill.waiting_requests for prefill, _ in colocated.colocated.values()))
         call.cancel()
         await eventually(lambda: any(decode.aborted == [("a", 1)] for _, decode in colocated.colocated.values()))
@@ -82,7 +82,7 @@ async def test_an_answer_that_it_gives_up_goes_on_elsewhere(colocated: ScriptedC
     for _, decode in colocated.colocated.values():
         decode.pause_at = 8
     async with colocated.router() as router:
-        call = router.stub.Generate(ask(), timeout=10)
+        call = router.stub.Generate(ask(), timeout=60)
         responses = [await call.read()]
         await eventually(lambda: any(decode.is_paused for _, decode in colocated.colocated.values()))
         (first,) = (decode for _, decode in colocated.colocated.values() if decode.is_paused)
@@ -101,7 +101,7 @@ async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_
     async with colocated.router(placement_policy=PlacementPolicy.RANDOM) as router:
         await eventually(lambda: "prefill-0" in router.router.store.view().instances)
         for number in range(8):
-            assert tokens_of(await collect(router.stub.Generate(ask((300 + number,)), timeout=5)))
+            assert tokens_of(await collect(router.stub.Generate(ask((300 + number,)), timeout=60)))
         assert not prefill.requests
 
 
@@ -110,7 +110,7 @@ async def test_with_no_instance_of_either_kind_requests_are_unavailable(tokenize
     await cluster.add_prefill("prefill-0")
     async with cluster.router(unavailable_after_s=0.2) as router:
         with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=5))
+            await collect(router.stub.Generate(ask(), timeout=60))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "decode" in caught.value.details()
     await cluster.close()

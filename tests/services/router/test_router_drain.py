@@ -58,7 +58,7 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
             prefill.hold.add("started")
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
-        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         if phase == "decoding":
             # Also those that the decode instance has sent must have come.
             await eventually(lambda: any(len(entry.answer.token_ids) == 7 for entry in router.router.table.entries()))
@@ -117,7 +117,7 @@ async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: S
     decode.pause_at = 7
     async with cluster.router() as router, cluster.router(instance_id="router-1"):
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
-        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         await eventually(lambda: decode.is_paused)
         router.router.drain()
         await moved(call)
@@ -132,12 +132,12 @@ async def test_a_single_router_waits_and_sends_clients_away_when_another_one_com
     decode = cluster.decodes["decode-0"]
     decode.pause_at = 7
     async with cluster.router(drain_timeout_s=30) as router:
-        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         await eventually(lambda: decode.is_paused)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
         with pytest.raises(aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(ask(), timeout=10))
+            await collect(router.stub.Generate(ask(), timeout=60))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert not draining.done()
         async with cluster.router(instance_id="router-1") as other:
@@ -154,7 +154,7 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
     decode.pause_at = 7
     async with cluster.router(drain_timeout_s=30) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: len(router.router.peers.addresses()) == len(other.router.peers.addresses()) == 2)
-        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         first = await call.read()
         await eventually(lambda: decode.is_paused)
         began_s = time.monotonic()
@@ -173,7 +173,7 @@ async def test_the_last_router_takes_requests_back_while_it_drains(cluster: Scri
     decode = cluster.decodes["decode-0"]
     decode.pause_at = 7
     async with cluster.router(drain_timeout_s=30) as router:
-        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         first = await call.read()
         await eventually(lambda: decode.is_paused)
         draining = asyncio.create_task(router.drain())
@@ -181,7 +181,7 @@ async def test_the_last_router_takes_requests_back_while_it_drains(cluster: Scri
         again = ask_attachable("sent-away-by-another", session=1)
         again.params.seed = 1
         decode.may_step.set()
-        assert tokens_of(await collect(router.stub.Generate(again, timeout=10))) == answer(PROMPT, 20)
+        assert tokens_of(await collect(router.stub.Generate(again, timeout=60))) == answer(PROMPT, 20)
         await rest_of(call)
         assert first.token_ids
         await draining
@@ -192,7 +192,7 @@ async def test_a_request_that_cannot_re_attach_is_finished(cluster: ScriptedClus
     decode.pause_at = 7
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1"):
         await eventually(lambda: router.router.peers.addresses(includes_own=False))
-        call = router.stub.Generate(ask(), timeout=10)
+        call = router.stub.Generate(ask(), timeout=60)
         first = await call.read()
         await eventually(lambda: decode.is_paused)
         draining = asyncio.create_task(router.drain())
@@ -206,7 +206,7 @@ async def test_at_the_end_of_its_time_a_single_router_leaves_requests_where_they
     decode = cluster.decodes["decode-0"]
     decode.pause_at = 7
     async with cluster.router(drain_timeout_s=0.1) as router:
-        call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
         await eventually(lambda: decode.is_paused)
         draining = asyncio.create_task(router.drain())
         await moved(call)
@@ -224,7 +224,7 @@ async def test_a_request_whose_input_is_checked_meanwhile_is_sent_away_then(
         await eventually(lambda: len(other.router.peers.addresses()) == 2)
         request = ask_attachable("early", session=session)
         request.params.seed = 1
-        call = router.stub.Generate(request, timeout=10)
+        call = router.stub.Generate(request, timeout=60)
         # No instance tells its limits: it waits.
         await eventually(lambda: router.router.table.slot_of("early") is not None)
         draining = asyncio.create_task(router.drain())
@@ -251,7 +251,7 @@ async def test_the_last_router_serves_what_it_has_sent_away_when_the_other_one_d
     async with cluster.router() as router:
         async with cluster.router(instance_id="router-1") as other:
             await eventually(lambda: router.router.peers.addresses(includes_own=False))
-            call = router.stub.Generate(ask_attachable("mine"), timeout=10)
+            call = router.stub.Generate(ask_attachable("mine"), timeout=60)
             await eventually(lambda: decode.is_paused)
             await router.host.drain()
             assert list((await moved(call))[-1].routers) == [other.address]
@@ -260,4 +260,4 @@ async def test_the_last_router_serves_what_it_has_sent_away_when_the_other_one_d
         again = ask_attachable("mine", session=1)
         again.params.seed = 1
         decode.may_step.set()
-        assert tokens_of(await collect(router.stub.Generate(again, timeout=10))) == answer(PROMPT, 20)
+        assert tokens_of(await collect(router.stub.Generate(again, timeout=60))) == answer(PROMPT, 20)

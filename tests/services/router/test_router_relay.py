@@ -27,7 +27,7 @@ from tests.services.router.cluster_script import (
 
 async def test_an_answer_arrives_whole_and_in_order(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
     async with cluster.router() as router:
-        responses = await collect(router.stub.Generate(ask(request_id="mine"), timeout=5))
+        responses = await collect(router.stub.Generate(ask(request_id="mine"), timeout=60))
     assert tokens_of(responses) == answer(PROMPT, 20)
     assert text_of(responses) == tokenizer.backend.decode(tokens_of(responses))
     assert [response.request_id for response in responses] == ["mine"] + [""] * (len(responses) - 1)
@@ -49,7 +49,7 @@ async def test_the_first_token_does_not_wait_for_the_hand_over(cluster: Scripted
     for decode in cluster.decodes.values():
         decode.may_step.clear()
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(), timeout=5)
+        call = router.stub.Generate(ask(), timeout=60)
         first = await call.read()
         assert list(first.token_ids) == answer(PROMPT, 1)
         assert first.request_id
@@ -63,7 +63,7 @@ async def test_tokens_that_decode_sends_before_the_first_token_wait_for_it(clust
         prefill.decode_first = True
         prefill.hold.add("first_token")
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="early"), timeout=5)
+        call = router.stub.Generate(ask(request_id="early"), timeout=60)
         collecting = asyncio.create_task(collect(call))
         await eventually(lambda: router.router.table.get("early") is not None)
         entry = router.router.table.get("early")
@@ -80,7 +80,7 @@ async def test_tokens_sent_twice_are_delivered_once(cluster: ScriptedCluster) ->
     for decode in cluster.decodes.values():
         decode.repeat_tokens = True
     async with cluster.router() as router:
-        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=5))) == answer(PROMPT, 20)
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 7])
@@ -93,7 +93,7 @@ async def test_the_token_that_ends_an_answer_is_among_its_tokens_and_not_in_its_
     for decode in cluster.decodes.values():
         decode.repeat_tokens = repeat_tokens
     async with cluster.router() as router:
-        responses = await collect(router.stub.Generate(ask(logprobs=1), timeout=5))
+        responses = await collect(router.stub.Generate(ask(logprobs=1), timeout=60))
     tokens = answer(PROMPT, stop_at)
     assert tokenizer.backend.decode(tokens) != tokenizer.backend.decode(tokens[:-1]), "the token has no text anyway"
     assert tokens_of(responses) == tokens
@@ -104,7 +104,7 @@ async def test_the_token_that_ends_an_answer_is_among_its_tokens_and_not_in_its_
 
 async def test_an_answer_of_one_token_needs_no_decode_instance(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router:
-        responses = await collect(router.stub.Generate(ask(max_tokens=1), timeout=5))
+        responses = await collect(router.stub.Generate(ask(max_tokens=1), timeout=60))
         assert tokens_of(responses) == answer(PROMPT, 1)
         assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
 
@@ -116,7 +116,7 @@ async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
     for prefill in cluster.prefills.values():
         prefill.hold.add("handed_over")
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(max_tokens=2, request_id="two"), timeout=5)
+        call = router.stub.Generate(ask(max_tokens=2, request_id="two"), timeout=60)
         responses = [await call.read()]
         entry = router.router.table.get("two")
         await eventually(lambda: entry.finish is not None)
@@ -160,7 +160,7 @@ async def test_a_stop_text_over_token_boundaries_ends_the_request_everywhere(
     fifth = tokenizer.backend.decode(answer(PROMPT, 5))
     stop = whole[len(fifth) - 2 : len(fifth) + 2]
     async with cluster.router() as router:
-        call = router.stub.Generate(ask(request_id="stops", max_tokens=400, stop=(stop,)), timeout=5)
+        call = router.stub.Generate(ask(request_id="stops", max_tokens=400, stop=(stop,)), timeout=60)
         responses = await collect(call)
         assert text_of(responses) == whole[: whole.index(stop)]
         assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
@@ -201,7 +201,7 @@ async def test_messages_go_through_the_chat_template(cluster: ScriptedCluster, t
         messages=inference_pb2.Messages(messages=turns), params=sampling_pb2.SamplingParams(max_tokens=1)
     )
     async with cluster.router() as router:
-        await collect(router.stub.Generate(request, timeout=5))
+        await collect(router.stub.Generate(request, timeout=60))
     sent = list(cluster.taken()[0].token_ids)
     rendered = "<|user|>hi there<|end|><|assistant|>"
     assert sent == tokenizer.backend.encode(rendered, add_special_tokens=False).ids
@@ -212,7 +212,7 @@ async def test_unset_parameters_are_filled_in_before_a_request_is_placed(cluster
     for decode in cluster.decodes.values():
         decode.may_step.clear()
     async with cluster.router() as router:
-        call = router.stub.Generate(request, timeout=5)
+        call = router.stub.Generate(request, timeout=60)
         await call.read()
         sent = cluster.taken()[0]
         assert sent.params.max_tokens == MAX_MODEL_LEN - len(sent.token_ids)

@@ -206,7 +206,7 @@ async def test_a_request_cancelled_while_its_holder_is_asked_ends_at_both_instan
     async with begun(cluster) as (router, collecting):
         owner.silent = True
         await eventually(lambda: is_asked(router))
-        response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="one"), timeout=5)
+        response = await router.stub.Cancel(inference_pb2.CancelRequest(request_id="one"), timeout=60)
         assert response.found
         assert tokens_of(await collecting) == answer(PROMPT, 10)
         await eventually(lambda: ("one", 1) in owner.aborted and ("one", 2) in holder.aborted)

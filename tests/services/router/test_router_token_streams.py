@@ -70,7 +70,7 @@ async def test_tokens_that_overtake_the_placement_on_their_instance_cost_no_atte
         prefill.hold.add("placed")
     cluster.place_on = "decode-1"
     async with cluster.router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=10)))
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="moved"), timeout=60)))
         await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
         # Decode has the KV, and draws the whole answer before the router reads that the request was placed there.
         (request,) = cluster.taken()
@@ -96,7 +96,7 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
             raise ZeroDivisionError("planted")
 
         with structlog.testing.capture_logs() as entries:
-            call = router.stub.Generate(ask(), timeout=10)
+            call = router.stub.Generate(ask(), timeout=60)
             responses = [await call.read()]
             await eventually(lambda: cluster.decodes["decode-0"].is_paused)
             router.router.feeds._relayed = breaks_once
@@ -107,7 +107,7 @@ async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_aga
         (entry,) = [entry for entry in entries if entry["event"] == "token_stream_failed"]
         assert (entry["decode_instance_id"], entry["exc_info"]) == ("decode-0", True)
         cluster.place_on = "decode-0"
-        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=10))) == answer(PROMPT, 20)
+        assert tokens_of(await collect(router.stub.Generate(ask(), timeout=60))) == answer(PROMPT, 20)
 
 
 async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost_at_once(
@@ -118,7 +118,7 @@ async def test_a_placement_that_names_a_former_life_of_a_decode_instance_is_lost
     for prefill in cluster.prefills.values():
         prefill.hold.add("placed")
     async with cluster.router() as router:
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=10)))
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=60)))
         await eventually(lambda: any(prefill.waiting_requests for prefill in cluster.prefills.values()))
         await cluster.kill("decode-0")
         again = await cluster.add_decode("decode-0")
@@ -137,7 +137,7 @@ async def test_an_instance_that_no_view_ever_names_is_forgotten_with_its_last_re
         prefill.placed_in_vain = "decode-9"
     cluster.place_on = "decode-1"
     async with cluster.router() as router:
-        responses = await collect(router.stub.Generate(ask(), timeout=10))
+        responses = await collect(router.stub.Generate(ask(), timeout=60))
         assert tokens_of(responses) == answer(PROMPT, 20)
         await eventually(lambda: "decode-9" not in router.router.feeds._subscriptions)
 
@@ -150,7 +150,7 @@ async def test_a_placement_is_lost_when_the_view_then_names_another_life(
     async with cluster.router() as router:
         await eventually(lambda: "decode-0" not in router.router.store.view().instances)
         cluster.place_on = "decode-0"
-        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="lives"), timeout=10)))
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(request_id="lives"), timeout=60)))
         # Placed on a life that the view does not name any more.
         feeds = router.router.feeds
         await eventually(lambda: "decode-0" in feeds._subscriptions and bool(feeds._subscriptions["decode-0"].ties))
@@ -165,7 +165,7 @@ async def test_an_attempt_that_begins_after_its_abort_is_aborted_again(
 ) -> None:
     monkeypatch.setattr(token_feeds, "_ABORT_AGAIN_S", 0.05)
     async with cluster.router() as router:
-        await collect(router.stub.Generate(ask(request_id="late"), timeout=10))
+        await collect(router.stub.Generate(ask(request_id="late"), timeout=60))
         late = cluster.taken()[0]
         late.params.max_tokens = 10**9
         decode = cluster.decodes["decode-0"]
