@@ -10,7 +10,20 @@ from kaveri.config.services import settings_types
 from kaveri.config.settings import read_settings
 from kaveri.predictor.__main__ import app as predictor_app
 
-_COMMANDS = ("up", "status", "generate", "chat", "bench", "health", "config", "config show", "predictor")
+_COMMANDS = (
+    "up",
+    "status",
+    "generate",
+    "chat",
+    "bench",
+    "health",
+    "config",
+    "config show",
+    "predictor",
+    "simulate",
+    "key new",
+    "plan pipeline",
+)
 _STEPS = ("label", "train", "evaluate")
 
 
@@ -36,8 +49,8 @@ def test_every_command_has_the_same_style_of_help(command: str, capsys: pytest.C
     flags = re.findall(r"^  (--\S+)(.*)$", options, re.MULTILINE)
     assert flags
     for flag, rest in flags:
-        # <value>, then its help; a switch has none.
-        assert re.match(r"( <[^>]+>|$| {2,}\S)", rest), flag
+        # Perhaps a second name; <value>, then its help; a switch has none.
+        assert re.match(r"( --\S+)?( <[^>]+>|$| {2,}\S)", rest), flag
     assert "\x1b" not in shown
     assert not set("╭│╰") & set(shown)
     assert max(map(len, shown.splitlines())) <= 80
