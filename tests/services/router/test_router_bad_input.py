@@ -93,7 +93,9 @@ async def test_an_unknown_model_is_not_found(cluster: ScriptedCluster) -> None:
 async def test_the_longest_request_that_fits_is_taken(cluster: ScriptedCluster) -> None:
     prompt = (300,) * (MAX_MODEL_LEN - 1)
     async with cluster.router() as router:
-        assert tokens_of(await collect(router.stub.Generate(ask(prompt, max_tokens=1), timeout=60))) == answer(prompt, 1)
+        assert tokens_of(await collect(router.stub.Generate(ask(prompt, max_tokens=1), timeout=60))) == answer(
+            prompt, 1
+        )
 
 
 async def test_a_message_over_the_size_limit_disturbs_nothing_else(cluster: ScriptedCluster) -> None:
