@@ -36,6 +36,7 @@ from kaveri.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kaveri.security.tls_files import TlsFiles
 
 __all__ = [
     "AsyncClient",
@@ -61,6 +62,7 @@ __all__ = [
     "ServerTiming",
     "Stream",
     "Timing",
+    "TlsFiles",
     "Unauthenticated",
     "Unavailable",
     "Usage",

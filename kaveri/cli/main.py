@@ -12,6 +12,7 @@ from kaveri.cli.drain import drain, undrain
 from kaveri.cli.generate import generate
 from kaveri.cli.health import health
 from kaveri.cli.key import key_app
+from kaveri.cli.options import speaks_tls
 from kaveri.cli.plan import plan_app
 from kaveri.cli.predictor import predictor_app
 from kaveri.cli.profile import profile
@@ -53,14 +54,14 @@ def _global_options(
 
 
 app.command(context_settings=PASS_ON, epilog=FLAGS_HELP)(up)
-app.command()(status)
-app.command()(drain)
-app.command()(undrain)
-app.command()(generate)
-app.command()(chat)
-app.command()(bench)
+app.command()(speaks_tls(status))
+app.command()(speaks_tls(drain))
+app.command()(speaks_tls(undrain))
+app.command()(speaks_tls(generate))
+app.command()(speaks_tls(chat))
+app.command()(speaks_tls(bench))
 app.command()(simulate)
-app.command()(health)
+app.command()(speaks_tls(health))
 app.command(context_settings=PASS_ON, add_help_option=False)(profile)
 app.add_typer(plan_app, name="plan")
 app.add_typer(predictor_app, name="predictor")

@@ -1,6 +1,9 @@
 """Flags that several commands share."""
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -21,3 +24,41 @@ TimeoutS = Annotated[float, typer.Option(help="Seconds until the request is give
 def targets_of(text: str) -> tuple[str, ...]:
     """The routers that --target names. What is no address, the client refuses."""
     return tuple(part.strip() for part in text.split(","))
+
+
+_TLS = {
+    "tls_cert": "PEM file of the certificate to show to services that speak TLS.",
+    "tls_key": "PEM file of its key, unencrypted.",
+    "tls_ca": "PEM file of the authority that the services' certificates are of.",
+    "tls_name": "DNS name in the services' certificates. Unset: kaveri.",
+}
+
+
+def speaks_tls(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command with --tls-cert, --tls-key, --tls-ca and --tls-name for whatever it connects to."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **given: Any) -> None:
+        words = {name: given.pop(name) for name in _TLS}
+        if any(words.values()):
+            from kaveri.rpc.tls import RpcTls, use_tls
+            from kaveri.security.settings import DEFAULT_NAME, tls_files
+
+            name = words["tls_name"] or DEFAULT_NAME
+            files = tls_files(words["tls_cert"], words["tls_key"], words["tls_ca"], name)
+            use_tls(None if files is None else RpcTls(files))
+        command(*args, **given)
+
+    signature = inspect.signature(command)
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default="",
+            annotation=Annotated[str, typer.Option(help=text, envvar=f"KAVERI_{name.upper()}")],
+        )
+        for name, text in _TLS.items()
+    ]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {**command.__annotations__, **{each.name: each.annotation for each in added}}
+    return run

@@ -33,6 +33,7 @@ from kaveri.models import KAVERI_TINY, bundled_predictor
 if TYPE_CHECKING:
     from kaveri.local.config import StackConfig
     from kaveri.local.service_flags import ServiceFlags
+    from kaveri.security.tls_files import TlsFiles
 
 _GATEWAY_PACKAGES = ("starlette", "uvicorn", "httptools")
 _GATEWAY_PORT = 8000
@@ -141,6 +142,7 @@ def up(
     from kaveri.local.config import StackConfig
     from kaveri.local.service_flags import read_service_flags
     from kaveri.rpc.process import cluster_name_text
+    from kaveri.rpc.tls import RpcTls, use_tls
 
     if colocated and (prefill is not None or decode is not None):
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
@@ -163,7 +165,9 @@ def up(
     running = [role for role, count in counts.items() if count]
     own_flags = [option for parameter in context.command.params for option in parameter.opts]
     flags = read_service_flags(context.args, running, own_flags)
-    engine = _check_settings(flags, running, config)
+    engine, tls = _check_settings(flags, running, config)
+    if tls is not None:
+        use_tls(RpcTls(tls))
     stack = StackConfig(
         model=model,
         gateway_count=gateway_count,
@@ -226,12 +230,17 @@ def _redis_url(context: typer.Context, url: str, file: str) -> str:
     return found.text if found is not None else ""
 
 
-def _check_settings(flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str) -> str:
-    """The engine that the instances will have. Raises ConfigError for what a service would refuse at its start."""
+def _check_settings(
+    flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str
+) -> "tuple[str, TlsFiles | None]":
+    """The engine that the instances will have, and the certificates that services show.
+
+    Raises ConfigError for what a service would refuse at its start.
+    """
     from kaveri.config.services import setting_sections, settings_types
     from kaveri.local.service_flags import roles_of
 
-    engine = ""
+    engine, tls = "", None
     for role in running:
         shared = [
             text for name, value in flags.shared.items() if role in roles_of(name) for text in (flag_of(name), value)
@@ -246,7 +255,8 @@ def _check_settings(flags: "ServiceFlags", running: Sequence[ServiceKind], confi
             field = error.field
             raise ConfigError(f"--{role}.{field[2:]}" if field in own else field, error.reason) from error
         engine = getattr(read.config, "engine", engine)
-    return engine
+        tls = read.config.tls
+    return engine, tls
 
 
 def _predictor_of(model: str, engine: str) -> str:

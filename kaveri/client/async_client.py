@@ -22,6 +22,7 @@ from kaveri.client.routers import Routers, make_routers
 from kaveri.client.sessions import Sessions
 from kaveri.client.targets import check_targets
 from kaveri.domain.sampling import SamplingParams
+from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -42,18 +43,23 @@ class AsyncClient:
     """
 
     def __init__(
-        self, target: str | Sequence[str] = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S
+        self,
+        target: str | Sequence[str] = DEFAULT_TARGET,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        tls: TlsFiles | None = None,
     ) -> None:
         """target: a router's "host:port", or several, at most 64. timeout_s: the default deadline of calls; None: no
-        limit.
+        limit. tls: what to show to routers that ask for certificates, read again when the files change; None: no TLS.
 
-        Connects at the first call, and can only be used in that call's event loop from then on. Raises InvalidArgument.
+        Connects at the first call, and can only be used in that call's event loop from then on. Raises InvalidArgument,
+        and ConfigError for files that cannot be used.
         A process forked after a client has connected cannot use any client; calls raise RuntimeError.
         """
         check_timeout(timeout_s)
         self._given = check_targets(target)
         self._timeout_s = timeout_s
-        self._routers = make_routers(self._given)
+        self._routers = make_routers(self._given, tls)
         self._streams: weakref.WeakValueDictionary[str, AsyncStream] = weakref.WeakValueDictionary()
         """Requests of this client by their id, as long as the caller keeps their streams."""
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -14,6 +14,8 @@ from kaveri.client.targets import Targets
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestCancelled, Unavailable
 from kaveri.rpc.liveness import BEAT_TIMEOUT_S, Liveness
 from kaveri.rpc.server import open_channel
+from kaveri.rpc.tls import RpcTls
+from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of, is_answer
 
@@ -136,8 +138,10 @@ class RouterCall(Generic[ResponseT]):
 class Routers:
     """Owns the channels, for one event loop; they are connected when first used."""
 
-    def __init__(self, targets: Targets) -> None:
+    def __init__(self, targets: Targets, tls: RpcTls | None = None) -> None:
+        """tls: None: what the process uses."""
         self.targets = targets
+        self._tls = tls
         self._channels: dict[str, aio.Channel] = {}
         self._stubs: dict[str, inference_pb2_grpc.InferenceServiceAsyncStub] = {}
         self._closing: dict[asyncio.Task[None], None] = {}
@@ -204,7 +208,7 @@ class Routers:
     def _stub(self, target: str) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
         stub = self._stubs.get(target)
         if stub is None:
-            channel = self._channels[target] = open_channel(target)
+            channel = self._channels[target] = open_channel(target, self._tls)
             note_connected()
             stub = self._stubs[target] = inference_pb2_grpc.InferenceServiceStub(channel)
         return stub
@@ -223,9 +227,9 @@ class Routers:
         await self._stub(target).Beat(inference_pb2.BeatRequest(), timeout=BEAT_TIMEOUT_S)
 
 
-def make_routers(given: tuple[str, ...]) -> Routers:
-    """The routers of a client that was given these targets."""
-    return Routers(Targets(given, random.Random()))
+def make_routers(given: tuple[str, ...], tls: TlsFiles | None = None) -> Routers:
+    """The routers of a client that was given these targets. Raises ConfigError."""
+    return Routers(Targets(given, random.Random()), None if tls is None else RpcTls(tls, "tls."))
 
 
 def _is_failure(error: KaveriError, *, answered: bool) -> bool:

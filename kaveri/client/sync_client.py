@@ -13,6 +13,7 @@ from kaveri.client.forks import check_not_forked
 from kaveri.client.loop_thread import LoopThread
 from kaveri.client.request import MessageLike
 from kaveri.domain.sampling import SamplingParams
+from kaveri.security.tls_files import TlsFiles
 
 ResultT = TypeVar("ResultT")
 
@@ -25,11 +26,15 @@ class Client:
     """
 
     def __init__(
-        self, target: str | Sequence[str] = DEFAULT_TARGET, *, timeout_s: float | None = DEFAULT_TIMEOUT_S
+        self,
+        target: str | Sequence[str] = DEFAULT_TARGET,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        tls: TlsFiles | None = None,
     ) -> None:
         """As AsyncClient. Starts the background thread, which ends with close()."""
         check_not_forked()
-        self._async_client = AsyncClient(target, timeout_s=timeout_s)
+        self._async_client = AsyncClient(target, timeout_s=timeout_s, tls=tls)
         self._process_id = os.getpid()
         self._loop_thread = LoopThread("kaveri-client")
         # Also at garbage collection and at the interpreter's exit.
@@ -106,6 +111,21 @@ class Client:
     def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
         """Returns one model. Raises ModelNotFound."""
         return self._wait(self._async_client.get_model(name, timeout_s=timeout_s))
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """Returns the token ids that generate() would make of a text or of messages."""
+        return self._wait(self._async_client.tokenize(prompt, messages=messages, model=model, timeout_s=timeout_s))
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None, timeout_s: float | None = None) -> str:
+        """Returns the text of token ids, special tokens included."""
+        return self._wait(self._async_client.detokenize(token_ids, model=model, timeout_s=timeout_s))
 
     def close(self) -> None:
         """Cancels requests in flight, disconnects and ends the thread. Idempotent."""

@@ -14,9 +14,10 @@ from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.receiver import CREDIT_BYTES, ReceiverOptions
 from kaveri.kv.transports import TLS, TRANSPORT_NAMES, transport_names
 from kaveri.kv.transports.link_speed import link_text
-from kaveri.kv.transports.tls import TlsFiles
 from kaveri.latency.profile import Profile, read_profile
 from kaveri.models import KAVERI_TINY
+from kaveri.security.settings import tls_files
+from kaveri.security.tls_files import TlsFiles
 
 DEFAULT_CHUNK_TOKENS = 512
 """What TetriInfer (arXiv 2401.11181, section 3.3.3) measured for OPT-13B on its accelerator; a guess anywhere else."""
@@ -146,9 +147,11 @@ class EngineSettings(MadeUpSettings):
         TRANSPORT_NAMES,
         transport_names,
     )
-    kv_tls_cert: str = setting("transport tls: PEM file of this instance's certificate, shown to its peers", "")
-    kv_tls_key: str = setting("transport tls: PEM file of its key, unencrypted", "")
-    kv_tls_ca: str = setting("transport tls: PEM file of the authority that all peers' certificates are of", "")
+    kv_tls_cert: str = setting(
+        "transport tls: instead of --tls-cert; then every certificate of --kv-tls-ca is good", ""
+    )
+    kv_tls_key: str = setting("transport tls: its key, instead of --tls-key", "")
+    kv_tls_ca: str = setting("transport tls: the authority, instead of --tls-ca", "")
     kv_host: str = setting("address on which pushed KV is taken; empty: the value of --host", "")
     kv_port: int = setting("port on which pushed KV is taken; 0: a free one", 0, least=0, most=MAX_PORT)
     kv_credit_bytes: int = setting(
@@ -198,14 +201,8 @@ class EngineSettings(MadeUpSettings):
     @property
     def kv_tls(self) -> TlsFiles | None:
         """None where no file is given. Raises ConfigError when one is missing, or they would change nothing."""
-        paths = {"kv_tls_cert": self.kv_tls_cert, "kv_tls_key": self.kv_tls_key, "kv_tls_ca": self.kv_tls_ca}
-        given = [name for name, path in paths.items() if path]
-        if not given:
-            return None
-        for name, path in paths.items():
-            if not path:
-                raise ConfigError(name, f"is not given, but {' and '.join(given)}: TLS takes all three")
-        if TLS not in self.kv_transports:
+        files = tls_files(self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca, "", "kv_tls_")
+        if files is not None and TLS not in self.kv_transports:
             transports = ",".join(self.kv_transports)
-            raise ConfigError(given[0], f"would change nothing: tls is not in kv_transports, {transports}")
-        return TlsFiles(*paths.values())
+            raise ConfigError("kv_tls_cert", f"would change nothing: tls is not in kv_transports, {transports}")
+        return files

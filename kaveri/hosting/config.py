@@ -13,8 +13,10 @@ from kaveri.engine.factory import (
 )
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
+from kaveri.kv.transports import TLS
 from kaveri.policy.placement import HeavyThresholds
 from kaveri.rpc.process import ALL_ADDRESSES, ServiceConfig
+from kaveri.security.tls_files import TlsFiles
 
 _FLAG_OF_SETTING = {"kv_advertise_host": "advertise_host"}
 
@@ -61,6 +63,10 @@ class InstanceConfig(EngineSettings, ServiceConfig):
     def heavy_thresholds(self) -> HeavyThresholds:
         """What counts as heavy, here and in the loads of decode instances; all instances should agree."""
         return HeavyThresholds(self.heavy_output_tokens, self.heavy_prompt_tokens)
+
+    @property
+    def kv_tls(self) -> TlsFiles | None:
+        return super().kv_tls or (self.tls if TLS in self.kv_transports else None)
 
     @property
     def kv_listen_host(self) -> str:

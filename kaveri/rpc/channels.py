@@ -10,6 +10,7 @@ import grpc
 from grpc import aio
 
 from kaveri.rpc.server import open_channel
+from kaveri.rpc.tls import process_tls
 
 StubT = TypeVar("StubT")
 
@@ -17,6 +18,8 @@ StubT = TypeVar("StubT")
 @dataclass(eq=False, slots=True)
 class _Peer:
     channel: aio.Channel
+    generation: int
+    """Of the certificates with which it was opened."""
     stubs: dict[Callable[[aio.Channel], Any], Any] = field(default_factory=dict)
     """By their class."""
     call_count: int = 0
@@ -28,6 +31,8 @@ class Channels:
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
+        self._closing: dict[asyncio.Task[None], None] = {}
+        """Channels that were replaced."""
 
     def stub(self, make: Callable[[aio.Channel], StubT], address: str) -> StubT:
         """The stub of a service at "host:port": `make` is the stub's class. retain() ends its calls."""
@@ -55,6 +60,7 @@ class Channels:
     async def close(self) -> None:
         """Closes every channel."""
         await self._close(list(self._peers))
+        await asyncio.gather(*self._closing)
 
     async def _close(self, addresses: Collection[str]) -> None:
         closing = [self._peers.pop(address).channel for address in addresses]
@@ -62,12 +68,30 @@ class Channels:
 
     def _peer(self, address: str) -> _Peer:
         peer = self._peers.get(address)
+        if peer is not None and self._is_outdated(peer):
+            del self._peers[address]
+            closing = asyncio.create_task(peer.channel.close(), name="close of a channel")
+            self._closing[closing] = None
+            closing.add_done_callback(self._closing.pop)
+            peer = None
         if peer is None:
-            peer = self._peers[address] = _Peer(open_channel(address))
+            peer = self._peers[address] = _Peer(open_channel(address), _generation())
         return peer
+
+    def _is_outdated(self, peer: _Peer) -> bool:
+        """Whether it would connect again with certificates that have been replaced. While it is connected it may
+        stay."""
+        if peer.call_count or peer.generation == _generation():
+            return False
+        return peer.channel.get_state() is not grpc.ChannelConnectivity.READY
 
     def _stub(self, peer: _Peer, make: Callable[[aio.Channel], StubT]) -> StubT:
         stub: StubT | None = peer.stubs.get(make)
         if stub is None:
             stub = peer.stubs[make] = make(peer.channel)
         return stub
+
+
+def _generation() -> int:
+    tls = process_tls()
+    return 0 if tls is None else tls.generation

@@ -20,6 +20,8 @@ from kaveri.config.settings import MAX_PORT, name_text, present, read_settings, 
 from kaveri.config.sources import SERVICE_LINKS_ADVICE
 from kaveri.errors import ConfigError
 from kaveri.rpc.server import check_address
+from kaveri.rpc.tls import RpcTls, use_tls
+from kaveri.security.settings import TlsSettings
 from kaveri.telemetry.logs import configure_logs, get_logger
 from kaveri.telemetry.metrics import serve_metrics
 from kaveri.telemetry.readiness import is_ready
@@ -39,7 +41,7 @@ def cluster_name_text(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceConfig:
+class ServiceConfig(TlsSettings):
     """Settings that all services share."""
 
     instance_id: str = setting(
@@ -159,6 +161,8 @@ def _config_error_in(group: BaseExceptionGroup[BaseException]) -> ConfigError | 
 async def _serve_until_stopped(config: ConfigT, serve: Callable[[ConfigT, asyncio.Event], Awaitable[int]]) -> int:
     # Before anything is loaded, which takes seconds or minutes.
     check_address(config.host, config.port)
+    if config.tls is not None:
+        use_tls(RpcTls(config.tls))
     async with serve_metrics(config.host, config.metrics_port, is_ready):
         return await _serve(config, serve)
 

@@ -10,6 +10,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kaveri.errors import ConfigError
+from kaveri.rpc.tls import RpcTls, process_tls
 from kaveri.telemetry.readiness import set_ready
 
 MAX_MESSAGE_BYTES = 4 * 2**20
@@ -42,11 +43,14 @@ class RpcServer:
     """A gRPC server with grpc.health.v1 and reflection. NOT_SERVING until ready(), and from drain() until ready()."""
 
     def __init__(self, host: str, port: int, service_names: Sequence[str]) -> None:
-        """service_names: full names, "kaveri.v1.DecodeService". port 0 takes a free one."""
+        """service_names: full names, "kaveri.v1.DecodeService". port 0 takes a free one. Speaks TLS where the
+        process does, see use_tls()."""
         self._host = host
         self._port = port
         self._names = (*service_names, "")
-        self._server = aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", 0)))
+        self._tls = process_tls()
+        interceptors = () if self._tls is None else self._tls.interceptors()
+        self._server = aio.server(interceptors=interceptors, options=(*_OPTIONS, ("grpc.so_reuseport", 0)))
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflected = (
@@ -69,7 +73,11 @@ class RpcServer:
         # Asked of a plain socket first: gRPC says less in its error, and prints a line of its own.
         check_address(self._host, self._port)
         try:
-            self.port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+            address = f"{self._host}:{self._port}"
+            if self._tls is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as error:
             raise ConfigError("--port", f"cannot listen on {self._host}:{self._port}: {error}") from error
         await self._server.start()
@@ -92,9 +100,13 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
-def open_channel(address: str) -> aio.Channel:
-    """A channel to "host:port" with Kaveri's limits and keep-alive. Connects when first used."""
-    return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def open_channel(address: str, tls: RpcTls | None = None) -> aio.Channel:
+    """A channel to "host:port" with Kaveri's limits and keep-alive. Connects when first used. tls: None: what the
+    process uses, see use_tls()."""
+    tls = tls or process_tls()
+    if tls is None:
+        return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return tls.open_channel(address, _CHANNEL_OPTIONS)
 
 
 async def check_health(address: str, timeout_s: float) -> bool:

@@ -1,1 +1,1 @@
-"""Who may ask: API keys with their limits."""
+"""Who may ask, and who is asked: API keys with their limits, and the files of TLS."""

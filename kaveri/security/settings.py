@@ -1,8 +1,12 @@
-"""Settings of ports that strangers may reach."""
+"""Settings of who may ask, and of what is shown to those who are asked."""
 
 from dataclasses import dataclass
 
-from kaveri.config.settings import setting
+from kaveri.config.settings import present, setting
+from kaveri.errors import ConfigError
+from kaveri.security.tls_files import TlsFiles
+
+DEFAULT_NAME = "kaveri"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,3 +16,35 @@ class KeySettings:
     keys_file: str = setting(
         "file of API keys, made by `kaveri key new`, read again when it changes; empty: no key is asked for", ""
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsSettings:
+    """Settings of everything that speaks gRPC within a cluster."""
+
+    tls_cert: str = setting(
+        "PEM file of this process's certificate, shown to all peers on gRPC and on KV's transport tls; empty: no TLS",
+        "",
+    )
+    tls_key: str = setting("PEM file of its key, unencrypted", "")
+    tls_ca: str = setting("PEM file of the authority that all peers' certificates are of", "")
+    tls_name: str = setting(
+        "DNS name in the certificates of all peers, by which both ends know the cluster", DEFAULT_NAME, present
+    )
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """None where no file is given. Raises ConfigError when one is missing."""
+        return tls_files(self.tls_cert, self.tls_key, self.tls_ca, self.tls_name)
+
+
+def tls_files(certificate: str, key: str, authority: str, name: str, prefix: str = "--tls-") -> TlsFiles | None:
+    """The files that three settings name; None where none does. Raises ConfigError, naming the one that is missing."""
+    paths = {f"{prefix}cert": certificate, f"{prefix}key": key, f"{prefix}ca": authority}
+    given = [flag for flag, path in paths.items() if path]
+    if not given:
+        return None
+    for flag, path in paths.items():
+        if not path:
+            raise ConfigError(flag, f"is not given, but {' and '.join(given)}: TLS takes all three")
+    return TlsFiles(certificate, key, authority, name)

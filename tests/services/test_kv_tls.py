@@ -10,7 +10,7 @@ import pytest
 from kaveri.config.settings import parse_config
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
-from kaveri.kv.transports.tls import TlsFiles
+from kaveri.security.tls_files import TlsFiles
 from services.instance.config import DecodeConfig, PrefillConfig
 from tests.support.certificates import Authority
 

@@ -4,7 +4,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from kaveri.kv.transports.tls import TlsFiles, TlsTransport
+from kaveri.kv.transports.tls import TlsTransport
+from kaveri.security.settings import DEFAULT_NAME
+from kaveri.security.tls_files import TlsFiles
 
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 FILES_VARIABLE = "KAVERI_TESTING_TLS"
@@ -20,13 +22,16 @@ class Authority:
         self._key = folder / f"{name}.key"
         _openssl("req", "-x509", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", self._key, "-out", self.certificate)
 
-    def certify(self, name: str, days: int = 1) -> TlsFiles:
-        """A key and its certificate. days: negative ones have passed when it is made."""
+    def certify(self, name: str, days: int = 1, dns: str = DEFAULT_NAME) -> TlsFiles:
+        """A key and its certificate. days: negative ones have passed when it is made. dns: the cluster's name in it."""
         certificate, key, request = (self._folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
         _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", key, "-out", request)
+        extensions = self._folder / f"{name}.ext"
+        extensions.write_text(f"subjectAltName=DNS:{dns}\n")
         signed_by = ("-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial")
-        _openssl("x509", "-req", "-in", request, *signed_by, "-days", str(days), "-out", certificate)
-        return TlsFiles(str(certificate), str(key), str(self.certificate))
+        made_of = ("-in", request, "-days", str(days), "-extfile", extensions)
+        _openssl("x509", "-req", *made_of, *signed_by, "-out", certificate)
+        return TlsFiles(str(certificate), str(key), str(self.certificate), dns)
 
 
 def tls_transport() -> TlsTransport:

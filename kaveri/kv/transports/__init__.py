@@ -13,7 +13,8 @@ from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.kv.transports.nixl import NixlTransport
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
-from kaveri.kv.transports.tls import TlsFiles, TlsTransport
+from kaveri.kv.transports.tls import TlsTransport
+from kaveri.security.tls_files import TlsFiles
 
 TRANSPORT_NAMES = ("shm", "unix", "tcp")
 """Fastest first: the order in which a sender prefers them."""
@@ -56,7 +57,7 @@ def tcp_transport(advertise_host: str | None = None) -> SocketTransport:
 def tls_transport(files: TlsFiles | None, advertise_host: str | None = None) -> TlsTransport:
     """TCP, encrypted. advertise_host: see tcp_transport. Raises ConfigError without files, or with bad ones."""
     if files is None:
-        raise ConfigError("kv_transports", "tls needs kv_tls_cert, kv_tls_key and kv_tls_ca")
+        raise ConfigError("kv_transports", "tls needs kv_tls_cert, kv_tls_key and kv_tls_ca, or the same of --tls-*")
     return TlsTransport(files, advertise_host=advertise_host)
 
 

@@ -1,33 +1,22 @@
 """The socket transport over tcp, encrypted, for those alone who show a certificate of the same authority: "tls".
 
-Any process with such a certificate may push and be pushed to: the authority should certify only these instances. Names
-in it are not compared with addresses, which change with every instance.
+Any process with such a certificate may push and be pushed to, if it also carries the cluster's name where one is given.
+New connections use the files as they are then.
 
 A connection keeps the keys of its handshake: Python's ssl cannot renew them. RFC 8446, section 5.5, advises to after
 2**24.5 records of AES-GCM, which are 360 GiB here.
 """
 
+import contextlib
 import socket
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.kv.transports.stream import ByteStream
 from kaveri.kv.transports.tls_stream import TlsStream
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """What an end shows, and what it asks of the other; PEM. Read once."""
-
-    certificate: str
-    """With those between it and the authority, its own first."""
-    key: str
-    """Not encrypted."""
-    authority: str
-    """Certificates of those whose certificates are good."""
+from kaveri.security.tls_files import TlsFiles, WatchedTlsFiles
 
 
 class TlsTransport(SocketTransport):
@@ -51,40 +40,31 @@ class TlsTransport(SocketTransport):
             connection_limit=connection_limit,
         )
         self.name = self.label = "tls"
-        self._connecting = _context(ssl.PROTOCOL_TLS_CLIENT, files)
-        self._accepting = _context(ssl.PROTOCOL_TLS_SERVER, files)
-        # For resuming sessions, which is not used.
-        self._accepting.num_tickets = 0
+        self._peer_name = files.name
+        self._files = WatchedTlsFiles(files, "kv_tls_")
+        self._contexts = self._make_contexts()
 
     def _make_stream(self, connected: socket.socket, progress_timeout_s: float, *, is_accepted: bool) -> ByteStream:
-        context = self._accepting if is_accepted else self._connecting
-        return TlsStream(connected, progress_timeout_s, context, is_server=is_accepted)
+        if self._files.now().generation != self._contexts.generation:
+            # Those of a moment between two changes cannot be used; the former ones can.
+            with contextlib.suppress(ConfigError):
+                self._contexts = self._make_contexts()
+        contexts = self._contexts
+        context = contexts.accepting if is_accepted else contexts.connecting
+        return TlsStream(connected, progress_timeout_s, context, is_server=is_accepted, peer_name=self._peer_name)
+
+    def _make_contexts(self) -> "_Contexts":
+        generation = self._files.now().generation
+        accepting = self._files.make_context(ssl.PROTOCOL_TLS_SERVER)
+        # For resuming sessions, which is not used.
+        accepting.num_tickets = 0
+        return _Contexts(generation, self._files.make_context(ssl.PROTOCOL_TLS_CLIENT), accepting)
 
 
-def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    for setting, path in (
-        ("kv_tls_cert", files.certificate),
-        ("kv_tls_key", files.key),
-        ("kv_tls_ca", files.authority),
-    ):
-        try:
-            Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(setting, f"cannot read {path}: {error.strerror}") from error
-    try:
-        context.load_verify_locations(files.authority)
-    except ssl.SSLError as error:
-        raise ConfigError("kv_tls_ca", f"{files.authority} holds no certificate") from error
-    try:
-        # OpenSSL would prompt for a password on the terminal.
-        context.load_cert_chain(files.certificate, files.key, password=lambda: "")
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError("kv_tls_key", f"{files.key} is not the key of {files.certificate}") from error
-        reason = f"{files.certificate} and {files.key} are not a certificate and its key, unencrypted, in PEM"
-        raise ConfigError("kv_tls_cert", reason) from error
-    return context
+@dataclass(frozen=True, slots=True)
+class _Contexts:
+    """Of one generation of the files."""
+
+    generation: int
+    connecting: ssl.SSLContext
+    accepting: ssl.SSLContext

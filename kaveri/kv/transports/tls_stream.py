@@ -15,6 +15,7 @@ from typing import cast
 
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports.stream import ByteStream, never
+from kaveri.security.tls_files import is_named
 
 _PIECE_BYTES = 1 << 18
 """What is encrypted, and what is taken off the socket, at a time: it stays in the second-level cache."""
@@ -31,9 +32,17 @@ class TlsStream(ByteStream):
     """
 
     def __init__(
-        self, connected: socket.socket, progress_timeout_s: float, context: ssl.SSLContext, *, is_server: bool
+        self,
+        connected: socket.socket,
+        progress_timeout_s: float,
+        context: ssl.SSLContext,
+        *,
+        is_server: bool,
+        peer_name: str = "",
     ) -> None:
+        """peer_name: a DNS name that the peer's certificate must carry; empty: any."""
         super().__init__(connected, progress_timeout_s)
+        self._peer_name = peer_name
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
         # OpenSSL's object, with its memory, is for one thread at a time. It never waits.
@@ -59,6 +68,9 @@ class TlsStream(ByteStream):
                 self._refuse()
                 raise LinkLost(f"tls protocol: {_reason(error)}") from error
             else:
+                if self._peer_name and not is_named(self._tls.getpeercert(), self._peer_name):
+                    self._refuse()
+                    raise LinkLost(f"tls protocol: the peer's certificate does not carry the name {self._peer_name}")
                 super().send([memoryview(self._outgoing.read())])
                 return
 

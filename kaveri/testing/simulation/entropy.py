@@ -78,7 +78,7 @@ def _stand_ins(loop: SimulatedLoop, network: Network, rng: random.Random) -> dic
         (uuid.uuid4, lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
         (_real_random, SeededRandom),
         (kaveri.rpc.server.RpcServer, Server),
-        (kaveri.rpc.server.open_channel, lambda address: open_simulated_channel(network, address)),
+        (kaveri.rpc.server.open_channel, lambda address, tls=None: open_simulated_channel(network, address)),
     ]
     return {id(original): (original, stand_in) for original, stand_in in pairs}
 

@@ -23,8 +23,10 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import LinkLost, Transport
 from kaveri.kv.transports import make_transports, tcp_transport
 from kaveri.kv.transports.frames import HELLO_BYTES, Hello
-from kaveri.kv.transports.tls import TlsFiles, TlsTransport
+from kaveri.kv.transports.tls import TlsTransport
 from kaveri.kv.transports.tls_stream import TlsStream
+from kaveri.security import tls_files
+from kaveri.security.tls_files import TlsFiles
 from kaveri.testing.transport_conformance import TransportConformance
 from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool
 from kaveri.testing.transport_world import SMALL_LAYOUT
@@ -190,6 +192,34 @@ def test_a_certificate_of_another_authority_or_time_is_refused(
     logged = capfd.readouterr().out
     assert "kv_connection_ended" in logged
     assert (words if refusing == "receiver" else "the peer refused this side") in logged
+
+
+@pytest.mark.parametrize("refusing", ["receiver", "sender"])
+def test_a_certificate_of_another_cluster_is_refused(
+    files: TlsFiles, authority: Authority, refusing: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # It asks for our name, and carries another.
+    bad = replace(authority.certify("misnamed", dns="other-cluster"), name=files.name)
+    sender, owner = (bad, files) if refusing == "receiver" else (files, bad)
+    with receiving(TlsTransport(owner)) as (receiver, landed):
+        reason = refusal(TlsTransport(sender), receiver)
+        if refusing == "receiver":
+            push(TlsTransport(files), receiver, landed)
+    said = capfd.readouterr().out if refusing == "receiver" else reason
+    assert f"the peer's certificate does not carry the name {files.name}" in said
+
+
+def test_replaced_files_are_used_by_the_next_connection(
+    tmp_path: Path, stranger: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_files, "LOOK_EVERY_S", 0.0)
+    ours = Authority(tmp_path).certify("ours")
+    with receiving(TlsTransport(ours)) as (receiver, landed):
+        push(TlsTransport(ours), receiver, landed)
+        refusal(TlsTransport(stranger), receiver)
+        for name in ("certificate", "key", "authority"):
+            shutil.copy(getattr(stranger, name), getattr(ours, name))
+        push(TlsTransport(stranger), receiver, landed)
 
 
 def test_a_sender_without_a_certificate_is_refused(files: TlsFiles, capfd: pytest.CaptureFixture[str]) -> None:

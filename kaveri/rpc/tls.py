@@ -1,0 +1,125 @@
+"""Mutual TLS on gRPC's ports and channels: both ends show a certificate of one authority, with the cluster's name."""
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from kaveri.errors import Unauthenticated
+from kaveri.security.tls_files import TlsFiles, WatchedTlsFiles
+from kaveri.wire.status import abort
+
+ChannelOptions = tuple[tuple[str, Any], ...]
+
+
+class RpcTls:
+    """What this process shows on ports and channels. Thread-safe."""
+
+    def __init__(self, files: TlsFiles, prefix: str = "--tls-") -> None:
+        """prefix: of the settings that name the files. Raises ConfigError when they are not what they should be."""
+        self.name = files.name
+        self._files = WatchedTlsFiles(files, prefix)
+
+    @property
+    def generation(self) -> int:
+        """Grows when the files have changed. Channels that are open keep what they were opened with."""
+        return self._files.now().generation
+
+    def open_channel(self, address: str, options: ChannelOptions) -> aio.Channel:
+        """A channel with the files as they are now."""
+        now = self._files.now()
+        credentials = grpc.ssl_channel_credentials(now.authority, now.key, now.certificate)
+        if self.name:
+            options = (*options, ("grpc.ssl_target_name_override", self.name))
+        return aio.secure_channel(address, credentials, options=options)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Of a port. Each connection is asked for a certificate, and gets the one that is good then."""
+        used = self._files.now()
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            # On gRPC's own threads, at each handshake.
+            nonlocal used
+            now = self._files.now()
+            if now.generation == used.generation:
+                return None
+            used = now
+            return _configuration(now.key, now.certificate, now.authority)
+
+        first = _configuration(used.key, used.certificate, used.authority)
+        return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)  # type: ignore[arg-type]
+
+    def interceptors(self) -> tuple[aio.ServerInterceptor, ...]:
+        """What a server needs to ask its callers for the name: gRPC itself asks for the authority only."""
+        return (_CallerName(self.name),) if self.name else ()
+
+
+_process_tls: RpcTls | None = None
+
+
+def use_tls(tls: RpcTls | None) -> None:
+    """For all ports and channels that this process opens from now on, unless they are given their own. None: none."""
+    global _process_tls  # noqa: PLW0603 - as logs and readiness, it is the process's own
+    _process_tls = tls
+
+
+def process_tls() -> RpcTls | None:
+    """See use_tls()."""
+    return _process_tls
+
+
+class _CallerName(aio.ServerInterceptor):
+    """Refuses callers whose certificate does not carry the cluster's name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name.encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        return guarded(await continuation(details), self._check)
+
+    async def _check(self, context: aio.ServicerContext[Any, Any]) -> None:
+        names = context.auth_context().get("x509_subject_alternative_name", ())
+        if self._name not in names:
+            reason = f"the caller's certificate does not carry the name of this cluster, {self._name.decode()}"
+            await abort(context, Unauthenticated(reason))
+
+
+def guarded(handler: Any, check: Callable[[aio.ServicerContext[Any, Any]], Awaitable[None]]) -> Any:
+    """A method's handler that runs `check`, which ends calls that it does not like, before the method."""
+    if handler is None:
+        return None
+    streamed = handler.request_streaming
+    if handler.response_streaming:
+        make = grpc.stream_stream_rpc_method_handler if streamed else grpc.unary_stream_rpc_method_handler
+        inner = handler.stream_stream or handler.unary_stream
+
+        async def answers(request: Any, context: Any) -> Any:
+            await check(context)
+            answered = inner(request, context)
+            if not hasattr(answered, "__aiter__"):
+                # It writes to the context.
+                await answered
+                return
+            async with contextlib.aclosing(answered):
+                async for answer in answered:
+                    yield answer
+
+        return make(answers, handler.request_deserializer, handler.response_serializer)
+    make = grpc.stream_unary_rpc_method_handler if streamed else grpc.unary_unary_rpc_method_handler
+    inner = handler.stream_unary or handler.unary_unary
+
+    async def answer(request: Any, context: Any) -> Any:
+        await check(context)
+        return await inner(request, context)
+
+    return make(answer, handler.request_deserializer, handler.response_serializer)
+
+
+def _configuration(key: bytes, certificate: bytes, authority: bytes) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)

@@ -1,0 +1,131 @@
+"""A whole cluster that speaks mutual TLS: every port, requests, and certificates that are replaced under load."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import openai
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kaveri import AsyncClient, SamplingParams, TlsFiles
+from kaveri.rpc.server import open_channel
+from kaveri.rpc.tls import RpcTls, use_tls
+from tests.support.certificates import Authority
+from tests.support.local_cluster import LocalCluster, run_cluster
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
+_WITHIN_S = 60.0
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def files(authority: Authority) -> Iterator[TlsFiles]:
+    """Of all services; the stack in this process uses them too."""
+    files = authority.certify("service")
+    use_tls(RpcTls(files))
+    yield files
+    use_tls(None)
+
+
+def _flags(files: TlsFiles) -> dict[str, str]:
+    return {"tls_cert": files.certificate, "tls_key": files.key, "tls_ca": files.authority, "kv_transports": "tls"}
+
+
+async def test_every_port_refuses_strangers_and_a_request_goes_through_all_services(
+    authority: Authority, files: TlsFiles, tmp_path: Path
+) -> None:
+    (others := tmp_path / "others").mkdir()
+    foreign = replace(Authority(others, "others").certify("foreign"), authority=files.authority)
+    misnamed = replace(authority.certify("misnamed", dns="other-cluster"), name=files.name)
+    settings = {"gateway_count": 1, "predictor": "kaveri-tiny", **_flags(files)}
+    async with run_cluster(**settings) as cluster:
+        ports = {name: status.record.address for name, status in cluster.view().instances.items()}
+        del ports["gateway-0"]
+        assert {name.rpartition("-")[0] for name in ports} == {"router", "prefill", "decode", "predictor"}
+        for name, address in ports.items():
+            assert await _status(aio.insecure_channel(address)) is grpc.StatusCode.UNAVAILABLE, name
+            assert await _status(_without_certificate(address, files)) is grpc.StatusCode.UNAVAILABLE, name
+            assert await _status(open_channel(address, RpcTls(foreign))) is grpc.StatusCode.UNAVAILABLE, name
+            assert await _status(open_channel(address, RpcTls(misnamed))) is grpc.StatusCode.UNAUTHENTICATED, name
+            assert await _status(open_channel(address, RpcTls(files))) is grpc.StatusCode.OK, name
+        async with AsyncClient(cluster.target, tls=files) as client:
+            answer = await client.generate("hello", params=SamplingParams(max_tokens=8, ignore_eos=True))
+            assert answer.usage.completion_tokens == 8
+            assert answer.timing.server.kv_transport == "tls"
+        url = f"http://{cluster.stack.http_targets[0]}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as http:
+            over_http = await http.completions.create(model="kaveri-tiny", prompt="hello", max_tokens=3)
+            assert over_http.usage is not None
+        shown = await asyncio.to_thread(_command, files, "status", "--json", "--target", cluster.target)
+        assert len(json.loads(shown)["instances"]) == 5
+        assert await asyncio.to_thread(_command, files, "health", "--target", cluster.target) == "SERVING\n"
+
+
+async def test_certificates_replaced_under_load_fail_no_request(authority: Authority, files: TlsFiles) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    async with run_cluster(**_flags(files)) as cluster, AsyncClient(cluster.target, tls=files) as client:
+        answered = 0
+        stop = asyncio.Event()
+
+        async def ask() -> None:
+            nonlocal answered
+            while not stop.is_set():
+                # One on a connection that lasts, one with a handshake of its own.
+                await client.generate("hello", params=params, timeout_s=_WITHIN_S)
+                async with AsyncClient(cluster.target, tls=files) as fresh:
+                    await fresh.generate("hello", params=params, timeout_s=_WITHIN_S)
+                answered += 2
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(ask())
+            for turn in range(1, 4):
+                before = answered
+                _replace(files, authority.certify(f"renewed-{turn}"))
+                async with asyncio.timeout(_WITHIN_S):
+                    # Handshakes make the router look at its files.
+                    while answered < before + 20 or _readings(cluster) < turn:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+            stop.set()
+
+
+async def _status(channel: aio.Channel) -> grpc.StatusCode:
+    async with channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_WITHIN_S)
+        except aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def _without_certificate(address: str, files: TlsFiles) -> aio.Channel:
+    credentials = grpc.ssl_channel_credentials(Path(files.authority).read_bytes())
+    return aio.secure_channel(address, credentials, options=(("grpc.ssl_target_name_override", files.name),))
+
+
+def _replace(files: TlsFiles, renewed: TlsFiles) -> None:
+    os.replace(renewed.certificate, files.certificate)
+    os.replace(renewed.key, files.key)
+
+
+def _readings(cluster: LocalCluster) -> int:
+    return cluster.log_text("router-0").count("tls_files_read")
+
+
+def _command(files: TlsFiles, *arguments: str) -> str:
+    flags = ("--tls-cert", files.certificate, "--tls-key", files.key, "--tls-ca", files.authority)
+    command = [sys.executable, "-P", "-c", "from kaveri.cli.main import main; main()", *arguments, *flags]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_WITHIN_S).stdout
