@@ -4,7 +4,10 @@ What goes over the connection are calls and events, a few hundred bytes each; KV
 instance's. When the connection ends, so does the data plane: the engine is gone.
 """
 
+import os
+import signal
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Client, Connection
@@ -14,6 +17,9 @@ from kaveri.engine.vllm.rank import RankCall, RankSetup
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import configure_logs, get_logger
+
+END_GRACE_S = 10.0
+"""How long a rank's process may take to end by itself once its engine is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +37,19 @@ RankMessage = RankSetup | Detach | AskFlow | RankCall
 
 
 def serve_rank(plane: RankPlane, rank: int, path: str) -> None:
-    """Connects to the engine, which listens at `path`, and serves it on a thread until the connection ends."""
+    """Connects to the engine, which listens at `path`, and serves it on a thread until the connection ends. Then this
+    process ends, within END_GRACE_S: a rank whose like was killed within a collective would wait for it for ever."""
     connection = Client(path, "AF_UNIX")
     server = RankServer(plane, rank, connection)
     connection.send((rank, plane.layout))
-    threading.Thread(target=server.run, name="kv-rank", daemon=True).start()
+    threading.Thread(target=_serve_until_the_end, args=(server,), name="kv-rank", daemon=True).start()
+
+
+def _serve_until_the_end(server: "RankServer") -> None:
+    server.run()
+    time.sleep(END_GRACE_S)
+    # Its main thread may be in native code that looks at no signal.
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class RankServer:

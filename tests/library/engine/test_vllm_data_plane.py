@@ -292,6 +292,16 @@ def remote_pair(tmp_path: Path) -> Iterator[SimpleNamespace]:
 
 
 @pytest.mark.timeout(180)
+def test_a_rank_that_never_returns_from_its_step_ends_when_its_engine_is_gone(remote_pair: Any) -> None:
+    for rank in remote_pair.source.ranks:
+        rank.shutdown()
+    for process in remote_pair.source.processes:
+        # Its main thread waits for a command that does not come.
+        process.join(SOON_S)
+        assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.timeout(180)
 def test_ranks_in_processes_of_their_own_do_the_same_for_one_engine_after_another(remote_pair: Any) -> None:
     source, target = remote_pair.source, remote_pair.target
     for epoch in (1, 2):
