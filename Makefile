@@ -7,9 +7,9 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 # Test processes. Most tests wait more than they compute: 4 keep two cores busy. Each takes half a GiB, and the processes
 # of one cluster at a time. 0: all tests in pytest's own process.
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 3
 # vLLM's tests compute, and take 2 GiB for each worker.
-VLLM_TEST_WORKERS ?= 3
+VLLM_TEST_WORKERS ?= 2
 
 # Of `make simulate`: schedules, the first one's seed, processes.
 N ?= 1000

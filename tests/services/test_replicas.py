@@ -423,6 +423,7 @@ async def test_a_holder_without_room_pushes_the_copy_on_and_names_where_it_is(
     assert answered.replica.token_count % owned.holder.engine.info.layout.block_tokens == 0
     message.attempt, message.may_push_on = 3, False
     message.holder_incarnation = answered.replica.holder_incarnation
+    message.replica_tokens = answered.replica.token_count
     resumed = await DecodeServiceStub(third.channel).Resume(message, timeout=30)
     # The owner has drawn on meanwhile.
     block_tokens = third.engine.info.layout.block_tokens

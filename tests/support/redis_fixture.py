@@ -1,6 +1,7 @@
 """A real Redis server for tests: on a loopback port, in a temporary directory, to be killed and started again."""
 
 import contextlib
+import random
 import shutil
 import socket
 import tempfile
@@ -51,7 +52,9 @@ async def run_redis(binary: str | None = None, *, unix_socket: bool = False) -> 
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that was free a moment ago, below those that outgoing connections get."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

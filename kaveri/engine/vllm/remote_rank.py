@@ -151,6 +151,8 @@ class RemoteRank:
         try:
             while (call := self._calls.get()) is not None and not self._is_lost:
                 self._connection.send(call)
+        except (BrokenPipeError, ConnectionResetError):
+            self._lose("has ended")
         except OSError:
             # Part of a message may be on its way: there is nothing to go on with.
             self._lose("takes no calls")

@@ -189,6 +189,9 @@ class Life(RuleBasedStateMachine):
         if isinstance(event, AdoptedHere):
             # It has no call and no place.
             self.in_line, self.adopted = False, True
+        if isinstance(event, Broken) and isinstance(self.state, Ready | Running):
+            # The engine has ended it, or ends with the process.
+            self.in_engine = False
         self.state, actions = step(self.state, event, self.now_s)
         if isinstance(event, RoomRefused) or (isinstance(event, Drew) and event.is_last):
             self.in_engine = False
@@ -231,6 +234,13 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("state", STATES, ids=repr)
+def test_only_what_has_not_landed_is_aborted_when_its_engine_breaks(state: State) -> None:
+    # An abort would have the holder drop the copy from which a landed request can go on.
+    _, actions = step(state, Broken("broken"), 1.0)
+    assert (AbortInEngine() in actions) == isinstance(state, Reserving | Reserved)
 
 
 def test_a_stale_call_is_answered_with_the_rivals_error() -> None:
