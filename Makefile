@@ -5,7 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
-# Test processes. Most tests wait more than they compute: 4 keep two cores busy. Each takes half a GiB, and the processes
+# Test processes. Most tests wait more than they compute: 3 keep two cores busy; with 4,
+# tests that count on a core within a second are late. Each takes half a GiB, and the processes
 # of one cluster at a time. 0: all tests in pytest's own process.
 TEST_WORKERS ?= 3
 # vLLM's tests compute, and take 2 GiB for each worker.
