@@ -20,7 +20,7 @@ from kaveri.domain.attachment import Attached
 from kaveri.domain.running_clock import RunningClock
 from kaveri.domain.silence import TICK_S
 from kaveri.domain.view import InstanceRecord, Phase, phases_now
-from kaveri.errors import KaveriError, RequestCancelled, RequestNotFound, Unavailable
+from kaveri.errors import InvalidArgument, KaveriError, RequestCancelled, RequestNotFound, Unavailable
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1 import prefill_pb2
@@ -92,7 +92,8 @@ class TakeOver:
             return found
         async with self._searches:
             for some in self._batches(decodes, hinted_decodes):
-                found = found or _first(entry, await self._ask_decodes(entry, number, some, OwnerHint()))
+                outcomes = await self._ask_decodes(entry, number, some, OwnerHint())
+                found = found or _first(entry, outcomes if hint.decode is None else _without_former_owners(outcomes))
             for some in self._batches(prefills, hinted_prefills):
                 found = found or await self._at_prefill(entry, number, some)
             return found or Missing.NOWHERE
@@ -209,6 +210,12 @@ def _first(entry: RequestEntry, outcomes: list[Found | BaseException]) -> Found 
             case BaseException():
                 raise outcome
     return None
+
+
+def _without_former_owners(outcomes: list[Found | BaseException]) -> list[Found | BaseException]:
+    """Of instances that no hint names, though one names another: an owner that was cut off when the request went on
+    elsewhere has fewer tokens than the client, or in low precision others. That is no fault of the client's."""
+    return [each for each in outcomes if not (isinstance(each, InvalidArgument) and each.field.startswith("received."))]
 
 
 def _life(record: InstanceRecord) -> InstanceLife:

@@ -188,6 +188,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.attached: list[decode_pb2.AttachRequest] = []
         self.refusal: KaveriError | None = None
         """Of every Resume."""
+        self.attach_refusal: KaveriError | None = None
+        """Of every Attach of a request that is not its router's already."""
         self.may_answer = asyncio.Event()
         """The answer to Resume or Attach waits for this."""
         self.may_answer.set()
@@ -224,6 +226,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             return decode_pb2.AttachResponse(incarnation=self.incarnation)
         if (request.request_id, request.attempt) in self.reserved:
             return decode_pb2.AttachResponse(incarnation=self.incarnation)
+        if self.attach_refusal is not None:
+            await abort(context, self.attach_refusal)
         if request.request_id not in self.attachable:
             await abort(context, RequestNotFound(request.request_id))
         self.attached.append(request)

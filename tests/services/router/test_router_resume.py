@@ -293,6 +293,32 @@ async def test_an_old_hint_costs_a_question_and_the_request_is_found_where_it_ru
     assert (rest[-1].timing.attempts, rest[-1].timing.resumes) == (1, 0)
 
 
+@pytest.mark.parametrize("hinted", [True, False])
+async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
+    cluster: ScriptedCluster, hinted: bool
+) -> None:
+    """Its owner has died, and the one before, which was cut off, still draws and is behind."""
+    former = cluster.decodes["decode-0"]
+    former.attach_refusal = InvalidArgument("received.token_ids", "10 tokens", "at most 4: no more were generated")
+    cluster.place_on = "decode-0"
+    async with cluster.router() as router:
+        life = cluster.instances["decode-1"].record.incarnation
+        await cluster.instances["decode-1"].die()
+        request = ask(request_id="one", secret=SECRET, session=1)
+        request.params.seed = 1
+        request.received.token_ids.extend(answer(PROMPT, 10))
+        request.received.max_tokens = 20
+        if hinted:
+            hint = inference_pb2.OwnerHint(decode_instance_id="decode-1", decode_incarnation=life)
+            request.received.owner.CopyFrom(hint)
+            rest = await rest_of(router.stub.Generate(request, timeout=60))
+            assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
+            return
+        with pytest.raises(aio.AioRpcError) as refused:
+            await rest_of(router.stub.Generate(request, timeout=60))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_holder_that_is_not_heard_of_is_not_asked(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
