@@ -47,12 +47,12 @@ class ShapedCore(LentCore):
         super().__init__(core, total_blocks)
         self.max_model_len = max_model_len
         self._scheduler.max_model_len = max_model_len
-        self._scheduler.max_num_scheduled_tokens = step_tokens
+        self._chunk_tokens = step_tokens
         self._step_s = step_s
 
-    def step(self) -> list[Any]:
+    def step(self, batch_count: int) -> list[Any]:
         """As the core's, and as slow as it was made."""
-        outputs = super().step()
+        outputs = super().step(batch_count)
         if self._step_s and (outputs or self.running_count):
             threading.Event().wait(self._step_s)
         return outputs
