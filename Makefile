@@ -5,9 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
-# Test processes. Most tests wait more than they compute: 3 keep two cores busy; with 4,
-# tests that count on a core within a second are late. Each takes half a GiB, and the processes
-# of one cluster at a time. 0: all tests in pytest's own process.
+# Test processes. Most tests wait more than they compute: 3 keep two cores busy. With 4, tests that need a core within a
+# second are late. Each takes half a GiB, and the processes of one cluster at a time. 0: all tests in pytest's own process.
 TEST_WORKERS ?= 3
 # vLLM's tests compute, and take 2 GiB for each worker.
 VLLM_TEST_WORKERS ?= 2

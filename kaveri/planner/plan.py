@@ -104,7 +104,8 @@ class ClusterPlan:
 
 
 def plan(question: PlanQuestion) -> ClusterPlan:
-    """The fewest GPUs that serve the rate: instances by algorithm 1, then as many as the whole cluster needs.
+    """The fewest GPUs that serve the rate. Algorithm 1 gives the instances; more are added until enough requests
+    of the whole simulated cluster meet both SLOs.
 
     Raises ConfigError for a question that no number of GPUs answers, or not so few.
     """

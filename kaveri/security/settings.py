@@ -1,4 +1,4 @@
-"""Settings of who may ask, and of what is shown to those who are asked."""
+"""Settings of API keys and of TLS."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The HTTP API: which path does what, and what becomes of a request that fails."""
+"""The HTTP API: which path does what, and how a request fails."""
 
 import asyncio
 import contextlib

@@ -38,7 +38,7 @@ RankMessage = RankSetup | Detach | AskFlow | RankCall
 
 def serve_rank(plane: RankPlane, rank: int, path: str) -> None:
     """Connects to the engine, which listens at `path`, and serves it on a thread until the connection ends. Then this
-    process ends, within END_GRACE_S: a rank whose like was killed within a collective would wait for it for ever."""
+    process ends, within END_GRACE_S: inside a collective it would wait for a killed rank without end."""
     connection = Client(path, "AF_UNIX")
     server = RankServer(plane, rank, connection)
     connection.send((rank, plane.layout))

@@ -50,7 +50,7 @@ async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an
 ) -> None:
     monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 0.1)
     for prefill in cluster.prefills.values():
-        prefill.placed_in_vain = "nobody"
+        prefill.placed_in_vain = "decode-gone"
     cluster.decodes["decode-0"].pause_at = 7
     async with cluster.router() as router:
         call, responses = await read_once_placed(cluster, router, "moved", "decode-0")
