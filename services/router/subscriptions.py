@@ -114,11 +114,10 @@ class Subscription:
         is_late = tie.attempt.taken_over or not self.connected or self.connected_s >= tie.entry.begun_s
         tie.needs_attach = tie.is_there and is_late
         self.ties[tie.entry] = tie
-        if self._is_ahead_of_view(tie):
-            self._limit_wait(tie)
-            return
-        self._check_life(tie)
-        if not self.connected:
+        if self.record is not None and self._is_over(tie.decode):
+            self._check_life(tie)
+        # A later life than the view's: prefill has seen it first. This router may be cut off from the cluster store.
+        if not (self.connected and self.is_of_life(tie)):
             self._limit_wait(tie)
 
     def _limit_wait(self, tie: Tie) -> None:
@@ -128,12 +127,8 @@ class Subscription:
         """Whether the attempt was placed on the life that the view names."""
         return self.record is not None and tie.decode.incarnation == self.record.incarnation
 
-    def _is_ahead_of_view(self, tie: Tie) -> bool:
-        """Whether prefill has seen a new life first. This router may be cut off from the cluster store."""
-        return self.record is not None and not self.is_of_life(tie) and not self._is_over(tie.decode)
-
     def _check_life(self, tie: Tie) -> None:
-        if self.record is not None and tie.decode.incarnation != self.record.incarnation:
+        if not self.is_of_life(tie):
             # The tokens would come on no stream.
             self.lose(tie, Unavailable(f"decode instance {self.instance_id} has restarted since it reserved room"))
 
