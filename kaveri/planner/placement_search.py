@@ -35,7 +35,7 @@ class PlannedPhase(enum.StrEnum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PhaseOption:
     """One configuration of an instance of one phase, and what it can do."""
 
@@ -102,15 +102,7 @@ def search_prefill(
     least_s = statistics.fmean(_least_prompt_s(step, request, pool.chunk_tokens) for request in sample)
     highest = highest_prefill_rate_per_s(least_s, stages)
     goodput, runs = _goodput(holds, highest, alone, settings)
-    return PhaseOption(
-        phase=PlannedPhase.PREFILL,
-        parallelism=parallelism,
-        step=step,
-        pool=pool,
-        alone=alone,
-        goodput_per_s=goodput,
-        run_count=runs,
-    )
+    return PhaseOption(PlannedPhase.PREFILL, parallelism, step, pool, alone, goodput, runs)
 
 
 def search_decode(
@@ -134,15 +126,7 @@ def search_decode(
     mean_output_tokens = statistics.fmean(request.lengths.output_tokens for request in sample)
     highest = highest_rate_per_s(step.latency, lanes, settings.max_batch, mean_output_tokens)
     goodput, runs = _goodput(holds, highest, alone, settings)
-    return PhaseOption(
-        phase=PlannedPhase.DECODE,
-        parallelism=parallelism,
-        step=step,
-        pool=pool,
-        alone=alone,
-        goodput_per_s=goodput,
-        run_count=runs,
-    )
+    return PhaseOption(PlannedPhase.DECODE, parallelism, step, pool, alone, goodput, runs)
 
 
 def _prepare(
@@ -174,12 +158,11 @@ def _goodput(
     """The highest rate that holds, and the simulations that it took."""
     if alone < settings.attain:
         return 0.0, 0
-    search = GoodputSearch(highest_per_s, settings.attain, _MAX_RUNS, RESOLUTION)
-    if highest_per_s < float("inf"):
+    is_bounded = highest_per_s < float("inf")
+    search = GoodputSearch(highest_per_s if is_bounded else 1.0, settings.attain, _MAX_RUNS, RESOLUTION)
+    if is_bounded:
         # No instance can keep up with more.
         search.note(Probe(highest_per_s * (1 + RESOLUTION), 0.0))
-    else:
-        search = GoodputSearch(1.0, settings.attain, _MAX_RUNS, RESOLUTION)
     runs = 0
     while (rate_per_s := search.next_rate()) is not None:
         runs += 1
