@@ -81,7 +81,7 @@ class _CallerName(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         details: grpc.HandlerCallDetails,
     ) -> Any:
-        return guarded(await continuation(details), self._check)
+        return _guarded(await continuation(details), self._check)
 
     async def _check(self, context: aio.ServicerContext[Any, Any]) -> None:
         names = context.auth_context().get("x509_subject_alternative_name", ())
@@ -90,7 +90,7 @@ class _CallerName(aio.ServerInterceptor):
             await abort(context, Unauthenticated(reason))
 
 
-def guarded(handler: Any, check: Callable[[aio.ServicerContext[Any, Any]], Awaitable[None]]) -> Any:
+def _guarded(handler: Any, check: Callable[[aio.ServicerContext[Any, Any]], Awaitable[None]]) -> Any:
     """A method's handler that runs `check`, which ends calls that it does not like, before the method."""
     if handler is None:
         return None
