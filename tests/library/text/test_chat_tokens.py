@@ -12,7 +12,7 @@ from kaveri.errors import InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.text.control_tokens import ControlTokens
 from kaveri.text.tokenizer import ChatMessage, ModelTokenizer
-from tests.services.router.cluster_script import MODEL
+from tests.services.router.scripted_answers import MODEL
 from tests.support.tiny_tokenizers import FAMILIES
 
 ROOM = 1_000_000

@@ -14,7 +14,8 @@ from kaveri.cluster.memory_store import MemoryStore
 from kaveri.text.tokenizer import ModelTokenizer
 from services.gateway.config import GatewayConfig
 from services.gateway.service import Gateway, gateway_host
-from tests.services.router.cluster_script import MODEL, RouterUnderTest, ScriptedCluster
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.scripted_answers import MODEL
 
 WITHIN_S = 60.0
 

@@ -8,7 +8,7 @@ import pytest
 
 from kaveri import SamplingParams
 from tests.services.gateway.conftest import GatewayUnderTest
-from tests.services.router.cluster_script import answer
+from tests.services.router.scripted_answers import answer
 
 PROMPT = (300, 301, 302)
 GREEDY = SamplingParams(temperature=0, max_tokens=5)

@@ -12,7 +12,8 @@ import pytest
 from kaveri.security.api_keys import KeyLimits
 from kaveri.security.keys_file import add_key
 from tests.services.gateway.conftest import WITHIN_S, GatewayUnderTest, run_gateway
-from tests.services.router.cluster_script import MODEL, ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import MODEL
 
 _NO_REDIS = "redis://127.0.0.1:1/0"
 """So that each test counts for itself."""

@@ -15,7 +15,8 @@ from tests.services.gateway.conftest import (
     request_bytes,
     run_gateway,
 )
-from tests.services.router.cluster_script import ScriptedCluster, eventually
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import eventually
 
 STREAM = b'{"prompt": [300, 301], "max_tokens": 8000, "stream": true, "ignore_eos": true}'
 WHOLE = b'{"prompt": [300, 301], "max_tokens": 8000, "ignore_eos": true}'

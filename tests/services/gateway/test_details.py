@@ -8,7 +8,7 @@ import pytest
 from kaveri import SamplingParams
 from kaveri.errors import InvalidArgument, ModelNotFound
 from tests.services.gateway.conftest import GatewayUnderTest
-from tests.services.router.cluster_script import answer
+from tests.services.router.scripted_answers import answer
 
 
 async def test_a_completions_report_names_each_token_and_the_likeliest(gateway: GatewayUnderTest) -> None:

@@ -14,7 +14,8 @@ from services.gateway.asked import read_chat, read_completion
 from services.gateway.body import MAX_DEPTH, parse_object
 from services.gateway.http_errors import HttpError, http_error_of
 from tests.services.gateway.conftest import GatewayUnderTest, run_gateway
-from tests.services.router.cluster_script import MAX_MODEL_LEN, ScriptedCluster, eventually
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import MAX_MODEL_LEN, eventually
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from kaveri.text.tokenizer import ModelTokenizer
-from tests.services.router.cluster_script import MODEL, ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import MODEL
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,8 @@ from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.status import error_of
 from services.router.intake import max_model_len
-from tests.services.router.cluster_script import MAX_MODEL_LEN, ScriptedCluster, answer, ask, collect, tokens_of
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import MAX_MODEL_LEN, answer, ask, collect, tokens_of
 
 
 def with_params(**fields: Any) -> inference_pb2.GenerateRequest:

@@ -11,18 +11,8 @@ from grpc import aio
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router.lifecycle_values import Placed
-from tests.services.router.cluster_script import (
-    PROMPT,
-    RouterUnderTest,
-    ScriptedCluster,
-    answer,
-    ask,
-    collect,
-    eventually,
-    rest_of,
-    text_of,
-    tokens_of,
-)
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, text_of, tokens_of
 
 PHASES = ["queued", "prefilling", "pushing", "waiting", "decoding"]
 

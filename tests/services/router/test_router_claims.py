@@ -14,16 +14,8 @@ from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import RequestClaim
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from services.router.claims import _FLUSH_AFTER_S, _MOST_AT_ONCE, RequestClaims
-from tests.services.router.cluster_script import (
-    PROMPT,
-    ScriptedCluster,
-    answer,
-    ask,
-    collect,
-    eventually,
-    rest_of,
-    tokens_of,
-)
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
 
 OTHER = InstanceRecord("router-9", 7, Role.ROUTER, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=0.5)
 HELD = RequestClaim("mine", OTHER.instance_id, OTHER.incarnation)

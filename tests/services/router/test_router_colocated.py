@@ -10,11 +10,11 @@ from grpc import aio
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
-from tests.services.router.cluster_script import (
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
     MODEL,
     PROMPT,
-    ScriptedCluster,
     answer,
     ask,
     collect,

@@ -13,16 +13,8 @@ from structlog.testing import capture_logs
 from kaveri.domain.view import InstanceState
 from kaveri.v1 import inference_pb2
 from services.router import service
-from tests.services.router.cluster_script import (
-    PROMPT,
-    ScriptedCluster,
-    answer,
-    ask,
-    collect,
-    eventually,
-    rest_of,
-    tokens_of,
-)
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
 
 SECRET = b"s" * 16
 

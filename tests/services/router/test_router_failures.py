@@ -14,17 +14,8 @@ from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from services.router import token_feeds
 from services.router.lifecycle_values import Placed
-from tests.services.router.cluster_script import (
-    PROMPT,
-    ScriptedCluster,
-    answer,
-    ask,
-    collect,
-    eventually,
-    read_once_placed,
-    rest_of,
-    tokens_of,
-)
+from tests.services.router.cluster_script import ScriptedCluster, read_once_placed
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
 
 CODES = grpc.StatusCode
 

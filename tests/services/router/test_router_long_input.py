@@ -15,7 +15,8 @@ from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.text.tokenizer import ChatMessage, ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.status import error_of
-from tests.services.router.cluster_script import ScriptedCluster, answer, ask, collect, tokens_of
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import answer, ask, collect, tokens_of
 
 FULL = MAX_MESSAGE_BYTES - 1_000
 """Bytes of input that fit into one message beside its own framing."""

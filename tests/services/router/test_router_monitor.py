@@ -21,7 +21,8 @@ from kaveri.testing.store_conformance import DECODE, PREDICTOR, PREFILL, lead
 from kaveri.v1 import cluster_pb2
 from services.router import metrics
 from services.router.monitor import Monitor
-from tests.services.router.cluster_script import ScriptedCluster, eventually
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import eventually
 from tests.support.local_cluster import LocalCluster, run_cluster
 
 _ROUTERS = ("router-0", "router-1")

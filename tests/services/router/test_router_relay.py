@@ -8,16 +8,15 @@ from grpc import aio
 
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
-from tests.services.router.cluster_script import (
+from tests.services.router.cluster_script import ScriptedCluster, holds_the_last_token
+from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
     MODEL,
     PROMPT,
-    ScriptedCluster,
     answer,
     ask,
     collect,
     eventually,
-    holds_the_last_token,
     logprobs_at,
     rest_of,
     text_of,

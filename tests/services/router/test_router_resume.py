@@ -15,18 +15,9 @@ from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFo
 from kaveri.v1 import decode_pb2, inference_pb2
 from services.router import attempt_numbers, subscriptions, token_feeds
 from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
-from tests.services.router.cluster_script import (
-    PROMPT,
-    RouterUnderTest,
-    ScriptedCluster,
-    ScriptedDecode,
-    answer,
-    ask,
-    collect,
-    eventually,
-    rest_of,
-    tokens_of,
-)
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
+from tests.services.router.scripted_decode import ScriptedDecode
 
 SECRET = b"s" * 16
 

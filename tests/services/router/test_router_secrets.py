@@ -1,7 +1,8 @@
 """What opens a router's token stream is known to the instances that it calls, and to nothing else."""
 
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
-from tests.services.router.cluster_script import ScriptedCluster, ask, collect
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import ask, collect
 
 
 async def test_no_rpc_shows_what_opens_a_token_stream(cluster: ScriptedCluster) -> None:

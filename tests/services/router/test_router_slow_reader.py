@@ -14,16 +14,8 @@ from prometheus_client import REGISTRY
 from kaveri.errors import SlowReader
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of
-from tests.services.router.cluster_script import (
-    PROMPT,
-    RouterUnderTest,
-    ScriptedCluster,
-    answer,
-    ask,
-    collect,
-    eventually,
-    tokens_of,
-)
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, tokens_of
 
 TOKENS = 7_000
 LIMIT_S = 0.5

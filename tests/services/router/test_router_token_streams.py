@@ -8,18 +8,8 @@ import structlog
 from kaveri.domain.owner import Owner, Ownership
 from services.router import subscriptions, token_feeds
 from services.router.lifecycle_values import InstanceLife
-from tests.services.router.cluster_script import (
-    PROMPT,
-    ScriptedCluster,
-    answer,
-    ask,
-    collect,
-    eventually,
-    holds_the_last_token,
-    read_once_placed,
-    rest_of,
-    tokens_of,
-)
+from tests.services.router.cluster_script import ScriptedCluster, holds_the_last_token, read_once_placed
+from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, rest_of, tokens_of
 
 
 async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_placed_elsewhere_since(

@@ -15,7 +15,8 @@ from grpc import aio
 from kaveri.errors import NoCapacity
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
-from tests.services.router.cluster_script import ScriptedCluster, answer, ask, collect, eventually, tokens_of
+from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.scripted_answers import answer, ask, collect, eventually, tokens_of
 
 CODES = grpc.StatusCode
 

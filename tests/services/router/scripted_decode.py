@@ -1,0 +1,274 @@
+"""A decode instance for router tests: a real gRPC service that does as the test says."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from kaveri.domain.replica import ReplicaLocation
+from kaveri.errors import KaveriError, RequestNotFound
+from kaveri.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    sampling_pb2,
+)
+from kaveri.wire.replicas import replica_to_proto
+from kaveri.wire.status import abort
+from tests.services.router.scripted_answers import (
+    VOCAB_FLOOR,
+    logprobs_at,
+    token_at,
+)
+
+_BEAT_S = 0.05
+BLOCK_TOKENS = 4
+"""Of scripted copies."""
+
+
+@dataclass
+class Running:
+    """A request that a scripted decode instance generates."""
+
+    request_id: str
+    router_id: str
+    attempt: int
+    prompt: tuple[int, ...]
+    next_index: int
+    max_tokens: int
+    logprobs: int | None
+    session: int = 0
+    replicated: int = 0
+    """Tokens of the copy that the router has heard of."""
+
+
+class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
+    """A decode instance. Steps as fast as its router reads, unless `paused`."""
+
+    def __init__(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        self.running: dict[str, Running] = {}
+        self.aborted: list[tuple[str, int]] = []
+        """Request ids and attempts, as routers named them."""
+        self.abort_messages: list[bool] = []
+        """Of each Abort: whether a router asks, by its own word."""
+        self.subscribers: list[str] = []
+        """The router ids of the streams that are open."""
+        self.may_step = asyncio.Event()
+        self.may_step.set()
+        self.stop_at: int | None = None
+        """Tokens behind which answers end as with a stop token."""
+        self.pause_at: int | None = None
+        """Stop stepping, once, when a request has so many tokens; may_step goes on."""
+        self.skip_once = False
+        """Leave one token out."""
+        self.repeat_tokens = False
+        """Send every token twice, the second time together with its successor's index."""
+        self.fail_next: str = ""
+        """Report this error for every request at the next step."""
+        self.replaced_next = False
+        """Say with fail_next that another router has begun the same request."""
+        self.too_few_logprobs = ""
+        """The id of a request that gets fewer logprobs than tokens."""
+        self.incarnation = 0
+        self.beats = True
+        """Send an empty message every 0.05 s while there are no tokens; else say that none are sent."""
+        self.silent = False
+        """Send nothing, like an instance that hangs."""
+        self.keeps_running = False
+        """Requests outlive their stream."""
+        self.thawed = asyncio.Event()
+        """Cleared, with silent: a new stream is not answered either, as by a frozen process."""
+        self.thawed.set()
+        self.holder: ScriptedDecode | None = None
+        """Has a copy of every request here; an Abort here drops it."""
+        self.copies: set[str] = set()
+        """Requests of which this instance holds a copy."""
+        self.resumes: list[decode_pb2.ResumeRequest] = []
+        self.reserved: set[tuple[str, int]] = set()
+        """Requests and attempts that prefill has placed here, and that have not begun."""
+        self.attachable: set[str] = set()
+        """Requests of earlier sessions that run here, with answers of `attached_tokens`."""
+        self.attached_tokens = 20
+        self.attached: list[decode_pb2.AttachRequest] = []
+        self.refusal: KaveriError | None = None
+        """Of every Resume."""
+        self.attach_refusal: KaveriError | None = None
+        """Of every Attach of a request that is not its router's already."""
+        self.may_answer = asyncio.Event()
+        """The answer to Resume or Attach waits for this."""
+        self.may_answer.set()
+        self.draws_before_its_answer = False
+        """Begin to draw when Resume comes, whenever its answer goes out."""
+        self._wake = asyncio.Event()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether pause_at was reached."""
+        return not self.may_step.is_set()
+
+    def start(self, request: prefill_pb2.PrefillRequest) -> None:
+        """Begins to generate after the token that prefill drew."""
+        prompt_length = len(request.token_ids) - request.generated_count
+        self.reserved.discard((request.request_id, request.attempt))
+        self.running[request.request_id] = Running(
+            request.request_id,
+            request.router_id,
+            request.attempt,
+            tuple(request.token_ids[:prompt_length]),
+            request.generated_count + 1,
+            request.params.max_tokens,
+            request.params.logprobs if request.params.HasField("logprobs") else None,
+            request.session,
+        )
+        self._wake.set()
+
+    async def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachResponse:  # noqa: N802
+        running = self.running.get(request.request_id)
+        if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
+            # Its own router, which may lack what went over a former stream.
+            running.next_index = min(running.next_index, max(1, request.generated_count))
+            return decode_pb2.AttachResponse(incarnation=self.incarnation)
+        if (request.request_id, request.attempt) in self.reserved:
+            return decode_pb2.AttachResponse(incarnation=self.incarnation)
+        if self.attach_refusal is not None:
+            await abort(context, self.attach_refusal)
+        if request.request_id not in self.attachable:
+            await abort(context, RequestNotFound(request.request_id))
+        self.attached.append(request)
+        prompt = tuple(request.token_ids[: len(request.token_ids) - request.generated_count])
+        self.running[request.request_id] = Running(
+            request.request_id,
+            request.router_id,
+            request.attempt,
+            prompt,
+            request.generated_count,
+            self.attached_tokens,
+            None,
+            request.session,
+        )
+        self._wake.set()
+        await self.may_answer.wait()
+        attached = decode_pb2.Attached(max_tokens=self.attached_tokens, first_index=0)
+        return decode_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)
+
+    async def Resume(self, request: decode_pb2.ResumeRequest, context: Any) -> decode_pb2.ResumeResponse:  # noqa: N802
+        self.resumes.append(request)
+        if self.refusal is not None:
+            await abort(context, self.refusal)
+        if request.holder_incarnation != self.incarnation or request.request_id not in self.copies:
+            await abort(context, RequestNotFound(request.request_id))
+        self.copies.discard(request.request_id)
+        if not self.draws_before_its_answer:
+            await self.may_answer.wait()
+        prompt_length = len(request.token_ids) - request.generated_count
+        self.running[request.request_id] = Running(
+            request.request_id,
+            request.router_id,
+            request.attempt,
+            tuple(request.token_ids[:prompt_length]),
+            request.generated_count,
+            request.params.max_tokens,
+            request.params.logprobs if request.params.HasField("logprobs") else None,
+            request.session,
+        )
+        self._wake.set()
+        await self.may_answer.wait()
+        held_tokens = (len(request.token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        return decode_pb2.ResumeResponse(incarnation=self.incarnation, held_tokens=held_tokens)
+
+    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
+        self.abort_messages.append(request.by_router)
+        for entry in request.attempts:
+            self.aborted.append((entry.request_id, entry.attempt))
+            self.reserved.discard((entry.request_id, entry.attempt))
+            running = self.running.get(entry.request_id)
+            ours = running is not None and running.router_id == entry.router_id
+            if running is not None and ours and running.attempt <= entry.attempt:
+                del self.running[entry.request_id]
+                if self.holder is not None:
+                    self.holder.copies.discard(entry.request_id)
+        return decode_pb2.AbortResponse()
+
+    async def StreamTokens(  # noqa: N802
+        self, request: decode_pb2.StreamTokensRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+        router_id = request.router_id
+        self.subscribers.append(router_id)
+        try:
+            await self.thawed.wait()
+            yield decode_pb2.StreamTokensResponse(incarnation=self.incarnation, beat_s=_BEAT_S if self.beats else 0.0)
+            for named in request.requests:
+                # It keeps nothing when a stream ends.
+                if named.request_id not in self.running:
+                    gone = decode_pb2.RequestTokens(
+                        request_id=named.request_id, attempt=named.attempt, session=named.session, error="not here"
+                    )
+                    yield decode_pb2.StreamTokensResponse(requests=[gone])
+            while True:
+                while self.silent or not (self._of(router_id) and self.may_step.is_set()):
+                    awaited = self.may_step if self._of(router_id) else self._wake
+                    self._wake.clear()
+                    try:
+                        async with asyncio.timeout(_BEAT_S):
+                            await (asyncio.sleep(_BEAT_S) if self.silent else awaited.wait())
+                    except TimeoutError:
+                        if self.beats and not self.silent:
+                            yield decode_pb2.StreamTokensResponse()
+                yield decode_pb2.StreamTokensResponse(requests=self._step(router_id))
+                await asyncio.sleep(0)
+        finally:
+            self.subscribers.remove(router_id)
+            if not self.keeps_running:
+                for running in self._of(router_id):
+                    del self.running[running.request_id]
+
+    def _of(self, router_id: str) -> list[Running]:
+        return [running for running in self.running.values() if running.router_id == router_id]
+
+    def _step(self, router_id: str) -> list[decode_pb2.RequestTokens]:
+        updates = []
+        for running in self._of(router_id):
+            update = decode_pb2.RequestTokens(
+                request_id=running.request_id, attempt=running.attempt, session=running.session
+            )
+            if self.fail_next:
+                update.error = self.fail_next
+                update.replaced = self.replaced_next
+                del self.running[running.request_id]
+                updates.append(update)
+                continue
+            first = running.next_index - 1 if self.repeat_tokens else running.next_index
+            update.index = first
+            update.token_ids.extend(token_at(running.prompt, index) for index in range(first, running.next_index + 1))
+            if running.logprobs is not None:
+                indices = range(first, running.next_index + 1)
+                update.logprobs.extend(logprobs_at(index, running.logprobs) for index in indices)
+            self._replicate(running, update)
+            if self.too_few_logprobs == running.request_id:
+                update.token_ids.append(VOCAB_FLOOR)
+            running.next_index += 1
+            if self.skip_once and running.next_index > 3:
+                self.skip_once = False
+                running.next_index += 1
+            if running.next_index == self.pause_at:
+                self.pause_at = None
+                self.may_step.clear()
+            if running.next_index >= running.max_tokens:
+                update.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
+                update.timing.decode_s = 0.25
+                del self.running[running.request_id]
+            elif running.next_index == self.stop_at:
+                update.finish_reason = sampling_pb2.FINISH_REASON_STOP
+                del self.running[running.request_id]
+            updates.append(update)
+        self.fail_next, self.replaced_next = "", False
+        return updates
+
+    def _replicate(self, running: Running, update: decode_pb2.RequestTokens) -> None:
+        token_count = (len(running.prompt) + running.next_index) // BLOCK_TOKENS * BLOCK_TOKENS
+        if self.holder is not None and token_count > running.replicated:
+            running.replicated = token_count
+            self.holder.copies.add(running.request_id)
+            replica = ReplicaLocation(self.holder.instance_id, self.holder.incarnation, token_count)
+            update.replica.CopyFrom(replica_to_proto(replica))

@@ -1,0 +1,170 @@
+"""A prefill instance for router tests: a real gRPC service that does as the test says. No KV moves."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from kaveri.errors import KaveriError, RequestNotFound, Unavailable
+from kaveri.v1 import (
+    prefill_pb2,
+    prefill_pb2_grpc,
+    sampling_pb2,
+)
+from kaveri.wire.status import abort
+from tests.services.router.scripted_answers import (
+    logprobs_at,
+    token_at,
+)
+from tests.services.router.scripted_decode import ScriptedDecode
+
+
+class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
+    """A prefill instance that places every request on the decode instance that `decode_of` names."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        decode_of: Callable[[], ScriptedDecode],
+        life_of: Callable[[str], int] = lambda instance_id: 0,
+    ) -> None:
+        self.instance_id = instance_id
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.cancelled: list[str] = []
+        self.refusals: list[KaveriError] = []
+        """Errors for the next requests, one each."""
+        self.hold: set[str] = set()
+        """Steps before which every request waits for `release`: started, placed, first_token, handed_over."""
+        self.release = asyncio.Event()
+        self.decode_first = False
+        """Let decode begin before the first token is reported."""
+        self.decode_has_begun = False
+        """The test has let decode begin."""
+        self.break_after_hold = False
+        """Fail every request that was held, once it is released."""
+        self.open_requests = 0
+        self.waiting_requests = 0
+        """Requests that a hold stops now."""
+        self.remaining_s: list[float | None] = []
+        """Seconds until the deadline, for every request as it came."""
+        self.stop_at: int | None = None
+        """Tokens behind which answers end as with a stop token."""
+        self.placed_in_vain = ""
+        """Decode instance on which every request is placed before the one that takes it."""
+        self.queue_limit: int | None = None
+        """Heartbeats say that it takes so many requests, those included that a hold stops. None: they say nothing."""
+        self.break_before = ""
+        """The step before which every request fails with UNAVAILABLE."""
+        self.placed_life: int | None = None
+        """The incarnation that every placement names; None: the decode instance's own."""
+        self.lost_questions = 0
+        """So many of the next calls of GiveBackPrefill are lost."""
+        self.gives_back = asyncio.Event()
+        """Set once it gives back what a hold stops."""
+        self._decode_of = decode_of
+        self._life_of = life_of
+
+    async def BeatPrefill(  # noqa: N802
+        self, request: prefill_pb2.BeatPrefillRequest, context: Any
+    ) -> prefill_pb2.BeatPrefillResponse:
+        return prefill_pb2.BeatPrefillResponse()
+
+    async def GiveBackPrefill(  # noqa: N802
+        self, request: prefill_pb2.GiveBackPrefillRequest, context: Any
+    ) -> prefill_pb2.GiveBackPrefillResponse:
+        if self.lost_questions:
+            self.lost_questions -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        self.gives_back.set()
+        self.release.set()
+        return prefill_pb2.GiveBackPrefillResponse()
+
+    async def AbortPrefill(  # noqa: N802
+        self, request: prefill_pb2.AbortPrefillRequest, context: Any
+    ) -> prefill_pb2.AbortPrefillResponse:
+        decode = self._decode_of()
+        for entry in request.attempts:
+            running = decode.running.get(entry.request_id)
+            if running is not None and (running.router_id, running.attempt) == (entry.router_id, entry.attempt):
+                del decode.running[entry.request_id]
+        return prefill_pb2.AbortPrefillResponse()
+
+    async def AttachPrefill(  # noqa: N802
+        self, request: prefill_pb2.AttachPrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.AttachPrefillResponse]:
+        await abort(context, RequestNotFound(request.attach.request_id))
+        yield prefill_pb2.AttachPrefillResponse()
+
+    @property
+    def queue_room(self) -> int | None:
+        """What heartbeats say."""
+        return None if self.queue_limit is None else max(0, self.queue_limit - self.waiting_requests)
+
+    async def Prefill(  # noqa: N802
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        self.requests.append(request)
+        self.remaining_s.append(context.time_remaining())
+        if self.refusals:
+            await abort(context, self.refusals.pop(0))
+        decode = self._decode_of()
+        prompt = tuple(request.token_ids[: len(request.token_ids) - request.generated_count])
+        finish = (
+            sampling_pb2.FINISH_REASON_LENGTH
+            if request.generated_count + 1 >= request.params.max_tokens
+            else sampling_pb2.FINISH_REASON_STOP
+            if request.generated_count + 1 == self.stop_at
+            else sampling_pb2.FINISH_REASON_UNSPECIFIED
+        )
+        self.open_requests += 1
+        try:
+            await self._before("started", context)
+            yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(queue_s=0.125))
+            if self.placed_in_vain:
+                vain = self.placed_in_vain
+                yield prefill_pb2.PrefillResponse(placed=_placed(vain, self._life_of(vain)))
+            await self._before("placed", context)
+            life = decode.incarnation if self.placed_life is None else self.placed_life
+            if not decode.running.get(request.request_id):
+                decode.reserved.add((request.request_id, request.attempt))
+            yield prefill_pb2.PrefillResponse(placed=_placed(decode.instance_id, life))
+            if self.decode_first and not finish:
+                decode.start(request)
+            await self._before("first_token", context)
+            first = prefill_pb2.PrefillFirstToken(
+                token_id=token_at(prompt, request.generated_count), finish_reason=finish, prefill_s=0.5
+            )
+            if request.params.HasField("logprobs"):
+                first.logprobs.CopyFrom(logprobs_at(request.generated_count, request.params.logprobs))
+            yield prefill_pb2.PrefillResponse(first_token=first)
+            if finish:
+                return
+            if not self.decode_first and not self.decode_has_begun:
+                decode.start(request)
+            await self._before("handed_over", context)
+            handed_over = prefill_pb2.PrefillHandedOver(kv_bytes=4096, kv_transfer_s=0.0625, kv_transport="tcp")
+            yield prefill_pb2.PrefillResponse(handed_over=handed_over)
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+        finally:
+            self.open_requests -= 1
+
+    async def _before(self, step: str, context: Any) -> None:
+        if self.break_before == step:
+            await abort(context, Unavailable(f"scripted to break before {step}"))
+        if step in self.hold:
+            self.waiting_requests += 1
+            try:
+                await self.release.wait()
+            finally:
+                self.waiting_requests -= 1
+            if self.gives_back.is_set():
+                await abort(context, Unavailable("it drains", retry_after_s=1.0))
+            if self.break_after_hold:
+                await abort(context, Unavailable("scripted to break"))
+
+
+def _placed(instance_id: str, incarnation: int) -> prefill_pb2.PrefillPlaced:
+    return prefill_pb2.PrefillPlaced(decode_instance_id=instance_id, decode_incarnation=incarnation)
