@@ -35,6 +35,20 @@ async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_pla
         assert (responses[-1].timing.attempts, responses[-1].timing.decode_instance_id) == (1, "decode-1")
 
 
+async def test_a_request_on_an_instance_that_the_view_never_names_is_placed_again(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 0.1)
+    for prefill in cluster.prefills.values():
+        prefill.placed_in_vain, prefill.hold = "decode-gone", {"placed"}
+    async with cluster.router() as router:
+        collecting = asyncio.create_task(collect(router.stub.Generate(ask(), timeout=60)))
+        await eventually(lambda: len(cluster.taken()) == 2)
+        for prefill in cluster.prefills.values():
+            prefill.release.set()
+        assert tokens_of(await collecting) == answer(PROMPT, 20)
+
+
 async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an_unknown_instance(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
