@@ -381,7 +381,7 @@ def hint_trusted_without_incarnation() -> Iterator[None]:
         return tie
 
     with (
-        replaced(subscriptions.Subscription, "_check_life", lambda _: nothing),
+        replaced(subscriptions.Subscription, "is_of_life", lambda _: lambda subscription, tie: True),
         replaced(subscriptions.Subscription, "tie", make),
     ):
         yield
